@@ -1,0 +1,3 @@
+"""servekit serves large language models."""
+
+__version__ = "0.1.0"

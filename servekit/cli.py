@@ -1,0 +1,79 @@
+"""`servekit serve | version`: from argv to a configuration, nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from servekit import __version__
+from servekit.config import ServeConfig, Setting, load_config, settings
+from servekit.errors import ConfigError, ServekitError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the process's exit code."""
+    arguments = vars(_parser().parse_args(argv))
+    try:
+        return _version() if arguments.pop("command") == "version" else _serve(arguments)
+    except ConfigError as error:
+        print(f"servekit: {error.message}", file=sys.stderr)
+        return 2
+    except ServekitError as error:
+        print(f"servekit: {error.message}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="servekit", description="Serve large language models.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("version", help="print the version")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Serve a model over HTTP. Every flag can also be set as SERVEKIT_<NAME> or in a TOML file.",
+        argument_default=argparse.SUPPRESS,
+    )
+    serve.add_argument("model", nargs="?", metavar="MODEL", help=settings()[0].description)
+    serve.add_argument("--config", metavar="FILE", help="TOML file with settings of the same names")
+    for setting in settings():
+        # The value stays text here: `load_config` judges it, wherever it came from.
+        serve.add_argument(setting.flag, metavar=_metavar(setting), help=_help(setting), dest=setting.name)
+    return parser
+
+
+def _metavar(setting: Setting) -> str:
+    return setting.name.rpartition("_")[2].upper()
+
+
+def _help(setting: Setting) -> str:
+    default = "" if setting.default is None else f" (default: {setting.default})"
+    return (setting.description + default).replace("%", "%%")
+
+
+def _version() -> int:
+    print(__version__)
+    return 0
+
+
+def _serve(arguments: dict[str, str]) -> int:
+    config = _configure(arguments)
+    # Imported here so that `--help` and a wrong flag answer at once.
+    from servekit.api import serve
+
+    return serve(config)
+
+
+def _configure(arguments: dict[str, str]) -> ServeConfig:
+    path = arguments.pop("config", None)
+    try:
+        toml = Path(path).read_bytes() if path else None
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    return load_config(arguments, os.environ, toml)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""Every setting of the server, once: its name, type, range, default and meaning.
+
+`ServeConfig` is the single source of `--help`, of the `SERVEKIT_*` environment, of the TOML file and of `/info`.
+Precedence: command line > environment > TOML > default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from servekit.errors import ConfigError
+
+DEMO_MODEL = "demo"
+ENVIRONMENT_PREFIX = "SERVEKIT_"
+
+Positive = Annotated[int, Meta(ge=1, le=2**40)]
+
+
+class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the operator chooses. Defaults serve the embedded demo model on this machine only."""
+
+    model: Annotated[str, Meta(description="local path or Hugging Face id; 'demo' is the embedded demo model")] = (
+        DEMO_MODEL
+    )
+    served_model_name: Annotated[str | None, Meta(description="name to report; MODEL by default")] = None
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 picks a free one")] = 8000
+
+    device: Annotated[
+        str,
+        Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu or cuda:N; auto takes cuda:0 if there is one"),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="auto is float32 on a CPU and the checkpoint's own on a GPU"),
+    ] = "auto"
+
+    max_model_len: Annotated[
+        Positive | None, Meta(description="longest prompt plus output in tokens; the model's own by default")
+    ] = None
+    max_num_seqs: Annotated[
+        int, Meta(ge=1, le=65536, description="sequences that may run at the same time")
+    ] = 256
+    max_num_batched_tokens: Annotated[
+        int, Meta(ge=1, le=1_048_576, description="tokens that one step may compute, prefill and decode together")
+    ] = 2048
+    block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens in one KV block")] = 16
+    num_kv_blocks: Annotated[
+        Positive | None, Meta(description="KV blocks in the pool; measured from free memory by default")
+    ] = None
+    kv_cache_memory_bytes: Annotated[
+        Positive | None, Meta(description="memory for the KV cache; on a CPU 1 GiB by default")
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0.0, le=1.0, description="share of the GPU's memory that weights and KV cache may take")
+    ] = 0.9
+
+    max_num_queued_reqs: Annotated[
+        Positive, Meta(description="sequences that may wait; more are refused with 503")
+    ] = 4096
+    max_client_batch_size: Annotated[
+        int, Meta(ge=1, le=65536, description="prompts that one request may carry")
+    ] = 1024
+    max_body_bytes: Annotated[Positive, Meta(description="largest request body")] = 8 * 2**20
+    step_timeout: Annotated[
+        float, Meta(gt=0.0, le=86400.0, description="seconds after which a worker that does not answer is given up")
+    ] = 300.0
+    load_timeout: Annotated[
+        float, Meta(gt=0.0, le=86400.0, description="seconds that loading a model may take")
+    ] = 1800.0
+    shutdown_timeout: Annotated[
+        float, Meta(ge=0.0, le=86400.0, description="seconds that running requests get to finish after SIGTERM")
+    ] = 30.0
+    sse_keep_alive_interval: Annotated[
+        int, Meta(ge=0, le=3600, description="seconds between comments on an idle stream; 0 sends none")
+    ] = 15
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="how much to log")
+    ] = "info"
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model
+
+
+class Setting(Struct, frozen=True):
+    """One field of `ServeConfig` as a person meets it."""
+
+    name: str
+    default: Any
+    description: str
+    accepts: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def environment_name(self) -> str:
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+
+def settings() -> list[Setting]:
+    """Every field of `ServeConfig`, in order."""
+    described = msgspec.json.schema(ServeConfig)["$defs"]["ServeConfig"]["properties"]
+    return [
+        Setting(field.name, field.default, described[field.name]["description"], _accepts(described[field.name]))
+        for field in msgspec.structs.fields(ServeConfig)
+    ]
+
+
+def _accepts(schema: Mapping[str, Any]) -> str:
+    """A field's JSON schema in words: `integer from 1 to 4096`, `one of auto, float32`."""
+    schema = schema.get("anyOf", [schema])[0]
+    if "enum" in schema:
+        return "one of " + ", ".join(schema["enum"])
+    if "pattern" in schema:
+        return f"text matching {schema['pattern']}"
+    bounds = [
+        f"{word} {schema[key]}"
+        for key, word in (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", "to"))
+        if key in schema
+    ]
+    return " ".join([schema["type"], *bounds])
+
+
+def load_config(arguments: Mapping[str, str], environment: Mapping[str, str], toml: bytes | None = None) -> ServeConfig:
+    """Merge the four sources into one checked value.
+
+    `arguments` holds what the command line named, as text; `toml` is the content of the `--config` file. Raises
+    ConfigError that names the field and what is accepted.
+    """
+    names = {setting.environment_name: setting.name for setting in settings()}
+    unknown = [name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and name not in names]
+    if unknown:
+        raise ConfigError(f"unknown environment variable {unknown[0]}; {_nearest(unknown[0], list(names))}")
+    from_environment = {names[name]: value for name, value in environment.items() if name in names}
+    values = {**_read_toml(toml), **from_environment, **arguments}
+    try:
+        return msgspec.convert(values, ServeConfig, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), values)) from None
+
+
+def _read_toml(toml: bytes | None) -> dict[str, Any]:
+    """The file's settings; dashes and underscores are the same in a name."""
+    if toml is None:
+        return {}
+    try:
+        table = msgspec.toml.decode(toml, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file is not TOML: {error}") from None
+    return {name.replace("-", "_"): value for name, value in table.items()}
+
+
+def _explain(message: str, values: Mapping[str, Any]) -> str:
+    """msgspec's `Expected ... - at $.field`, turned to name the setting and what it takes."""
+    _, _, path = message.partition(" - at `$.")
+    known = {setting.name: setting for setting in settings()}
+    if not path:
+        unknown = message.split("`")[1]
+        return f"unknown setting {unknown!r}; {_nearest(unknown, list(known))}"
+    setting = known[path.rstrip("`")]
+    return (
+        f"{setting.name} = {values[setting.name]!r} is not accepted ({setting.flag}, {setting.environment_name}): "
+        f"it takes {setting.accepts}; {setting.description}"
+    )
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else "see `servekit serve --help`"
+
+
+def non_default(config: ServeConfig) -> dict[str, Any]:
+    """The settings that differ from their defaults: what a log should show first."""
+    return {
+        setting.name: value
+        for setting in settings()
+        if (value := getattr(config, setting.name)) != setting.default
+    }

@@ -1,0 +1,102 @@
+"""Name everything that can go wrong, who caused it, and what the caller is told.
+
+    ServekitError
+    ├─ RequestError          the caller's doing
+    │  ├─ InvalidRequest        400  the body is not what the endpoint takes
+    │  ├─ ContextTooLong        400  prompt plus answer can never fit this server
+    │  ├─ RequestTooLarge       413  the body is over the size limit
+    │  └─ QueueFull             503  too much is waiting already; try again later
+    ├─ WorkerError           a process's doing
+    │  ├─ WorkerNotReady        503  the model is still loading, or the server is going down
+    │  ├─ WorkerLost            503  the worker process ended
+    │  └─ WorkerTimeout         503  the worker process did not answer in time
+    ├─ ConfigError           the operator's doing; the process ends with exit code 2
+    └─ InternalError         our bug, 500
+
+Every message gives the value, the limit, and the remedy. `assert` is for our own mistakes, these are for the world's.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ServekitError(Exception):
+    """The root of the tree; `status`, `type` and `code` become the HTTP answer."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.answer_code = code or self.code
+        self.retry_after_s = retry_after_s
+
+
+class RequestError(ServekitError):
+    """The caller can mend it."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_request"
+
+
+class InvalidRequest(RequestError):
+    """The body is not valid JSON, or not what the endpoint takes."""
+
+    code = "invalid_value"
+
+
+class ContextTooLong(RequestError):
+    """Prompt plus requested output exceed what this server can ever hold."""
+
+    code = "context_length_exceeded"
+
+
+class RequestTooLarge(RequestError):
+    """The body is over the size limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class QueueFull(RequestError):
+    """Admitting the request would exceed the bound on waiting requests."""
+
+    status = 503
+    type = "overloaded_error"
+    code = "overloaded"
+
+
+class WorkerError(ServekitError):
+    """A worker process failed its client; trying again can help."""
+
+    status = 503
+    code = "worker_unavailable"
+
+
+class WorkerNotReady(WorkerError):
+    """No worker has a model loaded, or the server is going down."""
+
+
+class WorkerLost(WorkerError):
+    """The worker process ended while its sequences were running."""
+
+
+class WorkerTimeout(WorkerError):
+    """The worker process did not answer within its deadline."""
+
+
+class ConfigError(ServekitError):
+    """A setting is wrong, or the model and the settings do not fit each other."""
+
+    code = "invalid_config"
+
+
+class InternalError(ServekitError):
+    """A bug of ours that a client happened to meet."""

@@ -1,0 +1,110 @@
+"""What manager and worker say to each other: frozen values, msgpack on the wire, never pickled.
+
+Fields are append-only. A `StepPlan` is self-contained as far as tokens go: it carries every token id the manager
+knows for the positions it schedules, so a message is bounded by the step's token budget whatever the prompt length.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class LoadModel(Struct, frozen=True, tag="load_model"):
+    """First message of a worker's life: load this model, make room for its KV cache."""
+
+    model_path: str
+    dtype: str
+    device: str
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    num_kv_blocks: int | None
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+
+
+class ModelInfo(Struct, frozen=True):
+    """What the manager needs to know of a model; the worker reads it off the loaded one."""
+
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    default_temperature: float
+    default_top_k: int
+    default_top_p: float
+
+
+class WorkerReady(Struct, frozen=True, tag="worker_ready"):
+    """The model is loaded and its KV pages exist."""
+
+    model: ModelInfo
+    device: str
+    dtype: str
+    num_blocks: int
+    kv_bytes_per_token: int
+    load_time_s: float
+
+
+class WorkerFailed(Struct, frozen=True, tag="worker_failed"):
+    """The worker cannot go on; `is_config_error` says the operator can mend it."""
+
+    message: str
+    is_config_error: bool = False
+
+
+class Seat(Struct, frozen=True, array_like=True):
+    """A sequence takes a slot: forget what the slot held before, sample like this from now on."""
+
+    slot: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+
+class Row(Struct, frozen=True, array_like=True):
+    """One sequence's share of a step: compute positions [start, start + num_tokens).
+
+    `token_ids` are the known tokens from `start` on. It is shorter than `num_tokens` where the manager does not
+    know the tail yet, because a step still in flight samples it; the worker has those ids in its own token table.
+    """
+
+    slot: int
+    start: int
+    num_tokens: int
+    token_ids: tuple[int, ...]
+    new_block_ids: tuple[int, ...]  # appended to the slot's block table
+    samples: bool  # whether the last position's logits choose a token
+
+
+class StepPlan(Struct, frozen=True, tag="step_plan"):
+    """Everything a worker does in one step."""
+
+    epoch: int  # which incarnation of the worker this is meant for
+    step_id: int
+    seats: tuple[Seat, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+class StepResult(Struct, frozen=True, tag="step_result"):
+    """What a step sampled: one token for each row that samples, in plan order."""
+
+    epoch: int
+    step_id: int
+    token_ids: tuple[int, ...]
+    step_time_s: float
+
+
+class Shutdown(Struct, frozen=True, tag="shutdown"):
+    """Last message of a worker's life."""
+
+
+ToWorker = LoadModel | StepPlan | Shutdown
+FromWorker = WorkerReady | WorkerFailed | StepResult

@@ -1,0 +1,81 @@
+"""The task queue and the result queue between manager and worker: one-way, bounded, carrying bytes.
+
+Each is one end of an operating-system pipe from `multiprocessing`, with msgpack messages in length-prefixed frames.
+Why not `multiprocessing.Queue`: it pickles, it needs a thread to feed it, and when its reader is killed while waiting
+it stays locked for whoever reads next. A pipe reports the death of the other end as EOF within milliseconds, and
+asyncio can watch it. The bound is the pipe's buffer. A queue lives as long as one worker incarnation, never longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+# A step plan is bounded by its token budget (about 5 bytes a token), so this is far beyond any honest message; a
+# longer frame means that the stream is garbage.
+MAX_MESSAGE_BYTES = 64 * 2**20
+# Large enough that a plan never blocks the manager's event loop while the worker is busy computing.
+PIPE_BYTES = 2**20
+
+Message = TypeVar("Message")
+
+
+class MessageSender(Generic[Message]):
+    """The writing end."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def send(self, message: Message) -> None:
+        """Write one message. Raises BrokenPipeError when the reader is gone."""
+        self._connection.send_bytes(self._encode(message))
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class MessageReceiver(Generic[Message]):
+    """The reading end. Bytes become typed, validated values here and nowhere else."""
+
+    def __init__(self, connection: Connection[Any, Any], message_type: Any) -> None:
+        self._connection = connection
+        self._decode = msgspec.msgpack.Decoder(message_type).decode
+
+    def receive(self) -> Message:
+        """Wait for one message. Raises EOFError when the writer is gone, ValueError when it sends garbage."""
+        frame = self._connection.recv_bytes(MAX_MESSAGE_BYTES)
+        message: Message = self._decode(frame)
+        return message
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def make_pipe() -> tuple[Connection[Any, Any], Connection[Any, Any]]:
+    """(reader, writer) of a fresh one-way pipe."""
+    reader, writer = Pipe(duplex=False)
+    with contextlib.suppress(OSError):  # an unprivileged user's pipe memory may be used up; smaller only waits more
+        fcntl.fcntl(writer.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return reader, writer
+
+
+def adopt_reader(file_descriptor: int) -> Connection[Any, Any]:
+    """The reading end that a parent process handed down."""
+    return Connection(file_descriptor, writable=False)
+
+
+def adopt_writer(file_descriptor: int) -> Connection[Any, Any]:
+    """The writing end that a parent process handed down."""
+    return Connection(file_descriptor, readable=False)

@@ -1,0 +1,150 @@
+"""Request and response bodies of the native routes, and their way to SamplingParams.
+
+Native routes refuse fields they do not know: a misspelt `temprature` is a mistake to report, not to ignore. Numbers
+are bounded on both sides where the body becomes an object.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from servekit.errors import InvalidRequest
+from servekit.messages import ModelInfo
+from servekit.sampling_params import SamplingParams
+from servekit.sequence import FinishReason
+
+MAX_STOP_STRINGS = 16
+
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of /generate and /generate_stream; `prompt` asks for one text, `prompts` for a list of them."""
+
+    prompt: str | UnsetType = UNSET
+    prompts: Annotated[list[str], Meta(min_length=1)] | UnsetType = UNSET
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopString | list[StopString] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
+    ignore_eos: bool = False
+
+    @property
+    def texts(self) -> list[str]:
+        """Every prompt, in order."""
+        return self.prompts if self.prompts is not UNSET else [self.prompt]  # type: ignore[list-item]
+
+    def sampling(self, model: ModelInfo, room: int, seed: int) -> SamplingParams:
+        """Resolve what the client left open: the model's own defaults, as much output as fits, the given seed."""
+        return SamplingParams(
+            max_tokens=self.max_tokens if self.max_tokens is not None else max(room, 1),
+            temperature=self.temperature if self.temperature is not None else model.default_temperature,
+            top_k=max(self.top_k if self.top_k is not None else model.default_top_k, 0),
+            top_p=self.top_p if self.top_p is not None else model.default_top_p,
+            seed=self.seed if self.seed is not None else seed,
+            stop=self._stop_strings(),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+        )
+
+    def _stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class Usage(Struct):
+    """What a request consumed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class GenerateResponse(Struct):
+    """Answer to one prompt."""
+
+    id: str
+    generated_text: str
+    finish_reason: FinishReason
+    stop_reason: str | int | None  # the stop string or token that ended it
+    usage: Usage
+
+
+class BatchGenerateResponse(Struct):
+    """Answer to a list of prompts, in their order."""
+
+    id: str
+    generated_texts: list[str]
+    finish_reasons: list[FinishReason]
+    usage: Usage
+
+
+class Token(Struct):
+    """One generated token; `text` is what it made certain, which may be nothing yet, or more than itself."""
+
+    id: int
+    text: str
+    special: bool
+    logprob: float | None = None
+
+
+class StreamEvent(Struct, omit_defaults=True):
+    """One server-sent event. The last one has the whole text and says why it ended."""
+
+    index: int  # of the token, from 1
+    token: Token
+    generated_text: str | None | UnsetType = None
+    id: str | UnsetType = UNSET
+    finish_reason: FinishReason | UnsetType = UNSET
+    stop_reason: str | int | None | UnsetType = UNSET
+    usage: Usage | UnsetType = UNSET
+
+
+_decoder = msgspec.json.Decoder(GenerateRequest)
+
+
+def decode_generate_request(body: bytes) -> GenerateRequest:
+    """The body as a checked value. Raises InvalidRequest that names the field."""
+    try:
+        request = _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        message = "too deeply nested" if isinstance(error, RecursionError) else str(error)
+        raise InvalidRequest(f"the body is not valid JSON: {message}", code="invalid_json") from None
+    if (request.prompt is UNSET) == (request.prompts is UNSET):
+        raise InvalidRequest("give either 'prompt' (a string) or 'prompts' (a list of strings)", param="prompt")
+    if isinstance(request.stop, list) and len(request.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"{len(request.stop)} stop strings; at most {MAX_STOP_STRINGS} are taken", param="stop")
+    return request
+
+
+def _invalid(message: str) -> InvalidRequest:
+    """msgspec's `Expected ... - at $.field`, taken apart."""
+    expected, _, path = message.partition(" - at `")
+    param = path.rstrip("`").removeprefix("$").removeprefix(".") or None
+    if "unknown field" in expected:
+        field = expected.split("`")[1]
+        return InvalidRequest(f"unknown field {field!r}; the fields are {_fields()}", param=field, code="unknown_field")
+    return InvalidRequest(f"{param or 'the body'}: {expected[0].lower()}{expected[1:]}", param=param)
+
+
+def _fields() -> str:
+    return ", ".join(field.name for field in msgspec.structs.fields(GenerateRequest))
+
+
+def encode(response: Any) -> bytes:
+    """A response as JSON bytes."""
+    return _encoder.encode(response)
+
+
+_encoder = msgspec.json.Encoder()

@@ -1,0 +1,325 @@
+"""Decide, step by step, which tokens a worker computes next.
+
+`plan` says what the next step does, `commit` takes in what it sampled, `finish` is the only way out for a sequence.
+All three are plain functions of the state: no clock, no I/O, no randomness, no torch. The engine drives them in
+production and the tests drive them by the thousand steps, with the same code.
+
+The rules, each checked by `check` or by a test:
+
+- Running sequences are served first, oldest first; waiting ones are admitted after, in order of arrival, and only in a
+  step where nobody ran short of blocks.
+- No step exceeds `max_num_batched_tokens`; no more than `max_num_seqs` sequences run.
+- The oldest running sequence is never preempted, and no sequence is admitted that could not run alone, so there is
+  always progress.
+- A sequence that cannot grow waits in its seat; only an older one may take its blocks.
+
+Continuous batching: Yu et al., "Orca", OSDI 2022, section 4. Chunked prefill under one token budget: Agrawal et al.,
+"Sarathi-Serve", OSDI 2024, section 4.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+from servekit.block_pool import BlockPool
+from servekit.errors import ContextTooLong
+from servekit.messages import Row, Seat, StepPlan, StepResult
+from servekit.sequence import FinishReason, Sequence, Status
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True):
+    """The limits that the plan keeps."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    max_steps_in_flight: int = 1
+
+
+class SequenceToken(Struct, frozen=True):
+    """One committed token, and what it did to its sequence."""
+
+    sequence: Sequence
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    """What was dispatched and not yet answered: who samples, at which generation."""
+
+    step_id: int
+    sampled: tuple[tuple[Sequence, int], ...]
+
+
+class WorkloadManager:
+    """Owns every sequence and every block of one worker.
+
+    `epoch` names the worker's incarnation; plans carry it and results must match it.
+    """
+
+    def __init__(self, config: SchedulerConfig, epoch: int = 0) -> None:
+        self.config = config
+        self.epoch = epoch
+        self.pool = BlockPool(config.num_blocks)
+        self.num_preemptions = 0
+        self.num_stale_results = 0
+        self._sequences: dict[int, Sequence] = {}  # alive: waiting or running
+        self._waiting: deque[Sequence] = deque()  # by arrival
+        self._running: list[Sequence] = []  # by arrival, all of it before all of `_waiting`
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._next_step_id = 0
+
+    # -- what others may know -------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._in_flight)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The longest sequence that could run alone: prompt and output together.
+
+        The last output token is never fed back, so it needs no KV position: hence the one more than the pool holds.
+        """
+        return min(self.config.max_model_len, self.config.num_blocks * self.config.block_size + 1)
+
+    def check_fits(self, prompt_length: int, max_tokens: int) -> None:
+        """Raise ContextTooLong for what can never be served, so that `plan` never meets it."""
+        limit = self.max_total_tokens
+        if prompt_length + max_tokens <= limit:
+            return
+        # The first sentence is the one that clients of other servers already search for.
+        raise ContextTooLong(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{prompt_length + max_tokens} tokens ({prompt_length} in the prompt, {max_tokens} for the output). "
+            "Please reduce the length of the prompt or max_tokens."
+        )
+
+    # -- the four verbs -------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a sequence in; it starts when its turn comes. Raises ContextTooLong."""
+        self.check_fits(sequence.prompt_length, sequence.sampling.max_tokens)
+        assert sequence.sequence_id not in self._sequences
+        self._sequences[sequence.sequence_id] = sequence
+        self._waiting.append(sequence)
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to dispatch. Advances `computed` as if it were done."""
+        if len(self._in_flight) >= self.config.max_steps_in_flight:
+            return None
+        step_id = self._next_step_id
+        rows: list[Row] = []
+        sampled: list[tuple[Sequence, int]] = []
+        seats: list[Seat] = []
+        budget = self.config.max_num_batched_tokens
+        ran_short = False
+
+        for sequence in tuple(self._running):
+            if budget == 0:
+                break
+            num_tokens = min(sequence.num_needed, budget)
+            if sequence.status is not Status.RUNNING or num_tokens == 0:
+                continue
+            new_blocks = self._grow(sequence, sequence.num_computed + num_tokens)
+            if new_blocks is None:
+                ran_short = True
+                continue
+            budget -= num_tokens
+            self._dispatch(sequence, num_tokens, new_blocks, step_id, rows, sampled)
+
+        while budget and not ran_short and self._can_admit():
+            sequence = self._waiting.popleft()
+            seats.append(self._seat(sequence, now))
+            num_tokens = min(sequence.num_needed, budget)
+            new_blocks = self._lease_for(sequence, sequence.num_tokens)
+            budget -= num_tokens
+            self._dispatch(sequence, num_tokens, new_blocks, step_id, rows, sampled)
+
+        if not rows:
+            assert not seats
+            return None
+        self._next_step_id += 1
+        self._in_flight.append(_StepInFlight(step_id, tuple(sampled)))
+        return StepPlan(self.epoch, step_id, tuple(seats), tuple(rows))
+
+    def commit(self, result: StepResult) -> list[SequenceToken]:
+        """Take in what a step sampled. A result that is not the one awaited is counted and dropped."""
+        if not self._in_flight or (result.epoch, result.step_id) != (self.epoch, self._in_flight[0].step_id):
+            self.num_stale_results += 1
+            return []
+        step = self._in_flight.popleft()
+        self.pool.settle(step.step_id)
+        return [
+            self._accept(sequence, token_id)
+            for (sequence, generation), token_id in zip(step.sampled, result.token_ids, strict=True)
+            if sequence.generation == generation
+        ]
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
+        """End a sequence, whatever its state, and give back all it holds. False if it had ended before."""
+        if sequence.status is Status.FINISHED:
+            return False
+        if sequence.status is Status.RUNNING:
+            self._running.remove(sequence)
+            self._unseat(sequence)
+        else:
+            self._waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        del self._sequences[sequence.sequence_id]
+        return True
+
+    # -- blocks and seats -----------------------------------------------------------------------------------------
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def _lease_for(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Extend the block table to cover `num_tokens` positions; the caller has seen that there is room."""
+        blocks = self.pool.lease(max(0, self._num_blocks_for(num_tokens) - len(sequence.block_table)))
+        sequence.block_table.extend(blocks)
+        return blocks
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
+        """Blocks for `num_tokens` positions, at the expense of newer sequences; None where it has to wait."""
+        missing = self._num_blocks_for(num_tokens) - len(sequence.block_table)
+        while missing > self.pool.num_free:
+            # Fenced blocks come back by themselves when a step in flight is done. Preempting a second victim
+            # before they did is how one shortage becomes a cascade.
+            if missing <= self.pool.num_free + self.pool.num_fenced:
+                return None
+            victim = self._running[-1]
+            if victim is sequence:
+                # The newest waits in its seat. Giving up its blocks would cost a recompute and help nobody
+                # who is not about to preempt it anyway.
+                assert len(self._running) > 1, f"{sequence} cannot run alone in {self.pool.num_blocks} blocks"
+                return None
+            self._preempt(victim)
+        return self._lease_for(sequence, num_tokens)
+
+    def _can_admit(self) -> bool:
+        """Whether the first waiting sequence may run: a slot, and room for all of its known tokens.
+
+        The blocks for every known token are leased at once, so that prefill chunks never run short half way. One
+        more is left for each running sequence, which may ask for its next block any step; without that reserve the
+        newcomer would be prefilled only to be preempted.
+        """
+        if not self._waiting or len(self._running) >= self.config.max_num_seqs:
+            return False
+        missing = self._num_blocks_for(self._waiting[0].num_tokens)
+        return missing + len(self._running) <= self.pool.num_free
+
+    def _seat(self, sequence: Sequence, now: float) -> Seat:
+        sequence.slot = self._free_slots.pop()
+        sequence.status = Status.RUNNING
+        if sequence.first_scheduled_s is None:
+            sequence.first_scheduled_s = now
+        self._running.append(sequence)
+        sampling = sequence.sampling
+        return Seat(sequence.slot, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
+
+    def _unseat(self, sequence: Sequence) -> None:
+        """Take slot and blocks from a sequence. What is in flight for it is void from here on."""
+        in_flight = self._in_flight and sequence.last_step_id >= self._in_flight[0].step_id
+        self.pool.release(sequence.block_table, self._in_flight[-1].step_id if in_flight else None)
+        assert sequence.slot is not None
+        # No fence for the slot: the worker executes steps in order, and a seat resets it.
+        self._free_slots.append(sequence.slot)
+        sequence.slot = None
+        sequence.block_table = []
+        sequence.num_computed = sequence.num_pending = 0
+        sequence.generation += 1
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Send a running sequence back to the head of the queue, to be computed again from its tokens."""
+        assert victim is self._running[-1] and len(self._running) > 1, "the oldest is never preempted"
+        self._running.pop()
+        self._unseat(victim)
+        victim.status = Status.WAITING
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.appendleft(victim)
+
+    # -- tokens ---------------------------------------------------------------------------------------------------
+
+    def _dispatch(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        new_blocks: list[int],
+        step_id: int,
+        rows: list[Row],
+        sampled: list[tuple[Sequence, int]],
+    ) -> None:
+        """Put positions [num_computed, num_computed + num_tokens) of a sequence into the step."""
+        assert sequence.slot is not None
+        start, stop = sequence.num_computed, sequence.num_computed + num_tokens
+        samples = num_tokens == sequence.num_needed
+        rows.append(
+            Row(sequence.slot, start, num_tokens, tuple(sequence.token_ids[start:stop]), tuple(new_blocks), samples)
+        )
+        sequence.num_computed = stop
+        sequence.last_step_id = step_id
+        if samples:
+            sequence.num_pending += 1
+            sampled.append((sequence, sequence.generation))
+
+    def _accept(self, sequence: Sequence, token_id: int) -> SequenceToken:
+        """Append a sampled token and see whether the sequence ends with it."""
+        sequence.num_pending -= 1
+        sequence.token_ids.append(token_id)
+        reason = self._reason_to_stop(sequence, token_id)
+        if reason is FinishReason.STOP:
+            sequence.stop_token_id = token_id
+        if reason is not None:
+            self.finish(sequence, reason)
+        return SequenceToken(sequence, token_id, reason)
+
+    def _reason_to_stop(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        sampling = sequence.sampling
+        if token_id in self.config.eos_token_ids and not sampling.ignore_eos:
+            return FinishReason.STOP
+        if token_id in sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if sequence.num_output_tokens >= sampling.max_tokens else None
+
+    # -- the laws -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert every law the state must obey. Linear in all there is: for tests and simulations."""
+        self.pool.check()
+        tables = [block for sequence in self._running for block in sequence.block_table]
+        assert len(tables) == len(set(tables)) == self.pool.num_leased, "a block has two owners or none"
+        assert len(self._running) <= self.config.max_num_seqs
+        slots = [sequence.slot for sequence in self._running]
+        assert sorted([*slots, *self._free_slots]) == list(range(self.config.max_num_seqs)), "a slot was lost"
+        assert {s.sequence_id for s in (*self._running, *self._waiting)} == set(self._sequences)
+        arrivals = [sequence.sequence_id for sequence in (*self._running, *self._waiting)]
+        assert arrivals == sorted(arrivals), "someone overtook"
+        for sequence in self._running:
+            assert sequence.status is Status.RUNNING
+            assert sequence.num_computed <= sequence.num_tokens + sequence.num_pending
+            assert len(sequence.block_table) * self.config.block_size >= sequence.num_computed
+        for sequence in self._waiting:
+            assert sequence.status is Status.WAITING and not sequence.block_table and sequence.slot is None

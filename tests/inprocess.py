@@ -1,0 +1,74 @@
+"""The real workload manager and the real model runner in one process: scheduling and execution without the plumbing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from servekit.messages import LoadModel, StepResult
+from servekit.sampling_params import SamplingParams
+from servekit.sequence import Sequence
+from servekit.workload_manager import SchedulerConfig, WorkloadManager
+from workers.model_manager import LoadedModel, ModelManager
+from workers.model_runner import ModelRunner
+
+
+class InProcessEngine:
+    """Add sequences, then step. Checks the manager's laws after every step."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        max_steps_in_flight: int = 1,
+    ) -> None:
+        settings = LoadModel(
+            model_path="",
+            dtype="auto",
+            device="cpu",
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=None,
+            num_kv_blocks=num_blocks,
+            kv_cache_memory_bytes=None,
+            gpu_memory_utilization=0.9,
+        )
+        self.runner = ModelRunner(loaded, settings)
+        self.manager = WorkloadManager(
+            SchedulerConfig(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_model_len=loaded.info.max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                eos_token_ids=frozenset(loaded.info.eos_token_ids),
+                max_steps_in_flight=max_steps_in_flight,
+            )
+        )
+        self.num_steps = 0
+        self._next_id = 0
+
+    def add(self, prompt: list[int], **sampling: object) -> Sequence:
+        sequence = Sequence(self._next_id, prompt, SamplingParams(**{"temperature": 0.0, "max_tokens": 16, **sampling}))
+        self._next_id += 1
+        self.manager.add(sequence)
+        return sequence
+
+    def step(self) -> None:
+        plan = self.manager.plan(0.0)
+        assert plan is not None
+        self.num_steps += 1
+        self.manager.commit(StepResult(plan.epoch, plan.step_id, tuple(self.runner.execute(plan)), 0.0))
+        self.manager.check()
+
+    def run(self) -> None:
+        while self.manager.has_work:
+            self.step()
+
+
+def load(path: Path) -> LoadedModel:
+    return ModelManager("cpu").load(path, "float32", None)

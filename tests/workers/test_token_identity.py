@@ -1,0 +1,94 @@
+"""The claim that matters most: paged, chunked, batched and preempted, the tokens are those of transformers' generate."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from servekit.errors import ConfigError
+from servekit.sequence import FinishReason, Sequence
+from tests.inprocess import InProcessEngine, load
+from tests.tiny_models import ARCHITECTURES, REFUSED, VOCAB_SIZE, make_model
+from workers.model_manager import LoadedModel
+
+LENGTHS = [1, 23, 5, 12, 3, 31, 8, 2, 17, 9]
+MAX_TOKENS = [14, 6, 20, 9, 25, 4, 12, 18, 7, 16]
+
+
+def make_prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in LENGTHS]
+
+
+def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
+    """What transformers says: greedy, one prompt, no batching."""
+    with torch.inference_mode():
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+        )
+    return output[0, len(prompt) :].tolist()
+
+
+@cache
+def prepared(name: str) -> tuple[LoadedModel, list[list[int]]]:
+    """The model as servekit loads it, and transformers' answers to every prompt."""
+    directory = Path(mkdtemp(prefix="tiny-"))
+    model = make_model(directory, *ARCHITECTURES[name])
+    answers = [generate(model, *work) for work in zip(make_prompts(VOCAB_SIZE), MAX_TOKENS, strict=True)]
+    assert len({tuple(answer) for answer in answers}) > 5, "the model says the same whatever it is asked"
+    return load(directory), answers
+
+
+def serve_with_joins_and_leaves(engine: InProcessEngine, prompts: list[list[int]]) -> list[Sequence]:
+    """Half of the prompts at once, the others one each few steps; two intruders leave again mid-run."""
+    work = list(zip(prompts, MAX_TOKENS, strict=True))
+    sequences = [engine.add(prompt, max_tokens=max_tokens) for prompt, max_tokens in work[:5]]
+    late = work[5:]
+    intruders = [engine.add([9] * 11, max_tokens=20)]
+    while engine.manager.has_work or late:
+        if late and engine.num_steps % 3 == 0:
+            sequences.append(engine.add(late[0][0], max_tokens=late.pop(0)[1]))
+        if engine.num_steps == 8:
+            intruders.append(engine.add([11] * 6, max_tokens=20))
+        if engine.num_steps in (4, 13):
+            for intruder in intruders:
+                engine.manager.finish(intruder, FinishReason.ABORT)
+        engine.step()
+    return sequences
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tokens_are_those_of_generate(name: str, chunk: int) -> None:
+    loaded, answers = prepared(name)
+    engine = InProcessEngine(loaded, num_blocks=14, block_size=4, max_num_seqs=6, max_num_batched_tokens=chunk)
+    sequences = serve_with_joins_and_leaves(engine, make_prompts(VOCAB_SIZE))
+    assert [sequence.output_token_ids for sequence in sequences] == answers
+    if chunk == 64:
+        assert engine.manager.num_preemptions > 0, "the pool was meant to be too small"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_architecture_that_cannot_be_served_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path, *REFUSED[name])
+    with pytest.raises(ConfigError, match=f"architecture {type(model).__name__} cannot be served"):
+        load(tmp_path)
+
+
+def test_the_self_check_catches_pages_that_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, _ = prepared("llama")
+    engine = InProcessEngine(loaded)
+    assert engine.runner.self_check() < 1e-5
+    read = engine.runner.cache.read
+    monkeypatch.setattr(engine.runner.cache, "read", lambda layer, table: read(layer, table.roll(1, -1)))
+    with pytest.raises(ConfigError, match="its logits differ"):
+        engine.runner.self_check()

@@ -1,0 +1,1 @@
+"""The execution side of servekit: everything that needs torch."""

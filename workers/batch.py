@@ -1,0 +1,128 @@
+"""From a step plan to the tensors of one forward pass, every shape named.
+
+The step is one flat row of tokens, whatever sequences they belong to: [num_tokens] ids and positions, no padding.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from servekit.messages import Row, Seat, StepPlan
+from workers.attention import QueryGroup
+from workers.sampler import SamplingRow
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step's inputs, on the device."""
+
+    input_ids: Tensor  # [num_tokens]
+    position_ids: Tensor  # [num_tokens]
+    slot_mapping: Tensor  # [num_tokens] flat KV cell of each token
+    groups: list[QueryGroup]
+    logits_indices: Tensor  # [num_sampled] which tokens' logits are wanted
+    sampled_cells: Tensor  # [num_sampled] where in the token table the sampled ids go
+    sampling: list[SamplingRow]  # num_sampled of them
+
+
+class SlotTable:
+    """What the worker remembers of the sequences in its seats, by slot: tokens, block tables, how to sample.
+
+    The tokens live on the device: a sampled id is written here and read by the next step, without a detour over the
+    host. The block tables live on the host, where plans arrive.
+    """
+
+    def __init__(
+        self, num_slots: int, max_model_len: int, num_blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        self.row_length = max_model_len + 1  # the last sampled token has a position too
+        self.token_ids = torch.zeros(num_slots * self.row_length, dtype=torch.int64, device=device)
+        max_blocks = min(num_blocks, -(-self.row_length // block_size))
+        self.block_tables: Indices = np.zeros((num_slots, max_blocks), dtype=np.int64)
+        self.num_blocks: Indices = np.zeros(num_slots, dtype=np.int64)
+        self.seats: dict[int, Seat] = {}
+
+    def sit(self, seat: Seat) -> None:
+        """A new sequence takes the slot; nothing of the former one may be seen again."""
+        self.seats[seat.slot] = seat
+        self.num_blocks[seat.slot] = 0
+
+    def append_blocks(self, row: Row) -> None:
+        count = self.num_blocks[row.slot]
+        self.block_tables[row.slot, count : count + len(row.new_block_ids)] = row.new_block_ids
+        self.num_blocks[row.slot] += len(row.new_block_ids)
+
+    def sampling_row(self, row: Row) -> SamplingRow:
+        seat = self.seats[row.slot]
+        return SamplingRow(seat.temperature, seat.top_k, seat.top_p, seat.seed, row.start + row.num_tokens)
+
+
+def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
+    """Bring the table up to date with the plan, and lay the step out flat."""
+    device = table.token_ids.device
+    for seat in plan.seats:
+        table.sit(seat)
+    for row in plan.rows:
+        table.append_blocks(row)
+    lengths = [row.num_tokens for row in plan.rows]
+    first = np.cumsum([0, *lengths[:-1]])  # where each row begins in the flat step
+    positions = np.concatenate([np.arange(row.start, row.start + row.num_tokens) for row in plan.rows])
+    slots = np.repeat([row.slot for row in plan.rows], lengths)
+
+    def to_device(indices: Indices) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(indices, dtype=np.int64)).to(device, non_blocking=True)
+
+    _write_known_tokens(plan, table)
+    blocks = table.block_tables[slots, positions // table.block_size]
+    sampling = [(int(begin), row) for begin, row in zip(first, plan.rows, strict=True) if row.samples]
+    return Batch(
+        input_ids=table.token_ids[to_device(slots * table.row_length + positions)],
+        position_ids=to_device(positions),
+        slot_mapping=to_device(blocks * table.block_size + positions % table.block_size),
+        groups=[
+            QueryGroup(to_device(indices), to_device(positions[indices]), to_device(block_table))
+            for indices, block_table in _group_rows(plan.rows, first, table)
+        ],
+        logits_indices=to_device(np.array([begin + row.num_tokens - 1 for begin, row in sampling])),
+        sampled_cells=to_device(
+            np.array([row.slot * table.row_length + row.start + row.num_tokens for _, row in sampling])
+        ),
+        sampling=[table.sampling_row(row) for _, row in sampling],
+    )
+
+
+def _write_known_tokens(plan: StepPlan, table: SlotTable) -> None:
+    """Put the token ids that the manager sent into the token table."""
+    known = [token_id for row in plan.rows for token_id in row.token_ids]
+    cells = [
+        row.slot * table.row_length + position
+        for row in plan.rows
+        for position in range(row.start, row.start + len(row.token_ids))
+    ]
+    device = table.token_ids.device
+    table.token_ids[torch.tensor(cells, dtype=torch.int64, device=device)] = torch.tensor(
+        known, dtype=torch.int64, device=device
+    )
+
+
+def _group_rows(rows: tuple[Row, ...], first: Indices, table: SlotTable) -> list[tuple[Indices, Indices]]:
+    """(token_indices [B, Q], block_table [B, num_blocks]) for each number of tokens Q that rows of this step have."""
+    by_length: defaultdict[int, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        by_length[row.num_tokens].append(index)
+    groups = []
+    for num_tokens, members in by_length.items():
+        token_indices = first[members][:, None] + np.arange(num_tokens)
+        slots = [rows[index].slot for index in members]
+        last = max(rows[index].start for index in members) + num_tokens - 1
+        groups.append((token_indices, table.block_tables[slots, : last // table.block_size + 1]))
+    return groups

@@ -1,0 +1,233 @@
+"""Load models: from a local directory of safetensors to layers whose attention runs over pages.
+
+The layers are transformers' own. What they need from the KV cache is not read from their configuration, whose names
+differ by family, but seen: one forward pass with an attention function that records what it is asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.utils import logging as transformers_logging
+
+from servekit.errors import ConfigError
+from servekit.messages import ModelInfo
+from workers.attention import PAGED_ATTENTION
+from workers.kv_cache import LayerShape
+
+log = logging.getLogger("servekit.worker")
+
+RECORDING_ATTENTION = "servekit_recording"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to run, and what serving needs to know of it."""
+
+    model: PreTrainedModel
+    layers: list[LayerShape]
+    info: ModelInfo
+    device: torch.device
+    dtype: torch.dtype
+
+
+class ModelManager:
+    """Loads models onto one device."""
+
+    def __init__(self, device: str) -> None:
+        if device == "auto":
+            device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"device {device!r}: torch {torch.__version__} sees no CUDA device; use --device cpu")
+        self.device = torch.device(device)
+        # Its warnings are for people who call generate() with masks and padding; we do neither.
+        transformers_logging.set_verbosity_error()
+        if not sys.stderr.isatty():
+            transformers_logging.disable_progress_bar()
+
+    def load(self, path: Path, dtype: str, max_model_len: int | None) -> LoadedModel:
+        """Load the model in `path`. Raises ConfigError, by name, for what cannot be served."""
+        config = _read_config(path)
+        architecture = (config.architectures or [config.model_type])[0]
+        if not any(path.glob("*.safetensors")):
+            raise ConfigError(f"{path} holds no .safetensors weights; servekit loads no other format")
+        log.info("loading %s from %s", architecture, path)
+        with _refusals(architecture):
+            model = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=self._resolve_dtype(dtype),
+                attn_implementation=PAGED_ATTENTION,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+        model = model.to(self.device).eval()
+        layers = _record_layers(model, architecture)
+        info = _describe(model, architecture, path, max_model_len)
+        return LoadedModel(model, layers, info, self.device, model.dtype)
+
+    def _resolve_dtype(self, dtype: str) -> str | torch.dtype:
+        if dtype != "auto":
+            resolved: torch.dtype = getattr(torch, dtype)
+            return resolved
+        # float32 is what a CPU is exact in, and often fastest: many CPUs only emulate bfloat16.
+        return torch.float32 if self.device.type == "cpu" else "auto"
+
+
+def _read_config(path: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} holds no model configuration that can be served: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def _refusals(architecture: str) -> Iterator[None]:
+    """Turn what transformers says about a model it cannot run our way into a refusal by name."""
+    try:
+        yield
+    except KeyError as error:  # older model files choose among attention classes of their own, by name
+        raise _refusal(architecture, "it brings its own attention") from error
+    except (ImportError, OSError, ValueError, NotImplementedError) as error:
+        raise _refusal(architecture, _first_line(error)) from error
+
+
+def _refusal(architecture: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"architecture {architecture} cannot be served: {why}. servekit serves decoders whose every layer goes "
+        "through transformers' AttentionInterface, with full or sliding-window causal attention"
+    )
+
+
+# -- what the layers ask of attention ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionCall:
+    layer: int | None
+    shape: LayerShape
+    sliding_window: int | None
+
+
+def _record_layers(model: PreTrainedModel, architecture: str) -> list[LayerShape]:
+    """Run one token through the model and see what each layer stores. Raises ConfigError, by name."""
+    calls: list[_AttentionCall] = []
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with _refusals(architecture), torch.inference_mode(), attention_switched(model, RECORDING_ATTENTION):
+        model(input_ids=token, position_ids=torch.zeros_like(token), use_cache=False, recorded_calls=calls)
+    config = model.config.get_text_config()
+    num_layers = config.num_hidden_layers
+    if sorted(call.layer if call.layer is not None else -1 for call in calls) != list(range(num_layers)):
+        raise _refusal(architecture, f"{len(calls)} of its {num_layers} layers used the attention interface as expected")
+    calls.sort(key=lambda call: call.layer or 0)
+    _check_windows(config, calls, architecture)
+    return [call.shape for call in calls]
+
+
+def _check_windows(config: Any, calls: list[_AttentionCall], architecture: str) -> None:
+    """Refuse attention patterns that are only told to the mask, which paged attention never sees."""
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if kinds is None:
+        kinds = ["full_attention"] * len(calls)
+        if window and not any(call.sliding_window for call in calls):
+            raise _refusal(architecture, f"its sliding window of {window} is not passed to the attention interface")
+    for call, kind in zip(calls, kinds, strict=True):
+        if kind == "sliding_attention" and not call.sliding_window:
+            raise _refusal(architecture, f"layer {call.layer} slides but does not tell attention its window")
+        if kind not in ("full_attention", "sliding_attention"):
+            raise _refusal(architecture, f"layer {call.layer} is of kind {kind}")
+
+
+def _recording_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    recorded_calls: list[_AttentionCall],
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Note what the layer asks for, and answer with zeros of the right shape."""
+    shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+    recorded_calls.append(_AttentionCall(getattr(module, "layer_idx", None), shape, sliding_window))
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+AttentionInterface.register(RECORDING_ATTENTION, _recording_attention)
+AttentionMaskInterface.register(RECORDING_ATTENTION, lambda *_, **__: None)
+
+
+@contextmanager
+def attention_switched(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Let the model's layers use another attention implementation for a while."""
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(PAGED_ATTENTION)
+
+
+# -- what the manager wants to know -----------------------------------------------------------------------------------
+
+
+def _describe(model: PreTrainedModel, architecture: str, path: Path, max_model_len: int | None) -> ModelInfo:
+    config = model.config.get_text_config()
+    generation = _generation_config(path, model)
+    return ModelInfo(
+        architecture=architecture,
+        num_parameters=model.num_parameters(),
+        vocab_size=config.vocab_size,
+        max_model_len=_resolve_max_model_len(config, max_model_len),
+        eos_token_ids=_as_tuple(generation.eos_token_id),
+        default_temperature=_default_temperature(generation),
+        default_top_k=getattr(generation, "top_k", None) or 0,
+        default_top_p=getattr(generation, "top_p", None) or 1.0,
+    )
+
+
+def _resolve_max_model_len(config: Any, wanted: int | None) -> int:
+    trained: int | None = getattr(config, "max_position_embeddings", None)
+    if trained is None and wanted is None:
+        raise ConfigError("the model does not tell its context length; set --max-model-len")
+    if trained is not None and wanted is not None and wanted > trained:
+        raise ConfigError(f"max_model_len = {wanted} exceeds the model's context of {trained} tokens")
+    return wanted or trained or 0
+
+
+def _generation_config(path: Path, model: PreTrainedModel) -> GenerationConfig:
+    """The model's own defaults for generation, from its generation_config.json if it has one."""
+    if (path / "generation_config.json").exists():
+        return GenerationConfig.from_pretrained(path, local_files_only=True)
+    config = model.config.get_text_config()
+    return GenerationConfig(eos_token_id=config.eos_token_id)
+
+
+def _default_temperature(generation: GenerationConfig) -> float:
+    """Sampling as the model's makers recommend it: greedy only where they say so."""
+    if generation.do_sample is False:
+        return 0.0
+    return 1.0 if generation.temperature is None else generation.temperature
+
+
+def _as_tuple(token_ids: int | list[int] | None) -> tuple[int, ...]:
+    if token_ids is None:
+        return ()
+    return (token_ids,) if isinstance(token_ids, int) else tuple(token_ids)

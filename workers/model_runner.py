@@ -1,0 +1,112 @@
+"""Execute step plans: owns the model, its KV pages and the token table."""
+
+from __future__ import annotations
+
+import logging
+import torch
+from torch import Tensor
+
+from servekit.errors import ConfigError
+from servekit.messages import LoadModel, Row, Seat, StepPlan
+from workers.attention import PagedStep
+from workers.batch import Batch, SlotTable, make_batch
+from workers.kv_cache import KVCache, kv_bytes_per_token
+from workers.model_manager import LoadedModel, attention_switched
+from workers.sampler import sample
+
+log = logging.getLogger("servekit.worker")
+
+CPU_KV_CACHE_BYTES = 2**30
+SELF_CHECK_TOKENS = 24
+# Relative distance of logits. Half precision rounds every product; a wrong page or position gives values near 1.
+SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.15}
+
+
+class ModelRunner:
+    """One model on one device. `execute` is the only way its pages change."""
+
+    def __init__(self, loaded: LoadedModel, settings: LoadModel) -> None:
+        self.loaded = loaded
+        self.kv_bytes_per_token = kv_bytes_per_token(loaded.layers, loaded.dtype)
+        num_blocks = settings.num_kv_blocks or self._num_blocks_that_fit(settings)
+        self.cache = KVCache(loaded.layers, num_blocks, settings.block_size, loaded.dtype, loaded.device)
+        self.table = SlotTable(
+            settings.max_num_seqs, loaded.info.max_model_len, num_blocks, settings.block_size, loaded.device
+        )
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> list[int]:
+        """Compute the step's rows; the token ids that its sampling rows chose, in plan order."""
+        batch = make_batch(plan, self.table)
+        logits = self._forward(batch)
+        if not batch.sampling:
+            return []
+        token_ids = sample(logits, batch.sampling)
+        self.table.token_ids[batch.sampled_cells] = token_ids
+        sampled: list[int] = token_ids.tolist()
+        return sampled
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """Logits [num_sampled, vocab_size] in float32."""
+        output = self.loaded.model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            logits_to_keep=batch.logits_indices,
+            paged=PagedStep(self.cache, batch.slot_mapping, batch.groups),
+        )
+        logits: Tensor = output.logits[0]
+        return logits.float()
+
+    def _num_blocks_that_fit(self, settings: LoadModel) -> int:
+        block_bytes = self.kv_bytes_per_token * settings.block_size
+        memory = settings.kv_cache_memory_bytes or self._free_memory(settings.gpu_memory_utilization)
+        if memory < block_bytes:
+            raise ConfigError(f"{memory} bytes are left for the KV cache, one block takes {block_bytes}")
+        return memory // block_bytes
+
+    def _free_memory(self, gpu_memory_utilization: float) -> int:
+        if self.loaded.device.type == "cpu":
+            return CPU_KV_CACHE_BYTES
+        free, total = torch.cuda.mem_get_info(self.loaded.device)
+        return int(free - (1.0 - gpu_memory_utilization) * total)
+
+    # -- the proof that pages give what the model gives ---------------------------------------------------------------
+
+    @torch.inference_mode()
+    def self_check(self) -> float:
+        """Compare two paged chunks with one plain forward pass; returns the relative distance of their logits.
+
+        Raises ConfigError when they differ: better no answer than a wrong one, whatever the architecture hides.
+        """
+        info, device = self.loaded.info, self.loaded.device
+        num_tokens = min(
+            SELF_CHECK_TOKENS, info.max_model_len, self.cache.num_blocks * self.cache.block_size, info.vocab_size
+        )
+        token_ids = tuple(torch.arange(num_tokens).mul(7).remainder(info.vocab_size).tolist())
+        prompt = torch.tensor([token_ids], device=device)
+        with attention_switched(self.loaded.model, "eager"):
+            plain = self.loaded.model(input_ids=prompt, use_cache=False).logits[0, -1].float()
+        paged = self._run_in_two_chunks(token_ids)
+        distance = float((paged - plain).norm() / plain.norm())
+        if not distance <= SELF_CHECK_TOLERANCE.get(self.loaded.dtype, 0.15):
+            raise ConfigError(
+                f"architecture {info.architecture} cannot be served: over KV pages its logits differ from "
+                f"transformers' own by {distance:.2g} (relative)"
+            )
+        return distance
+
+    def _run_in_two_chunks(self, token_ids: tuple[int, ...]) -> Tensor:
+        """The last logits of a sequence that is prefilled in two steps."""
+        num_tokens, block_size = len(token_ids), self.cache.block_size
+        blocks = tuple(reversed(range(-(-num_tokens // block_size))))
+        seat = Seat(slot=0, temperature=0.0, top_k=0, top_p=1.0, seed=0)
+        half = num_tokens // 2
+        chunks = [(0, half, blocks), (half, num_tokens, ())] if half else [(0, num_tokens, blocks)]
+        for start, stop, new_blocks in chunks:
+            row = Row(0, start, stop - start, token_ids[start:stop], new_blocks, samples=True)
+            plan = StepPlan(0, 0, (seat,) if start == 0 else (), (row,))
+            logits = self._forward(make_batch(plan, self.table))
+        return logits[-1]
+
+

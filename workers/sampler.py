@@ -1,0 +1,98 @@
+"""From logits to token ids: greedy, temperature, top-k and top-p, for a whole batch at once.
+
+Randomness is a pure function of (seed, position): one uniform number for each sampled token, which inverts the
+cumulative distribution. Nothing else enters, so a sequence samples the same tokens whatever shares its batch, and
+again after a preemption or a restart, given the same logits. (A stateful generator would have to be saved and moved
+along with each sequence; a counter needs neither. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+SC 2011.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MASK64 = 2**64 - 1
+MIN_TEMPERATURE = 1e-5  # below, dividing by it overflows; the result is the greedy one anyway
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """How one row of logits is sampled. `position` is that of the token to come."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    position: int
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on (seed, position) alone: two rounds of the SplitMix64 finaliser."""
+    return _mix(_mix(seed & _MASK64) ^ position) / 2**64
+
+
+def _mix(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & _MASK64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+    # The low bits go, so that dividing by 2**64 is exact and never rounds up to 1.
+    return (state ^ (state >> 31)) & ~0x7FF
+
+
+def sample(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
+    """Token ids [num_rows] for logits [num_rows, vocab_size]."""
+    token_ids = logits.argmax(dim=-1)
+    plain = [i for i, row in enumerate(rows) if not row.is_greedy and not row.is_filtered]
+    filtered = [i for i, row in enumerate(rows) if not row.is_greedy and row.is_filtered]
+    # Two passes, because only filtering needs the vocabulary sorted.
+    if plain:
+        token_ids[plain] = _invert(_probabilities(logits, rows, plain), rows, plain)
+    if filtered:
+        probabilities, order = _probabilities(logits, rows, filtered).sort(dim=-1, descending=True, stable=True)
+        ranks = _invert(_keep_top(probabilities, rows, filtered), rows, filtered)
+        token_ids[filtered] = order.gather(-1, ranks[:, None])[:, 0]
+    return token_ids
+
+
+def _probabilities(logits: Tensor, rows: list[SamplingRow], chosen: list[int]) -> Tensor:
+    """[num_chosen, vocab_size] in float64: a float32 cumulative sum over 10^5 entries is off by more than the tail."""
+    temperature = torch.tensor([rows[i].temperature for i in chosen], dtype=torch.float64, device=logits.device)
+    return torch.softmax(logits[chosen].double() / temperature[:, None], dim=-1)
+
+
+def _keep_top(probabilities: Tensor, rows: list[SamplingRow], chosen: list[int]) -> Tensor:
+    """Zero all but the top-k, then all of those but the smallest set whose share of them reaches top-p.
+
+    `probabilities` are sorted, largest first. The first one always stays. Nucleus sampling: Holtzman et al., "The
+    Curious Case of Neural Text Degeneration", ICLR 2020, section 3.1.
+    """
+    vocab_size = probabilities.shape[-1]
+    device = probabilities.device
+    top_k = torch.tensor([rows[i].top_k or vocab_size for i in chosen], device=device)
+    top_p = torch.tensor([rows[i].top_p for i in chosen], dtype=torch.float64, device=device)
+    kept = probabilities.masked_fill(torch.arange(vocab_size, device=device) >= top_k[:, None], 0.0)
+    kept = kept / kept.sum(dim=-1, keepdim=True)
+    mass_before = kept.cumsum(dim=-1) - kept
+    outside = mass_before >= top_p[:, None]
+    outside[:, 0] = False
+    return kept.masked_fill(outside, 0.0)
+
+
+def _invert(probabilities: Tensor, rows: list[SamplingRow], chosen: list[int]) -> Tensor:
+    """The index at which each row's cumulative sum passes its uniform number; need not be normalised."""
+    cumulative = probabilities.cumsum(dim=-1)
+    numbers = [uniform(rows[i].seed, rows[i].position) for i in chosen]
+    targets = torch.tensor(numbers, dtype=torch.float64, device=cumulative.device)[:, None] * cumulative[:, -1:]
+    indices = torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    return indices.clamp_(max=probabilities.shape[-1] - 1)
