@@ -61,7 +61,7 @@ def _version() -> int:
 def _serve(arguments: dict[str, str]) -> int:
     config = _configure(arguments)
     # Imported here so that `--help` and a wrong flag answer at once.
-    from servekit.api import serve
+    from servekit.server import serve
 
     return serve(config)
 

@@ -43,9 +43,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_model_len: Annotated[
         Positive | None, Meta(description="longest prompt plus output in tokens; the model's own by default")
     ] = None
-    max_num_seqs: Annotated[
-        int, Meta(ge=1, le=65536, description="sequences that may run at the same time")
-    ] = 256
+    max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="sequences that may run at the same time")] = 256
     max_num_batched_tokens: Annotated[
         int, Meta(ge=1, le=1_048_576, description="tokens that one step may compute, prefill and decode together")
     ] = 2048
@@ -60,28 +58,24 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         float, Meta(gt=0.0, le=1.0, description="share of the GPU's memory that weights and KV cache may take")
     ] = 0.9
 
-    max_num_queued_reqs: Annotated[
-        Positive, Meta(description="sequences that may wait; more are refused with 503")
-    ] = 4096
-    max_client_batch_size: Annotated[
-        int, Meta(ge=1, le=65536, description="prompts that one request may carry")
-    ] = 1024
+    max_num_queued_reqs: Annotated[Positive, Meta(description="sequences that may wait; more are refused with 503")] = (
+        4096
+    )
+    max_client_batch_size: Annotated[int, Meta(ge=1, le=65536, description="prompts that one request may carry")] = 1024
     max_body_bytes: Annotated[Positive, Meta(description="largest request body")] = 8 * 2**20
     step_timeout: Annotated[
         float, Meta(gt=0.0, le=86400.0, description="seconds after which a worker that does not answer is given up")
     ] = 300.0
-    load_timeout: Annotated[
-        float, Meta(gt=0.0, le=86400.0, description="seconds that loading a model may take")
-    ] = 1800.0
+    load_timeout: Annotated[float, Meta(gt=0.0, le=86400.0, description="seconds that loading a model may take")] = (
+        1800.0
+    )
     shutdown_timeout: Annotated[
         float, Meta(ge=0.0, le=86400.0, description="seconds that running requests get to finish after SIGTERM")
     ] = 30.0
     sse_keep_alive_interval: Annotated[
         int, Meta(ge=0, le=3600, description="seconds between comments on an idle stream; 0 sends none")
     ] = 15
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="how much to log")
-    ] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="how much to log")] = "info"
 
     @property
     def model_name(self) -> str:
@@ -180,7 +174,5 @@ def _nearest(name: str, known: list[str]) -> str:
 def non_default(config: ServeConfig) -> dict[str, Any]:
     """The settings that differ from their defaults: what a log should show first."""
     return {
-        setting.name: value
-        for setting in settings()
-        if (value := getattr(config, setting.name)) != setting.default
+        setting.name: value for setting in settings() if (value := getattr(config, setting.name)) != setting.default
     }

@@ -75,7 +75,7 @@ class GenerateResponse(Struct):
     id: str
     generated_text: str
     finish_reason: FinishReason
-    stop_reason: str | int | None  # the stop string or token that ended it
+    stop_reason: str | int | None  # the stop string or stop token that ended it; null at the model's own end
     usage: Usage
 
 
@@ -88,6 +88,12 @@ class BatchGenerateResponse(Struct):
     usage: Usage
 
 
+class BasicGenerateResponse(Struct):
+    """Answer to one prompt, and nothing else."""
+
+    generated_text: str
+
+
 class Token(Struct):
     """One generated token; `text` is what it made certain, which may be nothing yet, or more than itself."""
 
@@ -97,15 +103,16 @@ class Token(Struct):
     logprob: float | None = None
 
 
-class StreamEvent(Struct, omit_defaults=True):
+class StreamEvent(Struct):
     """One server-sent event. The last one has the whole text and says why it ended."""
 
     index: int  # of the token, from 1
     token: Token
-    generated_text: str | None | UnsetType = None
+    generated_text: str | None = None
+    details: None = None  # a key that TGI's clients look for
     id: str | UnsetType = UNSET
     finish_reason: FinishReason | UnsetType = UNSET
-    stop_reason: str | int | None | UnsetType = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
     usage: Usage | UnsetType = UNSET
 
 

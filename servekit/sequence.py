@@ -71,7 +71,7 @@ class Sequence:
         self.slot: int | None = None
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
-        self.stop_token_id: int | None = None  # the token that stopped it, if one did
+        self.stop_token_id: int | None = None  # which of the client's stop tokens ended it, if one did
         self.num_preemptions = 0
         # Counts the times it lost its seat. A result of an earlier generation is ignored by construction.
         self.generation = 0

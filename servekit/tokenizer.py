@@ -95,8 +95,9 @@ def _token_to_bytes(decoder: dict[str, Any] | None) -> Any:
         return _bytes_of_byte_level_token
     if kinds & {"ByteFallback", "Metaspace"}:
         return _bytes_of_sentencepiece_token
-    raise ConfigError(f"the tokenizer's decoder {sorted(kinds) or None} is not supported: ByteLevel, ByteFallback and "
-                      "Metaspace are")
+    raise ConfigError(
+        f"the tokenizer's decoder {sorted(kinds) or None} is not supported: ByteLevel, ByteFallback and Metaspace are"
+    )
 
 
 def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:

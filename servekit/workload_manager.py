@@ -290,7 +290,7 @@ class WorkloadManager:
         sequence.num_pending -= 1
         sequence.token_ids.append(token_id)
         reason = self._reason_to_stop(sequence, token_id)
-        if reason is FinishReason.STOP:
+        if reason is FinishReason.STOP and token_id in sequence.sampling.stop_token_ids:
             sequence.stop_token_id = token_id
         if reason is not None:
             self.finish(sequence, reason)
@@ -312,7 +312,7 @@ class WorkloadManager:
         tables = [block for sequence in self._running for block in sequence.block_table]
         assert len(tables) == len(set(tables)) == self.pool.num_leased, "a block has two owners or none"
         assert len(self._running) <= self.config.max_num_seqs
-        slots = [sequence.slot for sequence in self._running]
+        slots = [sequence.slot for sequence in self._running if sequence.slot is not None]
         assert sorted([*slots, *self._free_slots]) == list(range(self.config.max_num_seqs)), "a slot was lost"
         assert {s.sequence_id for s in (*self._running, *self._waiting)} == set(self._sequences)
         arrivals = [sequence.sequence_id for sequence in (*self._running, *self._waiting)]

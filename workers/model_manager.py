@@ -133,7 +133,9 @@ def _record_layers(model: PreTrainedModel, architecture: str) -> list[LayerShape
     config = model.config.get_text_config()
     num_layers = config.num_hidden_layers
     if sorted(call.layer if call.layer is not None else -1 for call in calls) != list(range(num_layers)):
-        raise _refusal(architecture, f"{len(calls)} of its {num_layers} layers used the attention interface as expected")
+        raise _refusal(
+            architecture, f"{len(calls)} of its {num_layers} layers used the attention interface as expected"
+        )
     calls.sort(key=lambda call: call.layer or 0)
     _check_windows(config, calls, architecture)
     return [call.shape for call in calls]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+
 import torch
 from torch import Tensor
 
@@ -108,5 +109,3 @@ class ModelRunner:
             plan = StepPlan(0, 0, (seat,) if start == 0 else (), (row,))
             logits = self._forward(make_batch(plan, self.table))
         return logits[-1]
-
-

@@ -57,9 +57,7 @@ class ModelWorker:
 
     def _load(self, settings: LoadModel) -> WorkerReady:
         started = time.monotonic()
-        loaded = ModelManager(settings.device).load(
-            Path(settings.model_path), settings.dtype, settings.max_model_len
-        )
+        loaded = ModelManager(settings.device).load(Path(settings.model_path), settings.dtype, settings.max_model_len)
         self._runner = ModelRunner(loaded, settings)
         distance = self._runner.self_check()
         elapsed_s = time.monotonic() - started

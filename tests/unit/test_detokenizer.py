@@ -1,5 +1,7 @@
 """Claims about streamed text, against Python's own decoder and a character-by-character search for stop strings."""
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +32,7 @@ def stopped_naively(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
 
 def split(data: bytes, cuts: list[int]) -> list[bytes]:
     edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    return [data[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [data[start:stop] for start, stop in pairwise(edges)]
 
 
 @settings(max_examples=500, deadline=None)

@@ -1,4 +1,4 @@
-"""The claim that matters most: paged, chunked, batched and preempted, the tokens are those of transformers' generate."""
+"""The claim that matters most: paged, chunked, batched and preempted, the tokens are those of `generate`."""
 
 from __future__ import annotations
 

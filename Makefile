@@ -1,0 +1,47 @@
+# Everything runs in .venv, which the first target that needs it creates.
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+# Changes when the code's requirements do, not when the code does.
+INSTALLED := $(VENV)/.installed
+
+.PHONY: serve test check format bench demo-model demo-model-eval clean help
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+serve: $(INSTALLED)  ## serve the embedded demo model; ARGS="--port 9000" passes flags
+	@$(BIN)/servekit serve $(ARGS)
+
+test: $(INSTALLED)  ## run the tests
+	$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(INSTALLED)  ## lint, types and import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(INSTALLED)  ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)  ## output tokens/s against a loop of transformers' generate
+	$(BIN)/python benchmarks/against_generate.py $(ARGS)
+
+demo-model: $(INSTALLED)  ## train the demo model again, from its seed (about two hours on 2 cores)
+	$(BIN)/python scripts/demo_model/train.py --out servekit/demo_model $(ARGS)
+
+demo-model-eval: $(INSTALLED)  ## how well the demo model answers held-out questions
+	$(BIN)/python scripts/demo_model/evaluate.py --model servekit/demo_model $(ARGS)
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+# torch first and by its exact version: anything looser may bring gigabytes of CUDA to a machine without a GPU.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,57 @@
+"""What has been generated for one client and not yet been taken: one queue per request, with one pending delta.
+
+The engine never waits for a client. New tokens merge into the delta that is already waiting, so a slow reader costs
+at most the length of its own output and never stalls the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec import Struct
+
+from servekit.errors import ServekitError
+from servekit.sequence import FinishReason
+
+
+class TokenDelta(Struct, frozen=True):
+    """One token of one of the request's sequences, and the text that it made certain."""
+
+    index: int  # which of the request's prompts
+    token_id: int
+    text: str
+    special: bool
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class ClientQueue:
+    """Filled by the engine, drained by one reader."""
+
+    def __init__(self) -> None:
+        self._pending: list[TokenDelta] = []
+        self._error: ServekitError | None = None
+        self._changed = asyncio.Event()
+
+    def put(self, delta: TokenDelta) -> None:
+        self._pending.append(delta)
+        self._changed.set()
+
+    def fail(self, error: ServekitError) -> None:
+        """After what is pending, the reader gets this error."""
+        self._error = error
+        self._changed.set()
+
+    async def get(self) -> list[TokenDelta]:
+        """Everything that has come since the last call; waits until there is something. Raises what `fail` gave.
+
+        There is no timeout here: each sequence ends by length at the latest, a worker that does not answer fails
+        its clients' queues, and a reader that gives up is cancelled.
+        """
+        await self._changed.wait()
+        if not self._pending and self._error is not None:
+            raise self._error
+        pending, self._pending = self._pending, []
+        if self._error is None:
+            self._changed.clear()
+        return pending

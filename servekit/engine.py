@@ -1,0 +1,304 @@
+"""The main loop: plan a step, let the worker execute it, commit what it sampled, hand out the text.
+
+The engine is the asyncio shell round the workload manager. It owns the manager, the worker and every client's queue;
+all of them are touched from the event loop's thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from servekit import __version__
+from servekit.client_queue import ClientQueue, TokenDelta
+from servekit.config import ServeConfig
+from servekit.detokenizer import Detokenizer
+from servekit.errors import ContextTooLong, InternalError, InvalidRequest, QueueFull, ServekitError, WorkerNotReady
+from servekit.messages import LoadModel, WorkerReady
+from servekit.metrics import Metrics, Snapshot
+from servekit.model_executor import ModelExecutor
+from servekit.model_files import find_model
+from servekit.schemas import GenerateRequest
+from servekit.sequence import FinishReason, Sequence
+from servekit.tokenizer import Tokenizer, load_tokenizer
+from servekit.workload_manager import SchedulerConfig, SequenceToken, WorkloadManager
+
+log = logging.getLogger("servekit")
+
+
+class Generation:
+    """One sequence as its client sees it: the text so far, and where it goes."""
+
+    __slots__ = ("detokenizer", "index", "last_token_s", "queue", "sequence")
+
+    def __init__(self, sequence: Sequence, index: int, detokenizer: Detokenizer, queue: ClientQueue) -> None:
+        self.sequence = sequence
+        self.index = index
+        self.detokenizer = detokenizer
+        self.queue = queue
+        self.last_token_s: float | None = None
+
+
+class Submission:
+    """A request that was admitted: read its `queue`, or `abort` it."""
+
+    def __init__(self, engine: LLMEngine, generations: list[Generation], queue: ClientQueue) -> None:
+        self._engine = engine
+        self._generations = generations
+        self.queue = queue
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._generations)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(generation.sequence.prompt_length for generation in self._generations)
+
+    def abort(self) -> None:
+        """Free everything that this request still holds. Does not await, so that it may run in a `finally`."""
+        for generation in self._generations:
+            self._engine.finish(generation, FinishReason.ABORT)
+
+
+class LLMEngine:
+    """Serve one model. `start`, then `submit` as often as you like, then `stop`."""
+
+    def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.metrics = Metrics(config.model_name, __version__)
+        self.worker: WorkerReady | None = None  # what the worker told of itself; None until it is ready
+        self.failure: ServekitError | None = None  # why the main loop ended, if it did
+        self._clock = clock
+        self._executor = ModelExecutor(config.log_level)
+        self._tokenizer: Tokenizer | None = None
+        self._manager: WorkloadManager | None = None
+        self._generations: dict[int, Generation] = {}
+        self._next_sequence_id = 0
+        self._work_arrived = asyncio.Event()
+        self._main_loop: asyncio.Task[None] | None = None
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        return self._main_loop is not None and not self._main_loop.done()
+
+    @property
+    def manager(self) -> WorkloadManager:
+        if self._manager is None or not self.is_ready:
+            raise self.failure or WorkerNotReady("the model is still loading", retry_after_s=1)
+        return self._manager
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise WorkerNotReady("the model is still loading", retry_after_s=1)
+        return self._tokenizer
+
+    async def start(self) -> None:
+        """Load the model and begin to serve. Raises ConfigError or WorkerError."""
+        path = await asyncio.to_thread(find_model, self.config.model)
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, path)
+        self.worker = await self._executor.start(self._load_message(str(path)), self.config.load_timeout)
+        self._manager = manager = WorkloadManager(self._scheduler_config(self.worker))
+        self.metrics.watch(lambda: _snapshot(manager))
+        self._main_loop = asyncio.create_task(self._run(manager), name="servekit main loop")
+
+    async def stop(self) -> None:
+        """End the main loop and the worker; what still runs is failed."""
+        if self._main_loop is not None:
+            self._main_loop.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._main_loop
+        self._fail_all(WorkerNotReady("the server is shutting down", retry_after_s=5))
+        await self._executor.stop()
+        if self._tokenizer is not None:
+            self._tokenizer.close()
+
+    async def wait_until_failed(self) -> None:
+        """Return when the main loop has ended by itself, which it does only on failure."""
+        if self._main_loop is not None:
+            await asyncio.wait([self._main_loop])
+
+    def _load_message(self, path: str) -> LoadModel:
+        config = self.config
+        return LoadModel(
+            model_path=path,
+            dtype=config.dtype,
+            device=config.device,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            num_kv_blocks=config.num_kv_blocks,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+        )
+
+    def _scheduler_config(self, worker: WorkerReady) -> SchedulerConfig:
+        return SchedulerConfig(
+            num_blocks=worker.num_blocks,
+            block_size=self.config.block_size,
+            max_model_len=worker.model.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            eos_token_ids=frozenset(worker.model.eos_token_ids),
+        )
+
+    # -- the main loop ------------------------------------------------------------------------------------------------
+
+    async def _run(self, manager: WorkloadManager) -> None:
+        try:
+            while True:
+                await self._step(manager)
+        except ServekitError as error:
+            self.failure = error
+        except Exception as error:
+            log.exception("the main loop failed")
+            self.failure = InternalError(f"the main loop failed: {error}")
+        log.error("%s", self.failure.message)
+        self._fail_all(self.failure)
+
+    async def _step(self, manager: WorkloadManager) -> None:
+        """One turn: wait for work, dispatch what there is, take in one result."""
+        if not manager.has_work:
+            self._work_arrived.clear()
+            await self._work_arrived.wait()
+        started = self._clock()
+        while (plan := manager.plan(self._clock())) is not None:
+            self._executor.send(plan)
+            self.metrics.iteration_tokens.observe(plan.num_tokens)
+        assert manager.num_in_flight, "there is work, nothing is in flight, and no step was planned"
+        result = await self._executor.receive(self.config.step_timeout)
+        now = self._clock()
+        for token in manager.commit(result):
+            self._deliver(token, now)
+        self.metrics.scheduler_steps.inc()
+        self.metrics.step_duration.observe(result.step_time_s)
+        self.metrics.step_overhead.observe(max(0.0, self._clock() - started - result.step_time_s))
+
+    def _deliver(self, token: SequenceToken, now: float) -> None:
+        """Turn a committed token into text and give it to its client."""
+        generation = self._generations[token.sequence.sequence_id]
+        detokenizer = generation.detokenizer
+        self._observe_token(generation, now)
+        stopped_by_token = token.finish_reason is FinishReason.STOP
+        # The token that stops a sequence is not part of its text.
+        text = "" if stopped_by_token else detokenizer.feed(token.token_id)
+        reason = token.finish_reason
+        if reason is not None and detokenizer.stop_string is None:
+            text += detokenizer.finish()
+        stop_reason: str | int | None = token.sequence.stop_token_id
+        if detokenizer.stop_string is not None:
+            reason, stop_reason = FinishReason.STOP, detokenizer.stop_string
+        special = self.tokenizer.is_special(token.token_id)
+        generation.queue.put(TokenDelta(generation.index, token.token_id, text, special, reason, stop_reason))
+        if reason is not None:
+            self._forget(generation, reason, now)
+
+    def _forget(self, generation: Generation, reason: FinishReason, now: float) -> None:
+        """The one way out of the engine: release what the manager may still hold, and count."""
+        sequence = generation.sequence
+        assert self._manager is not None
+        self._manager.finish(sequence, reason)
+        del self._generations[sequence.sequence_id]
+        self.metrics.finished(reason)
+        self.metrics.e2e_request_latency.observe(now - sequence.arrival_s)
+        self.metrics.request_generation_tokens.observe(sequence.num_output_tokens)
+
+    def finish(self, generation: Generation, reason: FinishReason) -> None:
+        """End one generation early. Does nothing if it has ended already."""
+        if generation.sequence.sequence_id in self._generations:
+            self._forget(generation, reason, self._clock())
+
+    def _fail_all(self, error: ServekitError) -> None:
+        for generation in list(self._generations.values()):
+            generation.queue.fail(error)
+            self.metrics.finished(FinishReason.ERROR)
+        self._generations.clear()
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    async def submit(self, request: GenerateRequest) -> Submission:
+        """Admit all prompts of a request, or none. Raises RequestError or WorkerError."""
+        arrival_s = self._clock()
+        try:
+            self._check_room(len(request.texts))
+            prompts = await self.tokenizer.encode(request.texts)
+            self._check_room(len(request.texts))  # others may have come meanwhile; from here on nothing awaits
+            queue = ClientQueue()
+            generations = [
+                self._make_generation(request, index, prompt, queue, arrival_s) for index, prompt in enumerate(prompts)
+            ]
+        except ServekitError as error:
+            self.metrics.refused(error.answer_code)
+            raise
+        for generation in generations:
+            self._admit(generation)
+        self._work_arrived.set()
+        return Submission(self, generations, queue)
+
+    def _check_room(self, num_prompts: int) -> None:
+        limit = self.config.max_client_batch_size
+        if num_prompts > limit:
+            raise InvalidRequest(f"{num_prompts} prompts in one request; at most {limit} are taken", param="prompts")
+        num_waiting, most = self.manager.num_waiting, self.config.max_num_queued_reqs
+        if num_waiting + num_prompts > most:
+            raise QueueFull(
+                f"{num_waiting} sequences are waiting and {num_prompts} more came; at most {most} may wait. "
+                "Please try again later.",
+                retry_after_s=1,
+            )
+
+    def _make_generation(
+        self, request: GenerateRequest, index: int, prompt: list[int], queue: ClientQueue, arrival_s: float
+    ) -> Generation:
+        param = "prompt" if len(request.texts) == 1 else f"prompts[{index}]"
+        if not prompt:
+            raise InvalidRequest(f"{param} is empty, and this model needs at least one token", param=param)
+        assert self.worker is not None
+        room = self.manager.max_total_tokens - len(prompt)
+        sampling = request.sampling(self.worker.model, room, seed=secrets.randbits(63))
+        try:
+            self.manager.check_fits(len(prompt), sampling.max_tokens)
+        except ContextTooLong as error:
+            error.param = param
+            raise
+        sequence = Sequence(self._next_sequence_id, prompt, sampling, arrival_s)
+        self._next_sequence_id += 1
+        return Generation(sequence, index, Detokenizer(self.tokenizer.token_bytes, sampling.stop), queue)
+
+    def _admit(self, generation: Generation) -> None:
+        self.manager.add(generation.sequence)
+        self._generations[generation.sequence.sequence_id] = generation
+        self.metrics.prompt_tokens.inc(generation.sequence.prompt_length)
+        self.metrics.request_prompt_tokens.observe(generation.sequence.prompt_length)
+
+    # -- what operators see -------------------------------------------------------------------------------------------
+
+    def _observe_token(self, generation: Generation, now: float) -> None:
+        sequence = generation.sequence
+        self.metrics.generation_tokens.inc()
+        if generation.last_token_s is None:
+            assert sequence.first_scheduled_s is not None
+            self.metrics.request_queue_time.observe(sequence.first_scheduled_s - sequence.arrival_s)
+            self.metrics.time_to_first_token.observe(now - sequence.arrival_s)
+        else:
+            self.metrics.inter_token_latency.observe(now - generation.last_token_s)
+        generation.last_token_s = now
+
+
+def _snapshot(manager: WorkloadManager) -> Snapshot:
+    return Snapshot(
+        num_running=manager.num_running,
+        num_waiting=manager.num_waiting,
+        num_preemptions=manager.num_preemptions,
+        num_stale_results=manager.num_stale_results,
+        num_blocks=manager.pool.num_blocks,
+        num_free_blocks=manager.pool.num_free,
+    )
