@@ -125,9 +125,8 @@ def decode_generate_request(body: bytes) -> GenerateRequest:
         request = _decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        message = "too deeply nested" if isinstance(error, RecursionError) else str(error)
-        raise InvalidRequest(f"the body is not valid JSON: {message}", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if (request.prompt is UNSET) == (request.prompts is UNSET):
         raise InvalidRequest("give either 'prompt' (a string) or 'prompts' (a list of strings)", param="prompt")
     if isinstance(request.stop, list) and len(request.stop) > MAX_STOP_STRINGS:

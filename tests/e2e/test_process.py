@@ -1,0 +1,135 @@
+"""Claims about processes: how they start, end, and what happens when one is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server_process import ServerProcess, events, free_port, serving
+
+
+def wait_until_gone(pid: int, timeout_s: float = 3) -> None:
+    deadline = time.monotonic() + timeout_s
+    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, f"process {pid} lives on"
+        time.sleep(0.02)
+
+
+def read_stream(server: ServerProcess, into: list[dict[str, Any]], started: threading.Event) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 150, "ignore_eos": True}
+    with server.client.stream("POST", "/generate_stream", json=body) as response:
+        for event in events(response.iter_lines()):
+            into.append(event)
+            started.set()
+
+
+@pytest.fixture
+def streaming(tmp_path: Path) -> Any:
+    """(server, events so far, reader thread) with a stream under way."""
+    with serving(log=tmp_path / "log") as server:
+        received: list[dict[str, Any]] = []
+        started = threading.Event()
+        reader = threading.Thread(target=read_stream, args=(server, received, started))
+        reader.start()
+        assert started.wait(30)
+        yield server, received, reader
+        reader.join(30)
+
+
+def test_sigterm_lets_streams_finish_and_exits_0(streaming: Any) -> None:
+    server, received, reader = streaming
+    (worker,) = server.worker_pids()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(30) == 0
+    reader.join(10)
+    assert received[-1]["finish_reason"] == "length" and len(received) == 150
+    wait_until_gone(worker)
+
+
+def test_a_killed_worker_is_told_to_its_clients_and_ends_the_server(streaming: Any) -> None:
+    server, received, reader = streaming
+    (worker,) = server.worker_pids()
+    os.kill(worker, signal.SIGKILL)
+    reader.join(10)
+    assert received[-1]["error"]["code"] == "worker_unavailable"
+    assert "exit code -9" in received[-1]["error"]["message"]
+    assert server.process.wait(10) == 1
+
+
+def test_a_worker_dies_with_its_server(tmp_path: Path) -> None:
+    with serving(log=tmp_path / "log") as server:
+        (worker,) = server.worker_pids()
+        server.process.kill()
+        wait_until_gone(worker)
+
+
+def test_the_server_answers_while_it_loads(tmp_path: Path) -> None:
+    server = ServerProcess(log=tmp_path / "log")
+    try:
+        seen = set()
+        deadline = time.monotonic() + 60
+        while "ready" not in seen and time.monotonic() < deadline:
+            try:
+                response = server.client.get("/ready")
+            except Exception:
+                time.sleep(0.01)
+                continue
+            status = response.json()["status"]
+            seen.add(status)
+            if status == "loading":
+                assert response.status_code == 503
+                refusal = server.client.post("/generate", json={"prompt": "a", "max_tokens": 1})
+                assert refusal.status_code in (200, 503)
+                assert server.client.get("/health").status_code == 200
+        assert seen == {"loading", "ready"}
+    finally:
+        server.client.close()
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--port", "99999"], "port = '99999'"),
+        (["/no/such/model"], "there is no such directory"),
+        (["--max-model-len", "100000"], "exceeds the model's context of 2048 tokens"),
+        (["--device", "cuda:7"], "CUDA"),
+        (["--kv-cache-memory-bytes", "100"], "one block takes"),
+    ],
+)
+def test_what_the_operator_got_wrong_is_said_with_exit_code_2(arguments: list[str], expected: str) -> None:
+    command = [sys.executable, "-m", "servekit", "serve", "--port", str(free_port()), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert expected in done.stderr
+
+
+def test_a_taken_port_is_an_operators_mistake(server: ServerProcess) -> None:
+    command = [sys.executable, "-m", "servekit", "serve", "--port", str(server.port)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{server.port}" in done.stderr
+
+
+def test_a_tiny_pool_serves_everyone_in_turn(tmp_path: Path) -> None:
+    """Eight blocks of four tokens for sixteen prompts: preemption through the whole stack, same answers."""
+    arguments = ["--num-kv-blocks", "8", "--block-size", "4", "--max-num-batched-tokens", "7"]
+    prompts = [f"{i} and" for i in range(16)]
+    fields = {"prompts": prompts, "max_tokens": 20, "ignore_eos": True}
+    with serving(*arguments, log=tmp_path / "log") as small:
+        answers = small.client.post("/generate", json=fields).json()["generated_texts"]
+        assert small.metric("servekit_num_preemptions_total") > 0
+        small.wait_until_at_rest()
+        refusal = small.client.post("/generate", json={"prompt": "a", "max_tokens": 50})
+        assert refusal.json()["error"]["code"] == "context_length_exceeded"
+        alone = [small.generate(prompt, max_tokens=20, ignore_eos=True)["generated_text"] for prompt in prompts]
+    assert answers == alone

@@ -1,0 +1,102 @@
+"""A real server, as a user starts it: a process of its own, a worker process below it, HTTP in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class ServerProcess:
+    """`servekit serve ARGUMENTS` on a free port, and a client for it."""
+
+    def __init__(self, *arguments: str, log: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        command = [sys.executable, "-m", "servekit", "serve", *arguments, "--port", str(self.port)]
+        # One thread: tests share two cores with who knows what, and a barrier between threads waits for the slower.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        self.client = httpx2.Client(base_url=self.url, timeout=120)
+
+    def wait_until_ready(self, timeout_s: float = 90) -> float:
+        """Seconds until /ready answered 200."""
+        started = time.monotonic()
+        while time.monotonic() < started + timeout_s:
+            assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()}"
+            with suppress(httpx2.TransportError):
+                if self.client.get("/ready").status_code == 200:
+                    return time.monotonic() - started
+            time.sleep(0.05)
+        raise AssertionError(f"not ready after {timeout_s} s:\n{self.log.read_text()}")
+
+    def generate(self, prompt: str, **fields: Any) -> dict[str, Any]:
+        response = self.client.post("/generate", json={"prompt": prompt, **fields})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def stream(self, prompt: str, **fields: Any) -> list[dict[str, Any]]:
+        """Every event of a stream, read to its end."""
+        with self.client.stream("POST", "/generate_stream", json={"prompt": prompt, **fields}) as response:
+            assert response.status_code == 200
+            return list(events(response.iter_lines()))
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        lines = self.client.get("/metrics").text.splitlines()
+        values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        assert values, f"there is no metric {name}"
+        return sum(values)
+
+    def wait_for_metric(self, name: str, value: float, timeout_s: float = 10) -> None:
+        deadline = time.monotonic() + timeout_s
+        while (now := self.metric(name)) != value:
+            assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
+            time.sleep(0.02)
+
+    def wait_until_at_rest(self) -> None:
+        """Nothing runs, nothing waits, every block is free."""
+        self.wait_for_metric("servekit_num_requests_running", 0)
+        self.wait_for_metric("servekit_num_requests_waiting", 0)
+        self.wait_for_metric("servekit_kv_blocks_free", self.metric("servekit_kv_blocks_total"))
+
+    def worker_pids(self) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
+
+
+def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+@contextmanager
+def serving(*arguments: str, log: Path) -> Iterator[ServerProcess]:
+    """A server that is ready, ended afterwards whatever happens."""
+    server = ServerProcess(*arguments, log=log)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.client.close()
+        server.process.kill()
+        server.process.wait()

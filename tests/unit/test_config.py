@@ -1,0 +1,71 @@
+"""Claims about settings: four sources, one precedence, and errors that name the field."""
+
+from pathlib import Path
+
+import pytest
+
+from servekit.cli import main
+from servekit.config import ServeConfig, load_config, non_default, settings
+from servekit.errors import ConfigError
+
+
+def test_command_line_beats_environment_beats_file_beats_default() -> None:
+    toml = b'port = 1\nblock-size = 1\nmax_num_seqs = 1\nhost = "h"'
+    config = load_config({"port": "3"}, {"SERVEKIT_PORT": "2", "SERVEKIT_BLOCK_SIZE": "2", "PATH": "/bin"}, toml)
+    assert (config.port, config.block_size, config.max_num_seqs, config.host) == (3, 2, 1, "h")
+    assert config.dtype == ServeConfig().dtype
+    assert non_default(config) == {"host": "h", "port": 3, "max_num_seqs": 1, "block_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"port": "abc"}, r"port = 'abc' is not accepted \(--port, SERVEKIT_PORT\): it takes integer from 0 to 65535"),
+        ({"port": "70000"}, "port = '70000'"),
+        ({"dtype": "int3"}, "it takes one of auto, bfloat16, float16, float32"),
+        ({"device": "tpu"}, "auto, cpu or cuda:N"),
+        ({"gpu_memory_utilization": "1.5"}, "number above 0.0 to 1.0"),
+        ({"max_num_seqs": "0"}, "integer from 1 to 65536"),
+    ],
+)
+def test_wrong_value_names_the_field_and_what_is_accepted(arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(arguments, {})
+
+
+def test_misspelt_names_are_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match="SERVEKIT_PRT; did you mean SERVEKIT_PORT"):
+        load_config({}, {"SERVEKIT_PRT": "1"})
+    with pytest.raises(ConfigError, match="'prot'; did you mean port"):
+        load_config({}, {}, b"prot = 1")
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_config({}, {}, b"port = ")
+
+
+def test_every_setting_is_described_and_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for setting in settings():
+        assert setting.flag in text
+        assert setting.description
+
+
+@pytest.mark.parametrize(
+    "argv", [["serve", "--port", "x"], ["serve", "--config", "/nowhere.toml"], ["serve", "/no/such/model"]]
+)
+def test_operator_mistakes_end_with_exit_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert argv[1].lstrip("-") in capsys.readouterr().err or argv[-1]
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.count(".") == 2
+
+
+def test_every_setting_is_in_the_docs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    for setting in settings():
+        assert f"`{setting.flag}`" in text, f"docs/settings.md lacks {setting.flag}"

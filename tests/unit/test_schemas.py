@@ -1,0 +1,63 @@
+"""Claims about request bodies: strict, bounded, and every refusal names its field."""
+
+import pytest
+
+from servekit.errors import InvalidRequest
+from servekit.messages import ModelInfo
+from servekit.schemas import decode_generate_request
+
+MODEL = ModelInfo("X", 1, 100, 64, (2,), default_temperature=0.7, default_top_k=20, default_top_p=0.8)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b"", "invalid_json", None),
+        (b"{", "invalid_json", None),
+        (b'{"prompt": NaN}', "invalid_json", None),
+        (b"[" * 100_000, "invalid_value", None),
+        (b'{"prompt": "\xff"}', "invalid_json", None),
+        (b'{"prompt": ' + b"[" * 100_000, "invalid_value", "prompt"),
+        (b'{"x": ' + b"[" * 100_000, "unknown_field", "x"),
+        (b"[]", "invalid_value", None),
+        (b"{}", "invalid_value", "prompt"),
+        (b'{"prompt": "a", "prompts": ["b"]}', "invalid_value", "prompt"),
+        (b'{"prompt": 3}', "invalid_value", "prompt"),
+        (b'{"prompts": []}', "invalid_value", "prompts"),
+        (b'{"prompts": ["a", 1]}', "invalid_value", "prompts[1]"),
+        (b'{"prompt": "a", "temprature": 1}', "unknown_field", "temprature"),
+        (b'{"prompt": "a", "temperature": "hot"}', "invalid_value", "temperature"),
+        (b'{"prompt": "a", "temperature": -0.1}', "invalid_value", "temperature"),
+        (b'{"prompt": "a", "temperature": 1e400}', "invalid_value", "temperature"),
+        (b'{"prompt": "a", "max_tokens": 0}', "invalid_value", "max_tokens"),
+        (b'{"prompt": "a", "max_tokens": 99999999999999999999999}', "invalid_value", "max_tokens"),
+        (b'{"prompt": "a", "max_tokens": 1.5}', "invalid_value", "max_tokens"),
+        (b'{"prompt": "a", "max_tokens": true}', "invalid_value", "max_tokens"),
+        (b'{"prompt": "a", "top_p": 0}', "invalid_value", "top_p"),
+        (b'{"prompt": "a", "top_p": 1.01}', "invalid_value", "top_p"),
+        (b'{"prompt": "a", "top_k": -2}', "invalid_value", "top_k"),
+        (b'{"prompt": "a", "seed": 9223372036854775808}', "invalid_value", "seed"),
+        (b'{"prompt": "a", "stop": ""}', "invalid_value", "stop"),
+        (b'{"prompt": "a", "stop": [1]}', "invalid_value", "stop[0]"),
+        (b'{"prompt": "a", "stop": ' + str(["x"] * 17).replace("'", '"').encode() + b"}", "invalid_value", "stop"),
+        (b'{"prompt": "a", "ignore_eos": 1}', "invalid_value", "ignore_eos"),
+    ],
+)
+def test_bad_body_is_refused_by_field(body: bytes, code: str, param: str | None) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        decode_generate_request(body)
+    assert (refusal.value.answer_code, refusal.value.param) == (code, param)
+    assert refusal.value.status == 400
+
+
+def test_what_the_client_leaves_open_comes_from_the_model() -> None:
+    sampling = decode_generate_request(b'{"prompt": "a"}').sampling(MODEL, room=40, seed=5)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.7, 20, 0.8)
+    assert (sampling.max_tokens, sampling.seed, sampling.stop) == (40, 5, ())
+
+
+def test_what_the_client_says_wins() -> None:
+    body = b'{"prompt": "a", "temperature": 0, "top_k": -1, "top_p": 1, "seed": 7, "max_tokens": 3, "stop": "x"}'
+    sampling = decode_generate_request(body).sampling(MODEL, room=40, seed=5)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, 0, 1.0)
+    assert (sampling.max_tokens, sampling.seed, sampling.stop) == (3, 7, ("x",))

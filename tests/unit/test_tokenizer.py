@@ -1,0 +1,108 @@
+"""Claims about tokens and text, against the tokenizers library's own decoding."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from servekit.detokenizer import Detokenizer
+from servekit.errors import ConfigError
+from servekit.tokenizer import Tokenizer, load_tokenizer
+
+TEXT = ["hello world", "grüße aus Köln", "日本語 テスト", "naïve café 🦊🦊", "the cat sat on the mat"] * 3
+
+
+def byte_level() -> HuggingFaceTokenizer:
+    tokenizer = HuggingFaceTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
+
+def byte_fallback() -> HuggingFaceTokenizer:
+    vocabulary = {"<s>": 0, "</s>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    vocabulary |= {token: 258 + i for i, token in enumerate(["▁", "a", "b", "▁a", "é"])}
+    tokenizer = HuggingFaceTokenizer(models.BPE(vocabulary, [("▁", "a")], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+def save(tokenizer: HuggingFaceTokenizer, directory: Path) -> Path:
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    detokenizer = Detokenizer(tokenizer.token_bytes)
+    return "".join(detokenizer.feed(token_id) for token_id in token_ids) + detokenizer.finish()
+
+
+BYTE_LEVEL = byte_level()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=40))
+def test_any_token_ids_stream_to_what_the_library_decodes(token_ids: list[int]) -> None:
+    ours = Tokenizer(BYTE_LEVEL, {"type": "ByteLevel"})
+    assert decode(ours, token_ids) == BYTE_LEVEL.decode(token_ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text())
+def test_text_survives_the_round_trip(text: str) -> None:
+    text = text.encode("utf-8", "ignore").decode()
+    ours = Tokenizer(BYTE_LEVEL, {"type": "ByteLevel"})
+    (token_ids,) = ours.encode_now([text])
+    assert decode(ours, token_ids) == text.replace("<s>", "").replace("</s>", "")
+
+
+def test_byte_fallback_tokens_join_to_characters(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save(byte_fallback(), tmp_path))
+    fox = [2 + byte for byte in "🦊".encode()]
+    token_ids = [0, 261, *fox, 262, 258, 259, 1]
+    assert decode(tokenizer, token_ids) == " a🦊é a" == byte_fallback().decode(token_ids)
+
+
+def test_a_rendered_prompt_does_not_get_a_second_start_token(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save(BYTE_LEVEL, tmp_path))
+    plain, rendered = tokenizer.encode_now(["hello", "<s>hello"])
+    assert plain[0] == 0
+    assert plain == rendered
+
+
+def test_added_tokens_speak_for_themselves_and_special_ones_are_silent() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken("⟨tool⟩", special=False)])
+    ours = Tokenizer(tokenizer, {"type": "ByteLevel"})
+    token_id = tokenizer.token_to_id("⟨tool⟩")
+    assert ours.token_bytes(token_id) == "⟨tool⟩".encode()
+    assert ours.token_bytes(0) == b""
+    assert ours.is_special(0) and not ours.is_special(token_id)
+    assert ours.token_bytes(10**6) == b"", "models have more logits than their tokenizer has tokens"
+
+
+def test_what_cannot_be_streamed_exactly_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    tokenizer = HuggingFaceTokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(ConfigError, match="WordPiece"):
+        load_tokenizer(save(tokenizer, tmp_path))
+
+
+async def test_encoding_off_the_loop_keeps_the_order(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save(BYTE_LEVEL, tmp_path))
+    texts = [random.Random(i).choice(TEXT) * (i % 5) for i in range(50)]
+    assert [decode(tokenizer, token_ids) for token_ids in await tokenizer.encode(texts)] == texts
+    tokenizer.close()
