@@ -45,7 +45,8 @@ class SlotTable:
     ) -> None:
         self.block_size = block_size
         self.row_length = max_model_len + 1  # the last sampled token has a position too
-        self.token_ids = torch.zeros(num_slots * self.row_length, dtype=torch.int64, device=device)
+        # int32: with many slots and a long context this is the largest table there is.
+        self.token_ids = torch.zeros(num_slots * self.row_length, dtype=torch.int32, device=device)
         max_blocks = min(num_blocks, -(-self.row_length // block_size))
         self.block_tables: Indices = np.zeros((num_slots, max_blocks), dtype=np.int64)
         self.num_blocks: Indices = np.zeros(num_slots, dtype=np.int64)
@@ -85,7 +86,7 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
     blocks = table.block_tables[slots, positions // table.block_size]
     sampling = [(int(begin), row) for begin, row in zip(first, plan.rows, strict=True) if row.samples]
     return Batch(
-        input_ids=table.token_ids[to_device(slots * table.row_length + positions)],
+        input_ids=table.token_ids[to_device(slots * table.row_length + positions)].long(),
         position_ids=to_device(positions),
         slot_mapping=to_device(blocks * table.block_size + positions % table.block_size),
         groups=[
@@ -110,7 +111,7 @@ def _write_known_tokens(plan: StepPlan, table: SlotTable) -> None:
     ]
     device = table.token_ids.device
     table.token_ids[torch.tensor(cells, dtype=torch.int64, device=device)] = torch.tensor(
-        known, dtype=torch.int64, device=device
+        known, dtype=torch.int32, device=device
     )
 
 

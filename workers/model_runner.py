@@ -43,7 +43,7 @@ class ModelRunner:
         if not batch.sampling:
             return []
         token_ids = sample(logits, batch.sampling)
-        self.table.token_ids[batch.sampled_cells] = token_ids
+        self.table.token_ids[batch.sampled_cells] = token_ids.int()
         sampled: list[int] = token_ids.tolist()
         return sampled
 

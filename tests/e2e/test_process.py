@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from servekit.model_files import DEMO_MODEL_PATH
 from tests.server_process import ServerProcess, events, free_port, serving
 
 
@@ -122,7 +123,7 @@ def test_a_taken_port_is_an_operators_mistake(server: ServerProcess) -> None:
 
 def test_a_tiny_pool_serves_everyone_in_turn(tmp_path: Path) -> None:
     """Eight blocks of four tokens for sixteen prompts: preemption through the whole stack, same answers."""
-    arguments = ["--num-kv-blocks", "8", "--block-size", "4", "--max-num-batched-tokens", "7"]
+    arguments = [str(DEMO_MODEL_PATH), "--num-kv-blocks", "8", "--block-size", "4", "--max-num-batched-tokens", "7"]
     prompts = [f"{i} and" for i in range(16)]
     fields = {"prompts": prompts, "max_tokens": 20, "ignore_eos": True}
     with serving(*arguments, log=tmp_path / "log") as small:
