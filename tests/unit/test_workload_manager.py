@@ -105,7 +105,8 @@ def test_random_arrivals_aborts_and_stale_results_lose_no_token(seed: int) -> No
             plans.append(plan)
         elif plans:
             result = oracle.execute(plans.pop(0))
-            stale = StepResult(result.epoch + rng.choice([-1, 1]), result.step_id, result.token_ids, 0.0)
+            wrong_tokens = tuple(token_id + 1 for token_id in result.token_ids)
+            stale = StepResult(result.epoch + rng.choice([-1, 1]), result.step_id, wrong_tokens, 0.0)
             for message in rng.choice([[result], [stale, result], [result, result], [result, stale]]):
                 for token in manager.commit(message):
                     assert token.sequence.sequence_id not in aborted
@@ -173,6 +174,17 @@ def test_preempted_sequence_keeps_its_tokens_and_its_place() -> None:
     run(manager, oracle)
     assert victim.output_token_ids == reference(victim)
     assert late.status is Status.FINISHED
+
+
+def test_a_newcomer_is_not_let_in_only_to_be_preempted() -> None:
+    """Two blocks are free and the newcomer needs two, but the running sequence will want its next one."""
+    manager = make_manager(num_blocks=4, block_size=4)
+    manager.add(make_sequence(0, prompt_length=7, max_tokens=8, ignore_eos=True))
+    oracle = make_oracle(manager)
+    manager.commit(oracle.execute(manager.plan(0.0)))
+    manager.add(make_sequence(1, prompt_length=7, max_tokens=2, ignore_eos=True))
+    run(manager, oracle)
+    assert manager.num_preemptions == 0
 
 
 def test_aborted_blocks_are_fenced_until_the_step_in_flight_is_done() -> None:
