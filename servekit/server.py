@@ -26,7 +26,7 @@ def serve(config: ServeConfig) -> int:
     """Serve until a signal or a failure; returns the exit code. Raises ServekitError."""
     configure_logging(config.log_level)
     # sse-starlette would cut every stream at the first signal; uvicorn lets them finish, up to shutdown_timeout.
-    AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
+    AppStatus.disable_automatic_graceful_drain()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config))
 

@@ -72,7 +72,8 @@ class ModelManager:
                 local_files_only=True,
                 trust_remote_code=False,
             )
-        model = model.to(self.device).eval()
+        model.to(self.device)  # type: ignore[arg-type]
+        model.eval()
         layers = _record_layers(model, architecture)
         info = _describe(model, architecture, path, max_model_len)
         return LoadedModel(model, layers, info, self.device, model.dtype)
