@@ -177,7 +177,8 @@ def _event(value: Any) -> bytes:
 
 def _usage(submission: Submission, completion_tokens: int) -> Usage:
     prompt_tokens = submission.num_prompt_tokens
-    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+    total_tokens = prompt_tokens + completion_tokens
+    return Usage(prompt_tokens, completion_tokens, total_tokens, submission.num_cached_tokens)
 
 
 def _new_id() -> str:

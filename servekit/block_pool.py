@@ -1,8 +1,12 @@
 """Account for KV blocks: who may write to each one, and when it may be reused.
 
-A block is free, leased or fenced, and the three counts always sum to `num_blocks`. A leased block is in exactly one
-sequence's block table. A fenced block has left its sequence, but a step already sent to a worker may still write to
-it; it becomes free when that step is done.
+A block is free, cached, leased or fenced, and the four counts always sum to `num_blocks`:
+
+- *leased*: in the block table of one sequence, or of several that share it;
+- *fenced*: in none any more, but a step already sent to a worker may still write to it; when that step is done it
+  becomes free or cached;
+- *cached*: in none, but its contents are worth keeping; it is reused, least recently used first, when no block is free;
+- *free*: its contents mean nothing.
 
 Paging: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023,
 section 4. The fence is ours: it turns "was the abort early enough?" into arithmetic.
@@ -10,19 +14,25 @@ section 4. The fence is ours: it turns "was the abort early enough?" into arithm
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
 
 
 class BlockPool:
-    """The blocks of one worker's KV cache, by number. Knows nothing of sequences or tensors."""
+    """The blocks of one worker's KV cache, by number. Knows nothing of sequences or tensors.
 
-    def __init__(self, num_blocks: int) -> None:
+    `on_reuse` is told when a kept block is handed out anew, and so loses what it held.
+    """
+
+    def __init__(self, num_blocks: int, on_reuse: Callable[[int], None] = lambda _: None) -> None:
         self.num_blocks = num_blocks
-        # First in, first out, so that a freed block's contents survive as long as possible.
+        self._on_reuse = on_reuse
         self._free: deque[int] = deque(range(num_blocks))
-        self._leased: set[int] = set()
-        self._fenced: deque[tuple[int, tuple[int, ...]]] = deque()  # (step_id, blocks), step_id ascending
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._holders = [0] * num_blocks  # in how many block tables each block is
+        self._fenced: deque[tuple[int, list[int]]] = deque()  # (step_id, blocks), step_id ascending
+        self._kept: set[int] = set()  # whose contents are worth keeping
+        self.num_leased = 0
         self.num_fenced = 0
 
     @property
@@ -30,39 +40,95 @@ class BlockPool:
         return len(self._free)
 
     @property
-    def num_leased(self) -> int:
-        return len(self._leased)
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """How many blocks `lease` can hand out."""
+        return len(self._free) + len(self._cached)
+
+    def is_shareable(self, block: int) -> bool:
+        """Whether `share` may be called: a fenced block is on its way and belongs to nobody."""
+        return self._holders[block] > 0 or block in self._cached
+
+    def is_cached(self, block: int) -> bool:
+        return block in self._cached
 
     def lease(self, num_blocks: int) -> list[int]:
-        """Take `num_blocks` free blocks. The caller has looked at `num_free`."""
-        assert num_blocks <= len(self._free), f"leasing {num_blocks} blocks, {len(self._free)} are free"
-        blocks = [self._free.popleft() for _ in range(num_blocks)]
-        self._leased.update(blocks)
+        """Take `num_blocks` blocks for one holder. The caller has looked at `num_available`."""
+        assert num_blocks <= self.num_available, f"leasing {num_blocks} blocks, {self.num_available} are available"
+        blocks = [self._free.popleft() if self._free else self._evict() for _ in range(num_blocks)]
+        for block in blocks:
+            self._holders[block] = 1
+        self.num_leased += num_blocks
         return blocks
 
+    def share(self, block: int) -> None:
+        """Take a leased or cached block for one more holder, contents and all."""
+        assert self.is_shareable(block), f"block {block} holds nothing to share"
+        if self._holders[block] == 0:
+            del self._cached[block]
+            self.num_leased += 1
+        self._holders[block] += 1
+
+    def keep(self, block: int) -> None:
+        """Its contents are worth keeping when its last holder is gone."""
+        assert self._holders[block] > 0, f"block {block} is nobody's"
+        self._kept.add(block)
+
     def release(self, blocks: Iterable[int], fence_step_id: int | None = None) -> None:
-        """Give leased blocks back: at once, or once step `fence_step_id` is settled."""
-        blocks = tuple(blocks)
-        assert self._leased.issuperset(blocks), f"releasing blocks that are not leased: {blocks}"
-        assert len(set(blocks)) == len(blocks), f"releasing a block twice: {blocks}"
-        self._leased.difference_update(blocks)
+        """One holder gives blocks up: at once, or once step `fence_step_id` is settled.
+
+        Their order is the order in which they will be reused.
+        """
+        let_go = []
+        for block in blocks:
+            assert self._holders[block] > 0, f"releasing block {block}, which is not leased"
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                let_go.append(block)
+        self.num_leased -= len(let_go)
         if fence_step_id is None:
-            self._free.extend(blocks)
+            self._put_back(let_go)
             return
         assert not self._fenced or self._fenced[-1][0] <= fence_step_id, "fences are raised in step order"
-        self._fenced.append((fence_step_id, blocks))
-        self.num_fenced += len(blocks)
+        self._fenced.append((fence_step_id, let_go))
+        self.num_fenced += len(let_go)
 
     def settle(self, step_id: int) -> None:
         """Step `step_id`, and every one before it, is done: their fences fall."""
         while self._fenced and self._fenced[0][0] <= step_id:
             _, blocks = self._fenced.popleft()
             self.num_fenced -= len(blocks)
-            self._free.extend(blocks)
+            self._put_back(blocks)
+
+    def _put_back(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if block in self._kept:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        self._kept.discard(block)
+        self._on_reuse(block)
+        return block
+
+    def holders(self) -> Counter[int]:
+        """In how many block tables each leased block is."""
+        return Counter({block: holders for block, holders in enumerate(self._holders) if holders})
+
+    def is_kept(self, block: int) -> bool:
+        return block in self._kept
 
     def check(self) -> None:
         """Assert the conservation law. Linear in `num_blocks`: for tests and for sampling in production."""
         fenced = [block for _, blocks in self._fenced for block in blocks]
-        assert len(fenced) == self.num_fenced
-        everything = [*self._free, *self._leased, *fenced]
+        leased = [block for block, holders in enumerate(self._holders) if holders]
+        assert (len(fenced), len(leased)) == (self.num_fenced, self.num_leased)
+        everything = [*self._free, *self._cached, *leased, *fenced]
         assert sorted(everything) == list(range(self.num_blocks)), "a block was lost or duplicated"
+        assert self._kept.issuperset(self._cached)
+        assert self._kept.isdisjoint(self._free)

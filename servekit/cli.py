@@ -39,6 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("model", nargs="?", metavar="MODEL", help=settings()[0].description)
     serve.add_argument("--config", metavar="FILE", help="TOML file with settings of the same names")
     for setting in settings():
+        if setting.is_switch:
+            serve.add_argument(setting.flag, help=_help(setting), action=argparse.BooleanOptionalAction)
+            continue
         # The value stays text here: `load_config` judges it, wherever it came from.
         serve.add_argument(setting.flag, metavar=_metavar(setting), help=_help(setting), dest=setting.name)
     return parser

@@ -58,6 +58,10 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         float, Meta(gt=0.0, le=1.0, description="share of the GPU's memory that weights and KV cache may take")
     ] = 0.9
 
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="compute the KV of a shared beginning once; requests that repeat it skip it")
+    ] = True
+
     max_num_queued_reqs: Annotated[Positive, Meta(description="sequences that may wait; more are refused with 503")] = (
         4096
     )
@@ -95,6 +99,11 @@ class Setting(Struct, frozen=True):
         return "--" + self.name.replace("_", "-")
 
     @property
+    def is_switch(self) -> bool:
+        """Whether its flag takes no value, but has an opposite: `--x` and `--no-x`."""
+        return isinstance(self.default, bool)
+
+    @property
     def environment_name(self) -> str:
         return ENVIRONMENT_PREFIX + self.name.upper()
 
@@ -123,11 +132,11 @@ def _accepts(schema: Mapping[str, Any]) -> str:
     return " ".join([schema["type"], *bounds])
 
 
-def load_config(arguments: Mapping[str, str], environment: Mapping[str, str], toml: bytes | None = None) -> ServeConfig:
+def load_config(arguments: Mapping[str, Any], environment: Mapping[str, str], toml: bytes | None = None) -> ServeConfig:
     """Merge the four sources into one checked value.
 
-    `arguments` holds what the command line named, as text; `toml` is the content of the `--config` file. Raises
-    ConfigError that names the field and what is accepted.
+    `arguments` holds what the command line named, as text or truth value; `toml` is the content of the `--config`
+    file. Raises ConfigError that names the field and what is accepted.
     """
     names = {setting.environment_name: setting.name for setting in settings()}
     unknown = [name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and name not in names]

@@ -59,6 +59,11 @@ class Submission:
     def num_prompt_tokens(self) -> int:
         return sum(generation.sequence.prompt_length for generation in self._generations)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV was there already."""
+        return sum(generation.sequence.num_cached_tokens or 0 for generation in self._generations)
+
     def abort(self) -> None:
         """Free everything that this request still holds. Does not await, so that it may run in a `finally`."""
         for generation in self._generations:
@@ -148,6 +153,7 @@ class LLMEngine:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             eos_token_ids=frozenset(worker.model.eos_token_ids),
+            enable_prefix_caching=self.config.enable_prefix_caching,
         )
 
     # -- the main loop ------------------------------------------------------------------------------------------------
@@ -300,5 +306,7 @@ def _snapshot(manager: WorkloadManager) -> Snapshot:
         num_preemptions=manager.num_preemptions,
         num_stale_results=manager.num_stale_results,
         num_blocks=manager.pool.num_blocks,
-        num_free_blocks=manager.pool.num_free,
+        num_free_blocks=manager.pool.num_available,
+        num_prompt_tokens=manager.num_prompt_tokens,
+        num_cached_tokens=manager.num_cached_tokens,
     )

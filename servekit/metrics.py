@@ -32,7 +32,9 @@ class Snapshot(Struct, frozen=True):
     num_preemptions: int
     num_stale_results: int
     num_blocks: int
-    num_free_blocks: int
+    num_free_blocks: int  # cached ones included: they hold nothing that somebody needs
+    num_prompt_tokens: int
+    num_cached_tokens: int
 
 
 class _SnapshotCollector(Collector):
@@ -49,8 +51,10 @@ class _SnapshotCollector(Collector):
         yield self._gauge("num_requests_waiting", "Sequences that wait for their turn.", now.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used)
         yield self._gauge("kv_blocks_total", "KV blocks in the pool.", now.num_blocks)
-        yield self._gauge("kv_blocks_free", "KV blocks that are free.", now.num_free_blocks)
+        yield self._gauge("kv_blocks_free", "KV blocks that a sequence can have.", now.num_free_blocks)
         yield self._counter("num_preemptions", "Times a sequence lost its blocks to an older one.", now.num_preemptions)
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", now.num_prompt_tokens)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", now.num_cached_tokens)
         yield self._counter("stale_results", "Worker results that nobody awaited, dropped.", now.num_stale_results)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

@@ -67,6 +67,7 @@ class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    cached_tokens: int  # of the prompt tokens, found in the prefix cache
 
 
 class GenerateResponse(Struct):

@@ -38,15 +38,19 @@ class Sequence:
 
     __slots__ = (
         "arrival_s",
+        "block_hashes",
         "block_table",
         "finish_reason",
         "first_scheduled_s",
         "generation",
         "last_step_id",
+        "num_cached_tokens",
         "num_computed",
         "num_pending",
         "num_preemptions",
+        "num_published",
         "prompt_length",
+        "salt",
         "sampling",
         "sequence_id",
         "slot",
@@ -56,7 +60,12 @@ class Sequence:
     )
 
     def __init__(
-        self, sequence_id: int, prompt_token_ids: list[int], sampling: SamplingParams, arrival_s: float = 0.0
+        self,
+        sequence_id: int,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        arrival_s: float = 0.0,
+        salt: str = "",
     ) -> None:
         assert prompt_token_ids, "a sequence starts from at least one token"
         self.sequence_id = sequence_id
@@ -68,6 +77,10 @@ class Sequence:
         self.num_computed = 0
         self.num_pending = 0
         self.block_table: list[int] = []
+        self.salt = salt  # only sequences with the same salt may share blocks
+        self.block_hashes: list[bytes] = []  # of the full blocks of known tokens, as far as anyone asked
+        self.num_published = 0  # blocks at the front of the table that others may find
+        self.num_cached_tokens: int | None = None  # found when it was first admitted
         self.slot: int | None = None
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None

@@ -19,14 +19,14 @@ Continuous batching: Yu et al., "Orca", OSDI 2022, section 4. Chunked prefill un
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from msgspec import Struct
 
-from servekit.block_pool import BlockPool
 from servekit.errors import ContextTooLong
 from servekit.messages import Row, Seat, StepPlan, StepResult
+from servekit.prefix_cache import PrefixCache, chain_hash, salt_hash
 from servekit.sequence import FinishReason, Sequence, Status
 
 
@@ -40,6 +40,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     max_steps_in_flight: int = 1
+    enable_prefix_caching: bool = True
 
 
 class SequenceToken(Struct, frozen=True):
@@ -67,8 +68,11 @@ class WorkloadManager:
     def __init__(self, config: SchedulerConfig, epoch: int = 0) -> None:
         self.config = config
         self.epoch = epoch
-        self.pool = BlockPool(config.num_blocks)
+        self.prefixes = PrefixCache(config.num_blocks)
+        self.pool = self.prefixes.pool
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of sequences that were admitted, and how many of them were found in the cache
+        self.num_cached_tokens = 0
         self.num_stale_results = 0
         self._sequences: dict[int, Sequence] = {}  # alive: waiting or running
         self._waiting: deque[Sequence] = deque()  # by arrival
@@ -148,13 +152,12 @@ class WorkloadManager:
             budget -= num_tokens
             self._dispatch(sequence, num_tokens, new_blocks, step_id, rows, sampled)
 
-        while budget and not ran_short and self._can_admit():
+        while budget and not ran_short and (found := self._room_for_first_waiting()) is not None:
             sequence = self._waiting.popleft()
-            seats.append(self._seat(sequence, now))
+            seats.append(self._seat(sequence, found, now))
             num_tokens = min(sequence.num_needed, budget)
-            new_blocks = self._lease_for(sequence, sequence.num_tokens)
             budget -= num_tokens
-            self._dispatch(sequence, num_tokens, new_blocks, step_id, rows, sampled)
+            self._dispatch(sequence, num_tokens, sequence.block_table, step_id, rows, sampled)
 
         if not rows:
             assert not seats
@@ -204,10 +207,10 @@ class WorkloadManager:
     def _grow(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
         """Blocks for `num_tokens` positions, at the expense of newer sequences; None where it has to wait."""
         missing = self._num_blocks_for(num_tokens) - len(sequence.block_table)
-        while missing > self.pool.num_free:
+        while missing > self.pool.num_available:
             # Fenced blocks come back by themselves when a step in flight is done. Preempting a second victim
             # before they did is how one shortage becomes a cascade.
-            if missing <= self.pool.num_free + self.pool.num_fenced:
+            if missing <= self.pool.num_available + self.pool.num_fenced:
                 return None
             victim = self._running[-1]
             if victim is sequence:
@@ -218,23 +221,36 @@ class WorkloadManager:
             self._preempt(victim)
         return self._lease_for(sequence, num_tokens)
 
-    def _can_admit(self) -> bool:
-        """Whether the first waiting sequence may run: a slot, and room for all of its known tokens.
+    def _room_for_first_waiting(self) -> list[int] | None:
+        """Whether the first waiting sequence may run; if so, the blocks that hold the beginning of it already.
 
         The blocks for every known token are leased at once, so that prefill chunks never run short half way. One
         more is left for each running sequence, which may ask for its next block any step; without that reserve the
         newcomer would be prefilled only to be preempted.
         """
         if not self._waiting or len(self._running) >= self.config.max_num_seqs:
-            return False
-        missing = self._num_blocks_for(self._waiting[0].num_tokens)
-        return missing + len(self._running) <= self.pool.num_free
+            return None
+        sequence = self._waiting[0]
+        found = self._find_prefix(sequence)
+        available = self.pool.num_available - sum(map(self.pool.is_cached, found))
+        missing = self._num_blocks_for(sequence.num_tokens) - len(found)
+        return found if missing + len(self._running) <= available else None
 
-    def _seat(self, sequence: Sequence, now: float) -> Seat:
-        sequence.slot = self._free_slots.pop()
-        sequence.status = Status.RUNNING
+    def _seat(self, sequence: Sequence, found: list[int], now: float) -> Seat:
+        """Give a sequence a slot and the blocks for all of its known tokens, the first of them `found` ones."""
+        for block in found:
+            self.pool.share(block)
+        sequence.block_table = found
+        sequence.num_published = len(found)
+        sequence.num_computed = len(found) * self.config.block_size
+        self._lease_for(sequence, sequence.num_tokens)
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = now
+            sequence.num_cached_tokens = sequence.num_computed
+            self.num_prompt_tokens += sequence.prompt_length
+            self.num_cached_tokens += sequence.num_computed
+        sequence.slot = self._free_slots.pop()
+        sequence.status = Status.RUNNING
         self._running.append(sequence)
         sampling = sequence.sampling
         return Seat(sequence.slot, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
@@ -242,7 +258,8 @@ class WorkloadManager:
     def _unseat(self, sequence: Sequence) -> None:
         """Take slot and blocks from a sequence. What is in flight for it is void from here on."""
         in_flight = self._in_flight and sequence.last_step_id >= self._in_flight[0].step_id
-        self.pool.release(sequence.block_table, self._in_flight[-1].step_id if in_flight else None)
+        # Tail first: what a prefix of many continuations holds is to be reused last.
+        self.pool.release(reversed(sequence.block_table), self._in_flight[-1].step_id if in_flight else None)
         assert sequence.slot is not None
         # No fence for the slot: the worker executes steps in order, and a seat resets it.
         self._free_slots.append(sequence.slot)
@@ -260,6 +277,33 @@ class WorkloadManager:
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.appendleft(victim)
+
+    # -- the prefix cache ---------------------------------------------------------------------------------------------
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Blocks that already hold the beginning of a sequence; at least one token is left to be computed."""
+        if not self.config.enable_prefix_caching:
+            return []
+        num_blocks = (sequence.num_tokens - 1) // self.config.block_size
+        self._hash_blocks(sequence, num_blocks)
+        return self.prefixes.find(sequence.block_hashes[:num_blocks])
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Let others find the blocks whose tokens are all committed and computed by a dispatched step."""
+        num_full = min(sequence.num_computed, sequence.num_tokens) // self.config.block_size
+        if num_full == sequence.num_published or not self.config.enable_prefix_caching:
+            return
+        self._hash_blocks(sequence, num_full)
+        for index in range(sequence.num_published, num_full):
+            self.prefixes.publish(sequence.block_table[index], sequence.block_hashes[index])
+        sequence.num_published = num_full
+
+    def _hash_blocks(self, sequence: Sequence, num_blocks: int) -> None:
+        """Continue a sequence's chain of hashes to its first `num_blocks` blocks."""
+        block_size, hashes = self.config.block_size, sequence.block_hashes
+        for index in range(len(hashes), num_blocks):
+            previous = hashes[-1] if hashes else salt_hash(sequence.salt)
+            hashes.append(chain_hash(previous, sequence.token_ids[index * block_size : (index + 1) * block_size]))
 
     # -- tokens ---------------------------------------------------------------------------------------------------
 
@@ -284,11 +328,13 @@ class WorkloadManager:
         if samples:
             sequence.num_pending += 1
             sampled.append((sequence, sequence.generation))
+        self._publish(sequence)
 
     def _accept(self, sequence: Sequence, token_id: int) -> SequenceToken:
         """Append a sampled token and see whether the sequence ends with it."""
         sequence.num_pending -= 1
         sequence.token_ids.append(token_id)
+        self._publish(sequence)
         reason = self._reason_to_stop(sequence, token_id)
         if reason is FinishReason.STOP and token_id in sequence.sampling.stop_token_ids:
             sequence.stop_token_id = token_id
@@ -308,9 +354,9 @@ class WorkloadManager:
 
     def check(self) -> None:
         """Assert every law the state must obey. Linear in all there is: for tests and simulations."""
-        self.pool.check()
-        tables = [block for sequence in self._running for block in sequence.block_table]
-        assert len(tables) == len(set(tables)) == self.pool.num_leased, "a block has two owners or none"
+        self.prefixes.check()
+        held = Counter(block for sequence in self._running for block in sequence.block_table)
+        assert held == self.pool.holders(), "block tables and pool disagree on who holds what"
         assert len(self._running) <= self.config.max_num_seqs
         slots = [sequence.slot for sequence in self._running if sequence.slot is not None]
         assert sorted([*slots, *self._free_slots]) == list(range(self.config.max_num_seqs)), "a slot was lost"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from servekit.messages import LoadModel, StepResult
 from servekit.sampling_params import SamplingParams
@@ -52,7 +53,7 @@ class InProcessEngine:
         self.num_steps = 0
         self._next_id = 0
 
-    def add(self, prompt: list[int], **sampling: object) -> Sequence:
+    def add(self, prompt: list[int], **sampling: Any) -> Sequence:
         sequence = Sequence(self._next_id, prompt, SamplingParams(**{"temperature": 0.0, "max_tokens": 16, **sampling}))
         self._next_id += 1
         self.manager.add(sequence)

@@ -1,5 +1,7 @@
 """Claims about block accounting."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -27,26 +29,65 @@ def test_releasing_twice_is_our_bug_and_says_so() -> None:
         pool.release(blocks)
 
 
-def test_leasing_more_than_is_free_is_our_bug_and_says_so() -> None:
-    with pytest.raises(AssertionError, match="2 are free"):
+def test_leasing_more_than_there_is_is_our_bug_and_says_so() -> None:
+    with pytest.raises(AssertionError, match="2 are available"):
         BlockPool(2).lease(3)
 
 
+def test_kept_blocks_are_reused_only_when_none_is_free_and_oldest_first() -> None:
+    reused: list[int] = []
+    pool = BlockPool(4, on_reuse=reused.append)
+    blocks = pool.lease(3)
+    for block in blocks:
+        pool.keep(block)
+    pool.release([blocks[1], blocks[0], blocks[2]])
+    assert (pool.num_free, pool.num_cached, pool.num_available) == (1, 3, 4)
+    pool.share(blocks[0])
+    assert pool.lease(3) == [3, blocks[1], blocks[2]]
+    assert reused == [blocks[1], blocks[2]]
+
+
+def test_a_shared_block_stays_leased_until_its_last_holder_lets_go() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.lease(1)
+    pool.share(block)
+    pool.release([block])
+    assert (pool.num_leased, pool.num_free) == (1, 1)
+    pool.release([block])
+    assert (pool.num_leased, pool.num_free) == (0, 2)
+
+
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of leases, releases and settlements conserves blocks and never hands one out twice."""
+    """Any order of leases, shares, releases and settlements conserves blocks and hands none out while it is held."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(12)
+        self.kept: set[int] = set()
+        self.pool = BlockPool(12, on_reuse=self.kept.remove)
         self.leases: list[list[int]] = []
         self.step_id = 0
 
     @rule(num_blocks=st.integers(0, 12))
     def lease(self, num_blocks: int) -> None:
-        if num_blocks <= self.pool.num_free:
+        if num_blocks <= self.pool.num_available:
             blocks = self.pool.lease(num_blocks)
             assert not set(blocks) & {block for lease in self.leases for block in lease}
             self.leases.append(blocks)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.kept)))
+        if self.pool.is_shareable(block):
+            self.pool.share(block)
+            self.leases.append([block])
+
+    @precondition(lambda self: any(self.leases))
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted({block for lease in self.leases for block in lease})))
+        self.pool.keep(block)
+        self.kept.add(block)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), fenced=st.booleans())
@@ -62,9 +103,10 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def conserves(self) -> None:
         self.pool.check()
-        assert self.pool.num_free + self.pool.num_leased + self.pool.num_fenced == 12
-        assert self.pool.num_leased == sum(map(len, self.leases))
+        pool = self.pool
+        assert pool.num_free + pool.num_cached + pool.num_leased + pool.num_fenced == 12
+        assert pool.holders() == Counter(block for lease in self.leases for block in lease)
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,6 +1,7 @@
 """Claims about the schedule, each against the naive one-prompt-at-a-time reference of `paged_oracle`."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.paged_oracle import PagedOracle, naive_generate
 EOS = frozenset(range(20))  # 2 % of the oracle's vocabulary: answers end by themselves after about 50 tokens
 
 
-def make_manager(**changes: int) -> WorkloadManager:
+def make_manager(**changes: Any) -> WorkloadManager:
     limits = {"num_blocks": 64, "block_size": 4, "max_model_len": 1000, "max_num_seqs": 8, "max_num_batched_tokens": 32}
     return WorkloadManager(SchedulerConfig(eos_token_ids=EOS, **{**limits, **changes}))
 
@@ -50,7 +51,7 @@ def run(manager: WorkloadManager, oracle: PagedOracle, max_steps: int = 100_000)
 
 def assert_at_rest(manager: WorkloadManager) -> None:
     assert not manager.has_work
-    assert manager.pool.num_free == manager.config.num_blocks
+    assert manager.pool.num_available == manager.config.num_blocks
     manager.check()
 
 
@@ -94,6 +95,9 @@ def test_random_arrivals_aborts_and_stale_results_lose_no_token(seed: int) -> No
             prompt_length = rng.randint(1, max(1, manager.max_total_tokens - 1) // 2 + 1)
             max_tokens = rng.randint(1, min(40, manager.max_total_tokens - prompt_length))
             sequence = make_sequence(len(sequences), prompt_length, max_tokens, ignore_eos=rng.random() < 0.3)
+            if sequences and rng.random() < 0.5:  # some begin as an earlier one did, output included
+                shared = rng.choice(sequences).token_ids[: rng.randint(0, prompt_length)]
+                sequence.token_ids[: len(shared)] = shared
             sequences.append(sequence)
             manager.add(sequence)
         if sequences and rng.random() < 0.05:
@@ -193,7 +197,7 @@ def test_aborted_blocks_are_fenced_until_the_step_in_flight_is_done() -> None:
     manager.add(sequence)
     plan = manager.plan(0.0)
     manager.finish(sequence, FinishReason.ABORT)
-    assert manager.pool.num_fenced == 2 and manager.pool.num_free == 62
+    assert manager.pool.num_fenced == 2 and manager.pool.num_available == 62
     assert manager.commit(make_oracle(manager).execute(plan)) == []
     assert_at_rest(manager)
 

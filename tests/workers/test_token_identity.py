@@ -9,7 +9,7 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from servekit.errors import ConfigError
 from servekit.sequence import FinishReason, Sequence
@@ -92,3 +92,21 @@ def test_the_self_check_catches_pages_that_lie(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(engine.runner.cache, "read", lambda layer, table: read(layer, table.roll(1, -1)))
     with pytest.raises(ConfigError, match="its logits differ"):
         engine.runner.self_check()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gemma2", "gpt_oss", "opt"])
+def test_tokens_stay_those_of_generate_when_prefixes_are_shared(name: str) -> None:
+    """Each prompt again, longer each time, with the answers so far in it: several turns of a conversation."""
+    loaded, _ = prepared(name)
+    model = AutoModelForCausalLM.from_pretrained(loaded.model.name_or_path, attn_implementation="eager").eval()
+    engine = InProcessEngine(loaded, num_blocks=64, block_size=4, max_num_batched_tokens=16)
+    prompts = make_prompts(VOCAB_SIZE)[:4]
+    for turn in range(3):
+        sequences = [engine.add(prompt, max_tokens=6) for prompt in (*prompts, prompts[1])]
+        engine.run()
+        for sequence in sequences:
+            assert sequence.output_token_ids == generate(model, sequence.token_ids[: sequence.prompt_length], 6)
+        if turn:
+            assert all(sequence.num_cached_tokens for sequence in sequences)
+        prompts = [[*sequence.token_ids, 5, 6, 7] for sequence in sequences[:4]]
+    assert engine.manager.num_cached_tokens > engine.manager.num_prompt_tokens / 2
