@@ -15,7 +15,7 @@ import msgspec
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -56,7 +56,12 @@ def create_app(engine: LLMEngine) -> Starlette:
             Route("/metrics", metrics),
             Route("/", index),
         ],
-        exception_handlers={ServekitError: _on_error, HTTPException: _on_http_exception, Exception: _on_bug},
+        exception_handlers={
+            ServekitError: _on_error,
+            HTTPException: _on_http_exception,
+            ClientDisconnect: _on_client_gone,
+            Exception: _on_bug,
+        },
     )
     app.state.engine = engine
     return app
@@ -286,9 +291,17 @@ async def _on_error(_: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: no such route, no such method."""
     assert isinstance(error, HTTPException)
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
     message = f"{request.method} {request.url.path}: {error.detail}"
-    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "not_found"}}
-    return _json(body, error.status_code)
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    response = _json(body, error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_client_gone(_: Request, error: Exception) -> Response:
+    """The client left before its request was whole."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _on_bug(_: Request, error: Exception) -> Response:

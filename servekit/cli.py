@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from servekit import __version__
-from servekit.config import ServeConfig, Setting, load_config, settings
+from servekit.config import ServeConfig, Setting, load_config, settings, unknown_variables
 from servekit.errors import ConfigError, ServekitError
 
 
@@ -35,8 +35,9 @@ def _parser() -> argparse.ArgumentParser:
         help="serve a model over HTTP",
         description="Serve a model over HTTP. Every flag can also be set as SERVEKIT_<NAME> or in a TOML file.",
         argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
     )
-    serve.add_argument("model", nargs="?", metavar="MODEL", help=settings()[0].description)
+    serve.add_argument("positional_model", nargs="?", metavar="MODEL", help=settings()[0].description)
     serve.add_argument("--config", metavar="FILE", help="TOML file with settings of the same names")
     for setting in settings():
         if setting.is_switch:
@@ -70,6 +71,12 @@ def _serve(arguments: dict[str, str]) -> int:
 
 
 def _configure(arguments: dict[str, str]) -> ServeConfig:
+    if (model := arguments.pop("positional_model", None)) is not None:
+        if "model" in arguments:
+            raise ConfigError(f"model is given twice: {model!r} and --model {arguments['model']!r}")
+        arguments["model"] = model
+    for warning in unknown_variables(os.environ):
+        print(f"servekit: {warning}", file=sys.stderr)
     path = arguments.pop("config", None)
     try:
         toml = Path(path).read_bytes() if path else None

@@ -1,7 +1,7 @@
-"""What has been generated for one client and not yet been taken: one queue per request, with one pending delta.
+"""What has been generated for one client and not yet been taken: one queue per request.
 
-The engine never waits for a client. New tokens merge into the delta that is already waiting, so a slow reader costs
-at most the length of its own output and never stalls the others.
+The engine never waits for a client. Whoever reads gets all that is pending at once, so a slow reader is woken less
+often, costs at most the length of its own output, and never stalls the others.
 """
 
 from __future__ import annotations

@@ -24,16 +24,16 @@ Positive = Annotated[int, Meta(ge=1, le=2**40)]
 class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the operator chooses. Defaults serve the embedded demo model on this machine only."""
 
-    model: Annotated[str, Meta(description="local path or Hugging Face id; 'demo' is the embedded demo model")] = (
-        DEMO_MODEL
-    )
+    model: Annotated[
+        str, Meta(min_length=1, description="local path or Hugging Face id; 'demo' is the embedded demo model")
+    ] = DEMO_MODEL
     served_model_name: Annotated[str | None, Meta(description="name to report; MODEL by default")] = None
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 picks a free one")] = 8000
 
     device: Annotated[
         str,
-        Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu or cuda:N; auto takes cuda:0 if there is one"),
+        Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="where to run; auto takes the first GPU if there is one"),
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -49,15 +49,19 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = 2048
     block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens in one KV block")] = 16
     num_kv_blocks: Annotated[
-        Positive | None, Meta(description="KV blocks in the pool; measured from free memory by default")
+        Positive | None, Meta(description="KV blocks in the pool; as many as the memory for them holds by default")
     ] = None
     kv_cache_memory_bytes: Annotated[
-        Positive | None, Meta(description="memory for the KV cache; on a CPU 1 GiB by default")
+        Positive | None,
+        Meta(description="memory for the KV cache; by default what the GPU leaves, on a CPU 1 GiB"),
     ] = None
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0.0, le=1.0, description="share of the GPU's memory that weights and KV cache may take")
     ] = 0.9
 
+    max_steps_in_flight: Annotated[
+        int, Meta(ge=1, le=4, description="steps sent to the worker before the first of them is answered")
+    ] = 2
     enable_prefix_caching: Annotated[
         bool, Meta(description="compute the KV of a shared beginning once; requests that repeat it skip it")
     ] = True
@@ -123,7 +127,7 @@ def _accepts(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return "one of " + ", ".join(schema["enum"])
     if "pattern" in schema:
-        return f"text matching {schema['pattern']}"
+        return "auto, cpu, cuda or cuda:N"  # the one setting with a pattern
     bounds = [
         f"{word} {schema[key]}"
         for key, word in (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", "to"))
@@ -139,15 +143,25 @@ def load_config(arguments: Mapping[str, Any], environment: Mapping[str, str], to
     file. Raises ConfigError that names the field and what is accepted.
     """
     names = {setting.environment_name: setting.name for setting in settings()}
-    unknown = [name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and name not in names]
-    if unknown:
-        raise ConfigError(f"unknown environment variable {unknown[0]}; {_nearest(unknown[0], list(names))}")
     from_environment = {names[name]: value for name, value in environment.items() if name in names}
     values = {**_read_toml(toml), **from_environment, **arguments}
     try:
         return msgspec.convert(values, ServeConfig, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), values)) from None
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """What to say of SERVEKIT_* variables that are no setting.
+
+    Not an error: for a service named `servekit`, Kubernetes puts some of its own into every container.
+    """
+    names = [setting.environment_name for setting in settings()]
+    return [
+        f"ignoring the unknown environment variable {name}; {_nearest(name, names)}"
+        for name in environment
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in names
+    ]
 
 
 def _read_toml(toml: bytes | None) -> dict[str, Any]:

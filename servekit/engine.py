@@ -21,7 +21,7 @@ from servekit.errors import ContextTooLong, InternalError, InvalidRequest, Queue
 from servekit.messages import LoadModel, WorkerReady
 from servekit.metrics import Metrics, Snapshot
 from servekit.model_executor import ModelExecutor
-from servekit.model_files import find_model
+from servekit.model_files import find_model, in_daemon_thread
 from servekit.schemas import GenerateRequest
 from servekit.sequence import FinishReason, Sequence
 from servekit.tokenizer import Tokenizer, load_tokenizer
@@ -96,19 +96,19 @@ class LLMEngine:
     @property
     def manager(self) -> WorkloadManager:
         if self._manager is None or not self.is_ready:
-            raise self.failure or WorkerNotReady("the model is still loading", retry_after_s=1)
+            raise self.failure or WorkerNotReady("the model is not ready to serve", retry_after_s=1)
         return self._manager
 
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise WorkerNotReady("the model is still loading", retry_after_s=1)
+            raise WorkerNotReady("the model is not ready to serve", retry_after_s=1)
         return self._tokenizer
 
     async def start(self) -> None:
         """Load the model and begin to serve. Raises ConfigError or WorkerError."""
-        path = await asyncio.to_thread(find_model, self.config.model)
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, path)
+        path = await in_daemon_thread(find_model, self.config.model)
+        self._tokenizer = await in_daemon_thread(load_tokenizer, path)
         self.worker = await self._executor.start(self._load_message(str(path)), self.config.load_timeout)
         self._manager = manager = WorkloadManager(self._scheduler_config(self.worker))
         self.metrics.watch(lambda: _snapshot(manager))
@@ -120,7 +120,7 @@ class LLMEngine:
             self._main_loop.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._main_loop
-        self._fail_all(WorkerNotReady("the server is shutting down", retry_after_s=5))
+        self.fail_all(WorkerNotReady("the server is shutting down", retry_after_s=5))
         await self._executor.stop()
         if self._tokenizer is not None:
             self._tokenizer.close()
@@ -153,6 +153,7 @@ class LLMEngine:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             eos_token_ids=frozenset(worker.model.eos_token_ids),
+            max_steps_in_flight=self.config.max_steps_in_flight,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
 
@@ -168,7 +169,7 @@ class LLMEngine:
             log.exception("the main loop failed")
             self.failure = InternalError(f"the main loop failed: {error}")
         log.error("%s", self.failure.message)
-        self._fail_all(self.failure)
+        self.fail_all(self.failure)
 
     async def _step(self, manager: WorkloadManager) -> None:
         """One turn: wait for work, dispatch what there is, take in one result."""
@@ -222,11 +223,10 @@ class LLMEngine:
         if generation.sequence.sequence_id in self._generations:
             self._forget(generation, reason, self._clock())
 
-    def _fail_all(self, error: ServekitError) -> None:
+    def fail_all(self, error: ServekitError) -> None:
         for generation in list(self._generations.values()):
             generation.queue.fail(error)
-            self.metrics.finished(FinishReason.ERROR)
-        self._generations.clear()
+            self._forget(generation, FinishReason.ERROR, self._clock())
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -235,6 +235,7 @@ class LLMEngine:
         arrival_s = self._clock()
         try:
             self._check_room(len(request.texts))
+            self._check_lengths(request.texts)
             prompts = await self.tokenizer.encode(request.texts)
             self._check_room(len(request.texts))  # others may have come meanwhile; from here on nothing awaits
             queue = ClientQueue()
@@ -254,6 +255,10 @@ class LLMEngine:
         if num_prompts > limit:
             raise InvalidRequest(f"{num_prompts} prompts in one request; at most {limit} are taken", param="prompts")
         num_waiting, most = self.manager.num_waiting, self.config.max_num_queued_reqs
+        if num_prompts > most:
+            raise InvalidRequest(
+                f"{num_prompts} prompts in one request; at most {most} may wait (max_num_queued_reqs)", param="prompts"
+            )
         if num_waiting + num_prompts > most:
             raise QueueFull(
                 f"{num_waiting} sequences are waiting and {num_prompts} more came; at most {most} may wait. "
@@ -261,13 +266,30 @@ class LLMEngine:
                 retry_after_s=1,
             )
 
+    def _check_lengths(self, texts: list[str]) -> None:
+        """Refuse what is too long whatever its tokens are, before a thread spends seconds on encoding it."""
+        limit = self.manager.max_total_tokens * self.tokenizer.max_token_bytes
+        for index, text in enumerate(texts):
+            if len(text) > limit:
+                raise ContextTooLong(
+                    f"This model's maximum context length is {self.manager.max_total_tokens} tokens. However, your "
+                    f"prompt has {len(text)} characters, which are more. Please reduce the length of the prompt.",
+                    param=_param(texts, index),
+                )
+
     def _make_generation(
         self, request: GenerateRequest, index: int, prompt: list[int], queue: ClientQueue, arrival_s: float
     ) -> Generation:
-        param = "prompt" if len(request.texts) == 1 else f"prompts[{index}]"
+        param = _param(request.texts, index)
+        assert self.worker is not None
         if not prompt:
             raise InvalidRequest(f"{param} is empty, and this model needs at least one token", param=param)
-        assert self.worker is not None
+        vocab_size = self.worker.model.vocab_size
+        if max(prompt) >= vocab_size:
+            raise InvalidRequest(
+                f"{param} has token {max(prompt)}, for which the model, with {vocab_size}, has no embedding",
+                param=param,
+            )
         room = self.manager.max_total_tokens - len(prompt)
         sampling = request.sampling(self.worker.model, room, seed=secrets.randbits(63))
         try:
@@ -297,6 +319,11 @@ class LLMEngine:
         else:
             self.metrics.inter_token_latency.observe(now - generation.last_token_s)
         generation.last_token_s = now
+
+
+def _param(texts: list[str], index: int) -> str:
+    """What the request calls its prompt number `index`."""
+    return "prompt" if len(texts) == 1 else f"prompts[{index}]"
 
 
 def _snapshot(manager: WorkloadManager) -> Snapshot:

@@ -30,6 +30,7 @@ class ModelExecutor:
 
     def __init__(self, log_level: str = "info") -> None:
         self._log_level = log_level
+        self._is_loaded = False
         self._process: subprocess.Popen[bytes] | None = None
         self._tasks: MessageSender[ToWorker] | None = None
         self._results: MessageReceiver[FromWorker] | None = None
@@ -42,6 +43,7 @@ class ModelExecutor:
         self.send(model)
         message = await self._receive(timeout_s)
         assert isinstance(message, WorkerReady), f"the worker answered {type(message).__name__} to its first message"
+        self._is_loaded = True
         return message
 
     def send(self, message: ToWorker) -> None:
@@ -81,7 +83,10 @@ class ModelExecutor:
         command += ["--task-fd", str(task_reader.fileno()), "--result-fd", str(result_writer.fileno())]
         command += ["--parent-pid", str(os.getpid()), "--log-level", self._log_level]
         self._process = subprocess.Popen(
-            command, pass_fds=(task_reader.fileno(), result_writer.fileno()), stdin=subprocess.DEVNULL
+            command,
+            pass_fds=(task_reader.fileno(), result_writer.fileno()),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's Ctrl-C is for the server, which tells its workers itself
         )
         # Ours must be the only open ends, or the death of the worker would not read as EOF.
         task_reader.close()
@@ -101,10 +106,12 @@ class ModelExecutor:
 
     def _describe_loss(self, error: Exception) -> str:
         assert self._process is not None
+        what = f"closed its result queue ({type(error).__name__})"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(timeout=0.05)
-            return f"the model worker ended (exit code {code}); its requests were lost, please send them again"
-        return f"the model worker closed its result queue ({type(error).__name__}); its requests were lost"
+            what = f"ended (exit code {self._process.wait(timeout=0.05)})"
+        if not self._is_loaded:
+            return f"the model worker {what} before the model was loaded; its log is above"
+        return f"the model worker {what}; its requests were lost, please send them again"
 
     async def _receive(self, timeout_s: float) -> FromWorker:
         try:

@@ -42,7 +42,7 @@ class Sequence:
         "block_table",
         "finish_reason",
         "first_scheduled_s",
-        "generation",
+        "incarnation",
         "last_step_id",
         "num_cached_tokens",
         "num_computed",
@@ -86,8 +86,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None  # which of the client's stop tokens ended it, if one did
         self.num_preemptions = 0
-        # Counts the times it lost its seat. A result of an earlier generation is ignored by construction.
-        self.generation = 0
+        # Counts the times it lost its seat. A result of an earlier incarnation is ignored by construction.
+        self.incarnation = 0
         self.last_step_id = -1  # the newest step that computes for it
 
     @property

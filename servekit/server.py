@@ -16,7 +16,7 @@ from servekit import __version__
 from servekit.api import create_app
 from servekit.config import ServeConfig, non_default
 from servekit.engine import LLMEngine
-from servekit.errors import ConfigError
+from servekit.errors import ConfigError, WorkerNotReady
 from servekit.logs import configure_logging
 
 log = logging.getLogger("servekit")
@@ -42,8 +42,8 @@ async def _serve(config: ServeConfig) -> int:
             log_level="warning",
             access_log=False,
             timeout_keep_alive=75,  # longer than the load balancers before us
-            timeout_graceful_shutdown=int(config.shutdown_timeout),
-        )
+        ),
+        engine,
     )
     # The socket answers while the model loads, so that /ready can say so.
     http = asyncio.create_task(server.serve(sockets=[listener]))
@@ -75,7 +75,25 @@ async def _supervise(engine: LLMEngine, server: Server, listener: socket.socket)
 
 
 class Server(uvicorn.Server):
-    """uvicorn, except that a signal is an order to finish and not a reason to die of it afterwards."""
+    """uvicorn, except that a signal is an order to finish and not a reason to die of it afterwards.
+
+    Requests that run get `shutdown_timeout` to finish; after that each is told so, and its stream ends properly.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: LLMEngine) -> None:
+        super().__init__(config)
+        self._engine = engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        error = WorkerNotReady("the server is shutting down; please send the request again", retry_after_s=5)
+        timeout_s = self._engine.config.shutdown_timeout
+        deadline = asyncio.get_running_loop().call_later(timeout_s, self._engine.fail_all, error)
+        # Answers are written within moments of the deadline, but a client may not read: for it uvicorn waits no longer.
+        self.config.timeout_graceful_shutdown = int(timeout_s) + 2
+        try:
+            await super().shutdown(sockets)
+        finally:
+            deadline.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit  # the second signal does not wait

@@ -28,9 +28,12 @@ class _TokenizerFile(msgspec.Struct):
 
 
 class Tokenizer:
-    """One model's tokenizer. Its encoding runs in a thread of its own, which the Rust library leaves the GIL to."""
+    """One model's tokenizer. Encoding runs in threads, beside which the Rust library lets Python go on."""
 
     def __init__(self, tokenizer: HuggingFaceTokenizer, decoder: dict[str, Any] | None) -> None:
+        # The file may carry these from its training; here a prompt is served whole, or refused.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._bytes_of = _token_to_bytes(decoder)
         self._special = frozenset(
@@ -38,8 +41,10 @@ class Tokenizer:
         )
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._first_ids = tuple(tokenizer.encode("").ids)  # what every prompt begins with, if anything
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        # Several threads, so that a long prompt does not hold up the short ones.
+        self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="tokenizer")
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)  # at most the vocabulary
+        self.max_token_bytes = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
     async def encode(self, prompts: list[str]) -> list[list[int]]:
         """Token ids of each prompt, with the special tokens that the model expects around it."""

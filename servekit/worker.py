@@ -17,7 +17,7 @@ from pathlib import Path
 import servekit
 from servekit.errors import ConfigError
 from servekit.logs import configure_logging
-from servekit.messages import FromWorker, ToWorker
+from servekit.messages import FromWorker, ToWorker, WorkerFailed
 from servekit.queues import MessageReceiver, MessageSender, adopt_reader, adopt_writer
 
 _PR_SET_PDEATHSIG = 1
@@ -33,11 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     configure_logging(arguments.log_level)
     die_with_parent(arguments.parent_pid)
-    # The terminal sends Ctrl-C to the whole process group; when to stop is the manager's decision alone.
+    # Supervisors signal every process of a service; when a worker stops is the manager's decision alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tasks = MessageReceiver[ToWorker](adopt_reader(arguments.task_fd), ToWorker)
     results = MessageSender[FromWorker](adopt_writer(arguments.result_fd))
-    refuse_foreign_workers()
+    try:
+        refuse_foreign_workers()
+    except ConfigError as error:
+        results.send(WorkerFailed(error.message, is_config_error=True))
+        return 2
 
     from workers.model_worker import ModelWorker
 

@@ -19,7 +19,7 @@ Continuous batching: Yu et al., "Orca", OSDI 2022, section 4. Chunked prefill un
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -53,7 +53,7 @@ class SequenceToken(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _StepInFlight:
-    """What was dispatched and not yet answered: who samples, at which generation."""
+    """What was dispatched and not yet answered: who samples, in which incarnation."""
 
     step_id: int
     sampled: tuple[tuple[Sequence, int], ...]
@@ -75,7 +75,7 @@ class WorkloadManager:
         self.num_cached_tokens = 0
         self.num_stale_results = 0
         self._sequences: dict[int, Sequence] = {}  # alive: waiting or running
-        self._waiting: deque[Sequence] = deque()  # by arrival
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()  # by arrival; aborts come from anywhere in it
         self._running: list[Sequence] = []  # by arrival, all of it before all of `_waiting`
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[_StepInFlight] = deque()
@@ -126,7 +126,7 @@ class WorkloadManager:
         self.check_fits(sequence.prompt_length, sequence.sampling.max_tokens)
         assert sequence.sequence_id not in self._sequences
         self._sequences[sequence.sequence_id] = sequence
-        self._waiting.append(sequence)
+        self._waiting[sequence.sequence_id] = sequence
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to dispatch. Advances `computed` as if it were done."""
@@ -153,7 +153,7 @@ class WorkloadManager:
             self._dispatch(sequence, num_tokens, new_blocks, step_id, rows, sampled)
 
         while budget and not ran_short and (found := self._room_for_first_waiting()) is not None:
-            sequence = self._waiting.popleft()
+            _, sequence = self._waiting.popitem(last=False)
             seats.append(self._seat(sequence, found, now))
             num_tokens = min(sequence.num_needed, budget)
             budget -= num_tokens
@@ -175,8 +175,8 @@ class WorkloadManager:
         self.pool.settle(step.step_id)
         return [
             self._accept(sequence, token_id)
-            for (sequence, generation), token_id in zip(step.sampled, result.token_ids, strict=True)
-            if sequence.generation == generation
+            for (sequence, incarnation), token_id in zip(step.sampled, result.token_ids, strict=True)
+            if sequence.incarnation == incarnation
         ]
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
@@ -187,7 +187,7 @@ class WorkloadManager:
             self._running.remove(sequence)
             self._unseat(sequence)
         else:
-            self._waiting.remove(sequence)
+            del self._waiting[sequence.sequence_id]
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         del self._sequences[sequence.sequence_id]
@@ -230,7 +230,7 @@ class WorkloadManager:
         """
         if not self._waiting or len(self._running) >= self.config.max_num_seqs:
             return None
-        sequence = self._waiting[0]
+        sequence = next(iter(self._waiting.values()))
         found = self._find_prefix(sequence)
         available = self.pool.num_available - sum(map(self.pool.is_cached, found))
         missing = self._num_blocks_for(sequence.num_tokens) - len(found)
@@ -266,7 +266,7 @@ class WorkloadManager:
         sequence.slot = None
         sequence.block_table = []
         sequence.num_computed = sequence.num_pending = 0
-        sequence.generation += 1
+        sequence.incarnation += 1
 
     def _preempt(self, victim: Sequence) -> None:
         """Send a running sequence back to the head of the queue, to be computed again from its tokens."""
@@ -276,7 +276,8 @@ class WorkloadManager:
         victim.status = Status.WAITING
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.appendleft(victim)
+        self._waiting[victim.sequence_id] = victim
+        self._waiting.move_to_end(victim.sequence_id, last=False)
 
     # -- the prefix cache ---------------------------------------------------------------------------------------------
 
@@ -327,7 +328,7 @@ class WorkloadManager:
         sequence.last_step_id = step_id
         if samples:
             sequence.num_pending += 1
-            sampled.append((sequence, sequence.generation))
+            sampled.append((sequence, sequence.incarnation))
         self._publish(sequence)
 
     def _accept(self, sequence: Sequence, token_id: int) -> SequenceToken:
@@ -360,12 +361,12 @@ class WorkloadManager:
         assert len(self._running) <= self.config.max_num_seqs
         slots = [sequence.slot for sequence in self._running if sequence.slot is not None]
         assert sorted([*slots, *self._free_slots]) == list(range(self.config.max_num_seqs)), "a slot was lost"
-        assert {s.sequence_id for s in (*self._running, *self._waiting)} == set(self._sequences)
-        arrivals = [sequence.sequence_id for sequence in (*self._running, *self._waiting)]
+        assert {s.sequence_id for s in (*self._running, *self._waiting.values())} == set(self._sequences)
+        arrivals = [sequence.sequence_id for sequence in (*self._running, *self._waiting.values())]
         assert arrivals == sorted(arrivals), "someone overtook"
         for sequence in self._running:
             assert sequence.status is Status.RUNNING
             assert sequence.num_computed <= sequence.num_tokens + sequence.num_pending
             assert len(sequence.block_table) * self.config.block_size >= sequence.num_computed
-        for sequence in self._waiting:
+        for sequence in self._waiting.values():
             assert sequence.status is Status.WAITING and not sequence.block_table and sequence.slot is None

@@ -27,7 +27,7 @@ PAGED_ATTENTION = "servekit_paged"
 class QueryGroup:
     """Rows of a step that compute equally many tokens (Q), so that they can attend as one tensor of B rows.
 
-    All decodes of a step are one group with Q = 1; a prefill chunk is usually a group of its own.
+    Decodes of similar length are one group with Q = 1; a prefill chunk is usually a group of its own.
     """
 
     token_indices: Tensor  # [B, Q] where in the step's flat tokens the queries stand

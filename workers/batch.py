@@ -116,14 +116,18 @@ def _write_known_tokens(plan: StepPlan, table: SlotTable) -> None:
 
 
 def _group_rows(rows: tuple[Row, ...], first: Indices, table: SlotTable) -> list[tuple[Indices, Indices]]:
-    """(token_indices [B, Q], block_table [B, num_blocks]) for each number of tokens Q that rows of this step have."""
-    by_length: defaultdict[int, list[int]] = defaultdict(list)
+    """(token_indices [B, Q], block_table [B, num_blocks]) of rows that compute equally many tokens Q.
+
+    Rows of a group are padded to its longest block table. So that one long sequence does not make all others as
+    expensive as itself, only tables of the same order of magnitude (in powers of two) come together.
+    """
+    groups: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        by_length[row.num_tokens].append(index)
-    groups = []
-    for num_tokens, members in by_length.items():
+        groups[row.num_tokens, int(table.num_blocks[row.slot] - 1).bit_length()].append(index)
+    shaped = []
+    for (num_tokens, _), members in groups.items():
         token_indices = first[members][:, None] + np.arange(num_tokens)
         slots = [rows[index].slot for index in members]
         last = max(rows[index].start for index in members) + num_tokens - 1
-        groups.append((token_indices, table.block_tables[slots, : last // table.block_size + 1]))
-    return groups
+        shaped.append((token_indices, table.block_tables[slots, : last // table.block_size + 1]))
+    return shaped

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +26,9 @@ class LayerShape:
 class KVCache:
     """Keys [num_blocks, block_size, num_kv_heads, key_dim] and values alike, one pair for each layer.
 
-    Zeroed, not merely allocated: attention multiplies masked cells by zero, and zero times an uninitialised NaN is
-    NaN. On the CPU the kernel hands out zero pages lazily, so the pool costs memory only as it is used.
+    Every cell is finite, always: attention multiplies masked cells by zero, and zero times infinity or NaN is NaN.
+    Hence the pages begin as zeros, and what overflowed in one sequence is stored as zero, where it can hurt only
+    itself; stored as it is, it would spoil whoever gets the block next.
     """
 
     def __init__(
@@ -35,21 +38,29 @@ class KVCache:
         self.block_size = block_size
 
         def pages(num_kv_heads: int, head_dim: int) -> Tensor:
-            return torch.zeros(num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+            return _zeros((num_blocks, block_size, num_kv_heads, head_dim), dtype, device)
 
         self.keys = [pages(layer.num_kv_heads, layer.key_dim) for layer in layers]
         self.values = [pages(layer.num_kv_heads, layer.value_dim) for layer in layers]
 
     def write(self, layer: int, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [num_tokens, num_kv_heads, dim] at flat cells `slot_mapping` [num_tokens]."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slot_mapping, keys)
-        self.values[layer].flatten(0, 1).index_copy_(0, slot_mapping, values)
+        self.keys[layer].flatten(0, 1).index_copy_(0, slot_mapping, keys.nan_to_num(0.0, 0.0, 0.0))
+        self.values[layer].flatten(0, 1).index_copy_(0, slot_mapping, values.nan_to_num(0.0, 0.0, 0.0))
 
     def read(self, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
         """Gather [num_rows, num_kv_heads, num_blocks * block_size, dim] for block tables [num_rows, num_blocks]."""
         keys = self.keys[layer][block_table].flatten(1, 2)
         values = self.values[layer][block_table].flatten(1, 2)
         return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU from numpy, so that memory is taken as it is used, where torch would fill all of it now."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def kv_bytes_per_token(layers: list[LayerShape], dtype: torch.dtype) -> int:

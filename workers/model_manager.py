@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -47,9 +48,12 @@ class ModelManager:
     def __init__(self, device: str) -> None:
         if device == "auto":
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigError(f"device {device!r}: torch {torch.__version__} sees no CUDA device; use --device cpu")
         self.device = torch.device(device)
+        if self.device.type == "cuda" and (self.device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device {device!r}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; "
+                "choose another --device, such as cpu"
+            )
         # Its warnings are for people who call generate() with masks and padding; we do neither.
         transformers_logging.set_verbosity_error()
         if not sys.stderr.isatty():
@@ -63,7 +67,8 @@ class ModelManager:
             raise ConfigError(f"{path} holds no .safetensors weights; servekit loads no other format")
         log.info("loading %s from %s", architecture, path)
         with _refusals(architecture):
-            model = AutoModelForCausalLM.from_pretrained(
+            # With loading info it answers a pair, which its annotations do not know.
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
                 dtype=self._resolve_dtype(dtype),
@@ -71,7 +76,11 @@ class ModelManager:
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
+                output_loading_info=True,
             )
+        model: PreTrainedModel
+        model, report = loaded
+        _check_complete(report, path)
         model.to(self.device)  # type: ignore[arg-type]
         model.eval()
         layers = _record_layers(model, architecture)
@@ -93,6 +102,13 @@ def _read_config(path: Path) -> Any:
         raise ConfigError(f"{path} holds no model configuration that can be served: {_first_line(error)}") from None
 
 
+def _check_complete(report: Mapping[str, Any], path: Path) -> None:
+    """Refuse a checkpoint that lacks weights; transformers would fill them with noise and serve that."""
+    missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    if missing:
+        raise ConfigError(f"{path} lacks {len(missing)} of the model's weights, among them {', '.join(missing[:3])}")
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
@@ -104,7 +120,7 @@ def _refusals(architecture: str) -> Iterator[None]:
         yield
     except KeyError as error:  # older model files choose among attention classes of their own, by name
         raise _refusal(architecture, "it brings its own attention") from error
-    except (ImportError, OSError, ValueError, NotImplementedError) as error:
+    except (ImportError, OSError, ValueError, NotImplementedError, SafetensorError) as error:
         raise _refusal(architecture, _first_line(error)) from error
 
 
@@ -193,13 +209,15 @@ def attention_switched(model: PreTrainedModel, implementation: str) -> Iterator[
 
 def _describe(model: PreTrainedModel, architecture: str, path: Path, max_model_len: int | None) -> ModelInfo:
     config = model.config.get_text_config()
-    generation = _generation_config(path, model)
+    generation = _generation_config(path)
+    max_model_len = _resolve_max_model_len(config, max_model_len)
+    _check_rope(config, max_model_len, architecture)
     return ModelInfo(
         architecture=architecture,
         num_parameters=model.num_parameters(),
         vocab_size=config.vocab_size,
-        max_model_len=_resolve_max_model_len(config, max_model_len),
-        eos_token_ids=_as_tuple(generation.eos_token_id),
+        max_model_len=max_model_len,
+        eos_token_ids=_as_tuple(generation.eos_token_id) or _as_tuple(config.eos_token_id),
         default_temperature=_default_temperature(generation),
         default_top_k=getattr(generation, "top_k", None) or 0,
         default_top_p=getattr(generation, "top_p", None) or 1.0,
@@ -215,12 +233,33 @@ def _resolve_max_model_len(config: Any, wanted: int | None) -> int:
     return wanted or trained or 0
 
 
-def _generation_config(path: Path, model: PreTrainedModel) -> GenerationConfig:
+def _check_rope(config: Any, max_model_len: int, architecture: str) -> None:
+    """Refuse positions that mean something else when a longer sequence is in the same step.
+
+    transformers chooses longrope's factors by the largest position of a whole forward pass, which here belongs to
+    somebody else. Within the original context there is nothing to choose.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = {parameters.get("rope_type"), *(v.get("rope_type") for v in parameters.values() if isinstance(v, dict))}
+    original = parameters.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    if "longrope" in kinds and (original is None or max_model_len > original):
+        raise _refusal(
+            architecture,
+            f"its longrope positions depend on the longest sequence in a step beyond {original} tokens; "
+            f"--max-model-len {original} serves it",
+        )
+
+
+def _generation_config(path: Path) -> GenerationConfig:
     """The model's own defaults for generation, from its generation_config.json if it has one."""
-    if (path / "generation_config.json").exists():
+    if not (path / "generation_config.json").exists():
+        return GenerationConfig()
+    try:
         return GenerationConfig.from_pretrained(path, local_files_only=True)
-    config = model.config.get_text_config()
-    return GenerationConfig(eos_token_id=config.eos_token_id)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path / 'generation_config.json'}: {_first_line(error)}") from None
 
 
 def _default_temperature(generation: GenerationConfig) -> float:

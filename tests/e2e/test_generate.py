@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import httpx2
@@ -118,12 +119,27 @@ def test_a_bad_request_is_refused_at_once(
     server.wait_until_at_rest()
 
 
+def test_a_hopeless_prompt_holds_nobody_up(server: ServerProcess) -> None:
+    """Megabytes that can never fit are refused before they are encoded, and a bystander does not notice."""
+    body = b'{"prompt": "' + b"word " * 1_500_000 + b'"}'
+    with ThreadPoolExecutor(2) as threads:
+        refusals = [threads.submit(server.client.post, "/generate", content=body) for _ in range(4)]
+        time.sleep(0.05)
+        started = time.perf_counter()
+        server.generate("Hello", max_tokens=1)
+        assert time.perf_counter() - started < 1.0, "encoding it takes seconds"
+        for refusal in refusals:
+            assert refusal.result().json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_many_prompts_are_admitted_together_or_not_at_all(server: ServerProcess) -> None:
     response = server.client.post("/generate", json={"prompts": ["fine", "word " * 5000, "fine"]})
     assert response.status_code == 400 and response.json()["error"]["param"] == "prompts[1]"
     server.wait_until_at_rest()
     response = server.client.post("/generate_stream", json={"prompts": ["a", "b"]})
     assert response.status_code == 400
+    response = server.client.post("/generate", json={"prompts": ["a"] * 1025})
+    assert response.status_code == 400 and "at most 1024" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
@@ -146,17 +162,17 @@ def test_closing_the_connection_frees_the_blocks(server: ServerProcess, route: s
 
 def test_streams_run_side_by_side(server: ServerProcess) -> None:
     """The first events of eight streams all come before the last event of any."""
+    clients = [httpx2.Client(base_url=server.url, timeout=60) for _ in range(8)]
+    start = Barrier(8)
     with ThreadPoolExecutor(8) as threads:
-        spans = list(threads.map(lambda i: _span(server, f"Count from {i} to 20."), range(8)))
+        spans = list(threads.map(_span, clients, [start] * 8))
     assert max(first for first, _ in spans) < min(last for _, last in spans)
 
 
-def _span(server: ServerProcess, prompt: str) -> tuple[float, float]:
-    body = {"prompt": prompt, "max_tokens": 60, "ignore_eos": True}
-    with (
-        httpx2.Client(base_url=server.url, timeout=60) as client,
-        client.stream("POST", "/generate_stream", json=body) as response,
-    ):
+def _span(client: httpx2.Client, start: Barrier) -> tuple[float, float]:
+    body = {"prompt": "Count to 20.", "max_tokens": 120, "ignore_eos": True}
+    start.wait()
+    with client, client.stream("POST", "/generate_stream", json=body) as response:
         times = [time.monotonic() for line in response.iter_lines() if line.startswith("data: ")]
     return times[0], times[-1]
 
@@ -170,7 +186,9 @@ def test_the_routes_about_the_server(server: ServerProcess) -> None:
     assert info["worker"]["model"]["architecture"] == "LlamaForCausalLM"
     assert info["settings"]["model"] == "demo" and info["max_total_tokens"] == 2048
     assert client.get("/nowhere").status_code == 404
-    assert client.get("/generate").status_code == 405
+    not_allowed = client.get("/generate")
+    assert (not_allowed.status_code, not_allowed.headers["allow"]) == (405, "POST")
+    assert not_allowed.json()["error"]["code"] == "method_not_allowed"
     assert client.get("/nowhere").json()["error"]["type"] == "invalid_request_error"
     metrics = client.get("/metrics").text
     for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "step_overhead_seconds"):

@@ -24,8 +24,11 @@ def wait_until_gone(pid: int, timeout_s: float = 3) -> None:
         time.sleep(0.02)
 
 
+NUM_TOKENS = 600
+
+
 def read_stream(server: ServerProcess, into: list[dict[str, Any]], started: threading.Event) -> None:
-    body = {"prompt": "Once upon a time", "max_tokens": 150, "ignore_eos": True}
+    body = {"prompt": "Once upon a time", "max_tokens": NUM_TOKENS, "ignore_eos": True}
     with server.client.stream("POST", "/generate_stream", json=body) as response:
         for event in events(response.iter_lines()):
             into.append(event)
@@ -51,8 +54,33 @@ def test_sigterm_lets_streams_finish_and_exits_0(streaming: Any) -> None:
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(30) == 0
     reader.join(10)
-    assert received[-1]["finish_reason"] == "length" and len(received) == 150
+    assert received[-1]["finish_reason"] == "length" and len(received) == NUM_TOKENS
     wait_until_gone(worker)
+
+
+def test_a_supervisor_may_signal_every_process_of_the_service(streaming: Any) -> None:
+    server, received, reader = streaming
+    (worker,) = server.worker_pids()
+    os.kill(worker, signal.SIGTERM)
+    os.kill(worker, signal.SIGINT)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) == 0
+    reader.join(10)
+    assert received[-1]["finish_reason"] == "length"
+
+
+def test_at_the_shutdown_timeout_clients_are_told(tmp_path: Path) -> None:
+    received: list[dict[str, Any]] = []
+    started = threading.Event()
+    with serving("--shutdown-timeout", "0.1", log=tmp_path / "log") as server:
+        reader = threading.Thread(target=read_stream, args=(server, received, started))
+        reader.start()
+        assert started.wait(30)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+        reader.join(10)
+    assert "shutting down" in received[-1]["error"]["message"]
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def test_a_killed_worker_is_told_to_its_clients_and_ends_the_server(streaming: Any) -> None:

@@ -81,6 +81,15 @@ def test_a_rendered_prompt_does_not_get_a_second_start_token(tmp_path: Path) -> 
     assert plain == rendered
 
 
+def test_prompts_are_neither_cut_nor_padded_whatever_the_file_says(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(pad_id=0, pad_token="<s>")
+    short, long = load_tokenizer(save(tokenizer, tmp_path)).encode_now(["a", "a b c d e f g h"])
+    assert len(short) == 2
+    assert len(long) > 5
+
+
 def test_added_tokens_speak_for_themselves_and_special_ones_are_silent() -> None:
     tokenizer = byte_level()
     tokenizer.add_tokens([AddedToken("⟨tool⟩", special=False)])

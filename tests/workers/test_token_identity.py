@@ -9,16 +9,20 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from servekit.errors import ConfigError
+from servekit.model_files import DEMO_MODEL_PATH
 from servekit.sequence import FinishReason, Sequence
 from tests.inprocess import InProcessEngine, load
 from tests.tiny_models import ARCHITECTURES, REFUSED, VOCAB_SIZE, make_model
-from workers.model_manager import LoadedModel
+from workers.model_manager import LoadedModel, ModelManager
 
+NO_TOKEN = 2**31  # an id that no model samples
 LENGTHS = [1, 23, 5, 12, 3, 31, 8, 2, 17, 9]
 MAX_TOKENS = [14, 6, 20, 9, 25, 4, 12, 18, 7, 16]
+IGNORE_EOS = [False, True] * 5
 
 
 def make_prompts(vocab_size: int) -> list[list[int]]:
@@ -26,7 +30,7 @@ def make_prompts(vocab_size: int) -> list[list[int]]:
     return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in LENGTHS]
 
 
-def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
+def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int, ignore_eos: bool = False) -> list[int]:
     """What transformers says: greedy, one prompt, no batching."""
     with torch.inference_mode():
         output = model.generate(
@@ -34,6 +38,7 @@ def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             do_sample=False,
             max_new_tokens=max_tokens,
+            **({"eos_token_id": [NO_TOKEN]} if ignore_eos else {}),
         )
     return output[0, len(prompt) :].tolist()
 
@@ -41,22 +46,29 @@ def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list
 @cache
 def prepared(name: str) -> tuple[LoadedModel, list[list[int]]]:
     """The model as servekit loads it, and transformers' answers to every prompt."""
-    directory = Path(mkdtemp(prefix="tiny-"))
-    model = make_model(directory, *ARCHITECTURES[name])
-    answers = [generate(model, *work) for work in zip(make_prompts(VOCAB_SIZE), MAX_TOKENS, strict=True)]
+    if name == "demo":
+        directory = DEMO_MODEL_PATH
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    else:
+        directory = Path(mkdtemp(prefix="tiny-"))
+        model = make_model(directory, *ARCHITECTURES[name])
+    answers = [generate(model, *work) for work in zip(make_prompts(VOCAB_SIZE), MAX_TOKENS, IGNORE_EOS, strict=True)]
     assert len({tuple(answer) for answer in answers}) > 5, "the model says the same whatever it is asked"
     return load(directory), answers
 
 
 def serve_with_joins_and_leaves(engine: InProcessEngine, prompts: list[list[int]]) -> list[Sequence]:
     """Half of the prompts at once, the others one each few steps; two intruders leave again mid-run."""
-    work = list(zip(prompts, MAX_TOKENS, strict=True))
-    sequences = [engine.add(prompt, max_tokens=max_tokens) for prompt, max_tokens in work[:5]]
+    work = [
+        {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": ignore_eos}
+        for prompt, max_tokens, ignore_eos in zip(prompts, MAX_TOKENS, IGNORE_EOS, strict=True)
+    ]
+    sequences = [engine.add(**fields) for fields in work[:5]]
     late = work[5:]
     intruders = [engine.add([9] * 11, max_tokens=20)]
     while engine.manager.has_work or late:
         if late and engine.num_steps % 3 == 0:
-            sequences.append(engine.add(late[0][0], max_tokens=late.pop(0)[1]))
+            sequences.append(engine.add(**late.pop(0)))
         if engine.num_steps == 8:
             intruders.append(engine.add([11] * 6, max_tokens=20))
         if engine.num_steps in (4, 13):
@@ -67,13 +79,13 @@ def serve_with_joins_and_leaves(engine: InProcessEngine, prompts: list[list[int]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "demo"])
 def test_tokens_are_those_of_generate(name: str, chunk: int) -> None:
     loaded, answers = prepared(name)
-    engine = InProcessEngine(loaded, num_blocks=14, block_size=4, max_num_seqs=6, max_num_batched_tokens=chunk)
+    engine = InProcessEngine(loaded, num_blocks=10, block_size=4, max_num_seqs=6, max_num_batched_tokens=chunk)
     sequences = serve_with_joins_and_leaves(engine, make_prompts(VOCAB_SIZE))
     assert [sequence.output_token_ids for sequence in sequences] == answers
-    if chunk == 64:
+    if chunk > 1:  # with one token a step, only the oldest ever grows, and it has the pool to itself
         assert engine.manager.num_preemptions > 0, "the pool was meant to be too small"
 
 
@@ -82,6 +94,38 @@ def test_architecture_that_cannot_be_served_is_refused_by_name(name: str, tmp_pa
     model = make_model(tmp_path, *REFUSED[name])
     with pytest.raises(ConfigError, match=f"architecture {type(model).__name__} cannot be served"):
         load(tmp_path)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    make_model(tmp_path, *ARCHITECTURES["llama"])
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 of the model's weights, among them .*up_proj"):
+        load(tmp_path)
+
+
+def test_positions_that_depend_on_the_batch_are_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    original = {"original_max_position_embeddings": 32}
+    make_model(tmp_path, "phi3", {**ARCHITECTURES["llama"][1], **original, "rope_parameters": {**rope, **original}})
+    with pytest.raises(ConfigError, match="--max-model-len 32 serves it"):
+        load(tmp_path)
+    ModelManager("cpu").load(tmp_path, "float32", 32)
+
+
+def test_an_overflow_in_one_sequence_does_not_reach_the_next(tmp_path: Path) -> None:
+    """In half precision, with values near the limit: whatever one sequence left in its pages, the others are well."""
+    loaded, answers = prepared("llama")
+    engine = InProcessEngine(loaded, num_blocks=64)
+    prompts = make_prompts(VOCAB_SIZE)
+    for layer in range(len(loaded.layers)):
+        cells = torch.arange(engine.runner.cache.num_blocks * engine.runner.cache.block_size)
+        shape = (len(cells), loaded.layers[layer].num_kv_heads, loaded.layers[layer].key_dim)
+        for poison in (float("nan"), float("inf"), float("-inf")):
+            engine.runner.cache.write(layer, cells, torch.full(shape, poison), torch.full(shape, poison))
+    sequences = serve_with_joins_and_leaves(engine, prompts)
+    assert [sequence.output_token_ids for sequence in sequences] == answers
 
 
 def test_the_self_check_catches_pages_that_lie(monkeypatch: pytest.MonkeyPatch) -> None:
