@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -30,10 +29,8 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         command = [sys.executable, "-m", "servekit", "serve", *arguments, "--port", str(self.port)]
-        # One thread: tests share two cores with who knows what, and a barrier between threads waits for the slower.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         self.client = httpx2.Client(base_url=self.url, timeout=120)
 
     def wait_until_ready(self, timeout_s: float = 90) -> float:
