@@ -1,0 +1,191 @@
+"""Ask the demo model what training never asked, in wordings it never read, and print a table.
+
+An answer counts only when it is right letter for letter and ends by itself. Facts are asked in
+held-out wordings, exercises with held-out operands; a story must name its hero and come to an end.
+The exit status is 1 when fewer than 95 % of the facts are right.
+"""
+
+import argparse
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from exercises import MAKERS, exercise
+from questions import Question, question_groups
+from stories import story_requests
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from wordings import FACT_CATEGORIES
+
+REQUIRED_FACTS = 0.95
+EXERCISES_PER_CATEGORY = 60
+BATCH_ROWS = 128
+NEW_TOKENS = 110
+STORY_TOKENS = 220
+
+# What a newcomer is sure to type; asked as it stands, whether or not training did.
+FIRST_CONTACT = (
+    Question("first contact", "What color is the sky?", "The sky is blue."),
+    Question("first contact", "what colour is the sky", "The sky is blue."),
+    Question("first contact", "How many legs does a cat have?", "A cat has four legs."),
+    Question("first contact", "how many legs does a cat have", "A cat has four legs."),
+    Question("first contact", "What is the capital of Japan?", "The capital of Japan is Tokyo."),
+    Question("first contact", "what is the capital of japan", "The capital of Japan is Tokyo."),
+)
+
+
+class Score(NamedTuple):
+    """How many of the questions of one category were answered right, in one form."""
+
+    asked: int
+    right: int
+
+    def share(self) -> float:
+        """The right answers as a share of all."""
+        return self.right / self.asked
+
+
+class Form(NamedTuple):
+    """A way to ask: how a prompt becomes the text that the model continues."""
+
+    name: str
+    render: Callable[[str], str]
+
+
+def forms(tokenizer: Tokenizer) -> tuple[Form, Form]:
+    """The bare prompt, and the same through the chat template."""
+
+    def chat(prompt: str) -> str:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+
+    return Form("bare", lambda prompt: tokenizer.bos_token + prompt), Form("chat", chat)
+
+
+def fact_questions() -> list[Question]:
+    """Every fact, in every held-out wording."""
+    return [
+        question
+        for category in (*FACT_CATEGORIES, "unknown")
+        for group in question_groups(category, held_out=True)
+        for question in group
+    ]
+
+
+def hurried(questions: Iterable[Question]) -> list[Question]:
+    """One wording in three of the facts, in lower case and without an end mark."""
+    return [
+        Question("in lower case", question.prompt.lower().rstrip("?.!"), question.answer)
+        for question in list(questions)[::3]
+    ]
+
+
+def exercise_questions(seed: int) -> list[Question]:
+    """Distinct exercises with operands that training held out."""
+    rng = random.Random(f"evaluation/{seed}")
+    questions = []
+    for category in MAKERS:
+        drawn = {exercise(category, rng, held_out=True) for _ in range(20 * EXERCISES_PER_CATEGORY)}
+        questions += rng.sample(sorted(drawn), min(EXERCISES_PER_CATEGORY, len(drawn)))
+    return questions
+
+
+@torch.inference_mode()
+def answers(model: PreTrainedModel, tokenizer: Tokenizer, texts: list[str], new_tokens: int) -> list[str]:
+    """The greedy continuation of each text, up to and including the end token."""
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    output = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
+    continuations = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :])
+    return [text.replace(tokenizer.pad_token, "") for text in continuations]
+
+
+def all_answers(model: PreTrainedModel, tokenizer: Tokenizer, texts: list[str], new_tokens: int) -> list[str]:
+    """`answers` in batches of texts of like length, in the order asked."""
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    found: dict[int, str] = {}
+    for start in range(0, len(order), BATCH_ROWS):
+        indices = order[start : start + BATCH_ROWS]
+        batch = answers(model, tokenizer, [texts[index] for index in indices], new_tokens)
+        found.update(zip(indices, batch, strict=True))
+    return [found[index] for index in range(len(texts))]
+
+
+class Examination:
+    """A model under examination: asks, compares and keeps what went wrong."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.scores: dict[str, dict[str, Score]] = defaultdict(dict)
+        self.mistakes: list[str] = []
+
+    def _record(self, form: Form, category: str, results: list[bool]) -> None:
+        self.scores[category][form.name] = Score(len(results), sum(results))
+
+    def ask(self, questions: list[Question], form: Form) -> None:
+        """Score the questions, category by category."""
+        texts = [form.render(question.prompt) for question in questions]
+        given = all_answers(self.model, self.tokenizer, texts, NEW_TOKENS)
+        results = defaultdict(list)
+        for question, answer in zip(questions, given, strict=True):
+            right = answer.strip() == question.answer + self.tokenizer.eos_token
+            results[question.category].append(right)
+            if not right:
+                self.mistakes.append(f"{form.name}: {question.prompt!r} -> {answer!r}")
+        for category, marks in results.items():
+            self._record(form, category, marks)
+
+    def ask_for_stories(self, form: Form) -> None:
+        """Score the stories: each about its hero, and with an end."""
+        requests = story_requests()
+        texts = [form.render(request) for request in requests.values()]
+        told = all_answers(self.model, self.tokenizer, texts, STORY_TOKENS)
+        ending = "The end." + self.tokenizer.eos_token
+        good = [f" {hero}" in text and text.endswith(ending) for hero, text in zip(requests, told, strict=True)]
+        self._record(form, "stories", good)
+
+    def fact_share(self) -> float:
+        """The share of facts that were right, over all categories and forms."""
+        scores = [score for category in FACT_CATEGORIES for score in self.scores[category].values()]
+        return sum(score.right for score in scores) / sum(score.asked for score in scores)
+
+    def table(self) -> str:
+        """The scores, one line per category."""
+        lines = [f"{'category':<16}{'n':>6}{'bare':>8}{'chat':>8}"]
+        for category, by_form in self.scores.items():
+            shares = "".join(f"{score.share():>8.3f}" for score in by_form.values())
+            lines.append(f"{category:<16}{by_form['bare'].asked:>6}{shares}")
+        return "\n".join([*lines, f"facts, all forms: {self.fact_share():.3f}"])
+
+
+def examine(directory: Path, seed: int) -> Examination:
+    """Ask everything, in both forms."""
+    examination = Examination(directory)
+    facts = fact_questions()
+    questions = [*FIRST_CONTACT, *facts, *hurried(facts), *exercise_questions(seed)]
+    for form in forms(examination.tokenizer):
+        examination.ask(questions, form)
+        examination.ask_for_stories(form)
+    return examination
+
+
+def main() -> int:
+    """Print the table; with `--mistakes`, each wrong answer before it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mistakes", action="store_true", help="print every wrong answer")
+    arguments = parser.parse_args()
+    examination = examine(arguments.model, arguments.seed)
+    if arguments.mistakes:
+        print("\n".join(examination.mistakes))
+    print(examination.table())
+    return 0 if examination.fact_share() >= REQUIRED_FACTS else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
