@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
-from servekit.messages import LoadModel, StepResult
+from servekit.messages import LoadModel, StepPlan, StepResult
 from servekit.sampling_params import SamplingParams
 from servekit.sequence import Sequence
 from servekit.workload_manager import SchedulerConfig, WorkloadManager
@@ -51,6 +52,7 @@ class InProcessEngine:
             )
         )
         self.num_steps = 0
+        self._in_flight: deque[StepPlan] = deque()
         self._next_id = 0
 
     def add(self, prompt: list[int], **sampling: Any) -> Sequence:
@@ -60,8 +62,10 @@ class InProcessEngine:
         return sequence
 
     def step(self) -> None:
-        plan = self.manager.plan(0.0)
-        assert plan is not None
+        """Plan as many steps ahead as the manager will, then execute the first of them."""
+        while (plan := self.manager.plan(0.0)) is not None:
+            self._in_flight.append(plan)
+        plan = self._in_flight.popleft()
         self.num_steps += 1
         self.manager.commit(StepResult(plan.epoch, plan.step_id, tuple(self.runner.execute(plan)), 0.0))
         self.manager.check()

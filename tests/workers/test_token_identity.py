@@ -78,11 +78,19 @@ def serve_with_joins_and_leaves(engine: InProcessEngine, prompts: list[list[int]
     return sequences
 
 
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "demo"])
-def test_tokens_are_those_of_generate(name: str, chunk: int) -> None:
+def test_tokens_are_those_of_generate(name: str, chunk: int, max_steps_in_flight: int) -> None:
     loaded, answers = prepared(name)
-    engine = InProcessEngine(loaded, num_blocks=10, block_size=4, max_num_seqs=6, max_num_batched_tokens=chunk)
+    engine = InProcessEngine(
+        loaded,
+        num_blocks=10,
+        block_size=4,
+        max_num_seqs=6,
+        max_num_batched_tokens=chunk,
+        max_steps_in_flight=max_steps_in_flight,
+    )
     sequences = serve_with_joins_and_leaves(engine, make_prompts(VOCAB_SIZE))
     assert [sequence.output_token_ids for sequence in sequences] == answers
     if chunk > 1:  # with one token a step, only the oldest ever grows, and it has the pool to itself
