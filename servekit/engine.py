@@ -21,9 +21,10 @@ from servekit.errors import ContextTooLong, InternalError, InvalidRequest, Queue
 from servekit.messages import LoadModel, WorkerReady
 from servekit.metrics import Metrics, Snapshot
 from servekit.model_executor import ModelExecutor
-from servekit.model_files import find_model, in_daemon_thread
+from servekit.model_files import find_model
 from servekit.schemas import GenerateRequest
 from servekit.sequence import FinishReason, Sequence
+from servekit.threads import in_daemon_thread
 from servekit.tokenizer import Tokenizer, load_tokenizer
 from servekit.workload_manager import SchedulerConfig, SequenceToken, WorkloadManager
 

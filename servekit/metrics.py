@@ -116,7 +116,7 @@ class Metrics:
         self.iteration_tokens = histogram("iteration_tokens", "Tokens computed in a step.", _TOKEN_BUCKETS)
         self.step_duration = histogram("step_duration_seconds", "Execution of a step in the worker.", _STEP_BUCKETS)
         self.step_overhead = histogram(
-            "step_overhead_seconds", "The rest of a step's round trip: queues and event loop.", _STEP_BUCKETS
+            "step_overhead_seconds", "A turn of the main loop less the step: what overlap does not hide.", _STEP_BUCKETS
         )
         self._model_name = model_name
         build = Gauge("servekit_build_info", "The running version.", ["version"], registry=self.registry)
