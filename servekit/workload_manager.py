@@ -20,7 +20,7 @@ Continuous batching: Yu et al., "Orca", OSDI 2022, section 4. Chunked prefill un
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 
@@ -51,12 +51,15 @@ class SequenceToken(Struct, frozen=True):
     finish_reason: FinishReason | None
 
 
-@dataclass(frozen=True, slots=True)
-class _StepInFlight:
-    """What was dispatched and not yet answered: who samples, in which incarnation."""
+@dataclass(slots=True)
+class _Step:
+    """A step, from its planning until its result is committed."""
 
     step_id: int
-    sampled: tuple[tuple[Sequence, int], ...]
+    budget: int  # tokens that may still be scheduled
+    seats: list[Seat] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    sampled: list[tuple[Sequence, int]] = field(default_factory=list)  # who samples, in which incarnation
 
 
 class WorkloadManager:
@@ -78,7 +81,7 @@ class WorkloadManager:
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()  # by arrival; aborts come from anywhere in it
         self._running: list[Sequence] = []  # by arrival, all of it before all of `_waiting`
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[_StepInFlight] = deque()
+        self._in_flight: deque[_Step] = deque()
         self._next_step_id = 0
 
     # -- what others may know -------------------------------------------------------------------------------------
@@ -132,39 +135,31 @@ class WorkloadManager:
         """The next step, or None when there is nothing to dispatch. Advances `computed` as if it were done."""
         if len(self._in_flight) >= self.config.max_steps_in_flight:
             return None
-        step_id = self._next_step_id
-        rows: list[Row] = []
-        sampled: list[tuple[Sequence, int]] = []
-        seats: list[Seat] = []
-        budget = self.config.max_num_batched_tokens
+        step = _Step(self._next_step_id, self.config.max_num_batched_tokens)
         ran_short = False
 
         for sequence in tuple(self._running):
-            if budget == 0:
+            if step.budget == 0:
                 break
-            num_tokens = min(sequence.num_needed, budget)
-            if sequence.status is not Status.RUNNING or num_tokens == 0:
+            num_tokens = min(sequence.num_needed, step.budget)
+            if num_tokens == 0 or sequence.status is not Status.RUNNING:
                 continue
             new_blocks = self._grow(sequence, sequence.num_computed + num_tokens)
             if new_blocks is None:
                 ran_short = True
                 continue
-            budget -= num_tokens
-            self._dispatch(sequence, num_tokens, new_blocks, step_id, rows, sampled)
+            self._schedule(step, sequence, num_tokens, new_blocks)
 
-        while budget and not ran_short and (found := self._room_for_first_waiting()) is not None:
+        while step.budget and not ran_short and (found := self._room_for_first_waiting()) is not None:
             _, sequence = self._waiting.popitem(last=False)
-            seats.append(self._seat(sequence, found, now))
-            num_tokens = min(sequence.num_needed, budget)
-            budget -= num_tokens
-            self._dispatch(sequence, num_tokens, sequence.block_table, step_id, rows, sampled)
+            step.seats.append(self._seat(sequence, found, now))
+            self._schedule(step, sequence, min(sequence.num_needed, step.budget), sequence.block_table)
 
-        if not rows:
-            assert not seats
+        if not step.rows:
             return None
         self._next_step_id += 1
-        self._in_flight.append(_StepInFlight(step_id, tuple(sampled)))
-        return StepPlan(self.epoch, step_id, tuple(seats), tuple(rows))
+        self._in_flight.append(step)
+        return StepPlan(self.epoch, step.step_id, tuple(step.seats), tuple(step.rows))
 
     def commit(self, result: StepResult) -> list[SequenceToken]:
         """Take in what a step sampled. A result that is not the one awaited is counted and dropped."""
@@ -200,13 +195,15 @@ class WorkloadManager:
 
     def _lease_for(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Extend the block table to cover `num_tokens` positions; the caller has seen that there is room."""
-        blocks = self.pool.lease(max(0, self._num_blocks_for(num_tokens) - len(sequence.block_table)))
+        blocks = self.pool.lease(self._num_blocks_for(num_tokens) - len(sequence.block_table))
         sequence.block_table.extend(blocks)
         return blocks
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
         """Blocks for `num_tokens` positions, at the expense of newer sequences; None where it has to wait."""
         missing = self._num_blocks_for(num_tokens) - len(sequence.block_table)
+        if missing <= 0:
+            return []
         while missing > self.pool.num_available:
             # Fenced blocks come back by themselves when a step in flight is done. Preempting a second victim
             # before they did is how one shortage becomes a cascade.
@@ -308,27 +305,19 @@ class WorkloadManager:
 
     # -- tokens ---------------------------------------------------------------------------------------------------
 
-    def _dispatch(
-        self,
-        sequence: Sequence,
-        num_tokens: int,
-        new_blocks: list[int],
-        step_id: int,
-        rows: list[Row],
-        sampled: list[tuple[Sequence, int]],
-    ) -> None:
+    def _schedule(self, step: _Step, sequence: Sequence, num_tokens: int, new_blocks: list[int]) -> None:
         """Put positions [num_computed, num_computed + num_tokens) of a sequence into the step."""
         assert sequence.slot is not None
         start, stop = sequence.num_computed, sequence.num_computed + num_tokens
-        samples = num_tokens == sequence.num_needed
-        rows.append(
-            Row(sequence.slot, start, num_tokens, tuple(sequence.token_ids[start:stop]), tuple(new_blocks), samples)
-        )
+        samples = stop == len(sequence.token_ids) + sequence.num_pending
+        known = tuple(sequence.token_ids[start:stop])
+        step.rows.append(Row(sequence.slot, start, num_tokens, known, tuple(new_blocks), samples))
+        step.budget -= num_tokens
         sequence.num_computed = stop
-        sequence.last_step_id = step_id
+        sequence.last_step_id = step.step_id
         if samples:
             sequence.num_pending += 1
-            sampled.append((sequence, sequence.incarnation))
+            step.sampled.append((sequence, sequence.incarnation))
         self._publish(sequence)
 
     def _accept(self, sequence: Sequence, token_id: int) -> SequenceToken:
