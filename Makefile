@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Changes when the code's requirements do, not when the code does.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve test check format bench demo-model demo-model-eval clean help
+.PHONY: serve test check format bench bench-manager demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ format: $(INSTALLED)  ## format the code
 
 bench: $(INSTALLED)  ## output tokens/s against a loop of transformers' generate
 	$(BIN)/python benchmarks/against_generate.py $(ARGS)
+
+bench-manager: $(INSTALLED)  ## what planning and committing a step costs
+	$(BIN)/python benchmarks/manager.py $(ARGS)
 
 demo-model: $(INSTALLED)  ## train the demo model again, from its seed (about two hours on 2 cores)
 	$(BIN)/python scripts/demo_model/train.py --out servekit/demo_model $(ARGS)
