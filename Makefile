@@ -33,7 +33,7 @@ bench: $(INSTALLED)  ## output tokens/s against a loop of transformers' generate
 bench-manager: $(INSTALLED)  ## what planning and committing a step costs
 	$(BIN)/python benchmarks/manager.py $(ARGS)
 
-demo-model: $(INSTALLED)  ## train the demo model again, from its seed (about two hours on 2 cores)
+demo-model: $(INSTALLED)  ## train the demo model again, from its seed (about half an hour on 2 cores)
 	$(BIN)/python scripts/demo_model/train.py --out servekit/demo_model $(ARGS)
 
 demo-model-eval: $(INSTALLED)  ## how well the demo model answers held-out questions
