@@ -42,8 +42,10 @@ demo-model-eval: $(INSTALLED)  ## how well the demo model answers held-out quest
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-# torch first and by its exact version: anything looser may bring gigabytes of CUDA to a machine without a GPU.
+# torch first and by its exact version: where a CPU build of that version is at hand, pip takes it, and anything looser
+# would look further. Where none is, torch's default Linux package comes, with CUDA; see the README.
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing into $(VENV): about a minute, and the download of torch"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

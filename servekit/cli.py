@@ -18,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = vars(_parser().parse_args(argv))
     try:
         return _version() if arguments.pop("command") == "version" else _serve(arguments)
+    except KeyboardInterrupt:  # while modules are still being imported; later on the server handles it
+        return 130
     except ConfigError as error:
         print(f"servekit: {error.message}", file=sys.stderr)
         return 2

@@ -215,6 +215,14 @@ class LLMEngine:
         assert self._manager is not None
         self._manager.finish(sequence, reason)
         del self._generations[sequence.sequence_id]
+        log.debug(
+            "sequence %d: %s after %d + %d tokens in %.0f ms",
+            sequence.sequence_id,
+            reason,
+            sequence.prompt_length,
+            sequence.num_output_tokens,
+            1e3 * (now - sequence.arrival_s),
+        )
         self.metrics.finished(reason)
         self.metrics.e2e_request_latency.observe(now - sequence.arrival_s)
         self.metrics.request_generation_tokens.observe(sequence.num_output_tokens)
@@ -269,12 +277,13 @@ class LLMEngine:
 
     def _check_lengths(self, texts: list[str]) -> None:
         """Refuse what is too long whatever its tokens are, before a thread spends seconds on encoding it."""
-        limit = self.manager.max_total_tokens * self.tokenizer.max_token_bytes
+        limit = self.manager.max_total_tokens
         for index, text in enumerate(texts):
-            if len(text) > limit:
+            num_tokens = len(text) // self.tokenizer.max_token_bytes  # at least
+            if num_tokens > limit:
                 raise ContextTooLong(
-                    f"This model's maximum context length is {self.manager.max_total_tokens} tokens. However, your "
-                    f"prompt has {len(text)} characters, which are more. Please reduce the length of the prompt.",
+                    f"This model's maximum context length is {limit} tokens. However, your prompt of {len(text)} "
+                    f"characters has at least {num_tokens}. Please reduce the length of the prompt.",
                     param=_param(texts, index),
                 )
 
@@ -296,7 +305,7 @@ class LLMEngine:
         try:
             self.manager.check_fits(len(prompt), sampling.max_tokens)
         except ContextTooLong as error:
-            error.param = param
+            error.param = param if room < 1 else "max_tokens"
             raise
         sequence = Sequence(self._next_sequence_id, prompt, sampling, arrival_s)
         self._next_sequence_id += 1

@@ -10,3 +10,5 @@ def configure_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s  %(message)s", datefmt="%H:%M:%S"
     )
+    # At debug level it prints every chunk of every stream, and with it what users ask and are told.
+    logging.getLogger("sse_starlette").setLevel(max(logging.INFO, logging.getLogger().level))

@@ -96,7 +96,12 @@ class Server(uvicorn.Server):
             deadline.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit  # the second signal does not wait
+        if not self.should_exit:
+            log.info(
+                "shutting down: running requests get %g s to finish; a second signal ends them now",
+                self._engine.config.shutdown_timeout,
+            )
+        self.force_exit = self.should_exit
         self.should_exit = True
 
 
@@ -125,12 +130,14 @@ def describe(engine: LLMEngine, url: str) -> Iterator[str]:
     for name, value in changed.items():
         yield f"  {name:<24} {value}"
     num_tokens = worker.num_blocks * config.block_size
-    cache_gib = num_tokens * worker.kv_bytes_per_token / 2**30
+    cache_mib = num_tokens * worker.kv_bytes_per_token / 2**20
     yield f"model: {worker.model.architecture}, {worker.dtype} on {worker.device}"
     yield "KV cache:"
     yield f"  {'blocks':<24} {worker.num_blocks:,} of {config.block_size} tokens"
-    yield f"  {'tokens':<24} {num_tokens:,} of {worker.kv_bytes_per_token:,} bytes, {cache_gib:.2f} GiB in all"
+    yield f"  {'tokens':<24} {num_tokens:,} of {worker.kv_bytes_per_token:,} bytes, {cache_mib:,.1f} MiB in all"
     longest = manager.max_total_tokens
     yield f"  {'longest sequences':<24} {num_tokens / longest:.1f} of {longest:,} tokens"
+    if longest < worker.model.max_model_len:
+        yield f"  that is less than the model's context of {worker.model.max_model_len:,}; more blocks would hold it"
     yield f"ready at {url}; try:"
     yield f"""  curl {url}/generate -d '{{"prompt": "What color is the sky?"}}'"""

@@ -1,5 +1,5 @@
-"""Before torch is imported anywhere: its threads must not spin, for the machines that run tests are busy ones."""
+"""Before torch is imported anywhere: its threads must not spin for long, machines that run tests are busy ones."""
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")

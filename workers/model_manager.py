@@ -120,7 +120,9 @@ def _refusals(architecture: str) -> Iterator[None]:
         yield
     except KeyError as error:  # older model files choose among attention classes of their own, by name
         raise _refusal(architecture, "it brings its own attention") from error
-    except (ImportError, OSError, ValueError, NotImplementedError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise ConfigError(f"the model's weights are damaged or incomplete: {_first_line(error)}") from error
+    except (ImportError, OSError, ValueError, NotImplementedError) as error:
         raise _refusal(architecture, _first_line(error)) from error
 
 
