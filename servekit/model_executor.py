@@ -25,8 +25,8 @@ WORKER_ENVIRONMENT = {
     # OpenMP's threads (libgomp's, in torch for Linux) spin while they wait for each other: for milliseconds unless told
     # otherwise, and when a neighbour has taken a core away, all of that in vain. Not to spin at all makes a quiet
     # machine pay for every sleep. This many turns, some ten microseconds, is about the pause between two kernels.
-    # Measured on two cores, tokens/s of 32 streams of the demo model, quiet | beside a training: default 2,200 | 30,
-    # none 1,200 | 1,900, this 2,900 | 1,300.
+    # Measured in one run on two cores, tokens/s of 32 requests to the demo model, alone | beside a busy torch process:
+    # spinning 2,101 | 240, never 1,956 | 1,233, this 2,979 | 1,480.
     "GOMP_SPINCOUNT": "3000",
 }
 
