@@ -244,7 +244,7 @@ class LLMEngine:
         arrival_s = self._clock()
         try:
             self._check_room(len(request.texts))
-            self._check_lengths(request.texts)
+            self._check_lengths(request)
             prompts = await self.tokenizer.encode(request.texts)
             self._check_room(len(request.texts))  # others may have come meanwhile; from here on nothing awaits
             queue = ClientQueue()
@@ -275,22 +275,22 @@ class LLMEngine:
                 retry_after_s=1,
             )
 
-    def _check_lengths(self, texts: list[str]) -> None:
+    def _check_lengths(self, request: GenerateRequest) -> None:
         """Refuse what is too long whatever its tokens are, before a thread spends seconds on encoding it."""
         limit = self.manager.max_total_tokens
-        for index, text in enumerate(texts):
+        for index, text in enumerate(request.texts):
             num_tokens = len(text) // self.tokenizer.max_token_bytes  # at least
             if num_tokens > limit:
                 raise ContextTooLong(
                     f"This model's maximum context length is {limit} tokens. However, your prompt of {len(text)} "
                     f"characters has at least {num_tokens}. Please reduce the length of the prompt.",
-                    param=_param(texts, index),
+                    param=request.name_of(index),
                 )
 
     def _make_generation(
         self, request: GenerateRequest, index: int, prompt: list[int], queue: ClientQueue, arrival_s: float
     ) -> Generation:
-        param = _param(request.texts, index)
+        param = request.name_of(index)
         assert self.worker is not None
         if not prompt:
             raise InvalidRequest(f"{param} is empty, and this model needs at least one token", param=param)
@@ -329,11 +329,6 @@ class LLMEngine:
         else:
             self.metrics.inter_token_latency.observe(now - generation.last_token_s)
         generation.last_token_s = now
-
-
-def _param(texts: list[str], index: int) -> str:
-    """What the request calls its prompt number `index`."""
-    return "prompt" if len(texts) == 1 else f"prompts[{index}]"
 
 
 def _snapshot(manager: WorkloadManager) -> Snapshot:

@@ -26,7 +26,7 @@ WORKER_ENVIRONMENT = {
     # otherwise, and when a neighbour has taken a core away, all of that in vain. Not to spin at all makes a quiet
     # machine pay for every sleep. This many turns, some ten microseconds, is about the pause between two kernels.
     # Measured in one run on two cores, tokens/s of 32 requests to the demo model, alone | beside a busy torch process:
-    # spinning 2,101 | 240, never 1,956 | 1,233, this 2,979 | 1,480.
+    # spinning 2,101 | 240, never 1,956 | 1,233, this 2,979 | 1,480. To compare: `GOMP_SPINCOUNT=300000 make bench`.
     "GOMP_SPINCOUNT": "3000",
 }
 
@@ -81,10 +81,6 @@ class ModelExecutor:
             await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
         self._close()
         self._process = None
-
-    @property
-    def process_id(self) -> int | None:
-        return self._process.pid if self._process else None
 
     def _spawn(self) -> None:
         task_reader, task_writer = make_pipe()

@@ -36,9 +36,6 @@ class MessageSender(Generic[Message]):
         """Write one message. Raises BrokenPipeError when the reader is gone."""
         self._connection.send_bytes(self._encode(message))
 
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
     def close(self) -> None:
         self._connection.close()
 

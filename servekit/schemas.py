@@ -42,6 +42,10 @@ class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
         """Every prompt, in order."""
         return self.prompts if self.prompts is not UNSET else [self.prompt]  # type: ignore[list-item]
 
+    def name_of(self, index: int) -> str:
+        """What the client calls the text at `index`."""
+        return "prompt" if self.prompts is UNSET else f"prompts[{index}]"
+
     def sampling(self, model: ModelInfo, room: int, seed: int) -> SamplingParams:
         """Resolve what the client left open: the model's own defaults, as much output as fits, the given seed."""
         return SamplingParams(

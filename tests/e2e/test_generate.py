@@ -136,6 +136,8 @@ def test_many_prompts_are_admitted_together_or_not_at_all(server: ServerProcess)
     response = server.client.post("/generate", json={"prompts": ["fine", "word " * 5000, "fine"]})
     assert response.status_code == 400 and response.json()["error"]["param"] == "prompts[1]"
     server.wait_until_at_rest()
+    response = server.client.post("/generate", json={"prompts": ["word " * 5000]})
+    assert response.json()["error"]["param"] == "prompts[0]"
     response = server.client.post("/generate_stream", json={"prompts": ["a", "b"]})
     assert response.status_code == 400
     response = server.client.post("/generate", json={"prompts": ["a"] * 1025})
