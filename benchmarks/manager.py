@@ -49,7 +49,7 @@ def step(manager: WorkloadManager) -> float:
     assert plan is not None
     result = StepResult(plan.epoch, plan.step_id, (7,) * len(plan.rows), 0.0)
     answered = time.perf_counter()
-    manager.commit(result)
+    manager.commit(result, 0.0)
     return planned - started + time.perf_counter() - answered
 
 

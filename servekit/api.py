@@ -125,7 +125,7 @@ class _Answer:
 
     def add(self, delta: TokenDelta) -> None:
         self.pieces.append(delta.text)
-        self.num_tokens += 1
+        self.num_tokens += delta.token_id is not None
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     @property
@@ -166,7 +166,8 @@ async def _events(submission: Submission) -> AsyncIterator[bytes]:
 
 
 def _stream_event(delta: TokenDelta, answer: _Answer, submission: Submission) -> StreamEvent:
-    event = StreamEvent(answer.num_tokens, Token(delta.token_id, delta.text, delta.special))
+    token = None if delta.token_id is None else Token(delta.token_id, delta.text, delta.special)
+    event = StreamEvent(answer.num_tokens, token)
     if delta.finish_reason is not None:
         event.generated_text = answer.text
         event.id = _new_id()

@@ -15,10 +15,10 @@ from servekit.sequence import FinishReason
 
 
 class TokenDelta(Struct, frozen=True):
-    """One token of one of the request's sequences, and the text that it made certain."""
+    """One token of one of the request's sequences, and the text that it made certain; or an end without a token."""
 
     index: int  # which of the request's prompts
-    token_id: int
+    token_id: int | None
     text: str
     special: bool
     finish_reason: FinishReason | None = None

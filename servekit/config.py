@@ -19,6 +19,7 @@ DEMO_MODEL = "demo"
 ENVIRONMENT_PREFIX = "SERVEKIT_"
 
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
+Milliseconds = Annotated[float, Meta(gt=0.0, le=60_000.0)]
 
 
 class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +66,16 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     enable_prefix_caching: Annotated[
         bool, Meta(description="compute the KV of a shared beginning once; requests that repeat it skip it")
     ] = True
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority", "shortest", "fair"],
+        Meta(
+            description="who is served next: first come, lowest priority number, shortest prompt, least served tenant"
+        ),
+    ] = "shortest"
+    itl_target_ms: Annotated[
+        Milliseconds | None,
+        Meta(description="milliseconds between two tokens of a stream, which prefill beside it is cut to keep"),
+    ] = None
 
     max_num_queued_reqs: Annotated[Positive, Meta(description="sequences that may wait; more are refused with 503")] = (
         4096

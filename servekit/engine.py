@@ -23,7 +23,7 @@ from servekit.metrics import Metrics, Snapshot
 from servekit.model_executor import ModelExecutor
 from servekit.model_files import find_model
 from servekit.schemas import GenerateRequest
-from servekit.sequence import FinishReason, Sequence
+from servekit.sequence import NEVER, FinishReason, Sequence
 from servekit.threads import in_daemon_thread
 from servekit.tokenizer import Tokenizer, load_tokenizer
 from servekit.workload_manager import SchedulerConfig, SequenceToken, WorkloadManager
@@ -86,6 +86,7 @@ class LLMEngine:
         self._generations: dict[int, Generation] = {}
         self._next_sequence_id = 0
         self._work_arrived = asyncio.Event()
+        self._deadline_timer: asyncio.TimerHandle | None = None
         self._main_loop: asyncio.Task[None] | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -121,6 +122,8 @@ class LLMEngine:
             self._main_loop.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._main_loop
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
         self.fail_all(WorkerNotReady("the server is shutting down", retry_after_s=5))
         await self._executor.stop()
         if self._tokenizer is not None:
@@ -156,6 +159,8 @@ class LLMEngine:
             eos_token_ids=frozenset(worker.model.eos_token_ids),
             max_steps_in_flight=self.config.max_steps_in_flight,
             enable_prefix_caching=self.config.enable_prefix_caching,
+            scheduling_policy=self.config.scheduling_policy,
+            itl_target_s=None if self.config.itl_target_ms is None else self.config.itl_target_ms / 1e3,
         )
 
     # -- the main loop ------------------------------------------------------------------------------------------------
@@ -178,17 +183,35 @@ class LLMEngine:
             self._work_arrived.clear()
             await self._work_arrived.wait()
         started = self._clock()
-        while (plan := manager.plan(self._clock())) is not None:
+        self._expire(manager, started)
+        while (plan := manager.plan(started)) is not None:
             self._executor.send(plan)
             self.metrics.iteration_tokens.observe(plan.num_tokens)
-        assert manager.num_in_flight, "there is work, nothing is in flight, and no step was planned"
+        if not manager.num_in_flight:
+            assert not manager.has_work, "there is work, nothing is in flight, and no step was planned"
+            return
         result = await self._executor.receive(self.config.step_timeout)
         now = self._clock()
-        for token in manager.commit(result):
+        for token in manager.commit(result, now):
             self._deliver(token, now)
         self.metrics.scheduler_steps.inc()
         self.metrics.step_duration.observe(result.step_time_s)
         self.metrics.step_overhead.observe(max(0.0, self._clock() - started - result.step_time_s))
+
+    def _expire(self, manager: WorkloadManager, now: float) -> None:
+        """End what is past its deadline, and come back for the next one even if the worker is slow."""
+        for sequence in manager.expire(now):
+            generation = self._generations[sequence.sequence_id]
+            text = generation.detokenizer.finish()
+            generation.queue.put(TokenDelta(generation.index, None, text, False, FinishReason.DEADLINE))
+            self._forget(generation, FinishReason.DEADLINE, now)
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
+        if manager.next_deadline_s != NEVER:
+            delay_s = max(0.0, manager.next_deadline_s - now) + 1e-3  # rather late than in vain
+            loop = asyncio.get_running_loop()
+            self._deadline_timer = loop.call_later(delay_s, lambda: self._expire(manager, self._clock()))
 
     def _deliver(self, token: SequenceToken, now: float) -> None:
         """Turn a committed token into text and give it to its client."""
@@ -245,6 +268,7 @@ class LLMEngine:
         try:
             self._check_room(len(request.texts))
             self._check_lengths(request)
+            self._check_priority(request)
             prompts = await self.tokenizer.encode(request.texts)
             self._check_room(len(request.texts))  # others may have come meanwhile; from here on nothing awaits
             queue = ClientQueue()
@@ -256,6 +280,7 @@ class LLMEngine:
             raise
         for generation in generations:
             self._admit(generation)
+        self._expire(self.manager, arrival_s)
         self._work_arrived.set()
         return Submission(self, generations, queue)
 
@@ -287,6 +312,15 @@ class LLMEngine:
                     param=request.name_of(index),
                 )
 
+    def _check_priority(self, request: GenerateRequest) -> None:
+        policy = self.config.scheduling_policy
+        if request.priority and policy != "priority":
+            raise InvalidRequest(
+                f"priority {request.priority} would have no effect: the server's scheduling_policy is {policy!r}; "
+                "leave it out, or start the server with --scheduling-policy priority",
+                param="priority",
+            )
+
     def _make_generation(
         self, request: GenerateRequest, index: int, prompt: list[int], queue: ClientQueue, arrival_s: float
     ) -> Generation:
@@ -307,7 +341,16 @@ class LLMEngine:
         except ContextTooLong as error:
             error.param = param if room < 1 else "max_tokens"
             raise
-        sequence = Sequence(self._next_sequence_id, prompt, sampling, arrival_s)
+        sequence = Sequence(
+            self._next_sequence_id,
+            prompt,
+            sampling,
+            arrival_s,
+            priority=request.priority,
+            ttft_deadline_s=_deadline(arrival_s, request.ttft_ms),
+            deadline_s=_deadline(arrival_s, request.deadline_ms),
+            has_length_bound=request.max_tokens is not None,
+        )
         self._next_sequence_id += 1
         return Generation(sequence, index, Detokenizer(self.tokenizer.token_bytes, sampling.stop), queue)
 
@@ -331,14 +374,18 @@ class LLMEngine:
         generation.last_token_s = now
 
 
+def _deadline(arrival_s: float, milliseconds: int | None) -> float:
+    return NEVER if milliseconds is None else arrival_s + milliseconds / 1e3
+
+
 def _snapshot(manager: WorkloadManager) -> Snapshot:
     return Snapshot(
         num_running=manager.num_running,
         num_waiting=manager.num_waiting,
         num_preemptions=manager.num_preemptions,
         num_stale_results=manager.num_stale_results,
-        num_blocks=manager.pool.num_blocks,
-        num_free_blocks=manager.pool.num_available,
+        num_blocks=manager.memory.pool.num_blocks,
+        num_free_blocks=manager.memory.pool.num_available,
         num_prompt_tokens=manager.num_prompt_tokens,
         num_cached_tokens=manager.num_cached_tokens,
     )

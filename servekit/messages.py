@@ -87,6 +87,7 @@ class StepPlan(Struct, frozen=True, tag="step_plan"):
     step_id: int
     seats: tuple[Seat, ...]
     rows: tuple[Row, ...]
+    copies: tuple[tuple[int, int], ...] = ()  # (from, to): whole blocks, copied before anything is computed
 
     @property
     def num_tokens(self) -> int:

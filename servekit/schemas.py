@@ -20,6 +20,7 @@ MAX_STOP_STRINGS = 16
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Milliseconds = Annotated[int, Meta(ge=1, le=24 * 3600 * 1000)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -36,6 +37,9 @@ class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     stop: StopString | list[StopString] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     ignore_eos: bool = False
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0  # lower is sooner
+    ttft_ms: Milliseconds | None = None  # from arrival; no first token by then, and the request ends
+    deadline_ms: Milliseconds | None = None  # from arrival; not finished by then, and the request ends
 
     @property
     def texts(self) -> list[str]:
@@ -112,7 +116,7 @@ class StreamEvent(Struct):
     """One server-sent event. The last one has the whole text and says why it ended."""
 
     index: int  # of the token, from 1
-    token: Token
+    token: Token | None  # null where the answer ends without another one, at a deadline
     generated_text: str | None = None
     details: None = None  # a key that TGI's clients look for
     id: str | UnsetType = UNSET

@@ -1,8 +1,8 @@
 """One prompt and its growing answer: its states and its token arithmetic.
 
-    WAITING ──admit──▶ RUNNING ──finish──▶ FINISHED
-       ▲                  │
-       └────preempt───────┘          (finish is reachable from every state, once)
+    WAITING ──seat──▶ RUNNING ──finish──▶ FINISHED
+       ▲                 │
+       └───preempt───────┘          (finish is reachable from every state, once)
 
 One counter tells all there is to do: `num_needed = known + pending - computed`. A prompt chunk, a decode and a resume
 after preemption differ only in how large it is, so the scheduler has no prefill mode and no decode mode.
@@ -14,6 +14,8 @@ from enum import StrEnum
 
 from servekit.sampling_params import SamplingParams
 
+NEVER = float("inf")
+
 
 class Status(StrEnum):
     WAITING = "waiting"
@@ -24,6 +26,7 @@ class Status(StrEnum):
 class FinishReason(StrEnum):
     STOP = "stop"  # end of sequence, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context is used up
+    DEADLINE = "deadline"  # the client's own ttft_ms or deadline_ms passed
     ABORT = "abort"  # the client left or gave up
     ERROR = "error"  # the server failed it
 
@@ -33,30 +36,42 @@ class Sequence:
 
     Three boundaries split its positions: [0, num_computed) have their KV written by steps already dispatched,
     [num_computed, num_tokens) are known and wait for their KV, and `num_pending` more are being sampled by steps in
-    flight. Only the workload manager writes these fields.
+    flight. Whoever makes a sequence sets what the constructor takes; afterwards only the workload manager writes.
+
+    `leader` is an earlier sequence with the same prompt: this one is forked from it, and shares its prompt's blocks.
     """
 
     __slots__ = (
         "arrival_s",
         "block_hashes",
         "block_table",
+        "capacity",
+        "deadline_s",
         "finish_reason",
+        "first_sampled_step_id",
         "first_scheduled_s",
+        "has_length_bound",
         "incarnation",
         "last_step_id",
+        "leader",
+        "max_length",
         "num_cached_tokens",
         "num_computed",
+        "num_found_blocks",
         "num_pending",
         "num_preemptions",
         "num_published",
+        "priority",
         "prompt_length",
-        "salt",
         "sampling",
         "sequence_id",
         "slot",
         "status",
+        "stop_set",
         "stop_token_id",
+        "tenant",
         "token_ids",
+        "ttft_deadline_s",
     )
 
     def __init__(
@@ -65,30 +80,53 @@ class Sequence:
         prompt_token_ids: list[int],
         sampling: SamplingParams,
         arrival_s: float = 0.0,
-        salt: str = "",
+        *,
+        tenant: str = "",
+        priority: int = 0,
+        ttft_deadline_s: float = NEVER,
+        deadline_s: float = NEVER,
+        leader: Sequence | None = None,
+        has_length_bound: bool = True,
     ) -> None:
         assert prompt_token_ids, "a sequence starts from at least one token"
-        self.sequence_id = sequence_id
+        self.sequence_id = sequence_id  # in order of arrival
         self.sampling = sampling
         self.arrival_s = arrival_s
-        self.first_scheduled_s: float | None = None
+        self.tenant = tenant  # only sequences of one tenant may share blocks; whose account its tokens go to
+        self.priority = priority  # lower is sooner
+        self.ttft_deadline_s = ttft_deadline_s  # on the manager's clock: no first token by then, and it is over
+        self.deadline_s = deadline_s  # not finished by then, and it is over
+        self.leader = leader
+        self.has_length_bound = has_length_bound  # whether max_tokens is the client's, or just what the context holds
         self.prompt_length = len(prompt_token_ids)
+        self.max_length = len(prompt_token_ids) + sampling.max_tokens
         self.token_ids = list(prompt_token_ids)  # prompt, then every committed output token
-        self.num_computed = 0
-        self.num_pending = 0
-        self.block_table: list[int] = []
-        self.salt = salt  # only sequences with the same salt may share blocks
-        self.block_hashes: list[bytes] = []  # of the full blocks of known tokens, as far as anyone asked
-        self.num_published = 0  # blocks at the front of the table that others may find
-        self.num_cached_tokens: int | None = None  # found when it was first admitted
-        self.slot: int | None = None
+        assert leader is None or leader.token_ids[: self.prompt_length] == self.token_ids, "forks share the prompt"
+
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None  # which of the client's stop tokens ended it, if one did
+        self.first_scheduled_s: float | None = None
+        self.num_cached_tokens: int | None = None  # found when it was first admitted
         self.num_preemptions = 0
         # Counts the times it lost its seat. A result of an earlier incarnation is ignored by construction.
-        self.incarnation = 0
-        self.last_step_id = -1  # the newest step that computes for it
+        self.incarnation = -1
+        self.stop_set: frozenset[int] = frozenset()  # tokens that end it; the manager knows the model's own
+        self.block_hashes: list[bytes] = []  # of the full blocks of known tokens, as far as anyone asked
+        self.forget_seat()
+
+    def forget_seat(self) -> None:
+        """Back to having nothing computed; the tokens stay."""
+        self.incarnation += 1
+        self.slot: int | None = None
+        self.block_table: list[int] = []
+        self.capacity = 0  # positions that the block table covers
+        self.num_found_blocks = 0  # at the front of the table, computed by somebody else
+        self.num_published = 0  # blocks at the front of the table that others may find
+        self.num_computed = 0
+        self.num_pending = 0
+        self.first_sampled_step_id: int | None = None  # the step that completed its prompt
+        self.last_step_id = -1  # the newest step that reads or writes its blocks
 
     @property
     def num_tokens(self) -> int:
@@ -105,9 +143,12 @@ class Sequence:
     @property
     def num_needed(self) -> int:
         """How many positions must be computed before the next unknown token can be sampled."""
-        if self.num_output_tokens + self.num_pending >= self.sampling.max_tokens:
-            return 0  # a step in flight is certain to end it
         return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def is_certain_to_end(self) -> bool:
+        """Whether a step in flight samples its last token at the latest."""
+        return len(self.token_ids) + self.num_pending >= self.max_length
 
     def __repr__(self) -> str:
         return (

@@ -1,17 +1,24 @@
 """Decide, step by step, which tokens a worker computes next.
 
 `plan` says what the next step does, `commit` takes in what it sampled, `finish` is the only way out for a sequence.
-All three are plain functions of the state: no clock, no I/O, no randomness, no torch. The engine drives them in
-production and the tests drive them by the thousand steps, with the same code.
+All of it is a plain function of the state: no clock, no I/O, no randomness, no torch. The engine drives it in
+production and the simulation drives it by the million steps, with the same code.
 
-The rules, each checked by `check` or by a test:
+How one step is decided, in this order:
 
-- Running sequences are served first, oldest first; waiting ones are admitted after, in order of arrival, and only in a
-  step where nobody ran short of blocks.
-- No step exceeds `max_num_batched_tokens`; no more than `max_num_seqs` sequences run.
-- The oldest running sequence is never preempted, and no sequence is admitted that could not run alone, so there is
-  always progress.
-- A sequence that cannot grow waits in its seat; only an older one may take its blocks.
+1. Every running sequence that is past its prompt computes one position, in the order of its rank. One that needs a
+   block and finds none takes it from the last-ranked; if nobody ranks behind it, it waits in its seat.
+2. What is left of `max_num_batched_tokens`, or of what the inter-token latency target allows, is prefill: first for the
+   prompts already seated, then for those that the policy's waiting line proposes.
+3. Nobody new is seated in a step in which somebody ran short of blocks.
+
+What holds whatever happens, each checked by `check` or by the simulation:
+
+- The first-ranked running sequence is never preempted, and no sequence is taken in that could not run alone, so there
+  is always progress.
+- A sequence is preempted at most `max_preemptions` times: then it is seated only with all the blocks it can ever need,
+  and there is nothing left for which anybody could take its place.
+- A step is in flight or it is not; its result is applied once, in order, to the incarnations it was planned for.
 
 Continuous batching: Yu et al., "Orca", OSDI 2022, section 4. Chunked prefill under one token budget: Agrawal et al.,
 "Sarathi-Serve", OSDI 2024, section 4.
@@ -19,15 +26,19 @@ Continuous batching: Yu et al., "Orca", OSDI 2022, section 4. Chunked prefill un
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from bisect import insort
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from msgspec import Struct
 
 from servekit.errors import ContextTooLong
+from servekit.kv_memory import Beginning, KVMemory
 from servekit.messages import Row, Seat, StepPlan, StepResult
-from servekit.prefix_cache import PrefixCache, chain_hash, salt_hash
-from servekit.sequence import FinishReason, Sequence, Status
+from servekit.pacing import Pacer
+from servekit.policy import POLICIES
+from servekit.sequence import NEVER, FinishReason, Sequence, Status
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
@@ -41,6 +52,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     eos_token_ids: frozenset[int] = frozenset()
     max_steps_in_flight: int = 1
     enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    itl_target_s: float | None = None
+    max_preemptions: int = 4
 
 
 class SequenceToken(Struct, frozen=True):
@@ -56,10 +70,15 @@ class _Step:
     """A step, from its planning until its result is committed."""
 
     step_id: int
+    planned_s: float
     budget: int  # tokens that may still be scheduled
     seats: list[Seat] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     sampled: list[tuple[Sequence, int]] = field(default_factory=list)  # who samples, in which incarnation
+    num_decodes: int = 0
+    num_prefill_tokens: int = 0
+    result: StepResult | None = None  # when it has come before its turn
 
 
 class WorkloadManager:
@@ -71,18 +90,23 @@ class WorkloadManager:
     def __init__(self, config: SchedulerConfig, epoch: int = 0) -> None:
         self.config = config
         self.epoch = epoch
-        self.prefixes = PrefixCache(config.num_blocks)
-        self.pool = self.prefixes.pool
+        self.memory = self._new_memory()
+        self.line = POLICIES[config.scheduling_policy]()
+        self.pacer = Pacer(config.itl_target_s, least=config.block_size)
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of sequences that were admitted, and how many of them were found in the cache
         self.num_cached_tokens = 0
         self.num_stale_results = 0
-        self._sequences: dict[int, Sequence] = {}  # alive: waiting or running
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()  # by arrival; aborts come from anywhere in it
-        self._running: list[Sequence] = []  # by arrival, all of it before all of `_waiting`
+        self._sequences: dict[int, Sequence] = {}  # alive: running, in line, or behind their leader
+        self._running: list[Sequence] = []  # by rank
+        self._followers: defaultdict[int, list[Sequence]] = defaultdict(list)  # wait for their leader's prompt
+        self._leaders_ready: list[Sequence] = []  # the newest step computes the rest of their prompts
+        self._misfit: Sequence | None = None  # first in line, and found too large since anybody gave up blocks
+        self._deadlines: list[tuple[float, int]] = []  # a heap of (when, sequence_id)
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[_Step] = deque()
         self._next_step_id = 0
+        self._last_commit_s = 0.0
 
     # -- what others may know -------------------------------------------------------------------------------------
 
@@ -92,7 +116,7 @@ class WorkloadManager:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._sequences) - len(self._running)
 
     @property
     def num_in_flight(self) -> int:
@@ -101,6 +125,11 @@ class WorkloadManager:
     @property
     def has_work(self) -> bool:
         return bool(self._sequences or self._in_flight)
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When `expire` has something to do; later than any clock if never."""
+        return self._deadlines[0][0] if self._deadlines else NEVER
 
     @property
     def max_total_tokens(self) -> int:
@@ -122,240 +151,326 @@ class WorkloadManager:
             "Please reduce the length of the prompt or max_tokens."
         )
 
-    # -- the four verbs -------------------------------------------------------------------------------------------
+    # -- the verbs ------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence in; it starts when its turn comes. Raises ContextTooLong."""
         self.check_fits(sequence.prompt_length, sequence.sampling.max_tokens)
         assert sequence.sequence_id not in self._sequences
+        eos = frozenset() if sequence.sampling.ignore_eos else self.config.eos_token_ids
+        sequence.stop_set = eos.union(sequence.sampling.stop_token_ids)
         self._sequences[sequence.sequence_id] = sequence
-        self._waiting[sequence.sequence_id] = sequence
+        for deadline_s in (sequence.ttft_deadline_s, sequence.deadline_s):
+            if deadline_s != NEVER:
+                heappush(self._deadlines, (deadline_s, sequence.sequence_id))
+        leader = sequence.leader
+        if leader is not None and leader.sequence_id in self._sequences and leader.first_sampled_step_id is None:
+            self._followers[leader.sequence_id].append(sequence)
+        else:
+            self.line.push(sequence)
+
+    def expire(self, now: float) -> list[Sequence]:
+        """Finish every sequence whose deadline has passed; to be called with the same `now` before `plan`."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            sequence = self._sequences.get(heappop(self._deadlines)[1])
+            if sequence is not None and (
+                sequence.deadline_s <= now or (sequence.ttft_deadline_s <= now and not sequence.num_output_tokens)
+            ):
+                self.finish(sequence, FinishReason.DEADLINE)
+                expired.append(sequence)
+        return expired
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to dispatch. Advances `computed` as if it were done."""
         if len(self._in_flight) >= self.config.max_steps_in_flight:
             return None
-        step = _Step(self._next_step_id, self.config.max_num_batched_tokens)
-        ran_short = False
-
-        for sequence in tuple(self._running):
-            if step.budget == 0:
-                break
-            num_tokens = min(sequence.num_needed, step.budget)
-            if num_tokens == 0 or sequence.status is not Status.RUNNING:
-                continue
-            new_blocks = self._grow(sequence, sequence.num_computed + num_tokens)
-            if new_blocks is None:
-                ran_short = True
-                continue
-            self._schedule(step, sequence, num_tokens, new_blocks)
-
-        while step.budget and not ran_short and (found := self._room_for_first_waiting()) is not None:
-            _, sequence = self._waiting.popitem(last=False)
-            step.seats.append(self._seat(sequence, found, now))
-            self._schedule(step, sequence, min(sequence.num_needed, step.budget), sequence.block_table)
-
+        assert self.next_deadline_s > now, "expired work is never computed: `expire` comes before `plan`"
+        while self._leaders_ready:
+            self._release_followers(self._leaders_ready.pop())
+        step = _Step(self._next_step_id, now, self.config.max_num_batched_tokens)
+        prefills, ran_short = self._schedule_decodes(step)
+        limit = self.pacer.prefill_limit() if step.rows else None
+        if limit is not None:
+            step.budget = min(step.budget, limit)
+        self._schedule_prefills(step, prefills, may_seat=not ran_short)
         if not step.rows:
             return None
         self._next_step_id += 1
         self._in_flight.append(step)
-        return StepPlan(self.epoch, step.step_id, tuple(step.seats), tuple(step.rows))
+        return StepPlan(self.epoch, step.step_id, tuple(step.seats), tuple(step.rows), tuple(step.copies))
 
-    def commit(self, result: StepResult) -> list[SequenceToken]:
-        """Take in what a step sampled. A result that is not the one awaited is counted and dropped."""
-        if not self._in_flight or (result.epoch, result.step_id) != (self.epoch, self._in_flight[0].step_id):
+    def commit(self, result: StepResult, now: float) -> list[SequenceToken]:
+        """Take in what a step sampled. Each result counts once; one from another epoch, or a second one, is dropped."""
+        step = next((step for step in self._in_flight if step.step_id == result.step_id), None)
+        if step is None or step.result is not None or result.epoch != self.epoch:
             self.num_stale_results += 1
             return []
-        step = self._in_flight.popleft()
-        self.pool.settle(step.step_id)
-        return [
-            self._accept(sequence, token_id)
-            for (sequence, incarnation), token_id in zip(step.sampled, result.token_ids, strict=True)
-            if sequence.incarnation == incarnation
-        ]
+        step.result = result
+        tokens: list[SequenceToken] = []
+        # Steps are executed in order and over pipes their results come in order; should that ever change, they are
+        # still applied in order.
+        while self._in_flight and self._in_flight[0].result is not None:
+            self._settle(self._in_flight.popleft(), now, tokens)
+        return tokens
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """End a sequence, whatever its state, and give back all it holds. False if it had ended before."""
         if sequence.status is Status.FINISHED:
             return False
-        if sequence.status is Status.RUNNING:
-            self._running.remove(sequence)
-            self._unseat(sequence)
-        else:
-            del self._waiting[sequence.sequence_id]
+        was_running = sequence.status is Status.RUNNING
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         del self._sequences[sequence.sequence_id]
+        if was_running:
+            self._running.remove(sequence)
+            self._unseat(sequence)
+        else:
+            self.line.discard(sequence)
+        self._release_followers(sequence)
         return True
 
-    # -- blocks and seats -----------------------------------------------------------------------------------------
+    def restart(self) -> None:
+        """The worker is gone, and all it held with it. Its successor computes everything again, token for token."""
+        self.epoch += 1
+        self._in_flight.clear()
+        self._misfit = None
+        self.memory = self._new_memory()
+        self._free_slots = list(range(self.config.max_num_seqs - 1, -1, -1))
+        displaced, self._running = self._running, []
+        for sequence in displaced:
+            sequence.forget_seat()
+            self._wait_again(sequence)
 
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
+    def _new_memory(self) -> KVMemory:
+        config = self.config
+        return KVMemory(config.num_blocks, config.block_size, config.enable_prefix_caching, config.max_preemptions)
 
-    def _lease_for(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Extend the block table to cover `num_tokens` positions; the caller has seen that there is room."""
-        blocks = self.pool.lease(self._num_blocks_for(num_tokens) - len(sequence.block_table))
-        sequence.block_table.extend(blocks)
-        return blocks
+    # -- one step -------------------------------------------------------------------------------------------------
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
-        """Blocks for `num_tokens` positions, at the expense of newer sequences; None where it has to wait."""
-        missing = self._num_blocks_for(num_tokens) - len(sequence.block_table)
-        if missing <= 0:
-            return []
-        while missing > self.pool.num_available:
-            # Fenced blocks come back by themselves when a step in flight is done. Preempting a second victim
-            # before they did is how one shortage becomes a cascade.
-            if missing <= self.pool.num_available + self.pool.num_fenced:
-                return None
-            victim = self._running[-1]
-            if victim is sequence:
-                # The newest waits in its seat. Giving up its blocks would cost a recompute and help nobody
-                # who is not about to preempt it anyway.
-                assert len(self._running) > 1, f"{sequence} cannot run alone in {self.pool.num_blocks} blocks"
-                return None
-            self._preempt(victim)
-        return self._lease_for(sequence, num_tokens)
+    def _schedule_decodes(self, step: _Step) -> tuple[list[Sequence], bool]:
+        """One position for everybody who is past the prompt; returns who is not, and whether somebody ran short.
 
-    def _room_for_first_waiting(self) -> list[int] | None:
-        """Whether the first waiting sequence may run; if so, the blocks that hold the beginning of it already.
-
-        The blocks for every known token are leased at once, so that prefill chunks never run short half way. One
-        more is left for each running sequence, which may ask for its next block any step; without that reserve the
-        newcomer would be prefilled only to be preempted.
+        The one loop that costs something for each running sequence in each step, hence flat. `_grow` preempts from
+        the far end of the list it walks along, so it meets nobody twice and passes nobody over.
         """
-        if not self._waiting or len(self._running) >= self.config.max_num_seqs:
-            return None
-        sequence = next(iter(self._waiting.values()))
-        found = self._find_prefix(sequence)
-        available = self.pool.num_available - sum(map(self.pool.is_cached, found))
-        missing = self._num_blocks_for(sequence.num_tokens) - len(found)
-        return found if missing + len(self._running) <= available else None
+        rows, sampled, budget, step_id = step.rows, step.sampled, step.budget, step.step_id
+        block_size = self.config.block_size
+        prefills: list[Sequence] = []
+        ran_short = False
+        for sequence in self._running:
+            if sequence.first_sampled_step_id is None:
+                prefills.append(sequence)
+                continue
+            start, token_ids = sequence.num_computed, sequence.token_ids
+            if start + 1 >= sequence.max_length or not budget:
+                continue  # a step in flight is certain to end it, or the step is full
+            new_blocks: tuple[int, ...] = ()
+            if start == sequence.capacity:
+                if not self._grow(sequence):
+                    ran_short = True
+                    continue
+                new_blocks = (sequence.block_table[-1],)
+            assert sequence.slot is not None
+            known = (token_ids[start],) if start < len(token_ids) else ()
+            rows.append(Row(sequence.slot, start, 1, known, new_blocks, True))
+            sampled.append((sequence, sequence.incarnation))
+            budget -= 1
+            sequence.num_computed = start = start + 1
+            sequence.num_pending += 1
+            sequence.last_step_id = step_id
+            if not start % block_size:
+                self.memory.publish(sequence)
+        step.budget = budget
+        step.num_decodes = len(rows)
+        if self.line.keeps_accounts:
+            for sequence, _ in sampled:
+                self.line.charge(sequence, 1)
+        return prefills, ran_short
 
-    def _seat(self, sequence: Sequence, found: list[int], now: float) -> Seat:
-        """Give a sequence a slot and the blocks for all of its known tokens, the first of them `found` ones."""
-        for block in found:
-            self.pool.share(block)
-        sequence.block_table = found
-        sequence.num_published = len(found)
-        sequence.num_computed = len(found) * self.config.block_size
-        self._lease_for(sequence, sequence.num_tokens)
-        if sequence.first_scheduled_s is None:
-            sequence.first_scheduled_s = now
-            sequence.num_cached_tokens = sequence.num_computed
-            self.num_prompt_tokens += sequence.prompt_length
-            self.num_cached_tokens += sequence.num_computed
-        sequence.slot = self._free_slots.pop()
-        sequence.status = Status.RUNNING
-        self._running.append(sequence)
-        sampling = sequence.sampling
-        return Seat(sequence.slot, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
+    def _schedule_prefills(self, step: _Step, prefills: list[Sequence], may_seat: bool) -> None:
+        """What is left of the budget, for prompts: seated ones by rank, then new ones.
 
-    def _unseat(self, sequence: Sequence) -> None:
-        """Take slot and blocks from a sequence. What is in flight for it is void from here on."""
-        in_flight = self._in_flight and sequence.last_step_id >= self._in_flight[0].step_id
-        # Tail first: what a prefix of many continuations holds is to be reused last.
-        self.pool.release(reversed(sequence.block_table), self._in_flight[-1].step_id if in_flight else None)
-        assert sequence.slot is not None
-        # No fence for the slot: the worker executes steps in order, and a seat resets it.
-        self._free_slots.append(sequence.slot)
-        sequence.slot = None
-        sequence.block_table = []
-        sequence.num_computed = sequence.num_pending = 0
-        sequence.incarnation += 1
+        Where the policy has a share for short prompts, those that need less than the first one goes before it, but
+        leave it the rest of the budget: a long prompt costs the short ones little, and they cost it at most that share.
+        """
+        if prefills and self.line.short_share:
+            num_needed = prefills[0].num_needed
+            reserve = min(num_needed, step.budget - int(step.budget * self.line.short_share))
+            shorter = [sequence for sequence in prefills if sequence.num_needed < num_needed]
+            self._serve(step, sorted(shorter, key=lambda sequence: sequence.num_needed), reserve)
+            if may_seat:
+                self._seat_waiting(step, reserve, shorter_than=num_needed)
+        self._serve(step, prefills)
+        if may_seat:
+            self._seat_waiting(step)
 
-    def _preempt(self, victim: Sequence) -> None:
-        """Send a running sequence back to the head of the queue, to be computed again from its tokens."""
-        assert victim is self._running[-1] and len(self._running) > 1, "the oldest is never preempted"
-        self._running.pop()
-        self._unseat(victim)
-        victim.status = Status.WAITING
-        victim.num_preemptions += 1
-        self.num_preemptions += 1
-        self._waiting[victim.sequence_id] = victim
-        self._waiting.move_to_end(victim.sequence_id, last=False)
+    def _serve(self, step: _Step, sequences: list[Sequence], reserve: int = 0) -> None:
+        """A chunk for each of the seated, as long as more than `reserve` tokens are left."""
+        for sequence in sequences:
+            if step.budget > reserve and sequence.last_step_id != step.step_id:
+                self._schedule(step, sequence, min(sequence.num_needed, step.budget - reserve))
 
-    # -- the prefix cache ---------------------------------------------------------------------------------------------
+    def _seat_waiting(self, step: _Step, reserve: int = 0, shorter_than: int | None = None) -> None:
+        """Seats for those that the line proposes, as long as there are seats, tokens and memory.
 
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks that already hold the beginning of a sequence; at least one token is left to be computed."""
-        if not self.config.enable_prefix_caching:
-            return []
-        num_blocks = (sequence.num_tokens - 1) // self.config.block_size
-        self._hash_blocks(sequence, num_blocks)
-        return self.prefixes.find(sequence.block_hashes[:num_blocks])
+        The line is strict: if there is no memory for its first, nobody behind gets any, or the first would starve.
+        """
+        while step.budget > reserve and len(self._running) < self.config.max_num_seqs:
+            sequence = self.line.first(shorter_than)
+            if sequence is None or sequence is self._misfit:
+                return
+            beginning = self.memory.find_beginning(sequence, step.step_id)
+            if not self.memory.has_room(sequence, beginning, self._running):
+                self._misfit = sequence
+                return
+            self._seat(step, sequence, beginning)
+            self._schedule(step, sequence, min(sequence.num_needed, step.budget - reserve), sequence.block_table)
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Let others find the blocks whose tokens are all committed and computed by a dispatched step."""
-        num_full = min(sequence.num_computed, sequence.num_tokens) // self.config.block_size
-        if num_full == sequence.num_published or not self.config.enable_prefix_caching:
-            return
-        self._hash_blocks(sequence, num_full)
-        for index in range(sequence.num_published, num_full):
-            self.prefixes.publish(sequence.block_table[index], sequence.block_hashes[index])
-        sequence.num_published = num_full
-
-    def _hash_blocks(self, sequence: Sequence, num_blocks: int) -> None:
-        """Continue a sequence's chain of hashes to its first `num_blocks` blocks."""
-        block_size, hashes = self.config.block_size, sequence.block_hashes
-        for index in range(len(hashes), num_blocks):
-            previous = hashes[-1] if hashes else salt_hash(sequence.salt)
-            hashes.append(chain_hash(previous, sequence.token_ids[index * block_size : (index + 1) * block_size]))
-
-    # -- tokens ---------------------------------------------------------------------------------------------------
-
-    def _schedule(self, step: _Step, sequence: Sequence, num_tokens: int, new_blocks: list[int]) -> None:
-        """Put positions [num_computed, num_computed + num_tokens) of a sequence into the step."""
+    def _schedule(
+        self, step: _Step, sequence: Sequence, num_tokens: int, new_blocks: list[int] | tuple[()] = ()
+    ) -> None:
+        """Put positions [num_computed, num_computed + num_tokens) of a prompt into the step."""
         assert sequence.slot is not None
         start, stop = sequence.num_computed, sequence.num_computed + num_tokens
-        samples = stop == len(sequence.token_ids) + sequence.num_pending
+        samples = stop == len(sequence.token_ids)
         known = tuple(sequence.token_ids[start:stop])
         step.rows.append(Row(sequence.slot, start, num_tokens, known, tuple(new_blocks), samples))
         step.budget -= num_tokens
+        step.num_prefill_tokens += num_tokens
         sequence.num_computed = stop
         sequence.last_step_id = step.step_id
         if samples:
             sequence.num_pending += 1
+            sequence.first_sampled_step_id = step.step_id
             step.sampled.append((sequence, sequence.incarnation))
-        self._publish(sequence)
+            if sequence.sequence_id in self._followers:
+                self._leaders_ready.append(sequence)
+        self.line.charge(sequence, num_tokens)
+        self.memory.publish(sequence)
 
-    def _accept(self, sequence: Sequence, token_id: int) -> SequenceToken:
-        """Append a sampled token and see whether the sequence ends with it."""
-        sequence.num_pending -= 1
-        sequence.token_ids.append(token_id)
-        self._publish(sequence)
-        reason = self._reason_to_stop(sequence, token_id)
-        if reason is FinishReason.STOP and token_id in sequence.sampling.stop_token_ids:
+    def _settle(self, step: _Step, now: float, tokens: list[SequenceToken]) -> None:
+        """Apply a step's result: append what it sampled to `tokens` and to the sequences, and see who ends with it."""
+        assert step.result is not None
+        # From the moment the worker could begin with it: when it was sent, or when the step before it was done.
+        self.pacer.observe(step.num_prefill_tokens, step.num_decodes, now - max(step.planned_s, self._last_commit_s))
+        self._last_commit_s = now
+        if self.memory.num_fenced:
+            self.memory.settle(step.step_id)
+            self._misfit = None
+        block_size = self.config.block_size
+        for (sequence, incarnation), token_id in zip(step.sampled, step.result.token_ids, strict=True):
+            if sequence.incarnation != incarnation:
+                continue
+            token_ids = sequence.token_ids
+            token_ids.append(token_id)
+            sequence.num_pending -= 1
+            if not len(token_ids) % block_size:
+                self.memory.publish(sequence)
+            reason = None
+            if token_id in sequence.stop_set or len(token_ids) >= sequence.max_length:
+                reason = self._end(sequence, token_id)
+            tokens.append(SequenceToken(sequence, token_id, reason))
+
+    def _end(self, sequence: Sequence, token_id: int) -> FinishReason:
+        """A sequence comes to its own end with this token."""
+        reason = FinishReason.STOP if token_id in sequence.stop_set else FinishReason.LENGTH
+        if token_id in sequence.sampling.stop_token_ids:
             sequence.stop_token_id = token_id
-        if reason is not None:
-            self.finish(sequence, reason)
-        return SequenceToken(sequence, token_id, reason)
+        self.memory.forecast.ended(sequence)
+        self.finish(sequence, reason)
+        return reason
 
-    def _reason_to_stop(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+    # -- seats ----------------------------------------------------------------------------------------------------
+
+    def _seat(self, step: _Step, sequence: Sequence, beginning: Beginning) -> None:
+        """Give a sequence a slot, what is there of it already, and blocks for the rest."""
+        self.memory.move_in(sequence, beginning)
+        if beginning.partial is not None:
+            assert sequence.leader is not None
+            sequence.leader.last_step_id = step.step_id
+            step.copies.append((beginning.partial, sequence.block_table[sequence.num_found_blocks]))
+        if sequence.first_scheduled_s is None:
+            sequence.first_scheduled_s = step.planned_s
+            sequence.num_cached_tokens = beginning.num_tokens
+            if sequence.leader is None:
+                self.num_prompt_tokens += sequence.prompt_length
+                self.num_cached_tokens += beginning.num_tokens
+        sequence.slot = self._free_slots.pop()
+        sequence.status = Status.RUNNING
+        insort(self._running, sequence, key=self.line.rank)
+        self.line.seated(sequence)
         sampling = sequence.sampling
-        if token_id in self.config.eos_token_ids and not sampling.ignore_eos:
-            return FinishReason.STOP
-        if token_id in sampling.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if sequence.num_output_tokens >= sampling.max_tokens else None
+        step.seats.append(Seat(sequence.slot, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed))
+
+    def _unseat(self, sequence: Sequence) -> None:
+        """Take slot and blocks from a sequence. What is in flight for it is void from here on."""
+        in_flight = self._in_flight and sequence.last_step_id >= self._in_flight[0].step_id
+        self.memory.move_out(sequence, self._in_flight[-1].step_id if in_flight else None)
+        assert sequence.slot is not None
+        # No fence for the slot: the worker executes steps in order, and a seat resets it.
+        self._free_slots.append(sequence.slot)
+        self._misfit = None
+        sequence.forget_seat()
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Send a running sequence back into line, to be computed again from its tokens."""
+        assert victim is not self._running[0], "the first is never preempted"
+        self._running.remove(victim)
+        self._unseat(victim)
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self.memory.forecast.preempted()
+        self._wait_again(victim)
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        self.line.push(sequence)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """One more block, if need be at the expense of somebody ranked behind; False if it has to wait for it."""
+        while not self.memory.grow(sequence):
+            # Fenced blocks come back by themselves when a step in flight is done. Preempting a second victim
+            # before they did is how one shortage becomes a cascade.
+            victim = None if self.memory.num_fenced else self._find_victim(sequence)
+            if victim is None:
+                # It waits in its seat. Giving up its own blocks would cost a recompute and help nobody who is
+                # not about to preempt it anyway.
+                return False
+            self._preempt(victim)
+        return True
+
+    def _find_victim(self, sequence: Sequence) -> Sequence | None:
+        """The last of those ranked behind `sequence`, except who was preempted often enough."""
+        for victim in reversed(self._running):
+            if victim is sequence:
+                break
+            if not self.memory.is_pinned(victim):
+                return victim
+        assert len(self._running) > 1, f"{sequence} cannot run alone in {self.config.num_blocks} blocks"
+        return None
+
+    def _release_followers(self, leader: Sequence) -> None:
+        """What they waited for is dispatched, or will never be."""
+        for follower in self._followers.pop(leader.sequence_id, ()):
+            if follower.status is Status.WAITING:
+                self.line.push(follower)
 
     # -- the laws -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Assert every law the state must obey. Linear in all there is: for tests and simulations."""
-        self.prefixes.check()
-        held = Counter(block for sequence in self._running for block in sequence.block_table)
-        assert held == self.pool.holders(), "block tables and pool disagree on who holds what"
-        assert len(self._running) <= self.config.max_num_seqs
-        slots = [sequence.slot for sequence in self._running if sequence.slot is not None]
-        assert sorted([*slots, *self._free_slots]) == list(range(self.config.max_num_seqs)), "a slot was lost"
-        assert {s.sequence_id for s in (*self._running, *self._waiting.values())} == set(self._sequences)
-        arrivals = [sequence.sequence_id for sequence in (*self._running, *self._waiting.values())]
-        assert arrivals == sorted(arrivals), "someone overtook"
-        for sequence in self._running:
-            assert sequence.status is Status.RUNNING
-            assert sequence.num_computed <= sequence.num_tokens + sequence.num_pending
-            assert len(sequence.block_table) * self.config.block_size >= sequence.num_computed
-        for sequence in self._waiting.values():
-            assert sequence.status is Status.WAITING and not sequence.block_table and sequence.slot is None
+        config, running = self.config, self._running
+        self.memory.check(running)
+        slots = {sequence.slot for sequence in running}
+        assert len(slots) == len(running) and len(running) + len(self._free_slots) == config.max_num_seqs
+        assert slots.isdisjoint(self._free_slots), "a slot was given twice"
+        ranks = [self.line.rank(sequence) for sequence in running]
+        assert ranks == sorted(ranks), "the running are out of order"
+        for sequence in running:
+            assert sequence.status is Status.RUNNING and self._sequences[sequence.sequence_id] is sequence
+            assert 0 <= sequence.num_pending <= config.max_steps_in_flight
+            assert 0 <= sequence.num_computed < sequence.num_tokens + sequence.num_pending <= sequence.max_length
+            assert sequence.num_preemptions <= config.max_preemptions
+        num_waiting = sum(sequence.status is Status.WAITING for sequence in self._sequences.values())
+        assert num_waiting + len(running) == len(self._sequences), "somebody is neither running nor waiting"

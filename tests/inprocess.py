@@ -52,11 +52,14 @@ class InProcessEngine:
             )
         )
         self.num_steps = 0
+        self.num_copies = 0
         self._in_flight: deque[StepPlan] = deque()
         self._next_id = 0
 
-    def add(self, prompt: list[int], **sampling: Any) -> Sequence:
-        sequence = Sequence(self._next_id, prompt, SamplingParams(**{"temperature": 0.0, "max_tokens": 16, **sampling}))
+    def add(self, prompt: list[int], leader: Sequence | None = None, **sampling: Any) -> Sequence:
+        """Admitted optimistically, so that small pools lead to preemption."""
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 16, **sampling})
+        sequence = Sequence(self._next_id, prompt, params, leader=leader, has_length_bound=False)
         self._next_id += 1
         self.manager.add(sequence)
         return sequence
@@ -67,7 +70,8 @@ class InProcessEngine:
             self._in_flight.append(plan)
         plan = self._in_flight.popleft()
         self.num_steps += 1
-        self.manager.commit(StepResult(plan.epoch, plan.step_id, tuple(self.runner.execute(plan)), 0.0))
+        self.num_copies += len(plan.copies)
+        self.manager.commit(StepResult(plan.epoch, plan.step_id, tuple(self.runner.execute(plan)), 0.0), 0.0)
         self.manager.check()
 
     def run(self) -> None:

@@ -42,6 +42,9 @@ class PagedOracle:
     def execute(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
         assert plan.rows and 0 < plan.num_tokens <= self.max_num_batched_tokens
+        for source, target in plan.copies:
+            first, size = source * self.block_size, self.block_size
+            self.cells[target * size : (target + 1) * size] = self.cells[first : first + size]
         for seat in plan.seats:
             self.tokens[seat.slot], self.block_tables[seat.slot] = {}, []
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot was scheduled twice in one step"

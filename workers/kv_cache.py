@@ -48,6 +48,11 @@ class KVCache:
         self.keys[layer].flatten(0, 1).index_copy_(0, slot_mapping, keys.nan_to_num(0.0, 0.0, 0.0))
         self.values[layer].flatten(0, 1).index_copy_(0, slot_mapping, values.nan_to_num(0.0, 0.0, 0.0))
 
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole blocks, in every layer: two sequences shared a block until now and will both write to it."""
+        for pages in (*self.keys, *self.values):
+            pages[targets] = pages[sources]
+
     def read(self, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
         """Gather [num_rows, num_kv_heads, num_blocks * block_size, dim] for block tables [num_rows, num_blocks]."""
         keys = self.keys[layer][block_table].flatten(1, 2)

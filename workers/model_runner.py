@@ -38,6 +38,9 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[int]:
         """Compute the step's rows; the token ids that its sampling rows chose, in plan order."""
+        if plan.copies:
+            sources, targets = torch.tensor(plan.copies, device=self.loaded.device).T
+            self.cache.copy_blocks(sources, targets)
         batch = make_batch(plan, self.table)
         logits = self._forward(batch)
         if not batch.sampling:

@@ -150,15 +150,15 @@ def test_a_taken_port_is_an_operators_mistake(server: ServerProcess) -> None:
 
 
 def test_a_tiny_pool_serves_everyone_in_turn(tmp_path: Path) -> None:
-    """Eight blocks of four tokens for sixteen prompts: preemption through the whole stack, same answers."""
+    """Eight blocks of four tokens for sixteen open ends: preemption through the whole stack, same answers."""
     arguments = [str(DEMO_MODEL_PATH), "--num-kv-blocks", "8", "--block-size", "4", "--max-num-batched-tokens", "7"]
     prompts = [f"{i} and" for i in range(16)]
-    fields = {"prompts": prompts, "max_tokens": 20, "ignore_eos": True}
+    fields = {"prompts": prompts, "ignore_eos": True}
     with serving(*arguments, log=tmp_path / "log") as small:
         answers = small.client.post("/generate", json=fields).json()["generated_texts"]
         assert small.metric("servekit_num_preemptions_total") > 0
         small.wait_until_at_rest()
         refusal = small.client.post("/generate", json={"prompt": "a", "max_tokens": 50})
         assert refusal.json()["error"]["code"] == "context_length_exceeded"
-        alone = [small.generate(prompt, max_tokens=20, ignore_eos=True)["generated_text"] for prompt in prompts]
+        alone = [small.generate(prompt, ignore_eos=True)["generated_text"] for prompt in prompts]
     assert answers == alone

@@ -12,16 +12,18 @@ from tests.unit.test_workload_manager import assert_at_rest, make_manager, make_
 PROMPT = [7 * i % 90 + 100 for i in range(18)]  # four full blocks of four tokens, and two tokens more
 
 
-def ask(manager: WorkloadManager, oracle: PagedOracle, prompt: list[int], salt: str = "", max_tokens: int = 3) -> int:
+def ask(manager: WorkloadManager, oracle: PagedOracle, prompt: list[int], tenant: str = "", max_tokens: int = 3) -> int:
     """Run one prompt to its end; how many tokens had to be computed for it."""
-    sequence = Sequence(_next_id(manager), prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), salt=salt)
+    sequence = Sequence(
+        _next_id(manager), prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), tenant=tenant
+    )
     manager.add(sequence)
     num_computed = 0
     while manager.has_work:
         plan = manager.plan(0.0)
         assert plan is not None
         num_computed += plan.num_tokens
-        manager.commit(oracle.execute(plan))
+        manager.commit(oracle.execute(plan), 0.0)
         manager.check()
     assert sequence.output_token_ids == naive_generate(prompt, max_tokens, frozenset())
     return num_computed
@@ -60,7 +62,7 @@ def test_prefixes_are_found_while_their_first_owner_is_still_at_work() -> None:
     assert plan is not None
     assert [row.num_tokens for row in plan.rows] == [18, 2], "even in the same step"
     assert plan.rows[0].new_block_ids[:4] == plan.rows[1].new_block_ids[:4]
-    manager.commit(oracle.execute(plan))
+    manager.commit(oracle.execute(plan), 0.0)
     run(manager, oracle)
     assert first.output_token_ids == second.output_token_ids == naive_generate(PROMPT, 4, frozenset())
 
@@ -68,9 +70,9 @@ def test_prefixes_are_found_while_their_first_owner_is_still_at_work() -> None:
 def test_tenants_never_share_and_each_shares_with_itself() -> None:
     manager = make_manager()
     oracle = make_oracle(manager)
-    assert ask(manager, oracle, PROMPT, salt="org_1", max_tokens=1) == 18
-    assert ask(manager, oracle, PROMPT, salt="org_12", max_tokens=1) == 18
-    assert ask(manager, oracle, PROMPT, salt="org_1", max_tokens=1) == 2
+    assert ask(manager, oracle, PROMPT, tenant="org_1", max_tokens=1) == 18
+    assert ask(manager, oracle, PROMPT, tenant="org_12", max_tokens=1) == 18
+    assert ask(manager, oracle, PROMPT, tenant="org_1", max_tokens=1) == 2
     assert salt_hash("org_1") != salt_hash("org_12") != chain_hash(salt_hash("org_1"), [])
 
 
@@ -78,14 +80,14 @@ def test_switched_off_nothing_is_ever_found() -> None:
     manager = make_manager(enable_prefix_caching=False)
     oracle = make_oracle(manager)
     assert ask(manager, oracle, PROMPT, max_tokens=1) == ask(manager, oracle, PROMPT, max_tokens=1) == 18
-    assert manager.pool.num_cached == 0
+    assert manager.memory.pool.num_cached == 0
 
 
 def test_a_tail_is_forgotten_before_its_head() -> None:
     manager = make_manager(num_blocks=6)
     oracle = make_oracle(manager)
     ask(manager, oracle, PROMPT[:17], max_tokens=1)
-    assert manager.pool.num_cached == 4
+    assert manager.memory.pool.num_cached == 4
     ask(manager, oracle, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], max_tokens=1)  # takes both free blocks and the tail
     assert ask(manager, oracle, PROMPT[:17], max_tokens=1) == 17 - 12, "three of four blocks survived"
 
@@ -93,9 +95,8 @@ def test_a_tail_is_forgotten_before_its_head() -> None:
 def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     manager = make_manager(num_blocks=8, max_num_batched_tokens=64)
     oracle = make_oracle(manager)
-    sequences = [
-        Sequence(i, [i + 1] * 9, SamplingParams(max_tokens=16, ignore_eos=True), salt=str(i)) for i in range(3)
-    ]
+    sampling = SamplingParams(max_tokens=16, ignore_eos=True)
+    sequences = [Sequence(i, [i + 1] * 9, sampling, tenant=str(i), has_length_bound=False) for i in range(3)]
     for sequence in sequences:
         manager.add(sequence)
     run(manager, oracle)
@@ -112,7 +113,7 @@ def test_an_aborted_prompt_leaves_what_was_dispatched_of_it() -> None:
     manager.add(sequence)
     plan = manager.plan(0.0)
     manager.finish(sequence, FinishReason.ABORT)
-    manager.commit(oracle.execute(plan))
+    manager.commit(oracle.execute(plan), 0.0)
     manager.next_test_id = 0  # type: ignore[attr-defined]
     assert ask(manager, oracle, PROMPT, max_tokens=1) == 18 - 8
 

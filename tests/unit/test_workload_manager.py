@@ -27,7 +27,8 @@ def make_oracle(manager: WorkloadManager) -> PagedOracle:
 
 def make_sequence(sequence_id: int, prompt_length: int = 5, max_tokens: int = 8, **sampling: object) -> Sequence:
     prompt = [random.Random(sequence_id).randrange(1000) for _ in range(prompt_length)]
-    return Sequence(sequence_id, prompt, SamplingParams(max_tokens=max_tokens, **sampling))
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
+    return Sequence(sequence_id, prompt, params, has_length_bound=False)  # admitted optimistically
 
 
 def reference(sequence: Sequence) -> list[int]:
@@ -44,14 +45,14 @@ def run(manager: WorkloadManager, oracle: PagedOracle, max_steps: int = 100_000)
             manager.check()
             plans.append(plan)
         assert plans, "there is work, nothing is in flight, and no step was planned"
-        manager.commit(oracle.execute(plans.pop(0)))
+        manager.commit(oracle.execute(plans.pop(0)), 0.0)
         manager.check()
         assert oracle.num_steps < max_steps, "no progress"
 
 
 def assert_at_rest(manager: WorkloadManager) -> None:
     assert not manager.has_work
-    assert manager.pool.num_available == manager.config.num_blocks
+    assert manager.memory.pool.num_available == manager.config.num_blocks
     manager.check()
 
 
@@ -112,7 +113,7 @@ def test_random_arrivals_aborts_and_stale_results_lose_no_token(seed: int) -> No
             wrong_tokens = tuple(token_id + 1 for token_id in result.token_ids)
             stale = StepResult(result.epoch + rng.choice([-1, 1]), result.step_id, wrong_tokens, 0.0)
             for message in rng.choice([[result], [stale, result], [result, result], [result, stale]]):
-                for token in manager.commit(message):
+                for token in manager.commit(message, 0.0):
                     assert token.sequence.sequence_id not in aborted
                 manager.check()
         manager.check()
@@ -129,7 +130,7 @@ def test_prefill_and_decode_share_a_step_under_one_budget() -> None:
     manager = make_manager(max_num_batched_tokens=10)
     manager.add(make_sequence(0, prompt_length=4, ignore_eos=True))
     oracle = make_oracle(manager)
-    manager.commit(oracle.execute(manager.plan(0.0)))
+    manager.commit(oracle.execute(manager.plan(0.0)), 0.0)
     manager.add(make_sequence(1, prompt_length=30))
     plan = manager.plan(0.0)
     assert [row.num_tokens for row in plan.rows] == [1, 9]
@@ -144,7 +145,7 @@ def test_chunked_prefill_sends_each_prompt_token_once() -> None:
     while manager.has_work:
         plan = manager.plan(0.0)
         sent += [token_id for row in plan.rows for token_id in row.token_ids]
-        manager.commit(oracle.execute(plan))
+        manager.commit(oracle.execute(plan), 0.0)
     assert sent == sequence.token_ids[:30]
     assert oracle.num_steps == 5
 
@@ -158,7 +159,7 @@ def test_oldest_running_sequence_is_never_preempted() -> None:
     while manager.has_work:
         oldest = next(s for s in sequences if s.status is not Status.FINISHED)
         before = oldest.num_preemptions
-        manager.commit(oracle.execute(manager.plan(0.0)))
+        manager.commit(oracle.execute(manager.plan(0.0)), 0.0)
         assert oldest.num_preemptions == before
     assert manager.num_preemptions > 0 and sequences[0].num_preemptions == 0
 
@@ -170,7 +171,7 @@ def test_preempted_sequence_keeps_its_tokens_and_its_place() -> None:
         manager.add(sequence)
     oracle = make_oracle(manager)
     while not manager.num_preemptions:
-        manager.commit(oracle.execute(manager.plan(0.0)))
+        manager.commit(oracle.execute(manager.plan(0.0)), 0.0)
     victim = next(s for s in sequences if s.num_preemptions)
     assert victim.num_output_tokens > 0 and not victim.block_table
     late = make_sequence(9, prompt_length=1, max_tokens=1)
@@ -185,7 +186,7 @@ def test_a_newcomer_is_not_let_in_only_to_be_preempted() -> None:
     manager = make_manager(num_blocks=4, block_size=4)
     manager.add(make_sequence(0, prompt_length=7, max_tokens=8, ignore_eos=True))
     oracle = make_oracle(manager)
-    manager.commit(oracle.execute(manager.plan(0.0)))
+    manager.commit(oracle.execute(manager.plan(0.0)), 0.0)
     manager.add(make_sequence(1, prompt_length=7, max_tokens=2, ignore_eos=True))
     run(manager, oracle)
     assert manager.num_preemptions == 0
@@ -197,8 +198,8 @@ def test_aborted_blocks_are_fenced_until_the_step_in_flight_is_done() -> None:
     manager.add(sequence)
     plan = manager.plan(0.0)
     manager.finish(sequence, FinishReason.ABORT)
-    assert manager.pool.num_fenced == 2 and manager.pool.num_available == 62
-    assert manager.commit(make_oracle(manager).execute(plan)) == []
+    assert manager.memory.pool.num_fenced == 2 and manager.memory.pool.num_available == 62
+    assert manager.commit(make_oracle(manager).execute(plan), 0.0) == []
     assert_at_rest(manager)
 
 

@@ -85,7 +85,7 @@ def test_tokens_are_those_of_generate(name: str, chunk: int, max_steps_in_flight
     loaded, answers = prepared(name)
     engine = InProcessEngine(
         loaded,
-        num_blocks=10,
+        num_blocks=9 if chunk == 7 else 10,
         block_size=4,
         max_num_seqs=6,
         max_num_batched_tokens=chunk,
@@ -95,6 +95,29 @@ def test_tokens_are_those_of_generate(name: str, chunk: int, max_steps_in_flight
     assert [sequence.output_token_ids for sequence in sequences] == answers
     if chunk > 1:  # with one token a step, only the oldest ever grows, and it has the pool to itself
         assert engine.manager.num_preemptions > 0, "the pool was meant to be too small"
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gemma2", "gpt_oss", "demo"])
+def test_forked_sequences_say_what_each_would_say_alone(name: str, block_size: int) -> None:
+    """Greedy forks repeat `generate`; sampled ones, what the same seed gives without any fork."""
+    loaded, answers = prepared(name)
+    prompts = make_prompts(VOCAB_SIZE)
+    for index in (1, 5, 8):  # 23, 31 and 17 tokens: blocks that are full in part, and with 16 one that just is not
+        prompt, max_tokens, answer = prompts[index], MAX_TOKENS[index], answers[index]
+        engine = InProcessEngine(loaded, num_blocks=400 // block_size, block_size=block_size, max_steps_in_flight=2)
+        options = {"max_tokens": max_tokens, "ignore_eos": IGNORE_EOS[index]}
+        leader = engine.add(prompt, **options)
+        twins = [engine.add(prompt, leader, **options) for _ in range(2)]
+        sampled = [engine.add(prompt, leader, temperature=1.0, seed=seed, **options) for seed in range(3)]
+        engine.run()
+        assert engine.num_copies == (5 if (len(prompt) - 1) % block_size and len(prompt) % block_size else 0)
+        assert [sequence.output_token_ids for sequence in (leader, *twins)] == [answer] * 3
+        alone = InProcessEngine(loaded, num_blocks=400 // block_size, block_size=block_size)
+        unforked = [alone.add(prompt, temperature=1.0, seed=seed, **options) for seed in range(3)]
+        alone.run()
+        assert [s.output_token_ids for s in sampled] == [s.output_token_ids for s in unforked]
+        assert len({tuple(sequence.output_token_ids) for sequence in sampled}) > 1
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,0 +1,63 @@
+"""Whether a sequence may be seated: does everybody's memory fit, not now but at its peak?
+
+Sequences grow as they run and give everything back when they end, so the most memory is needed just before one of them
+ends. Where output lengths are bounded that peak can be computed; where they are not, they are guessed from the lengths
+seen, and the guess is raised when it cost a preemption. A wrong guess costs a recompute, never a token.
+
+The peak: Gong et al., "Past-Future Scheduler for LLM Serving under SLA Guarantees", ASPLOS 2025, section 3 (lightllm).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from servekit.sequence import Sequence
+
+
+def future_peak(demands: Iterable[tuple[int, int]], block_size: int) -> int:
+    """The most blocks that sequences hold at the same time, if all of them grow by a token in every step.
+
+    `demands` are (tokens held now, tokens yet to come). With blocks of one token the answer is exact; with larger ones
+    it is above the truth by less than a block for each sequence.
+    """
+    peak = num_tokens = 0
+    # By the time one ends, those with more to come are all still there: they come before it in this order.
+    for num_alive, (num_held, num_to_come) in enumerate(sorted(demands, key=lambda demand: -demand[1]), start=1):
+        num_tokens += num_held + block_size - 1
+        peak = max(peak, num_tokens + num_alive * num_to_come)
+    return peak // block_size
+
+
+class OutputForecast:
+    """How many tokens a sequence will still ask for.
+
+    Exact bounds are taken as they are. For open ends it is the mean length of those that ended lately, whatever a
+    sequence has produced so far (lengths without memory), times a caution that doubles with each preemption and
+    melts away with each sequence that ends.
+    """
+
+    WEIGHT = 1 / 32  # of the newest length in the mean
+    MOST_CAUTION = 16.0
+    RELIEF = 0.98
+
+    def __init__(self, block_size: int) -> None:
+        self._mean = float(block_size)  # optimistic, but never less than the next block
+        self._block_size = block_size
+        self.caution = 1.0
+
+    def tokens_to_come(self, sequence: Sequence) -> int:
+        # The last output token is never fed back, so it needs no KV position.
+        most = max(0, sequence.max_length - 1 - len(sequence.token_ids) - sequence.num_pending)
+        if sequence.has_length_bound:
+            return most
+        return min(most, max(self._block_size, int(self.caution * self._mean)))
+
+    def ended(self, sequence: Sequence) -> None:
+        """It came to its own end."""
+        self.caution = max(1.0, self.caution * self.RELIEF)
+        if not sequence.has_length_bound:
+            self._mean += self.WEIGHT * (sequence.num_output_tokens - self._mean)
+
+    def preempted(self) -> None:
+        """Somebody lost a seat: we were too bold."""
+        self.caution = min(self.MOST_CAUTION, self.caution * 2)

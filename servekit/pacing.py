@@ -1,0 +1,64 @@
+"""How much prefill a step may carry while others wait for their next token.
+
+The longer the step, the longer every running stream waits between two tokens. With a target for that wait, the pacer
+learns what a prefill token costs from the steps it sees, and gives out as many as fit.
+"""
+
+from __future__ import annotations
+
+
+class Pacer:
+    """Chooses the prefill of a step for `target_s` between two tokens; without a target, there is no limit.
+
+    Two things are learnt. A line `seconds = base + slope * num_prefill_tokens` through the steps seen, older ones
+    counting less; decodes and attention are in its base, which drifts with them. And a margin: one step over the
+    target takes 5 % off it, each other gives 0.025 % back, so it comes to rest where about one step in 200 is late.
+    That makes the target a percentile without assuming how step times scatter.
+    """
+
+    MEMORY = 0.97  # the weight of a step, once another one has followed
+    PENALTY = 0.95
+    RELIEF = 0.00025
+    LEAST_MARGIN = 0.2
+
+    def __init__(self, target_s: float | None, least: int) -> None:
+        self.target_s = target_s
+        self.least = least  # tokens that a step may always prefill, so that prompts come through at any target
+        self._margin = 1.0
+        self._slope = 0.0  # seconds per prefill token
+        self._weight = self._tokens = self._seconds = self._tokens_squared = self._tokens_seconds = 0.0
+
+    def prefill_limit(self) -> int | None:
+        """Tokens of prefill that fit into the next step beside its decodes; None for as many as there is room for."""
+        if self.target_s is None:
+            return None
+        if self._slope <= 0.0:
+            return self.least  # nothing is known of prefill yet: learn by small steps
+        base = (self._seconds - self._slope * self._tokens) / self._weight
+        return max(self.least, int((self._margin * self.target_s - base) / self._slope))
+
+    def observe(self, num_prefill_tokens: int, num_decodes: int, seconds: float) -> None:
+        """A step took so long, as the streams that waited for it felt it."""
+        if self.target_s is None:
+            return
+        self._learn(float(num_prefill_tokens), seconds)
+        if num_decodes and num_prefill_tokens > self.least:
+            if seconds > self.target_s:
+                self._margin = max(self.LEAST_MARGIN, self._margin * self.PENALTY)
+            else:
+                self._margin = min(1.0, self._margin + self.RELIEF)
+
+    def _learn(self, tokens: float, seconds: float) -> None:
+        keep = self.MEMORY
+        self._weight = keep * self._weight + 1.0
+        self._tokens = keep * self._tokens + tokens
+        self._seconds = keep * self._seconds + seconds
+        self._tokens_squared = keep * self._tokens_squared + tokens * tokens
+        self._tokens_seconds = keep * self._tokens_seconds + tokens * seconds
+        mean = self._tokens / self._weight
+        spread = self._tokens_squared - mean * self._tokens
+        if spread > 0.05 * mean * mean:  # steps that differ enough to show what a token costs
+            slope = (self._tokens_seconds - mean * self._seconds) / spread
+            self._slope = max(slope, 0.1 * self._slope)
+        elif self._slope == 0.0 and tokens:
+            self._slope = seconds / tokens  # the first prompt: all of its time, an upper bound
