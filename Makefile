@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Changes when the code's requirements do, not when the code does.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve test check format bench bench-manager demo-model demo-model-eval clean help
+.PHONY: serve test simulate check format bench bench-manager demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ check: $(INSTALLED)  ## lint, types and import contracts
 format: $(INSTALLED)  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+simulate: $(INSTALLED)  ## hunt for scheduler bugs with seeds that nobody has tried; SECONDS=60
+	$(BIN)/python -m tests.sim.simulate --seconds $(or $(SECONDS),60) $(ARGS)
 
 bench: $(INSTALLED)  ## output tokens/s against a loop of transformers' generate
 	$(BIN)/python benchmarks/against_generate.py $(ARGS)

@@ -14,8 +14,8 @@ section 4. The fence is ours: it turns "was the abort early enough?" into arithm
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Set
 
 
 class BlockPool:
@@ -116,12 +116,13 @@ class BlockPool:
         self._on_reuse(block)
         return block
 
-    def holders(self) -> Counter[int]:
-        """In how many block tables each leased block is."""
-        return Counter({block: holders for block, holders in enumerate(self._holders) if holders})
+    def holders(self) -> list[int]:
+        """In how many block tables each block is."""
+        return self._holders.copy()
 
-    def is_kept(self, block: int) -> bool:
-        return block in self._kept
+    def kept(self) -> Set[int]:
+        """The blocks whose contents are worth keeping."""
+        return self._kept
 
     def check(self) -> None:
         """Assert the conservation law. Linear in `num_blocks`: for tests and for sampling in production."""
@@ -129,6 +130,6 @@ class BlockPool:
         leased = [block for block, holders in enumerate(self._holders) if holders]
         assert (len(fenced), len(leased)) == (self.num_fenced, self.num_leased)
         everything = [*self._free, *self._cached, *leased, *fenced]
-        assert sorted(everything) == list(range(self.num_blocks)), "a block was lost or duplicated"
+        assert len(everything) == len(set(everything)) == self.num_blocks, "a block was lost or duplicated"
         assert self._kept.issuperset(self._cached)
         assert self._kept.isdisjoint(self._free)

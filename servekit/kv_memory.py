@@ -10,7 +10,6 @@ first write; here it is made when the fork moves in, because its first step writ
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,13 +30,20 @@ class Beginning:
 class KVMemory:
     """The blocks of one worker, and who has them. Writes what a sequence knows of its own blocks, and nothing else."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, max_preemptions: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        max_preemptions: int,
+        forecast: OutputForecast,
+    ) -> None:
         self.block_size = block_size
         self.prefixes = PrefixCache(num_blocks)
         self.pool = self.prefixes.pool
-        self.forecast = OutputForecast(block_size)
         self._enable_prefix_caching = enable_prefix_caching
         self._max_preemptions = max_preemptions
+        self._forecast = forecast
 
     @property
     def num_fenced(self) -> int:
@@ -99,7 +105,7 @@ class KVMemory:
         num_found = num_found_blocks * self.block_size
         if self.is_pinned(sequence):
             return sequence.max_length - 1 - num_found, 0
-        return sequence.num_tokens + sequence.num_pending - num_found, self.forecast.tokens_to_come(sequence)
+        return sequence.num_tokens + sequence.num_pending - num_found, self._forecast.tokens_to_come(sequence)
 
     def move_in(self, sequence: Sequence, beginning: Beginning) -> None:
         """What is there of it already, and blocks for the rest; the caller has seen that there is room."""
@@ -155,9 +161,10 @@ class KVMemory:
     def check(self, running: Iterable[Sequence]) -> None:
         """Assert that tables and pool agree on who has what. Linear in all there is: for tests and simulations."""
         self.prefixes.check()
-        held = Counter[int]()
+        held = [0] * self.pool.num_blocks
         for sequence in running:
-            held.update(sequence.block_table)
+            for block in sequence.block_table:
+                held[block] += 1
             assert sequence.capacity == len(sequence.block_table) * self.block_size >= sequence.num_computed
             assert sequence.num_published * self.block_size <= min(sequence.num_computed, sequence.num_tokens)
         assert held == self.pool.holders(), "block tables and pool disagree on who holds what"

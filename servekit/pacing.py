@@ -6,6 +6,8 @@ learns what a prefill token costs from the steps it sees, and gives out as many 
 
 from __future__ import annotations
 
+LEAST_SLOPE_S = 1e-8  # no hardware prefills a token faster; what says so is noise
+
 
 class Pacer:
     """Chooses the prefill of a step for `target_s` between two tokens; without a target, there is no limit.
@@ -21,21 +23,25 @@ class Pacer:
     RELIEF = 0.00025
     LEAST_MARGIN = 0.2
 
-    def __init__(self, target_s: float | None, least: int) -> None:
+    def __init__(self, target_s: float | None, least: int, most: int) -> None:
         self.target_s = target_s
         self.least = least  # tokens that a step may always prefill, so that prompts come through at any target
+        self.most = most
         self._margin = 1.0
         self._slope = 0.0  # seconds per prefill token
         self._weight = self._tokens = self._seconds = self._tokens_squared = self._tokens_seconds = 0.0
 
-    def prefill_limit(self) -> int | None:
-        """Tokens of prefill that fit into the next step beside its decodes; None for as many as there is room for."""
+    def prefill_limit(self) -> int:
+        """Tokens of prefill that fit into the next step beside its decodes."""
         if self.target_s is None:
-            return None
-        if self._slope <= 0.0:
+            return self.most
+        if not self._slope:
             return self.least  # nothing is known of prefill yet: learn by small steps
-        base = (self._seconds - self._slope * self._tokens) / self._weight
-        return max(self.least, int((self._margin * self.target_s - base) / self._slope))
+        base_s = (self._seconds - self._slope * self._tokens) / self._weight
+        room_s = self._margin * self.target_s - base_s
+        if room_s >= self._slope * self.most:
+            return self.most
+        return max(self.least, int(room_s / self._slope))
 
     def observe(self, num_prefill_tokens: int, num_decodes: int, seconds: float) -> None:
         """A step took so long, as the streams that waited for it felt it."""
@@ -59,6 +65,6 @@ class Pacer:
         spread = self._tokens_squared - mean * self._tokens
         if spread > 0.05 * mean * mean:  # steps that differ enough to show what a token costs
             slope = (self._tokens_seconds - mean * self._seconds) / spread
-            self._slope = max(slope, 0.1 * self._slope)
+            self._slope = max(slope, LEAST_SLOPE_S)
         elif self._slope == 0.0 and tokens:
             self._slope = seconds / tokens  # the first prompt: all of its time, an upper bound

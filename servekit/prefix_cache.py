@@ -64,5 +64,6 @@ class PrefixCache:
     def check(self) -> None:
         """Assert that the index and the pool agree."""
         self.pool.check()
-        assert {block: block_hash for block_hash, block in self._block_of.items()} == self._hash_of
-        assert all(self.pool.is_kept(block) == (block in self._hash_of) for block in range(self.pool.num_blocks))
+        assert self.pool.kept() == self._hash_of.keys(), "a block is kept that nobody can find, or the other way round"
+        assert [self._block_of[block_hash] for block_hash in self._hash_of.values()] == list(self._hash_of)
+        assert len(self._block_of) == len(self._hash_of)

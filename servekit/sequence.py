@@ -101,6 +101,7 @@ class Sequence:
         self.prompt_length = len(prompt_token_ids)
         self.max_length = len(prompt_token_ids) + sampling.max_tokens
         self.token_ids = list(prompt_token_ids)  # prompt, then every committed output token
+        assert leader is None or leader.tenant == tenant, "a fork is of the same request"
         assert leader is None or leader.token_ids[: self.prompt_length] == self.token_ids, "forks share the prompt"
 
         self.status = Status.WAITING

@@ -33,6 +33,7 @@ from heapq import heappop, heappush
 
 from msgspec import Struct
 
+from servekit.admission import OutputForecast
 from servekit.errors import ContextTooLong
 from servekit.kv_memory import Beginning, KVMemory
 from servekit.messages import Row, Seat, StepPlan, StepResult
@@ -87,12 +88,13 @@ class WorkloadManager:
     `epoch` names the worker's incarnation; plans carry it and results must match it.
     """
 
-    def __init__(self, config: SchedulerConfig, epoch: int = 0) -> None:
+    def __init__(self, config: SchedulerConfig, forecast: OutputForecast | None = None) -> None:
         self.config = config
-        self.epoch = epoch
+        self.epoch = 0
+        self.forecast = forecast or OutputForecast(config.block_size)
         self.memory = self._new_memory()
         self.line = POLICIES[config.scheduling_policy]()
-        self.pacer = Pacer(config.itl_target_s, least=config.block_size)
+        self.pacer = Pacer(config.itl_target_s, config.block_size, config.max_num_batched_tokens)
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of sequences that were admitted, and how many of them were found in the cache
         self.num_cached_tokens = 0
@@ -190,9 +192,8 @@ class WorkloadManager:
             self._release_followers(self._leaders_ready.pop())
         step = _Step(self._next_step_id, now, self.config.max_num_batched_tokens)
         prefills, ran_short = self._schedule_decodes(step)
-        limit = self.pacer.prefill_limit() if step.rows else None
-        if limit is not None:
-            step.budget = min(step.budget, limit)
+        if step.rows:
+            step.budget = min(step.budget, self.pacer.prefill_limit())
         self._schedule_prefills(step, prefills, may_seat=not ran_short)
         if not step.rows:
             return None
@@ -244,7 +245,9 @@ class WorkloadManager:
 
     def _new_memory(self) -> KVMemory:
         config = self.config
-        return KVMemory(config.num_blocks, config.block_size, config.enable_prefix_caching, config.max_preemptions)
+        return KVMemory(
+            config.num_blocks, config.block_size, config.enable_prefix_caching, config.max_preemptions, self.forecast
+        )
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -377,7 +380,7 @@ class WorkloadManager:
         reason = FinishReason.STOP if token_id in sequence.stop_set else FinishReason.LENGTH
         if token_id in sequence.sampling.stop_token_ids:
             sequence.stop_token_id = token_id
-        self.memory.forecast.ended(sequence)
+        self.forecast.ended(sequence)
         self.finish(sequence, reason)
         return reason
 
@@ -420,7 +423,7 @@ class WorkloadManager:
         self._unseat(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self.memory.forecast.preempted()
+        self.forecast.preempted()
         self._wait_again(victim)
 
     def _wait_again(self, sequence: Sequence) -> None:
@@ -460,17 +463,18 @@ class WorkloadManager:
 
     def check(self) -> None:
         """Assert every law the state must obey. Linear in all there is: for tests and simulations."""
-        config, running = self.config, self._running
+        config, running, most_in_flight = self.config, self._running, self.config.max_steps_in_flight
         self.memory.check(running)
-        slots = {sequence.slot for sequence in running}
-        assert len(slots) == len(running) and len(running) + len(self._free_slots) == config.max_num_seqs
-        assert slots.isdisjoint(self._free_slots), "a slot was given twice"
-        ranks = [self.line.rank(sequence) for sequence in running]
+        assert len(running) + len(self._free_slots) == config.max_num_seqs
+        assert len({*self._free_slots, *[sequence.slot for sequence in running]}) == config.max_num_seqs, "slots lost"
+        ranks = list(map(self.line.rank, running))
         assert ranks == sorted(ranks), "the running are out of order"
         for sequence in running:
             assert sequence.status is Status.RUNNING and self._sequences[sequence.sequence_id] is sequence
-            assert 0 <= sequence.num_pending <= config.max_steps_in_flight
-            assert 0 <= sequence.num_computed < sequence.num_tokens + sequence.num_pending <= sequence.max_length
+            assert 0 <= sequence.num_pending <= most_in_flight
+            assert 0 <= sequence.num_computed < len(sequence.token_ids) + sequence.num_pending <= sequence.max_length
             assert sequence.num_preemptions <= config.max_preemptions
-        num_waiting = sum(sequence.status is Status.WAITING for sequence in self._sequences.values())
-        assert num_waiting + len(running) == len(self._sequences), "somebody is neither running nor waiting"
+        waiting = [sequence for sequence in self._sequences.values() if sequence.status is Status.WAITING]
+        assert len(waiting) + len(running) == len(self._sequences), "somebody is neither running nor waiting"
+        for sequence in waiting:
+            assert sequence.slot is None and not sequence.block_table and not sequence.num_pending

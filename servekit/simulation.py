@@ -1,0 +1,422 @@
+"""A whole service in virtual time: the real workload manager, a simulated worker, clients and faults.
+
+A `Scenario` is a value: what the manager is told to keep, who arrives when, what goes wrong when. `Simulation` plays
+it, deterministically, and raises a `Violation` as soon as anything is not as it must be: the manager's own laws and the
+policy's promise after every step, every token against a reference that serves one prompt at a time, and at the end that
+nobody was forgotten. A failing scenario can be shrunk, saved and played again.
+
+The shape is that of FoundationDB's and TigerBeetle's simulators: one thread, one seed, all nondeterminism injected.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import chain
+
+from msgspec import Struct
+
+from servekit.admission import OutputForecast
+from servekit.messages import StepPlan, StepResult
+from servekit.policy import Fair
+from servekit.sampling_params import SamplingParams
+from servekit.sequence import NEVER, FinishReason, Sequence, Status
+from servekit.workload_manager import SchedulerConfig, WorkloadManager
+
+VOCAB_SIZE = 100
+
+
+class Violation(Exception):
+    """Something is not as it must be."""
+
+
+# -- the truth --------------------------------------------------------------------------------------------------------
+
+
+def next_token(states: Iterable[int]) -> int:
+    """The simulated model's output layer: a function of every position's KV before it."""
+    return hash(tuple(states)) % VOCAB_SIZE
+
+
+def next_state(previous: int, token_id: int) -> int:
+    """What the simulated model stores for a position: a function of its token and of all before."""
+    return hash((previous, token_id))
+
+
+class NaiveReference:
+    """Serves one prompt at a time, one token at a time, with nothing shared and nothing batched: 30 lines to trust."""
+
+    def __init__(self, eos_token_ids: Iterable[int] = ()) -> None:
+        self.eos_token_ids = frozenset(eos_token_ids)
+
+    def output(self, prompt: Iterable[int], sampling: SamplingParams) -> list[int]:
+        """The whole answer to one prompt."""
+        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.eos_token_ids)
+        states: list[int] = []
+        for token_id in prompt:
+            states.append(self._state(states, token_id))
+        output: list[int] = []
+        while True:
+            token_id = next_token(states)
+            output.append(token_id)
+            if token_id in stops or len(output) == sampling.max_tokens:
+                return output
+            states.append(self._state(states, token_id))
+
+    @staticmethod
+    def _state(states: list[int], token_id: int) -> int:
+        return next_state(states[-1] if states else 0, token_id)
+
+
+class SimulatedWorker:
+    """Executes step plans over pages that hold states of the simulated model.
+
+    It does what a real worker does and trusts nothing: before it samples, it reads the sequence back through its block
+    table, so a block handed to two sequences, a chunk skipped, a prefix shared that is none, a stale slot or a copy
+    that was not made all lead to a wrong token, and one wrong token changes all that follow.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, max_num_batched_tokens: int) -> None:
+        self.block_size = block_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.pages = [[0] * block_size for _ in range(num_blocks)]
+        self.tokens: dict[int, dict[int, int]] = {}  # slot -> position -> token, as in the worker's token table
+        self.block_tables: dict[int, list[int]] = {}
+        self.num_steps = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
+        if not 0 < plan.num_tokens <= self.max_num_batched_tokens:
+            raise Violation(f"a step of {plan.num_tokens} tokens, the budget is {self.max_num_batched_tokens}")
+        if len({row.slot for row in plan.rows}) != len(plan.rows):
+            raise Violation(f"a slot is scheduled twice in {plan}")
+        for source, target in plan.copies:
+            self.pages[target] = self.pages[source].copy()
+        for seat in plan.seats:
+            self.tokens[seat.slot], self.block_tables[seat.slot] = {}, []
+        pages, block_size, sampled = self.pages, self.block_size, []
+        for row in plan.rows:
+            known, table = self.tokens[row.slot], self.block_tables[row.slot]
+            table.extend(row.new_block_ids)
+            if row.token_ids:
+                known.update(enumerate(row.token_ids, start=row.start))
+            stop = row.start + row.num_tokens
+            state = pages[table[(row.start - 1) // block_size]][(row.start - 1) % block_size] if row.start else 0
+            for position in range(row.start, stop):
+                state = next_state(state, known[position])
+                pages[table[position // block_size]][position % block_size] = state
+            if row.samples:
+                states = list(chain.from_iterable(map(pages.__getitem__, table)))
+                known[stop] = next_token(states[:stop])
+                sampled.append(known[stop])
+        return StepResult(plan.epoch, plan.step_id, tuple(sampled), 0.0)
+
+
+# -- the world --------------------------------------------------------------------------------------------------------
+
+
+class Arrival(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Somebody asks for something."""
+
+    name: int
+    at_s: float
+    prompt: tuple[int, ...]
+    max_tokens: int
+    ignore_eos: bool = False
+    has_length_bound: bool = True
+    tenant: str = ""
+    priority: int = 0
+    ttft_s: float | None = None
+    deadline_s: float | None = None
+    forks: int | None = None  # the name of the arrival with the same prompt that this one is forked from
+
+
+class Fault(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something goes wrong."""
+
+    at_s: float
+    kind: str  # abort | duplicate | forge | reorder | delay | kill
+    target: int = 0  # of an abort: whose
+
+
+class Scenario(Struct, frozen=True, kw_only=True):
+    """All that a simulation depends on."""
+
+    scheduler: SchedulerConfig
+    arrivals: tuple[Arrival, ...]
+    faults: tuple[Fault, ...] = ()
+    is_reckless: bool = False  # the manager expects no output at all where nothing bounds it
+    step_base_s: float = 1e-3
+    step_token_s: float = 1e-4
+
+
+class Client:
+    """What one arrival has received."""
+
+    __slots__ = ("arrival", "expected", "received", "sequence", "token_times_s")
+
+    def __init__(self, arrival: Arrival, sequence: Sequence, expected: list[int]) -> None:
+        self.arrival = arrival
+        self.sequence = sequence
+        self.expected = expected
+        self.received: list[int] = []
+        self.token_times_s: list[float] = []
+
+
+class Simulation:
+    """Plays one scenario. After `run`, `clients` holds who received what, and when."""
+
+    def __init__(self, scenario: Scenario, check: bool = True) -> None:
+        self.scenario = scenario
+        self.now_s = 0.0
+        self.num_steps = 0
+        self.clients: dict[int, Client] = {}
+        forecast = _RecklessForecast(scenario.scheduler.block_size) if scenario.is_reckless else None
+        self.manager = WorkloadManager(scenario.scheduler, forecast)
+        self.worker = self._new_worker()
+        self._check = check
+        self._reference = NaiveReference(scenario.scheduler.eos_token_ids)
+        events: list[Arrival | Fault] = [*scenario.arrivals, *scenario.faults]
+        self._events = deque(sorted(events, key=lambda event: event.at_s))
+        self._alive: dict[int, Client] = {}  # by sequence_id
+        self._in_flight: deque[tuple[float, StepPlan]] = deque()  # (when it is done, what it is)
+        self._held: list[StepResult] = []  # results that will come late
+        self._armed: list[str] = []  # what happens to the next results
+        self._delay_s = 0.0  # of the next step
+        self._promise = _Promise(self.manager)
+
+    def run(self) -> None:
+        """To the end of everything. Raises Violation, or the AssertionError of a law that was broken."""
+        most_steps = self._most_steps()
+        while self._events or self._alive or self._in_flight:
+            self._plan()
+            self._wait()
+            if self.num_steps > most_steps:
+                raise Violation(f"no end after {self.num_steps} steps; alive: {list(self._alive.values())}")
+        if self.manager.has_work:
+            raise Violation("the manager has work, and nobody waits for it")
+        pool = self.manager.memory.pool
+        if pool.num_available != pool.num_blocks:
+            raise Violation(f"{pool.num_blocks - pool.num_available} blocks were lost")
+
+    def _most_steps(self) -> int:
+        """More than any schedule needs, so that whoever exceeds it has come to a standstill or runs in circles."""
+        config = self.scenario.scheduler
+        num_kills = sum(fault.kind == "kill" for fault in self.scenario.faults)
+        num_tokens = sum(len(arrival.prompt) + arrival.max_tokens for arrival in self.scenario.arrivals)
+        return 100 + num_tokens * (2 + config.max_preemptions + num_kills)
+
+    # -- one turn of the loop ---------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        manager, now = self.manager, self.now_s
+        for sequence in manager.expire(now):
+            client = self._alive.pop(sequence.sequence_id)
+            if min(sequence.deadline_s, sequence.ttft_deadline_s) > now:
+                raise Violation(f"{sequence} was ended before its deadline")
+            self._check_end(client)
+        while True:
+            if self._check:
+                self._promise.before_plan(self._alive.values())
+            plan = manager.plan(now)
+            if plan is None:
+                break
+            if self._check:
+                manager.check()
+                self._promise.after_plan(plan, now, self._alive.values())
+            started_s = max(now, self._in_flight[-1][0] if self._in_flight else now)
+            duration_s = self.scenario.step_base_s + self.scenario.step_token_s * plan.num_tokens
+            self._in_flight.append((started_s + duration_s + self._delay_s, plan))
+            self._delay_s = 0.0
+        if not self._in_flight and self._alive and not self._held:
+            raise Violation(f"at a standstill: {[client.sequence for client in self._alive.values()]}")
+
+    def _wait(self) -> None:
+        """Until the next thing happens."""
+        next_event_s = self._events[0].at_s if self._events else NEVER
+        next_result_s = self._in_flight[0][0] if self._in_flight else NEVER
+        self.now_s = max(self.now_s, min(next_event_s, next_result_s))
+        if self._events and next_event_s <= next_result_s:
+            event = self._events.popleft()
+            if isinstance(event, Arrival):
+                self._arrive(event)
+            else:
+                self._strike(event)
+        elif self._in_flight:
+            self._deliver(self.worker.execute(self._in_flight.popleft()[1]))
+        else:
+            self._flush_held()
+
+    def _arrive(self, arrival: Arrival) -> None:
+        sampling = SamplingParams(max_tokens=arrival.max_tokens, ignore_eos=arrival.ignore_eos)
+        leader = self.clients.get(arrival.forks) if arrival.forks is not None else None
+        sequence = Sequence(
+            len(self.clients),
+            list(arrival.prompt),
+            sampling,
+            self.now_s,
+            tenant=arrival.tenant,
+            priority=arrival.priority,
+            ttft_deadline_s=NEVER if arrival.ttft_s is None else self.now_s + arrival.ttft_s,
+            deadline_s=NEVER if arrival.deadline_s is None else self.now_s + arrival.deadline_s,
+            leader=leader.sequence if leader is not None else None,
+            has_length_bound=arrival.has_length_bound,
+        )
+        client = Client(arrival, sequence, self._reference.output(arrival.prompt, sampling) if self._check else [])
+        self.manager.add(sequence)
+        self.clients[arrival.name] = self._alive[sequence.sequence_id] = client
+
+    # -- what goes wrong ----------------------------------------------------------------------------------------------
+
+    def _strike(self, fault: Fault) -> None:
+        if fault.kind == "abort":
+            client = self.clients.get(fault.target)
+            if client is not None:
+                was_alive = client.sequence.sequence_id in self._alive
+                if self.manager.finish(client.sequence, FinishReason.ABORT) != was_alive:
+                    raise Violation(f"{client.sequence}: the manager and its client disagree on whether it had ended")
+                self._alive.pop(client.sequence.sequence_id, None)
+        elif fault.kind == "kill":
+            # Half of what was under way is done, and its result is on the way; the rest is lost.
+            if self._in_flight and fault.target % 2:
+                self._held.append(self.worker.execute(self._in_flight[0][1]))
+            self._in_flight.clear()
+            self.worker = self._new_worker()
+            self.manager.restart()
+        elif fault.kind == "delay":
+            self._delay_s = 50 * self.scenario.step_base_s
+        else:
+            self._armed.append(fault.kind)
+
+    def _deliver(self, result: StepResult) -> None:
+        self.num_steps += 1
+        kind = self._armed.pop(0) if self._armed else None
+        if kind == "reorder" and self._in_flight:
+            self._held.append(result)
+            return
+        if kind == "forge":  # from a worker of before, with what would be wrong tokens
+            wrong = tuple((token_id + 1) % VOCAB_SIZE for token_id in result.token_ids)
+            self._commit(StepResult(result.epoch - 1, result.step_id, wrong, 0.0), is_stale=True)
+            self._commit(StepResult(result.epoch, result.step_id + 7, wrong, 0.0), is_stale=True)
+        self._commit(result)
+        if kind == "duplicate":
+            self._commit(result, is_stale=True)
+        self._flush_held()
+
+    def _flush_held(self) -> None:
+        while self._held:
+            result = self._held.pop()
+            self._commit(result, is_stale=result.epoch != self.manager.epoch)
+
+    def _commit(self, result: StepResult, is_stale: bool = False) -> None:
+        before = self.manager.num_stale_results
+        tokens = self.manager.commit(result, self.now_s)
+        if is_stale and (tokens or self.manager.num_stale_results != before + 1):
+            raise Violation(f"a result that nobody awaits was applied: {result}")
+        for sequence, token_id, reason in ((token.sequence, token.token_id, token.finish_reason) for token in tokens):
+            client = self._alive.get(sequence.sequence_id)
+            if client is None:
+                raise Violation(f"a token for {sequence}, which has ended")
+            client.received.append(token_id)
+            client.token_times_s.append(self.now_s)
+            if reason is not None:
+                del self._alive[sequence.sequence_id]
+            if self._check:
+                self._check_token(client, reason)
+        if self._check:
+            self.manager.check()
+
+    # -- what must be so ----------------------------------------------------------------------------------------------
+
+    def _check_token(self, client: Client, reason: FinishReason | None) -> None:
+        num_received = len(client.received)
+        if client.received[-1] != client.expected[num_received - 1]:
+            raise Violation(f"{client.sequence} got {client.received}, the reference says {client.expected}")
+        if (reason is not None) != (num_received == len(client.expected)):
+            raise Violation(f"{client.sequence} ended after {client.received}, the reference says {client.expected}")
+        if reason is not None:
+            self._check_end(client)
+
+    def _check_end(self, client: Client) -> None:
+        sequence = client.sequence
+        if sequence.status is not Status.FINISHED or sequence.output_token_ids != client.received:
+            raise Violation(f"{sequence} ended with {sequence.output_token_ids}, its client got {client.received}")
+
+    def _new_worker(self) -> SimulatedWorker:
+        config = self.scenario.scheduler
+        return SimulatedWorker(config.num_blocks, config.block_size, config.max_num_batched_tokens)
+
+
+class _RecklessForecast(OutputForecast):
+    """The real one learns so well that tiny pools hardly ever run short. This one brings preemption about."""
+
+    def tokens_to_come(self, sequence: Sequence) -> int:
+        return super().tokens_to_come(sequence) if sequence.has_length_bound else 0
+
+
+class _Promise:
+    """What the policy promised, watched from outside."""
+
+    def __init__(self, manager: WorkloadManager) -> None:
+        self._manager = manager
+        self._policy = manager.config.scheduling_policy
+        self._first: Sequence | None = None
+        self._service: dict[str, int] = {}  # tokens computed, by tenant
+        self._spans: dict[tuple[str, str], int] = {}  # tenants who both wait: how far apart they were as that began
+        self._oldest: Sequence | None = None
+        self._num_passed = 0
+
+    def before_plan(self, clients: Iterable[Client]) -> None:
+        running = [client.sequence for client in clients if client.sequence.status is Status.RUNNING]
+        self._first = min(running, key=self._manager.line.rank) if running else None
+
+    def after_plan(self, plan: StepPlan, now: float, clients: Iterable[Client]) -> None:
+        if self._first is not None and self._first.status is Status.WAITING:
+            raise Violation(f"{self._first} was preempted, and was the first")
+        seats = {seat.slot for seat in plan.seats}
+        seated, waiting = [], []
+        for client in clients:
+            sequence = client.sequence
+            if sequence.last_step_id == plan.step_id:
+                if sequence.deadline_s <= now or (sequence.ttft_deadline_s <= now and not client.received):
+                    raise Violation(f"{sequence} is computed after its deadline")
+                if sequence.slot in seats:
+                    seated.append(sequence)
+            # Forks wait for their leader, not for a turn.
+            if sequence.status is Status.WAITING and sequence.leader is None:
+                waiting.append(sequence)
+        if self._policy == "fair":
+            self._check_lag(plan, waiting, clients)
+        elif not seated or not waiting:
+            return
+        elif self._policy == "shortest":
+            self._check_patience(seated, waiting)
+        else:
+            rank = self._manager.line.rank
+            last, first = max(seated, key=rank), min(waiting, key=rank)
+            if rank(first) < rank(last):
+                raise Violation(f"{last} was seated before {first}")
+
+    def _check_lag(self, plan: StepPlan, waiting: list[Sequence], clients: Iterable[Client]) -> None:
+        owners = {client.sequence.slot: client.sequence.tenant for client in clients}
+        for row in plan.rows:
+            self._service[owners[row.slot]] = self._service.get(owners[row.slot], 0) + row.num_tokens
+        tenants = sorted({sequence.tenant for sequence in waiting})
+        pairs = [(one, other) for one in tenants for other in tenants if one < other]
+        spans = {}
+        for one, other in pairs:
+            apart = self._service.get(one, 0) - self._service.get(other, 0)
+            spans[one, other] = self._spans.get((one, other), apart)
+            most = Fair.max_lag(self._manager.config.max_num_seqs, self._manager.max_total_tokens)
+            if abs(apart - spans[one, other]) > most:
+                raise Violation(f"tenants {one!r} and {other!r} drifted {apart - spans[one, other]} tokens apart")
+        self._spans = spans
+
+    def _check_patience(self, seated: list[Sequence], waiting: list[Sequence]) -> None:
+        oldest = min(waiting, key=lambda sequence: sequence.sequence_id)
+        if oldest is not self._oldest:
+            self._oldest, self._num_passed = oldest, 0
+        self._num_passed += sum(sequence.num_tokens for sequence in seated if sequence.sequence_id > oldest.sequence_id)
+        most = 2 * oldest.num_tokens + 4 * self._manager.max_total_tokens
+        if self._num_passed > most:
+            raise Violation(f"{self._num_passed} tokens passed {oldest}")

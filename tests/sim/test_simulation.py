@@ -1,0 +1,89 @@
+"""Claims about whole lives of a service, by the hundred thousand steps; see servekit/simulation.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from servekit.simulation import Scenario, Simulation
+from tests.sim.scenarios import failure, make_scenario, shrink
+from tests.sim.simulate import CORPUS
+
+STEPS_PER_SHARD = 100_000
+
+
+@pytest.mark.parametrize("shard", range(10))
+def test_no_fault_and_no_order_of_events_breaks_a_law(shard: int) -> None:
+    """A million steps in all. `make simulate` goes on from there, with seeds that nobody has tried."""
+    num_steps, seed = 0, shard * 1_000_000
+    while num_steps < STEPS_PER_SHARD:
+        simulation = Simulation(make_scenario(seed))
+        try:
+            simulation.run()
+        except Exception as error:
+            error.add_note(f"seed {seed}: `python -m tests.sim.simulate --first-seed {seed}` shrinks it")
+            raise
+        num_steps += simulation.num_steps
+        seed += 1
+
+
+@pytest.mark.parametrize("path", sorted(CORPUS.glob("*.json")), ids=lambda path: path.stem)
+def test_what_failed_once_does_not_fail_again(path: Path) -> None:
+    Simulation(msgspec.json.decode(path.read_bytes(), type=Scenario)).run()
+
+
+def test_a_scenario_plays_the_same_way_every_time() -> None:
+    def play(seed: int) -> list[tuple[int, list[int], list[float]]]:
+        simulation = Simulation(make_scenario(seed))
+        simulation.run()
+        return [(name, client.received, client.token_times_s) for name, client in simulation.clients.items()]
+
+    for seed in range(20):
+        assert play(seed) == play(seed)
+
+
+def test_seeds_meet_everything_that_can_happen() -> None:
+    """A simulation in which nothing happens proves nothing."""
+    seen = dict.fromkeys(["preemptions", "stale results", "cached tokens", "copies", "deadlines", "aborts", "kills"], 0)
+    policies = set()
+    for seed in range(200):
+        scenario = make_scenario(seed)
+        simulation = Simulation(scenario)
+        execute = simulation.worker.execute
+
+        def count_copies(plan, execute=execute):  # type: ignore[no-untyped-def]
+            seen["copies"] += len(plan.copies)
+            return execute(plan)
+
+        simulation.worker.execute = count_copies  # type: ignore[method-assign]
+        simulation.run()
+        policies.add(scenario.scheduler.scheduling_policy)
+        seen["preemptions"] += simulation.manager.num_preemptions
+        seen["stale results"] += simulation.manager.num_stale_results
+        seen["cached tokens"] += simulation.manager.num_cached_tokens
+        seen["kills"] += simulation.manager.epoch
+        reasons = [client.sequence.finish_reason for client in simulation.clients.values()]
+        seen["deadlines"] += reasons.count("deadline")  # type: ignore[arg-type]
+        seen["aborts"] += reasons.count("abort")  # type: ignore[arg-type]
+    assert policies == {"fcfs", "priority", "shortest", "fair"}
+    assert min(seen.values()) > 200, seen
+
+
+def test_a_failing_scenario_shrinks_to_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a bug that only forked sequences of one priority show, little more than such a fork remains."""
+    run = Simulation.run
+
+    def run_with_bug(simulation: Simulation) -> None:
+        run(simulation)
+        for client in simulation.clients.values():
+            assert client.arrival.forks is None or client.arrival.priority != 1, "the bug"
+
+    monkeypatch.setattr(Simulation, "run", run_with_bug)
+    seed = next(seed for seed in range(100) if failure(make_scenario(seed)) is not None)
+    smallest = shrink(make_scenario(seed), lambda scenario: failure(scenario) is not None)
+    assert len(smallest.arrivals) == 2 and not smallest.faults
+    leader, fork = smallest.arrivals
+    assert fork.priority == 1 and fork.forks == leader.name and fork.prompt == leader.prompt
+    assert len(fork.prompt) == fork.max_tokens == leader.max_tokens == 1
