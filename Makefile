@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Changes when the code's requirements do, not when the code does.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve test simulate check format bench bench-manager demo-model demo-model-eval clean help
+.PHONY: serve test simulate check format bench bench-manager bench-scheduling demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ bench: $(INSTALLED)  ## output tokens/s against a loop of transformers' generate
 
 bench-manager: $(INSTALLED)  ## what planning and committing a step costs
 	$(BIN)/python benchmarks/manager.py $(ARGS)
+
+bench-scheduling: $(INSTALLED)  ## what the policies do for people: head of line, fairness (virtual time)
+	$(BIN)/python benchmarks/scheduling.py $(ARGS)
 
 demo-model: $(INSTALLED)  ## train the demo model again, from its seed (about half an hour on 2 cores)
 	$(BIN)/python scripts/demo_model/train.py --out servekit/demo_model $(ARGS)

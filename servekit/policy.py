@@ -23,7 +23,7 @@ from typing import Protocol
 from servekit.sequence import Sequence, Status
 
 PRIORITY_LEVEL_S = 10.0
-SHORT_SHARE = 0.5
+SHORT_SHARE = 0.75
 NO_LIMIT = 2**63
 
 
@@ -156,7 +156,12 @@ class Shortest(FirstComeFirstServed):
     def is_overdue(self, oldest: Sequence) -> bool:
         """Whether enough has passed the oldest in line."""
         num_passed = self._num_tokens_passed if oldest is self._oldest else 0
-        return num_passed >= oldest.num_tokens * SHORT_SHARE / (1 - SHORT_SHARE)
+        return num_passed >= self.patience(oldest)
+
+    @staticmethod
+    def patience(oldest: Sequence) -> float:
+        """How many tokens may pass it."""
+        return oldest.num_tokens * SHORT_SHARE / (1 - SHORT_SHARE)
 
     def seated(self, sequence: Sequence) -> None:
         # `sequence` runs by now, so the queue shows who is passed over.

@@ -10,15 +10,15 @@ The shape is that of FoundationDB's and TigerBeetle's simulators: one thread, on
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, combinations
 
 from msgspec import Struct
 
 from servekit.admission import OutputForecast
 from servekit.messages import StepPlan, StepResult
-from servekit.policy import Fair
+from servekit.policy import Fair, Shortest
 from servekit.sampling_params import SamplingParams
 from servekit.sequence import NEVER, FinishReason, Sequence, Status
 from servekit.workload_manager import SchedulerConfig, WorkloadManager
@@ -166,15 +166,16 @@ class Client:
 class Simulation:
     """Plays one scenario. After `run`, `clients` holds who received what, and when."""
 
-    def __init__(self, scenario: Scenario, check: bool = True) -> None:
+    def __init__(self, scenario: Scenario, check: bool = True, watch_lag: bool = False) -> None:
         self.scenario = scenario
         self.now_s = 0.0
         self.num_steps = 0
         self.clients: dict[int, Client] = {}
-        forecast = _RecklessForecast(scenario.scheduler.block_size) if scenario.is_reckless else None
+        forecast = RecklessForecast(scenario.scheduler.block_size) if scenario.is_reckless else None
         self.manager = WorkloadManager(scenario.scheduler, forecast)
         self.worker = self._new_worker()
         self._check = check
+        self._watch_lag = watch_lag
         self._reference = NaiveReference(scenario.scheduler.eos_token_ids)
         events: list[Arrival | Fault] = [*scenario.arrivals, *scenario.faults]
         self._events = deque(sorted(events, key=lambda event: event.at_s))
@@ -183,7 +184,8 @@ class Simulation:
         self._held: list[StepResult] = []  # results that will come late
         self._armed: list[str] = []  # what happens to the next results
         self._delay_s = 0.0  # of the next step
-        self._promise = _Promise(self.manager)
+        self.lag = ServiceLag()
+        self._promise = _Promise(self.manager, self.lag)
 
     def run(self) -> None:
         """To the end of everything. Raises Violation, or the AssertionError of a law that was broken."""
@@ -221,6 +223,8 @@ class Simulation:
             plan = manager.plan(now)
             if plan is None:
                 break
+            if manager.line.keeps_accounts or self._watch_lag:
+                self.lag.observe(plan, self._alive.values())
             if self._check:
                 manager.check()
                 self._promise.after_plan(plan, now, self._alive.values())
@@ -347,22 +351,43 @@ class Simulation:
         return SimulatedWorker(config.num_blocks, config.block_size, config.max_num_batched_tokens)
 
 
-class _RecklessForecast(OutputForecast):
+class RecklessForecast(OutputForecast):
     """The real one learns so well that tiny pools hardly ever run short. This one brings preemption about."""
 
     def tokens_to_come(self, sequence: Sequence) -> int:
         return super().tokens_to_come(sequence) if sequence.has_length_bound else 0
 
 
+class ServiceLag:
+    """How far apart the service of two tenants drifts while both have somebody waiting, measured from outside."""
+
+    def __init__(self) -> None:
+        self.worst = 0  # tokens computed for one more than for the other, over any such span from its beginning
+        self._service: defaultdict[str, int] = defaultdict(int)
+        self._spans: dict[tuple[str, str], int] = {}  # tenants who both wait: their difference as that began
+
+    def observe(self, plan: StepPlan, clients: Iterable[Client]) -> None:
+        sequences = [client.sequence for client in clients]
+        owners = {sequence.slot: sequence.tenant for sequence in sequences}
+        for row in plan.rows:
+            self._service[owners[row.slot]] += row.num_tokens
+        waiting = {s.tenant for s in sequences if s.status is Status.WAITING and s.leader is None}
+        spans = {}
+        for pair in combinations(sorted(waiting), 2):
+            apart = self._service[pair[0]] - self._service[pair[1]]
+            spans[pair] = self._spans.get(pair, apart)
+            self.worst = max(self.worst, abs(apart - spans[pair]))
+        self._spans = spans
+
+
 class _Promise:
     """What the policy promised, watched from outside."""
 
-    def __init__(self, manager: WorkloadManager) -> None:
+    def __init__(self, manager: WorkloadManager, lag: ServiceLag) -> None:
         self._manager = manager
+        self._lag = lag
         self._policy = manager.config.scheduling_policy
         self._first: Sequence | None = None
-        self._service: dict[str, int] = {}  # tokens computed, by tenant
-        self._spans: dict[tuple[str, str], int] = {}  # tenants who both wait: how far apart they were as that began
         self._oldest: Sequence | None = None
         self._num_passed = 0
 
@@ -386,7 +411,9 @@ class _Promise:
             if sequence.status is Status.WAITING and sequence.leader is None:
                 waiting.append(sequence)
         if self._policy == "fair":
-            self._check_lag(plan, waiting, clients)
+            most = Fair.max_lag(self._manager.config.max_num_seqs, self._manager.max_total_tokens)
+            if self._lag.worst > most:
+                raise Violation(f"two tenants drifted {self._lag.worst} tokens apart, the bound is {most}")
         elif not seated or not waiting:
             return
         elif self._policy == "shortest":
@@ -397,26 +424,12 @@ class _Promise:
             if rank(first) < rank(last):
                 raise Violation(f"{last} was seated before {first}")
 
-    def _check_lag(self, plan: StepPlan, waiting: list[Sequence], clients: Iterable[Client]) -> None:
-        owners = {client.sequence.slot: client.sequence.tenant for client in clients}
-        for row in plan.rows:
-            self._service[owners[row.slot]] = self._service.get(owners[row.slot], 0) + row.num_tokens
-        tenants = sorted({sequence.tenant for sequence in waiting})
-        pairs = [(one, other) for one in tenants for other in tenants if one < other]
-        spans = {}
-        for one, other in pairs:
-            apart = self._service.get(one, 0) - self._service.get(other, 0)
-            spans[one, other] = self._spans.get((one, other), apart)
-            most = Fair.max_lag(self._manager.config.max_num_seqs, self._manager.max_total_tokens)
-            if abs(apart - spans[one, other]) > most:
-                raise Violation(f"tenants {one!r} and {other!r} drifted {apart - spans[one, other]} tokens apart")
-        self._spans = spans
-
     def _check_patience(self, seated: list[Sequence], waiting: list[Sequence]) -> None:
         oldest = min(waiting, key=lambda sequence: sequence.sequence_id)
         if oldest is not self._oldest:
             self._oldest, self._num_passed = oldest, 0
         self._num_passed += sum(sequence.num_tokens for sequence in seated if sequence.sequence_id > oldest.sequence_id)
-        most = 2 * oldest.num_tokens + 4 * self._manager.max_total_tokens
+        # Once for its own patience, once while it is overdue and another one is first; and those under way.
+        most = 2 * Shortest.patience(oldest) + 4 * self._manager.max_total_tokens
         if self._num_passed > most:
             raise Violation(f"{self._num_passed} tokens passed {oldest}")

@@ -192,8 +192,7 @@ class WorkloadManager:
             self._release_followers(self._leaders_ready.pop())
         step = _Step(self._next_step_id, now, self.config.max_num_batched_tokens)
         prefills, ran_short = self._schedule_decodes(step)
-        if step.rows:
-            step.budget = min(step.budget, self.pacer.prefill_limit())
+        step.budget = min(step.budget, self.pacer.prefill_limit())
         self._schedule_prefills(step, prefills, may_seat=not ran_short)
         if not step.rows:
             return None

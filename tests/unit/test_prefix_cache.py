@@ -5,14 +5,16 @@ from __future__ import annotations
 from servekit.prefix_cache import PrefixCache, chain_hash, salt_hash
 from servekit.sampling_params import SamplingParams
 from servekit.sequence import FinishReason, Sequence
+from servekit.simulation import NaiveReference, SimulatedWorker
 from servekit.workload_manager import WorkloadManager
-from tests.paged_oracle import PagedOracle, naive_generate
-from tests.unit.test_workload_manager import assert_at_rest, make_manager, make_oracle, run
+from tests.unit.test_workload_manager import assert_at_rest, make_manager, make_worker, run
 
 PROMPT = [7 * i % 90 + 100 for i in range(18)]  # four full blocks of four tokens, and two tokens more
 
 
-def ask(manager: WorkloadManager, oracle: PagedOracle, prompt: list[int], tenant: str = "", max_tokens: int = 3) -> int:
+def ask(
+    manager: WorkloadManager, worker: SimulatedWorker, prompt: list[int], tenant: str = "", max_tokens: int = 3
+) -> int:
     """Run one prompt to its end; how many tokens had to be computed for it."""
     sequence = Sequence(
         _next_id(manager), prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), tenant=tenant
@@ -23,10 +25,14 @@ def ask(manager: WorkloadManager, oracle: PagedOracle, prompt: list[int], tenant
         plan = manager.plan(0.0)
         assert plan is not None
         num_computed += plan.num_tokens
-        manager.commit(oracle.execute(plan), 0.0)
+        manager.commit(worker.execute(plan), 0.0)
         manager.check()
     assert sequence.output_token_ids == naive_generate(prompt, max_tokens, frozenset())
     return num_computed
+
+
+def naive_generate(prompt: list[int], max_tokens: int, eos: frozenset[int]) -> list[int]:
+    return NaiveReference(eos).output(prompt, SamplingParams(max_tokens=max_tokens))
 
 
 def _next_id(manager: WorkloadManager) -> int:
@@ -36,25 +42,25 @@ def _next_id(manager: WorkloadManager) -> int:
 
 def test_a_second_turn_computes_only_what_is_new() -> None:
     manager = make_manager()
-    oracle = make_oracle(manager)
-    assert ask(manager, oracle, PROMPT) == 18 + 2
+    worker = make_worker(manager)
+    assert ask(manager, worker, PROMPT) == 18 + 2
     answer = naive_generate(PROMPT, 3, frozenset())
     second = [*PROMPT, *answer, 50, 51, 52]
-    assert ask(manager, oracle, second) == len(second) - 20 + 2, "five blocks were known: 18 + 2 computed answers"
+    assert ask(manager, worker, second) == len(second) - 20 + 2, "five blocks were known: 18 + 2 computed answers"
     assert manager.num_cached_tokens == 20
     assert manager.num_prompt_tokens == 18 + 24
 
 
 def test_the_last_token_is_always_computed() -> None:
     manager = make_manager()
-    oracle = make_oracle(manager)
-    ask(manager, oracle, PROMPT[:16], max_tokens=1)
-    assert ask(manager, oracle, PROMPT[:16], max_tokens=1) == 4, "three blocks are found, not the one that samples"
+    worker = make_worker(manager)
+    ask(manager, worker, PROMPT[:16], max_tokens=1)
+    assert ask(manager, worker, PROMPT[:16], max_tokens=1) == 4, "three blocks are found, not the one that samples"
 
 
 def test_prefixes_are_found_while_their_first_owner_is_still_at_work() -> None:
     manager = make_manager(max_num_batched_tokens=64)
-    oracle = make_oracle(manager)
+    worker = make_worker(manager)
     first, second = (Sequence(i, PROMPT, SamplingParams(max_tokens=4, ignore_eos=True)) for i in range(2))
     manager.add(first)
     manager.add(second)
@@ -62,44 +68,44 @@ def test_prefixes_are_found_while_their_first_owner_is_still_at_work() -> None:
     assert plan is not None
     assert [row.num_tokens for row in plan.rows] == [18, 2], "even in the same step"
     assert plan.rows[0].new_block_ids[:4] == plan.rows[1].new_block_ids[:4]
-    manager.commit(oracle.execute(plan), 0.0)
-    run(manager, oracle)
+    manager.commit(worker.execute(plan), 0.0)
+    run(manager, worker)
     assert first.output_token_ids == second.output_token_ids == naive_generate(PROMPT, 4, frozenset())
 
 
 def test_tenants_never_share_and_each_shares_with_itself() -> None:
     manager = make_manager()
-    oracle = make_oracle(manager)
-    assert ask(manager, oracle, PROMPT, tenant="org_1", max_tokens=1) == 18
-    assert ask(manager, oracle, PROMPT, tenant="org_12", max_tokens=1) == 18
-    assert ask(manager, oracle, PROMPT, tenant="org_1", max_tokens=1) == 2
+    worker = make_worker(manager)
+    assert ask(manager, worker, PROMPT, tenant="org_1", max_tokens=1) == 18
+    assert ask(manager, worker, PROMPT, tenant="org_12", max_tokens=1) == 18
+    assert ask(manager, worker, PROMPT, tenant="org_1", max_tokens=1) == 2
     assert salt_hash("org_1") != salt_hash("org_12") != chain_hash(salt_hash("org_1"), [])
 
 
 def test_switched_off_nothing_is_ever_found() -> None:
     manager = make_manager(enable_prefix_caching=False)
-    oracle = make_oracle(manager)
-    assert ask(manager, oracle, PROMPT, max_tokens=1) == ask(manager, oracle, PROMPT, max_tokens=1) == 18
+    worker = make_worker(manager)
+    assert ask(manager, worker, PROMPT, max_tokens=1) == ask(manager, worker, PROMPT, max_tokens=1) == 18
     assert manager.memory.pool.num_cached == 0
 
 
 def test_a_tail_is_forgotten_before_its_head() -> None:
     manager = make_manager(num_blocks=6)
-    oracle = make_oracle(manager)
-    ask(manager, oracle, PROMPT[:17], max_tokens=1)
+    worker = make_worker(manager)
+    ask(manager, worker, PROMPT[:17], max_tokens=1)
     assert manager.memory.pool.num_cached == 4
-    ask(manager, oracle, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], max_tokens=1)  # takes both free blocks and the tail
-    assert ask(manager, oracle, PROMPT[:17], max_tokens=1) == 17 - 12, "three of four blocks survived"
+    ask(manager, worker, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], max_tokens=1)  # takes both free blocks and the tail
+    assert ask(manager, worker, PROMPT[:17], max_tokens=1) == 17 - 12, "three of four blocks survived"
 
 
 def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     manager = make_manager(num_blocks=8, max_num_batched_tokens=64)
-    oracle = make_oracle(manager)
+    worker = make_worker(manager)
     sampling = SamplingParams(max_tokens=16, ignore_eos=True)
     sequences = [Sequence(i, [i + 1] * 9, sampling, tenant=str(i), has_length_bound=False) for i in range(3)]
     for sequence in sequences:
         manager.add(sequence)
-    run(manager, oracle)
+    run(manager, worker)
     assert manager.num_preemptions > 0
     for sequence in sequences:
         assert sequence.output_token_ids == naive_generate([sequence.sequence_id + 1] * 9, 16, frozenset())
@@ -108,14 +114,14 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
 
 def test_an_aborted_prompt_leaves_what_was_dispatched_of_it() -> None:
     manager = make_manager(max_num_batched_tokens=8)
-    oracle = make_oracle(manager)
+    worker = make_worker(manager)
     sequence = Sequence(0, PROMPT, SamplingParams(max_tokens=4))
     manager.add(sequence)
     plan = manager.plan(0.0)
     manager.finish(sequence, FinishReason.ABORT)
-    manager.commit(oracle.execute(plan), 0.0)
+    manager.commit(worker.execute(plan), 0.0)
     manager.next_test_id = 0  # type: ignore[attr-defined]
-    assert ask(manager, oracle, PROMPT, max_tokens=1) == 18 - 8
+    assert ask(manager, worker, PROMPT, max_tokens=1) == 18 - 8
 
 
 def test_twins_computed_at_the_same_time_are_published_once() -> None:

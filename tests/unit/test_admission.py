@@ -1,0 +1,75 @@
+"""Claims about memory that is not needed yet."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from servekit.admission import OutputForecast, future_peak
+from servekit.sampling_params import SamplingParams
+from servekit.sequence import Sequence
+
+demands = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
+
+
+def peak_by_playing_it(pairs: list[tuple[int, int]], block_size: int) -> int:
+    """Let everybody grow, step by step, and look."""
+    longest = max((to_come for _, to_come in pairs), default=0)
+    return max(
+        (
+            sum(-(-(held + step) // block_size) for held, to_come in pairs if step <= to_come)
+            for step in range(longest + 1)
+        ),
+        default=0,
+    )
+
+
+@given(demands)
+def test_the_peak_is_exact_for_blocks_of_one_token(pairs: list[tuple[int, int]]) -> None:
+    assert future_peak(pairs, 1) == peak_by_playing_it(pairs, 1)
+
+
+@given(demands, st.integers(2, 16))
+def test_the_peak_is_never_too_low_and_less_than_a_block_each_too_high(
+    pairs: list[tuple[int, int]], block_size: int
+) -> None:
+    truth, bound = peak_by_playing_it(pairs, block_size), future_peak(pairs, block_size)
+    assert truth <= bound <= truth + len(pairs)
+
+
+def test_the_peak_is_far_below_the_sum_of_what_each_may_need() -> None:
+    staggered = [(100 - to_come, to_come) for to_come in range(0, 100, 10)]
+    assert future_peak(staggered, 1) < 10 * 100 * 0.6
+
+
+def make_sequence(num_outputs: int = 0, max_tokens: int = 1000, has_length_bound: bool = False) -> Sequence:
+    sequence = Sequence(0, [1] * 10, SamplingParams(max_tokens=max_tokens), has_length_bound=has_length_bound)
+    sequence.token_ids += [2] * num_outputs
+    return sequence
+
+
+def test_a_bound_is_taken_as_it_is() -> None:
+    forecast = OutputForecast(16)
+    assert forecast.tokens_to_come(make_sequence(0, 50, has_length_bound=True)) == 49
+    assert forecast.tokens_to_come(make_sequence(50, 50, has_length_bound=True)) == 0
+
+
+def test_an_open_end_is_expected_to_be_as_long_as_the_others_were() -> None:
+    forecast = OutputForecast(16)
+    assert forecast.tokens_to_come(make_sequence()) == 16, "knowing nothing, the next block"
+    for _ in range(300):
+        forecast.ended(make_sequence(200))
+    assert 195 <= forecast.tokens_to_come(make_sequence()) <= 200
+    assert forecast.tokens_to_come(make_sequence(0, max_tokens=30)) == 29, "never more than it may have"
+
+
+def test_a_preemption_makes_cautious_and_time_makes_bold_again() -> None:
+    forecast = OutputForecast(16)
+    forecast.preempted()
+    assert forecast.tokens_to_come(make_sequence()) == 32
+    for _ in range(10):
+        forecast.preempted()
+    assert forecast.caution == OutputForecast.MOST_CAUTION
+    for _ in range(300):
+        forecast.ended(make_sequence(16, has_length_bound=True))
+    assert forecast.tokens_to_come(make_sequence()) == 16
