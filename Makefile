@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Changes when the code's requirements do, not when the code does.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve test simulate check format bench bench-manager bench-scheduling demo-model demo-model-eval clean help
+.PHONY: serve test simulate coverage check format bench bench-manager bench-scheduling demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,6 +16,10 @@ serve: $(INSTALLED)  ## serve the embedded demo model; ARGS="--port 9000" passes
 
 test: $(INSTALLED)  ## run the tests
 	$(BIN)/python -m pytest -q $(ARGS)
+
+coverage: $(INSTALLED)  ## branch coverage of the pure core by its unit tests and a few simulations: 100 %
+	$(BIN)/coverage run -m pytest -q tests/unit tests/sim -k "not no_fault_and_no_order"
+	$(BIN)/coverage report
 
 check: $(INSTALLED)  ## lint, types and import contracts
 	$(BIN)/ruff check .

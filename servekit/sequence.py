@@ -146,11 +146,6 @@ class Sequence:
         """How many positions must be computed before the next unknown token can be sampled."""
         return len(self.token_ids) + self.num_pending - self.num_computed
 
-    @property
-    def is_certain_to_end(self) -> bool:
-        """Whether a step in flight samples its last token at the latest."""
-        return len(self.token_ids) + self.num_pending >= self.max_length
-
     def __repr__(self) -> str:
         return (
             f"<Sequence {self.sequence_id} {self.status} {self.prompt_length}+{self.num_output_tokens}"

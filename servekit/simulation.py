@@ -232,24 +232,22 @@ class Simulation:
             duration_s = self.scenario.step_base_s + self.scenario.step_token_s * plan.num_tokens
             self._in_flight.append((started_s + duration_s + self._delay_s, plan))
             self._delay_s = 0.0
-        if not self._in_flight and self._alive and not self._held:
+        if not self._in_flight and self._alive:
             raise Violation(f"at a standstill: {[client.sequence for client in self._alive.values()]}")
 
     def _wait(self) -> None:
         """Until the next thing happens."""
-        next_event_s = self._events[0].at_s if self._events else NEVER
-        next_result_s = self._in_flight[0][0] if self._in_flight else NEVER
-        self.now_s = max(self.now_s, min(next_event_s, next_result_s))
-        if self._events and next_event_s <= next_result_s:
+        if self._in_flight and (not self._events or self._in_flight[0][0] < self._events[0].at_s):
+            done_s, plan = self._in_flight.popleft()
+            self.now_s = max(self.now_s, done_s)
+            self._deliver(self.worker.execute(plan))
+        elif self._events:
             event = self._events.popleft()
+            self.now_s = max(self.now_s, event.at_s)
             if isinstance(event, Arrival):
                 self._arrive(event)
             else:
                 self._strike(event)
-        elif self._in_flight:
-            self._deliver(self.worker.execute(self._in_flight.popleft()[1]))
-        else:
-            self._flush_held()
 
     def _arrive(self, arrival: Arrival) -> None:
         sampling = SamplingParams(max_tokens=arrival.max_tokens, ignore_eos=arrival.ignore_eos)

@@ -444,13 +444,9 @@ class WorkloadManager:
 
     def _find_victim(self, sequence: Sequence) -> Sequence | None:
         """The last of those ranked behind `sequence`, except who was preempted often enough."""
-        for victim in reversed(self._running):
-            if victim is sequence:
-                break
-            if not self.memory.is_pinned(victim):
-                return victim
         assert len(self._running) > 1, f"{sequence} cannot run alone in {self.config.num_blocks} blocks"
-        return None
+        behind = self._running[self._running.index(sequence) + 1 :]
+        return next((victim for victim in reversed(behind) if not self.memory.is_pinned(victim)), None)
 
     def _release_followers(self, leader: Sequence) -> None:
         """What they waited for is dispatched, or will never be."""

@@ -34,7 +34,8 @@ def make_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
         max_preemptions=rng.choice([0, 1, 2, 4, 4, 100]),
     )
     room = num_blocks * block_size + 1
-    stem = [rng.randrange(1000) for _ in range(room)]
+    alphabet = rng.choice([2, 1000])  # with two words, equal blocks after different beginnings abound
+    stem = [rng.randrange(alphabet) for _ in range(room)]
     gap_s = rng.choice([0.001, 0.004, 0.02])
     open_ends = rng.choice([0.0, 0.9, 1.0, 1.0])  # how many sequences are admitted on a guess of their length
     outputs = rng.choice([[2, 10], [room], [1, room], [room // 2]])
@@ -45,7 +46,7 @@ def make_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
         at_s += rng.expovariate(1 / gap_s)
         length = rng.randint(1, max(1, min(room - 1, rng.choice([3, 8, room]))))
         shared = rng.randint(0, length) if rng.random() < 0.7 else 0
-        prompt = (*stem[:shared], *(rng.randrange(1000) for _ in range(length - shared)))
+        prompt = (*stem[:shared], *(rng.randrange(alphabet) for _ in range(length - shared)))
         forks, tenant = None, rng.choice("aaab")
         if arrivals and rng.random() < 0.25:
             forks, prompt, tenant = arrivals[-1].name, arrivals[-1].prompt, arrivals[-1].tenant

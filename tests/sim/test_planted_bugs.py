@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from servekit.block_pool import BlockPool
 from servekit.kv_memory import KVMemory
-from servekit.messages import StepResult
+from servekit.messages import Row, StepPlan, StepResult
 from servekit.policy import Fair, FirstComeFirstServed, Shortest
-from servekit.sequence import Sequence, Status
-from servekit.simulation import Simulation
-from servekit.workload_manager import WorkloadManager
-from tests.sim.scenarios import make_scenario
+from servekit.sequence import FinishReason, Sequence, Status
+from servekit.simulation import Arrival, Scenario, SimulatedWorker, Simulation, Violation
+from servekit.workload_manager import SchedulerConfig, WorkloadManager
+from tests.sim.scenarios import failure, make_scenario
 
 MOST_STEPS = 100_000
 
@@ -139,6 +139,85 @@ def the_oldest_starves(patch: Patch) -> None:
     patch(Shortest, "is_overdue", lambda self, oldest: False)
 
 
+def ended_too_early(patch: Patch) -> None:
+    def expire(self: WorkloadManager, now: float) -> list[Sequence]:
+        return original(self, now + 0.001)
+
+    original = WorkloadManager.expire
+    patch(WorkloadManager, "expire", expire)
+
+
+def expired_but_not_ended(patch: Patch) -> None:
+    def expire(self: WorkloadManager, now: float) -> list[Sequence]:
+        overdue = [s for s in self._sequences.values() if min(s.deadline_s, s.ttft_deadline_s) <= now]
+        self._deadlines.clear()
+        return overdue
+
+    patch(WorkloadManager, "expire", expire)
+
+
+def standstill(patch: Patch) -> None:
+    """Now and then the manager thinks that there is nothing to do."""
+
+    def plan(self: WorkloadManager, now: float) -> Any:
+        return None if self._next_step_id % 500 == 499 else original(self, now)
+
+    original = WorkloadManager.plan
+    patch(WorkloadManager, "plan", plan)
+
+
+def aborted_but_not_ended(patch: Patch) -> None:
+    def finish(self: WorkloadManager, sequence: Sequence, reason: FinishReason) -> bool:
+        return reason is not FinishReason.ABORT and original(self, sequence, reason)
+
+    original = WorkloadManager.finish
+    patch(WorkloadManager, "finish", finish)
+
+
+def token_after_the_end(patch: Patch) -> None:
+    """The step in flight as a sequence is aborted still counts for it."""
+
+    def finish(self: WorkloadManager, sequence: Sequence, reason: FinishReason) -> bool:
+        was_alive = original(self, sequence, reason)
+        sequence.incarnation -= was_alive
+        return was_alive
+
+    original = WorkloadManager.finish
+    patch(WorkloadManager, "finish", finish)
+
+
+def answer_too_long(patch: Patch) -> None:
+    def end(self: WorkloadManager, sequence: Sequence, token_id: int) -> FinishReason | None:
+        return original(self, sequence, token_id) if sequence.num_tokens >= sequence.max_length else None
+
+    original = WorkloadManager._end
+    patch(WorkloadManager, "_end", end)
+
+
+def history_rewritten(patch: Patch) -> None:
+    """A preempted sequence comes back without its newest token."""
+
+    def preempt(self: WorkloadManager, victim: Sequence) -> None:
+        original(self, victim)
+        if victim.num_output_tokens:
+            victim.token_ids.pop()
+
+    original = WorkloadManager._preempt
+    patch(WorkloadManager, "_preempt", preempt)
+
+
+def budget_ignored(patch: Patch) -> None:
+    def schedule(self: WorkloadManager, step: Any, sequence: Sequence, num_tokens: int, new_blocks: Any = ()) -> None:
+        original(self, step, sequence, sequence.num_needed, new_blocks)
+
+    original = WorkloadManager._schedule
+    patch(WorkloadManager, "_schedule", schedule)
+
+
+def work_left_over(patch: Patch) -> None:
+    patch(WorkloadManager, "has_work", property(lambda self: True))
+
+
 def livelock(patch: Patch) -> None:
     """The first is preempted as well: two sequences that cannot both fit take turns for ever."""
 
@@ -169,27 +248,78 @@ BUGS = [
     queue_jumped,
     nobody_is_charged,
     the_oldest_starves,
+    ended_too_early,
+    expired_but_not_ended,
+    standstill,
+    aborted_but_not_ended,
+    token_after_the_end,
+    answer_too_long,
+    history_rewritten,
+    budget_ignored,
+    work_left_over,
     livelock,
 ]
 
 
-def steps_until_found() -> Iterator[int]:
-    """How many steps the simulation takes to find something; nothing, if it does not within MOST_STEPS."""
+# Found from outside as well, when the manager's own laws are not asked: by what workers, clients and tenants see.
+SEEN_FROM_OUTSIDE = [*BUGS[1:3], *BUGS[4:]]
+
+
+def steps_until_found() -> int | None:
+    """How many steps the simulation takes to find something; None, if it does not within MOST_STEPS."""
     num_steps = seed = 0
     while num_steps < MOST_STEPS:
         simulation = Simulation(make_scenario(seed))
         try:
             simulation.run()
         except Exception:
-            yield num_steps + simulation.num_steps
-            return
+            return num_steps + simulation.num_steps
         num_steps += simulation.num_steps
         seed += 1
+    return None
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_planted_bug_is_found(bug: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch.setattr)
-    found_after = next(steps_until_found(), None)
+    found_after = steps_until_found()
     assert found_after is not None, f"not found within {MOST_STEPS:,} steps"
     print(f"{bug.__name__}: found after {found_after:,} steps")
+
+
+@pytest.mark.parametrize("bug", SEEN_FROM_OUTSIDE, ids=lambda bug: bug.__name__)
+def test_planted_bug_is_seen_from_outside(bug: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkloadManager, "check", lambda self: None)
+    bug(monkeypatch.setattr)
+    assert steps_until_found() is not None, f"not found within {MOST_STEPS:,} steps"
+
+
+def test_what_a_worker_cannot_have_been_told_is_a_violation() -> None:
+    worker = SimulatedWorker(num_blocks=2, block_size=2, max_num_batched_tokens=4)
+    row = Row(0, 0, 2, (1, 2), (0,), True)
+    with pytest.raises(Violation, match="scheduled twice"):
+        worker.execute(StepPlan(0, 0, (), (row, row)))
+    with pytest.raises(Violation, match="a step of 0 tokens, the budget is 4"):
+        worker.execute(StepPlan(0, 0, (), ()))
+
+
+def test_a_simulation_that_runs_in_circles_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Simulation, "_most_steps", lambda self: 5)
+    with pytest.raises(Violation, match="no end after 6 steps"):
+        Simulation(make_scenario(0)).run()
+
+
+def test_blocks_that_nobody_has_in_the_end_are_missed() -> None:
+    scheduler = SchedulerConfig(num_blocks=8, block_size=2, max_model_len=99, max_num_seqs=2, max_num_batched_tokens=8)
+    arrival = Arrival(name=0, at_s=0.0, prompt=(5,), max_tokens=3)
+    simulation = Simulation(Scenario(scheduler=scheduler, arrivals=(arrival,)), check=False)
+    simulation.manager.memory.pool._free.pop()
+    with pytest.raises(Violation, match="1 blocks were lost"):
+        simulation.run()
+
+
+def test_preempting_the_first_is_seen_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    livelock(monkeypatch.setattr)
+    monkeypatch.setattr(WorkloadManager, "check", lambda self: None)
+    errors = [str(failure(make_scenario(seed))) for seed in range(100)]
+    assert any("was preempted, and was the first" in error for error in errors)

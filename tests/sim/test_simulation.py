@@ -7,7 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from servekit.simulation import Scenario, Simulation
+from benchmarks import scheduling
+from servekit.policy import Fair
+from servekit.simulation import Arrival, Scenario, Simulation
+from servekit.workload_manager import SchedulerConfig
 from tests.sim.scenarios import failure, make_scenario, shrink
 from tests.sim.simulate import CORPUS
 
@@ -87,3 +90,40 @@ def test_a_failing_scenario_shrinks_to_what_matters(monkeypatch: pytest.MonkeyPa
     leader, fork = smallest.arrivals
     assert fork.priority == 1 and fork.forks == leader.name and fork.prompt == leader.prompt
     assert len(fork.prompt) == fork.max_tokens == leader.max_tokens == 1
+
+
+def test_a_deadline_is_kept_when_nothing_else_happens() -> None:
+    """A step takes 1.1 ms, and nobody arrives or leaves; the deadline passes meanwhile."""
+    arrival = Arrival(name=0, at_s=1.0, prompt=(5,), max_tokens=9, deadline_s=2e-3)
+    scheduler = SchedulerConfig(
+        num_blocks=8, block_size=2, max_model_len=99, max_num_seqs=2, max_num_batched_tokens=8, max_steps_in_flight=1
+    )
+    simulation = Simulation(Scenario(scheduler=scheduler, arrivals=(arrival,)))
+    simulation.run()
+    assert len(simulation.clients[0].received) == 2
+    assert simulation.clients[0].sequence.finish_reason == "deadline"
+
+
+# -- what the policies do for people; `make bench-scheduling` prints the tables ----------------------------------------
+
+
+def test_short_prompts_hardly_notice_a_long_one() -> None:
+    scheduler = scheduling.serving("shortest", itl_target_s=0.015)
+    (_, alone, _), (_, beside, gap) = (
+        scheduling.chat_latencies(scheduling.play(scheduler, scheduling.chat_beside_documents(0, with_documents)))
+        for with_documents in (False, True)
+    )
+    assert beside <= 1.5 * alone, f"TTFT p99 {alone:.1f} ms alone, {beside:.1f} ms beside 10,000-token prompts"
+    assert gap <= 15.0, "the inter-token target"
+
+
+def test_a_flood_does_not_take_the_other_tenants_share() -> None:
+    bound = Fair.max_lag(scheduling.MAX_NUM_SEQS, scheduling.MAX_MODEL_LEN)
+
+    def worst_lag(seed: int, policy: str) -> int:
+        simulation = Simulation(scheduling.flood(seed, policy), check=False, watch_lag=True)
+        simulation.run()
+        return simulation.lag.worst
+
+    assert max(worst_lag(seed, "fair") for seed in range(100)) <= bound
+    assert worst_lag(0, "fcfs") > 5 * bound, "the bound is none if anything keeps it"

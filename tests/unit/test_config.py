@@ -35,6 +35,11 @@ def test_wrong_value_names_the_field_and_what_is_accepted(arguments: dict[str, s
         load_config(arguments, {})
 
 
+def test_a_model_is_known_by_its_served_name() -> None:
+    assert load_config({}, {}).model_name == "demo"
+    assert load_config({"served_model_name": "ours"}, {}).model_name == "ours"
+
+
 def test_misspelt_names_are_refused_with_the_nearest_one() -> None:
     (warning,) = unknown_variables({"SERVEKIT_PRT": "1", "SERVEKIT_PORT": "1", "PATH": "/bin"})
     assert "SERVEKIT_PRT; did you mean SERVEKIT_PORT" in warning, "not fatal: Kubernetes makes up such names"

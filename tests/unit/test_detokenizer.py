@@ -75,3 +75,9 @@ def test_nothing_is_held_back_that_no_stop_string_can_use(text: str, stop: list[
             return
         held = text[len(released) : index + 1]
         assert held == "" or any(string.startswith(held) for string in stop)
+
+
+def test_after_a_stop_string_nothing_more_comes() -> None:
+    detokenizer = Detokenizer(lambda token_id: bytes([token_id]), ("b",))
+    assert [detokenizer.feed(byte) for byte in b"abc"] == ["a", "", ""]
+    assert detokenizer.finish() == "" and detokenizer.stop_string == "b"

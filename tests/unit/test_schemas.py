@@ -4,7 +4,7 @@ import pytest
 
 from servekit.errors import InvalidRequest
 from servekit.messages import ModelInfo
-from servekit.schemas import decode_generate_request
+from servekit.schemas import decode_generate_request, encode
 
 MODEL = ModelInfo("X", 1, 100, 64, (2,), default_temperature=0.7, default_top_k=20, default_top_p=0.8)
 
@@ -61,3 +61,10 @@ def test_what_the_client_says_wins() -> None:
     sampling = decode_generate_request(body).sampling(MODEL, room=40, seed=5)
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, 0, 1.0)
     assert (sampling.max_tokens, sampling.seed, sampling.stop) == (3, 7, ("x",))
+
+
+def test_texts_are_called_what_the_client_calls_them() -> None:
+    one, many = decode_generate_request(b'{"prompt": "a"}'), decode_generate_request(b'{"prompts": ["a", "b"]}')
+    assert (one.texts, one.name_of(0)) == (["a"], "prompt")
+    assert (many.texts, many.name_of(1)) == (["a", "b"], "prompts[1]")
+    assert encode({"a": None}) == b'{"a":null}'

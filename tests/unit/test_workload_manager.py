@@ -287,6 +287,7 @@ def test_a_deadline_ends_what_waits_what_prefills_and_what_runs() -> None:
     assert manager.expire(1.0) == [], "it had its first token in time"
     assert prefilling.num_computed and not prefilling.num_output_tokens
     in_flight = manager.plan(1.5)
+    assert manager.num_in_flight == 1
     assert manager.expire(2.0) == [prefilling]
     assert manager.commit(worker.execute(in_flight), 2.0)[0].sequence is running
     assert manager.expire(2.9) == [waiting]
