@@ -405,8 +405,7 @@ class _Promise:
                     raise Violation(f"{sequence} is computed after its deadline")
                 if sequence.slot in seats:
                     seated.append(sequence)
-            # Forks wait for their leader, not for a turn.
-            if sequence.status is Status.WAITING and sequence.leader is None:
+            if sequence.status is Status.WAITING:
                 waiting.append(sequence)
         if self._policy == "fair":
             most = Fair.max_lag(self._manager.config.max_num_seqs, self._manager.max_total_tokens)
@@ -418,9 +417,10 @@ class _Promise:
             self._check_patience(seated, waiting)
         else:
             rank = self._manager.line.rank
-            last, first = max(seated, key=rank), min(waiting, key=rank)
-            if rank(first) < rank(last):
-                raise Violation(f"{last} was seated before {first}")
+            last = max(seated, key=rank)
+            for sequence in waiting:  # forks may wait for their leader instead of for a turn
+                if sequence.leader is None and rank(sequence) < rank(last):
+                    raise Violation(f"{last} was seated before {sequence}")
 
     def _check_patience(self, seated: list[Sequence], waiting: list[Sequence]) -> None:
         oldest = min(waiting, key=lambda sequence: sequence.sequence_id)
