@@ -73,11 +73,22 @@ class Baseline:
 class Served:
     """A server process, asked by as many clients at once as there are prompts."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *arguments: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "servekit", "serve", model, "--port", str(port), "--dtype", "float32"]
+        command = [
+            sys.executable,
+            "-m",
+            "servekit",
+            "serve",
+            model,
+            "--port",
+            str(port),
+            "--dtype",
+            "float32",
+            *arguments,
+        ]
         self.process = subprocess.Popen([*command, "--log-level", "warning"])
 
     async def wait_until_ready(self) -> None:

@@ -1,6 +1,6 @@
-"""What the workload manager itself costs: `plan` plus `commit` for a step of decodes, by running sequences.
+"""What the workload manager itself costs: `plan` plus `commit`, by running sequences, and what the prefix cache adds.
 
-No worker, no queues, no model: answers are made up. Prefix caching is on and finds nothing, which is its worst case.
+No worker, no queues, no model: answers are made up. Nothing is ever found in the prefix cache, which is its worst case.
 
     python benchmarks/manager.py [--steps 400]
 """
@@ -20,25 +20,43 @@ from servekit.workload_manager import SchedulerConfig, WorkloadManager
 
 PROMPT_LENGTH = 100
 BLOCK_SIZE = 16
+CHUNK = 2048
 
 
-def full_house(num_sequences: int, num_steps: int) -> WorkloadManager:
-    """A manager whose sequences all run, and have room to run for `num_steps`."""
-    blocks_each = -(-(PROMPT_LENGTH + num_steps + 2) // BLOCK_SIZE) + 1
-    manager = WorkloadManager(
+def make_manager(num_sequences: int, positions_each: int, budget: int, enable_prefix_caching: bool) -> WorkloadManager:
+    return WorkloadManager(
         SchedulerConfig(
-            num_blocks=num_sequences * blocks_each,
+            num_blocks=num_sequences * (-(-positions_each // BLOCK_SIZE) + 2),
             block_size=BLOCK_SIZE,
             max_model_len=2**20,
             max_num_seqs=num_sequences,
-            max_num_batched_tokens=num_sequences * PROMPT_LENGTH,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=enable_prefix_caching,
         )
     )
+
+
+def decode_times_us(num_sequences: int, num_steps: int, enable_prefix_caching: bool = True) -> list[float]:
+    """Each step's time while `num_sequences` sequences run, all past their prompts."""
+    budget = num_sequences * PROMPT_LENGTH
+    manager = make_manager(num_sequences, PROMPT_LENGTH + num_steps + 2, budget, enable_prefix_caching)
     sampling = SamplingParams(max_tokens=num_steps + 2, ignore_eos=True)
     for sequence_id in range(num_sequences):
-        manager.add(Sequence(sequence_id, [sequence_id] * PROMPT_LENGTH, sampling))
+        # Prompts of different lengths, so that they do not all fill a block in the same step.
+        length = PROMPT_LENGTH - sequence_id % BLOCK_SIZE
+        manager.add(Sequence(sequence_id, [sequence_id] * length, sampling))
     step(manager)
-    return manager
+    return [step(manager) * 1e6 for _ in range(num_steps)]
+
+
+def prefill_times_us(num_steps: int, enable_prefix_caching: bool) -> list[float]:
+    """Each step's time when it is one new prompt of CHUNK tokens."""
+    manager = make_manager(1, CHUNK, CHUNK, enable_prefix_caching)
+    times_us = []
+    for sequence_id in range(num_steps):
+        manager.add(Sequence(sequence_id, [sequence_id] * CHUNK, SamplingParams(max_tokens=1)))
+        times_us.append(step(manager) * 1e6)
+    return times_us
 
 
 def step(manager: WorkloadManager) -> float:
@@ -58,13 +76,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     num_steps = parser.parse_args().steps
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {num_steps} steps\n")
-    print("| running sequences | median µs | 99th percentile µs | µs per sequence |")
-    print("|---:|---:|---:|---:|")
+    print(
+        "| running sequences | median µs | 99th percentile µs | median µs per sequence | the prefix cache's part, µs |"
+    )
+    print("|---:|---:|---:|---:|---:|")
     for num_sequences in (1, 16, 64, 256, 1024):
-        manager = full_house(num_sequences, num_steps)
-        times_us = sorted(step(manager) * 1e6 for _ in range(num_steps))
+        times_us = sorted(decode_times_us(num_sequences, num_steps))
+        without = statistics.mean(decode_times_us(num_sequences, num_steps, enable_prefix_caching=False))
         median, tail = statistics.median(times_us), times_us[int(0.99 * num_steps)]
-        print(f"| {num_sequences:,} | {median:,.0f} | {tail:,.0f} | {median / num_sequences:.2f} |", flush=True)
+        added = statistics.mean(times_us) - without
+        print(
+            f"| {num_sequences:,} | {median:,.0f} | {tail:,.0f} | {median / num_sequences:.2f} | {added:,.0f} |",
+            flush=True,
+        )
+    times_us, without_us = prefill_times_us(num_steps, True), prefill_times_us(num_steps, False)
+    added = statistics.median(times_us) - statistics.median(without_us)
+    median = statistics.median(times_us)
+    print(
+        f"\na new prompt of {CHUNK:,} tokens in one step: {median:,.0f} µs, {added:,.0f} of them for the prefix cache"
+    )
 
 
 if __name__ == "__main__":

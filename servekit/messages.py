@@ -55,7 +55,7 @@ class WorkerFailed(Struct, frozen=True, tag="worker_failed"):
     is_config_error: bool = False
 
 
-class Seat(Struct, frozen=True, array_like=True):
+class Seat(Struct, frozen=True, array_like=True, gc=False):
     """A sequence takes a slot: forget what the slot held before, sample like this from now on."""
 
     slot: int
@@ -65,7 +65,7 @@ class Seat(Struct, frozen=True, array_like=True):
     seed: int
 
 
-class Row(Struct, frozen=True, array_like=True):
+class Row(Struct, frozen=True, array_like=True, gc=False):
     """One sequence's share of a step: compute positions [start, start + num_tokens).
 
     `token_ids` are the known tokens from `start` on. It is shorter than `num_tokens` where the manager does not

@@ -58,7 +58,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     max_preemptions: int = 4
 
 
-class SequenceToken(Struct, frozen=True):
+class SequenceToken(Struct, frozen=True, gc=False):
     """One committed token, and what it did to its sequence."""
 
     sequence: Sequence
