@@ -280,7 +280,7 @@ class LLMEngine:
             raise
         for generation in generations:
             self._admit(generation)
-        self._expire(self.manager, arrival_s)
+        self._expire(self.manager, self._clock())
         self._work_arrived.set()
         return Submission(self, generations, queue)
 

@@ -29,17 +29,17 @@ from __future__ import annotations
 from bisect import insort
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
 from msgspec import Struct
 
 from servekit.admission import OutputForecast
+from servekit.deadlines import Deadlines
 from servekit.errors import ContextTooLong
 from servekit.kv_memory import Beginning, KVMemory
 from servekit.messages import Row, Seat, StepPlan, StepResult
 from servekit.pacing import Pacer
 from servekit.policy import POLICIES
-from servekit.sequence import NEVER, FinishReason, Sequence, Status
+from servekit.sequence import FinishReason, Sequence, Status
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
@@ -104,7 +104,7 @@ class WorkloadManager:
         self._followers: defaultdict[int, list[Sequence]] = defaultdict(list)  # wait for their leader's prompt
         self._leaders_ready: list[Sequence] = []  # the newest step computes the rest of their prompts
         self._misfit: Sequence | None = None  # first in line, and found too large since anybody gave up blocks
-        self._deadlines: list[tuple[float, int]] = []  # a heap of (when, sequence_id)
+        self._deadlines = Deadlines()
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[_Step] = deque()
         self._next_step_id = 0
@@ -131,7 +131,7 @@ class WorkloadManager:
     @property
     def next_deadline_s(self) -> float:
         """When `expire` has something to do; later than any clock if never."""
-        return self._deadlines[0][0] if self._deadlines else NEVER
+        return self._deadlines.next_s
 
     @property
     def max_total_tokens(self) -> int:
@@ -162,9 +162,7 @@ class WorkloadManager:
         eos = frozenset() if sequence.sampling.ignore_eos else self.config.eos_token_ids
         sequence.stop_set = eos.union(sequence.sampling.stop_token_ids)
         self._sequences[sequence.sequence_id] = sequence
-        for deadline_s in (sequence.ttft_deadline_s, sequence.deadline_s):
-            if deadline_s != NEVER:
-                heappush(self._deadlines, (deadline_s, sequence.sequence_id))
+        self._deadlines.add(sequence)
         leader = sequence.leader
         if leader is not None and leader.sequence_id in self._sequences and leader.first_sampled_step_id is None:
             self._followers[leader.sequence_id].append(sequence)
@@ -173,15 +171,11 @@ class WorkloadManager:
 
     def expire(self, now: float) -> list[Sequence]:
         """Finish every sequence whose deadline has passed; to be called with the same `now` before `plan`."""
-        expired = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            sequence = self._sequences.get(heappop(self._deadlines)[1])
-            if sequence is not None and (
-                sequence.deadline_s <= now or (sequence.ttft_deadline_s <= now and not sequence.num_output_tokens)
-            ):
-                self.finish(sequence, FinishReason.DEADLINE)
-                expired.append(sequence)
-        return expired
+        return [
+            sequence
+            for sequence in self._deadlines.pop_overdue(now)
+            if self.finish(sequence, FinishReason.DEADLINE)  # False for the second deadline of the same sequence
+        ]
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to dispatch. Advances `computed` as if it were done."""
@@ -222,6 +216,7 @@ class WorkloadManager:
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         del self._sequences[sequence.sequence_id]
+        self._deadlines.discard(sequence)
         if was_running:
             self._running.remove(sequence)
             self._unseat(sequence)

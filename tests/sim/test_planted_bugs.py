@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from servekit.block_pool import BlockPool
+from servekit.deadlines import Deadlines
 from servekit.kv_memory import KVMemory
 from servekit.messages import Row, StepPlan, StepResult
 from servekit.policy import Fair, FirstComeFirstServed, Shortest
@@ -116,7 +117,7 @@ def prefix_without_history(patch: Patch) -> None:
 
 def deadline_ignored(patch: Patch) -> None:
     def expire(self: WorkloadManager, now: float) -> list[Sequence]:
-        self._deadlines.clear()
+        self._deadlines = Deadlines()
         return []
 
     patch(WorkloadManager, "expire", expire)
@@ -150,7 +151,7 @@ def ended_too_early(patch: Patch) -> None:
 def expired_but_not_ended(patch: Patch) -> None:
     def expire(self: WorkloadManager, now: float) -> list[Sequence]:
         overdue = [s for s in self._sequences.values() if min(s.deadline_s, s.ttft_deadline_s) <= now]
-        self._deadlines.clear()
+        self._deadlines = Deadlines()
         return overdue
 
     patch(WorkloadManager, "expire", expire)

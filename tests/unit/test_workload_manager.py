@@ -299,6 +299,17 @@ def test_a_deadline_ends_what_waits_what_prefills_and_what_runs() -> None:
     assert patient.output_token_ids == reference(patient)
 
 
+def test_deadlines_do_not_pile_up_behind_those_who_were_in_time() -> None:
+    """A day for every request, and a thousand of them; what is kept is what is alive."""
+    manager = make_manager()
+    worker = make_worker(manager)
+    for i in range(1000):
+        sequence = Sequence(i, [i], SamplingParams(max_tokens=1), deadline_s=86400.0, ttft_deadline_s=86399.0)
+        manager.add(sequence)
+        manager.commit(worker.execute(manager.plan(0.0)), 0.0)
+    assert len(manager._deadlines) < 10
+
+
 def test_after_a_restart_everyone_goes_on_where_they_were() -> None:
     """The worker dies with two steps in flight; what it says after its death counts for nothing."""
     manager = make_manager(max_steps_in_flight=2)
