@@ -6,6 +6,7 @@ learns what a prefill token costs from the steps it sees, and gives out as many 
 
 from __future__ import annotations
 
+LEAST_PREFILL = 16  # tokens that a step may always prefill, so that prompts come through at any target
 LEAST_SLOPE_S = 1e-8  # no hardware prefills a token faster; what says so is noise
 
 
@@ -23,9 +24,8 @@ class Pacer:
     RELIEF = 0.00025
     LEAST_MARGIN = 0.2
 
-    def __init__(self, target_s: float | None, least: int, most: int) -> None:
+    def __init__(self, target_s: float | None, most: int) -> None:
         self.target_s = target_s
-        self.least = least  # tokens that a step may always prefill, so that prompts come through at any target
         self.most = most
         self._margin = 1.0
         self._slope = 0.0  # seconds per prefill token
@@ -36,19 +36,28 @@ class Pacer:
         if self.target_s is None:
             return self.most
         if not self._slope:
-            return self.least  # nothing is known of prefill yet: learn by small steps
-        base_s = (self._seconds - self._slope * self._tokens) / self._weight
-        room_s = self._margin * self.target_s - base_s
+            return LEAST_PREFILL  # nothing is known of prefill yet: learn by small steps
+        room_s = self._margin * self.target_s - self._base_s
         if room_s >= self._slope * self.most:
             return self.most
-        return max(self.least, int(room_s / self._slope))
+        return max(LEAST_PREFILL, int(room_s / self._slope))
+
+    @property
+    def is_out_of_reach(self) -> bool:
+        """Whether steps take longer than the target without any prefill, so that cutting it cannot help."""
+        return self.target_s is not None and self._slope > 0.0 and self._base_s > self.target_s
+
+    @property
+    def _base_s(self) -> float:
+        """What a step takes without prefill."""
+        return (self._seconds - self._slope * self._tokens) / self._weight
 
     def observe(self, num_prefill_tokens: int, num_decodes: int, seconds: float) -> None:
         """A step took so long, as the streams that waited for it felt it."""
         if self.target_s is None:
             return
         self._learn(float(num_prefill_tokens), seconds)
-        if num_decodes and num_prefill_tokens > self.least:
+        if num_decodes and num_prefill_tokens > LEAST_PREFILL:
             if seconds > self.target_s:
                 self._margin = max(self.LEAST_MARGIN, self._margin * self.PENALTY)
             else:

@@ -1,7 +1,7 @@
 """Who is seated next: the waiting line, one class for each order it can be in.
 
-A policy decides over seats, that is over KV memory, and over how much of a step's prefill may overtake. What is running
-is served in the order of `rank` and preempted from its other end; the line never reaches into a step.
+A policy decides over seats, that is over KV memory: who gets the next one, in which order those who have one are served
+(`rank`; preemption is from its other end), and how much of a step's prefill may overtake that order (`short_share`).
 
 Each order keeps a promise that the simulation checks after every step:
 
@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
 from typing import Protocol
 
 from servekit.sequence import Sequence, Status
 
 PRIORITY_LEVEL_S = 10.0
 SHORT_SHARE = 0.75
-NO_LIMIT = 2**63
 
 
 class WaitingLine(Protocol):
@@ -77,7 +77,7 @@ class _Queue:
             heappop(self._heap)
         return None
 
-    def discard(self) -> None:
+    def note_discarded(self) -> None:
         """One of them finished. Without the sweep, a line whose head is stuck would keep all who gave up behind it."""
         self._num_discarded += 1
         if self._num_discarded > len(self._heap) // 2:
@@ -91,33 +91,37 @@ class _Queue:
         return sequence.status is Status.WAITING and sequence.incarnation == incarnation
 
 
-class FirstComeFirstServed:
-    """In order of arrival, strictly: a step's prefill goes to the first until it is done."""
+class _Line:
+    """What most lines do: rank by arrival, keep no accounts."""
 
     short_share = 0.0
     keeps_accounts = False
 
-    def __init__(self) -> None:
-        self._queue = _Queue(lambda sequence: self.rank(sequence)[0])
-
     def rank(self, sequence: Sequence) -> tuple[float, int]:
         return 0.0, sequence.sequence_id
+
+    def seated(self, sequence: Sequence) -> None:
+        pass
+
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        pass
+
+
+class FirstComeFirstServed(_Line):
+    """In order of arrival, strictly: a step's prefill goes to the first until it is done."""
+
+    def __init__(self) -> None:
+        self._queue = _Queue(lambda sequence: self.rank(sequence)[0])
 
     def push(self, sequence: Sequence) -> None:
         self._queue.push(sequence)
 
     def first(self, shorter_than: int | None = None) -> Sequence | None:
-        assert shorter_than is None, "nobody overtakes"
+        assert shorter_than is None, "without a share for the short, nobody asks"
         return self._queue.first()
 
-    def seated(self, sequence: Sequence) -> None:
-        pass
-
     def discard(self, sequence: Sequence) -> None:
-        self._queue.discard()
-
-    def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        pass
+        self._queue.note_discarded()
 
 
 class Priority(FirstComeFirstServed):
@@ -127,26 +131,26 @@ class Priority(FirstComeFirstServed):
         return sequence.arrival_s + sequence.priority * PRIORITY_LEVEL_S, sequence.sequence_id
 
 
-class Shortest(FirstComeFirstServed):
+class Shortest(_Line):
     """Shortest prompt first, with a share for the oldest: a long prompt neither stalls the short ones nor starves."""
 
     short_share = SHORT_SHARE
 
     def __init__(self) -> None:
-        super().__init__()
+        self._by_age = _Queue(lambda sequence: sequence.sequence_id)
         self._by_length = _Queue(lambda sequence: sequence.num_tokens)
         self._oldest: Sequence | None = None
         self._num_tokens_passed = 0  # seated before the oldest, since it is that
 
     def push(self, sequence: Sequence) -> None:
-        self._queue.push(sequence)
+        self._by_age.push(sequence)
         self._by_length.push(sequence)
 
     def first(self, shorter_than: int | None = None) -> Sequence | None:
-        shortest, oldest = self._by_length.first(), self._queue.first()
+        shortest, oldest = self._by_length.first(), self._by_age.first()
         if shortest is None or oldest is None:
             return None
-        limit = shorter_than or NO_LIMIT
+        limit = inf if shorter_than is None else shorter_than
         # An overdue one that is too long for the share does not close it: it waits for the first to be done, whose
         # progress in each step is as much as all that passes, so it waits for no more than its own length again.
         if self.is_overdue(oldest) and oldest.num_tokens < limit:
@@ -165,18 +169,18 @@ class Shortest(FirstComeFirstServed):
 
     def seated(self, sequence: Sequence) -> None:
         # `sequence` runs by now, so the queue shows who is passed over.
-        oldest = self._queue.first()
+        oldest = self._by_age.first()
         if oldest is not self._oldest:
             self._oldest, self._num_tokens_passed = oldest, 0
         if oldest is not None and oldest.sequence_id < sequence.sequence_id:
             self._num_tokens_passed += sequence.num_tokens
 
     def discard(self, sequence: Sequence) -> None:
-        self._queue.discard()
-        self._by_length.discard()
+        self._by_age.note_discarded()
+        self._by_length.note_discarded()
 
 
-class Fair:
+class Fair(_Line):
     """By virtual token counters: the tenant that has been served least goes next, first come first served within it.
 
     Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, section 4 (VTC), with one unit for every
@@ -201,9 +205,6 @@ class Fair:
         two counters of waiting tenants are ever farther apart, and their difference changes by at most twice that.
         """
         return 2 * max_num_seqs * max_total_tokens
-
-    def rank(self, sequence: Sequence) -> tuple[float, int]:
-        return 0.0, sequence.sequence_id
 
     def push(self, sequence: Sequence) -> None:
         tenant = sequence.tenant
@@ -232,12 +233,9 @@ class Fair:
                 return None
         return None
 
-    def seated(self, sequence: Sequence) -> None:
-        pass
-
     def discard(self, sequence: Sequence) -> None:
         if sequence.tenant in self._queues:
-            self._queues[sequence.tenant].discard()
+            self._queues[sequence.tenant].note_discarded()
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         self.served[sequence.tenant] += num_tokens

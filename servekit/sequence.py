@@ -5,7 +5,7 @@
        └───preempt───────┘          (finish is reachable from every state, once)
 
 One counter tells all there is to do: `num_needed = known + pending - computed`. A prompt chunk, a decode and a resume
-after preemption differ only in how large it is, so the scheduler has no prefill mode and no decode mode.
+after preemption are the same arithmetic; they differ in how large it is, and share every step under one budget.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None  # which of the client's stop tokens ended it, if one did
         self.first_scheduled_s: float | None = None
-        self.num_cached_tokens: int | None = None  # found when it was first admitted
+        self.num_cached_tokens: int | None = None  # found when it was first seated
         self.num_preemptions = 0
         # Counts the times it lost its seat. A result of an earlier incarnation is ignored by construction.
         self.incarnation = -1
@@ -126,7 +126,7 @@ class Sequence:
         self.num_published = 0  # blocks at the front of the table that others may find
         self.num_computed = 0
         self.num_pending = 0
-        self.first_sampled_step_id: int | None = None  # the step that completed its prompt
+        self.first_sampled_step_id: int | None = None  # the first to sample for it in this seat
         self.last_step_id = -1  # the newest step that reads or writes its blocks
 
     @property

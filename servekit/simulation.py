@@ -5,6 +5,8 @@ it, deterministically, and raises a `Violation` as soon as anything is not as it
 policy's promise after every step, every token against a reference that serves one prompt at a time, and at the end that
 nobody was forgotten. A failing scenario can be shrunk, saved and played again.
 
+It lies beside the manager and not with the tests because it is also the way to ask what a policy or a size would do.
+
 The shape is that of FoundationDB's and TigerBeetle's simulators: one thread, one seed, all nondeterminism injected.
 """
 
@@ -387,7 +389,7 @@ class _Promise:
         self._policy = manager.config.scheduling_policy
         self._first: Sequence | None = None
         self._oldest: Sequence | None = None
-        self._num_passed = 0
+        self._num_passed = self._longest = 0
 
     def before_plan(self, clients: Iterable[Client]) -> None:
         running = [client.sequence for client in clients if client.sequence.status is Status.RUNNING]
@@ -425,9 +427,12 @@ class _Promise:
     def _check_patience(self, seated: list[Sequence], waiting: list[Sequence]) -> None:
         oldest = min(waiting, key=lambda sequence: sequence.sequence_id)
         if oldest is not self._oldest:
-            self._oldest, self._num_passed = oldest, 0
-        self._num_passed += sum(sequence.num_tokens for sequence in seated if sequence.sequence_id > oldest.sequence_id)
-        # Once for its own patience, once while it is overdue and another one is first; and those under way.
-        most = 2 * Shortest.patience(oldest) + 4 * self._manager.max_total_tokens
+            self._oldest, self._num_passed, self._longest = oldest, 0, 0
+        lengths = [sequence.num_tokens for sequence in seated if sequence.sequence_id > oldest.sequence_id]
+        self._num_passed += sum(lengths)
+        self._longest = max(self._longest, *lengths, 0)
+        # Its patience, and once more while it is overdue and a seated prompt is first; either may end in a prompt that
+        # goes over it.
+        most = 2 * Shortest.patience(oldest) + 2 * self._longest
         if self._num_passed > most:
-            raise Violation(f"{self._num_passed} tokens passed {oldest}")
+            raise Violation(f"{self._num_passed} tokens passed {oldest}, at most {most:.0f} may")

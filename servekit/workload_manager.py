@@ -4,13 +4,17 @@
 All of it is a plain function of the state: no clock, no I/O, no randomness, no torch. The engine drives it in
 production and the simulation drives it by the million steps, with the same code.
 
-How one step is decided, in this order:
+How one step is decided (docs/ARCHITECTURE.md has a picture, with the same numbers):
 
-1. Every running sequence that is past its prompt computes one position, in the order of its rank. One that needs a
-   block and finds none takes it from the last-ranked; if nobody ranks behind it, it waits in its seat.
-2. What is left of `max_num_batched_tokens`, or of what the inter-token latency target allows, is prefill: first for the
-   prompts already seated, then for those that the policy's waiting line proposes.
-3. Nobody new is seated in a step in which somebody ran short of blocks.
+1. Every running sequence that is past its prompt computes one position, by rank. One that needs a block and finds none
+   takes it from the last-ranked; if nobody behind may be preempted, or blocks are on their way, it waits in its seat.
+2. What is left of `max_num_batched_tokens`, or of what the inter-token latency target allows, is prefill. Those in line
+   who outrank the first unfinished prompt are seated and served before it; then, up to the policy's share, what is
+   shorter.
+3. Then the first unfinished prompt, and the other seated ones.
+4. Then whomever the waiting line proposes, as long as there are tokens, seats and memory.
+
+Nobody new is seated in a step in which somebody ran short of blocks.
 
 What holds whatever happens, each checked by `check` or by the simulation:
 
@@ -94,9 +98,9 @@ class WorkloadManager:
         self.forecast = forecast or OutputForecast(config.block_size)
         self.memory = self._new_memory()
         self.line = POLICIES[config.scheduling_policy]()
-        self.pacer = Pacer(config.itl_target_s, config.block_size, config.max_num_batched_tokens)
+        self.pacer = Pacer(config.itl_target_s, config.max_num_batched_tokens)
         self.num_preemptions = 0
-        self.num_prompt_tokens = 0  # of sequences that were admitted, and how many of them were found in the cache
+        self.num_prompt_tokens = 0  # looked up in the prefix cache, and how many of them were found
         self.num_cached_tokens = 0
         self.num_stale_results = 0
         self._sequences: dict[int, Sequence] = {}  # alive: running, in line, or behind their leader
@@ -217,6 +221,8 @@ class WorkloadManager:
         sequence.finish_reason = reason
         del self._sequences[sequence.sequence_id]
         self._deadlines.discard(sequence)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.forecast.ended(sequence)
         if was_running:
             self._running.remove(sequence)
             self._unseat(sequence)
@@ -286,11 +292,13 @@ class WorkloadManager:
         return prefills, ran_short
 
     def _schedule_prefills(self, step: _Step, prefills: list[Sequence], may_seat: bool) -> None:
-        """What is left of the budget, for prompts: seated ones by rank, then new ones.
+        """What is left of the budget, for prompts: by rank, whether they are seated or in line.
 
         Where the policy has a share for short prompts, those that need less than the first one goes before it, but
         leave it the rest of the budget: a long prompt costs the short ones little, and they cost it at most that share.
         """
+        if prefills and may_seat:
+            self._seat_waiting(step, ahead_of=prefills[0])
         if prefills and self.line.short_share:
             num_needed = prefills[0].num_needed
             reserve = min(num_needed, step.budget - int(step.budget * self.line.short_share))
@@ -308,14 +316,20 @@ class WorkloadManager:
             if step.budget > reserve and sequence.last_step_id != step.step_id:
                 self._schedule(step, sequence, min(sequence.num_needed, step.budget - reserve))
 
-    def _seat_waiting(self, step: _Step, reserve: int = 0, shorter_than: int | None = None) -> None:
+    def _seat_waiting(
+        self, step: _Step, reserve: int = 0, shorter_than: int | None = None, ahead_of: Sequence | None = None
+    ) -> None:
         """Seats for those that the line proposes, as long as there are seats, tokens and memory.
+
+        Only for those with fewer tokens than `shorter_than`, or who outrank `ahead_of`, where these are given.
 
         The line is strict: if there is no memory for its first, nobody behind gets any, or the first would starve.
         """
         while step.budget > reserve and len(self._running) < self.config.max_num_seqs:
             sequence = self.line.first(shorter_than)
             if sequence is None or sequence is self._misfit:
+                return
+            if ahead_of is not None and self.line.rank(sequence) > self.line.rank(ahead_of):
                 return
             beginning = self.memory.find_beginning(sequence, step.step_id)
             if not self.memory.has_room(sequence, beginning, self._running):
@@ -374,7 +388,6 @@ class WorkloadManager:
         reason = FinishReason.STOP if token_id in sequence.stop_set else FinishReason.LENGTH
         if token_id in sequence.sampling.stop_token_ids:
             sequence.stop_token_id = token_id
-        self.forecast.ended(sequence)
         self.finish(sequence, reason)
         return reason
 
@@ -390,7 +403,7 @@ class WorkloadManager:
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = step.planned_s
             sequence.num_cached_tokens = beginning.num_tokens
-            if sequence.leader is None:
+            if sequence.leader is None and self.config.enable_prefix_caching:
                 self.num_prompt_tokens += sequence.prompt_length
                 self.num_cached_tokens += beginning.num_tokens
         sequence.slot = self._free_slots.pop()

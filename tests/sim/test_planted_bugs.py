@@ -140,6 +140,10 @@ def the_oldest_starves(patch: Patch) -> None:
     patch(Shortest, "is_overdue", lambda self, oldest: False)
 
 
+def the_oldest_waits_too_long(patch: Patch) -> None:
+    patch(Shortest, "is_overdue", lambda self, oldest: self._num_tokens_passed >= 3 * self.patience(oldest))
+
+
 def ended_too_early(patch: Patch) -> None:
     def expire(self: WorkloadManager, now: float) -> list[Sequence]:
         return original(self, now + 0.001)
@@ -249,6 +253,7 @@ BUGS = [
     queue_jumped,
     nobody_is_charged,
     the_oldest_starves,
+    the_oldest_waits_too_long,
     ended_too_early,
     expired_but_not_ended,
     standstill,

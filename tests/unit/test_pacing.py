@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from servekit.pacing import Pacer
+from servekit.pacing import LEAST_PREFILL, Pacer
 
 BASE_S, TOKEN_S = 0.008, 25e-6
 
@@ -24,14 +24,14 @@ def play(pacer: Pacer, num_steps: int, token_s: float = TOKEN_S, noise: float = 
 
 
 def test_without_a_target_there_is_no_limit() -> None:
-    pacer = Pacer(None, 16, 2048)
+    pacer = Pacer(None, 2048)
     play(pacer, 10)
     assert pacer.prefill_limit() == 2048
 
 
 def test_it_begins_small_and_soon_uses_all_the_time_there_is() -> None:
-    pacer = Pacer(0.020, 16, 2048)
-    assert pacer.prefill_limit() == 16
+    pacer = Pacer(0.020, 2048)
+    assert pacer.prefill_limit() == LEAST_PREFILL
     seconds = play(pacer, 200)
     assert max(seconds) <= 0.020
     assert pacer.prefill_limit() == pytest.approx((0.020 - BASE_S) / TOKEN_S, rel=0.05)
@@ -39,7 +39,7 @@ def test_it_begins_small_and_soon_uses_all_the_time_there_is() -> None:
 
 @pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
 def test_no_more_than_one_step_in_a_hundred_is_late_however_times_scatter(noise: float) -> None:
-    pacer = Pacer(0.030, 16, 4096)
+    pacer = Pacer(0.030, 4096)
     play(pacer, 2000, noise=noise)
     late = [seconds for seconds in play(pacer, 20_000, noise=noise, seed=1) if seconds > 0.030]
     assert len(late) <= 200
@@ -47,13 +47,14 @@ def test_no_more_than_one_step_in_a_hundred_is_late_however_times_scatter(noise:
 
 
 def test_it_follows_when_prefill_becomes_dearer_and_cheaper() -> None:
-    pacer = Pacer(0.020, 16, 4096)
+    pacer = Pacer(0.020, 4096)
     for token_s in (TOKEN_S, 4 * TOKEN_S, TOKEN_S / 4):
         play(pacer, 3000, token_s)  # the margin that the surprise cost comes back slowly
         assert pacer.prefill_limit() == pytest.approx((0.020 - BASE_S) / token_s, rel=0.15)
 
 
 def test_a_target_that_cannot_be_met_still_lets_prompts_through() -> None:
-    pacer = Pacer(0.004, 16, 2048)
+    pacer = Pacer(0.004, 2048)
     play(pacer, 200)
-    assert pacer.prefill_limit() == 16
+    assert pacer.prefill_limit() == LEAST_PREFILL
+    assert pacer.is_out_of_reach and not Pacer(0.1, 2048).is_out_of_reach
