@@ -4,8 +4,8 @@ Both servers run all the time and are asked in turn, so that a noisy machine is 
 round: nothing is found in the prefix cache. *Overhead* is the time between two steps that the worker does not compute:
 planning, both queues, commit, text, HTTP, as far as it is not hidden behind the step before.
 
-    python benchmarks/settings.py "--max-steps-in-flight 1" "--max-steps-in-flight 2"
-    python benchmarks/settings.py --no-enable-prefix-caching --enable-prefix-caching
+    python benchmarks/settings.py --first="--max-steps-in-flight 1" --second="--max-steps-in-flight 2"
+    python benchmarks/settings.py --first=--no-enable-prefix-caching --second=--enable-prefix-caching
 """
 
 from __future__ import annotations
@@ -72,14 +72,13 @@ async def measure(arguments: argparse.Namespace) -> None:
             pairs = zip(*rounds, strict=True)
             ratio = statistics.median(second.tokens_per_s / first.tokens_per_s for first, second in pairs)
             for setting, played in zip(settings, rounds, strict=True):
-                name = setting.strip()
                 medians = [
                     statistics.median(getattr(r, column) for r in played)
                     for column in ("tokens_per_s", "step_ms", "overhead_ms")
                 ]
                 last = f"{ratio:.3f}" if played is rounds[1] else "1"
                 figures = f"{medians[0]:,.0f} | {medians[1]:.2f} | {medians[2]:.2f}"
-                print(f"| {concurrency} | `{name}` | {figures} | {last} |", flush=True)
+                print(f"| {concurrency} | `{setting}` | {figures} | {last} |", flush=True)
     finally:
         for served in servers:
             served.stop()
@@ -87,8 +86,8 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("first", help="flags of the first server, in one argument")
-    parser.add_argument("second", help="flags of the second server")
+    parser.add_argument("--first", required=True, help="flags of the first server, in one argument")
+    parser.add_argument("--second", required=True, help="flags of the second server")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--num-tokens", type=int, default=64)

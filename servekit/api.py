@@ -111,6 +111,11 @@ async def _submit(request: Request, single: bool = False) -> tuple[GenerateReque
     body = decode_generate_request(await _read_body(request, engine.config.max_body_bytes))
     if single and body.prompt is msgspec.UNSET:
         raise InvalidRequest("this route takes one 'prompt'; POST /generate takes 'prompts'", param="prompts")
+    if request.url.path == "/basic_generate" and (body.ttft_ms or body.deadline_ms):
+        raise InvalidRequest(
+            "this route's answer cannot say that a deadline passed; POST /generate can",
+            param="ttft_ms" if body.ttft_ms else "deadline_ms",
+        )
     return body, await engine.submit(body)
 
 
@@ -281,8 +286,9 @@ def _error_body(error: ServekitError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.answer_code}}
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServekitError)
+    _engine(request).metrics.refused(error.answer_code)
     response = _json(_error_body(error), error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)

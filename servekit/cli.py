@@ -9,14 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from servekit import __version__
-from servekit.config import ServeConfig, Setting, load_config, settings, unknown_variables
+from servekit.config import ServeConfig, Setting, load_config, nearest, settings, unknown_variables
 from servekit.errors import ConfigError, ServekitError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the process's exit code."""
-    arguments = vars(_parser().parse_args(argv))
+    parsed, unknown = _parser().parse_known_args(argv)
+    arguments = vars(parsed)
     try:
+        if unknown:
+            raise ConfigError(_explain_unknown(unknown[0]))
         return _version() if arguments.pop("command") == "version" else _serve(arguments)
     except KeyboardInterrupt:  # while modules are still being imported; later on the server handles it
         return 130
@@ -55,8 +58,14 @@ def _metavar(setting: Setting) -> str:
 
 
 def _help(setting: Setting) -> str:
+    accepts = "" if setting.is_switch else f"; {setting.accepts}"
     default = "" if setting.default is None else f" (default: {setting.default})"
-    return (setting.description + default).replace("%", "%%")
+    return (setting.description + accepts + default).replace("%", "%%")
+
+
+def _explain_unknown(argument: str) -> str:
+    flags = [flag for setting in settings() for flag in (setting.flag, setting.flag.replace("--", "--no-", 1))]
+    return f"unknown argument {argument!r}; {nearest(argument.partition('=')[0], flags)}"
 
 
 def _version() -> int:
@@ -74,6 +83,8 @@ def _serve(arguments: dict[str, str]) -> int:
 
 def _configure(arguments: dict[str, str]) -> ServeConfig:
     if (model := arguments.pop("positional_model", None)) is not None:
+        if model in ("true", "false") and any(isinstance(value, bool) for value in arguments.values()):
+            raise ConfigError(f"{model!r} stands where MODEL does; switches take no value: use --x or --no-x")
         if "model" in arguments:
             raise ConfigError(f"model is given twice: {model!r} and --model {arguments['model']!r}")
         arguments["model"] = model

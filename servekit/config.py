@@ -69,7 +69,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     scheduling_policy: Annotated[
         Literal["fcfs", "priority", "shortest", "fair"],
         Meta(
-            description="who is served next: first come, lowest priority number, shortest prompt, least served tenant"
+            description="who is served next: fcfs first come, priority lowest number, shortest prompt, fair least served tenant"
         ),
     ] = "shortest"
     itl_target_ms: Annotated[
@@ -144,7 +144,8 @@ def _accepts(schema: Mapping[str, Any]) -> str:
         for key, word in (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", "to"))
         if key in schema
     ]
-    return " ".join([schema["type"], *bounds])
+    kind = "true or false" if schema["type"] == "boolean" else schema["type"]
+    return " ".join([kind, *bounds])
 
 
 def load_config(arguments: Mapping[str, Any], environment: Mapping[str, str], toml: bytes | None = None) -> ServeConfig:
@@ -169,7 +170,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """
     names = [setting.environment_name for setting in settings()]
     return [
-        f"ignoring the unknown environment variable {name}; {_nearest(name, names)}"
+        f"ignoring the unknown environment variable {name}; {nearest(name, names)}"
         for name in environment
         if name.startswith(ENVIRONMENT_PREFIX) and name not in names
     ]
@@ -192,7 +193,7 @@ def _explain(message: str, values: Mapping[str, Any]) -> str:
     known = {setting.name: setting for setting in settings()}
     if not path:
         unknown = message.split("`")[1]
-        return f"unknown setting {unknown!r}; {_nearest(unknown, list(known))}"
+        return f"unknown setting {unknown!r}; {nearest(unknown, list(known))}"
     setting = known[path.rstrip("`")]
     return (
         f"{setting.name} = {values[setting.name]!r} is not accepted ({setting.flag}, {setting.environment_name}): "
@@ -200,9 +201,23 @@ def _explain(message: str, values: Mapping[str, Any]) -> str:
     )
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, known: list[str]) -> str:
+    """What to say to whoever misspelt a name."""
     close = get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else "see `servekit serve --help`"
+
+
+def doubts(config: ServeConfig) -> list[str]:
+    """Settings that are allowed together and hardly meant together."""
+    found = []
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        found.append(
+            f"max_num_batched_tokens = {config.max_num_batched_tokens} is less than max_num_seqs = "
+            f"{config.max_num_seqs}: no more sequences than that get a token in a step, the others wait in their seats"
+        )
+    if config.scheduling_policy == "fair":
+        found.append("scheduling_policy = 'fair': there are no API keys yet, so all requests are one tenant's")
+    return found
 
 
 def non_default(config: ServeConfig) -> dict[str, Any]:

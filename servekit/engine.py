@@ -87,6 +87,7 @@ class LLMEngine:
         self._next_sequence_id = 0
         self._work_arrived = asyncio.Event()
         self._deadline_timer: asyncio.TimerHandle | None = None
+        self._warned_of_target = False
         self._main_loop: asyncio.Task[None] | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -194,24 +195,39 @@ class LLMEngine:
         now = self._clock()
         for token in manager.commit(result, now):
             self._deliver(token, now)
+        self._warn_if_out_of_reach(manager)
         self.metrics.scheduler_steps.inc()
         self.metrics.step_duration.observe(result.step_time_s)
         self.metrics.step_overhead.observe(max(0.0, self._clock() - started - result.step_time_s))
 
+    def _warn_if_out_of_reach(self, manager: WorkloadManager) -> None:
+        if manager.pacer.is_out_of_reach and not self._warned_of_target:
+            self._warned_of_target = True
+            log.warning(
+                "--itl-target-ms %g is out of reach: steps take longer even without prefill, which is at its "
+                "least now; raise the target or lower --max-num-seqs",
+                self.config.itl_target_ms,
+            )
+
     def _expire(self, manager: WorkloadManager, now: float) -> None:
-        """End what is past its deadline, and come back for the next one even if the worker is slow."""
+        """End what is past its deadline."""
         for sequence in manager.expire(now):
             generation = self._generations[sequence.sequence_id]
             text = generation.detokenizer.finish()
             generation.queue.put(TokenDelta(generation.index, None, text, False, FinishReason.DEADLINE))
             self._forget(generation, FinishReason.DEADLINE, now)
+
+    def _watch_deadlines(self) -> None:
+        """See to the next deadline when it comes, also while the worker is slow to answer."""
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
             self._deadline_timer = None
+        manager, now = self._manager, self._clock()
+        assert manager is not None
+        self._expire(manager, now)
         if manager.next_deadline_s != NEVER:
-            delay_s = max(0.0, manager.next_deadline_s - now) + 1e-3  # rather late than in vain
-            loop = asyncio.get_running_loop()
-            self._deadline_timer = loop.call_later(delay_s, lambda: self._expire(manager, self._clock()))
+            delay_s = manager.next_deadline_s - now + 1e-3  # rather late than in vain
+            self._deadline_timer = asyncio.get_running_loop().call_later(delay_s, self._watch_deadlines)
 
     def _deliver(self, token: SequenceToken, now: float) -> None:
         """Turn a committed token into text and give it to its client."""
@@ -247,6 +263,9 @@ class LLMEngine:
             1e3 * (now - sequence.arrival_s),
         )
         self.metrics.finished(reason)
+        # Who never had a seat waited until now; leaving them out would flatter a long line.
+        seated_s = now if sequence.first_scheduled_s is None else sequence.first_scheduled_s
+        self.metrics.request_queue_time.observe(seated_s - sequence.arrival_s)
         self.metrics.e2e_request_latency.observe(now - sequence.arrival_s)
         self.metrics.request_generation_tokens.observe(sequence.num_output_tokens)
 
@@ -265,22 +284,18 @@ class LLMEngine:
     async def submit(self, request: GenerateRequest) -> Submission:
         """Admit all prompts of a request, or none. Raises RequestError or WorkerError."""
         arrival_s = self._clock()
-        try:
-            self._check_room(len(request.texts))
-            self._check_lengths(request)
-            self._check_priority(request)
-            prompts = await self.tokenizer.encode(request.texts)
-            self._check_room(len(request.texts))  # others may have come meanwhile; from here on nothing awaits
-            queue = ClientQueue()
-            generations = [
-                self._make_generation(request, index, prompt, queue, arrival_s) for index, prompt in enumerate(prompts)
-            ]
-        except ServekitError as error:
-            self.metrics.refused(error.answer_code)
-            raise
+        self._check_room(len(request.texts))
+        self._check_lengths(request)
+        self._check_priority(request)
+        prompts = await self.tokenizer.encode(request.texts)
+        self._check_room(len(request.texts))  # others may have come meanwhile; from here on nothing awaits
+        queue = ClientQueue()
+        generations = [
+            self._make_generation(request, index, prompt, queue, arrival_s) for index, prompt in enumerate(prompts)
+        ]
         for generation in generations:
             self._admit(generation)
-        self._expire(self.manager, self._clock())
+        self._watch_deadlines()
         self._work_arrived.set()
         return Submission(self, generations, queue)
 
@@ -366,8 +381,6 @@ class LLMEngine:
         sequence = generation.sequence
         self.metrics.generation_tokens.inc()
         if generation.last_token_s is None:
-            assert sequence.first_scheduled_s is not None
-            self.metrics.request_queue_time.observe(sequence.first_scheduled_s - sequence.arrival_s)
             self.metrics.time_to_first_token.observe(now - sequence.arrival_s)
         else:
             self.metrics.inter_token_latency.observe(now - generation.last_token_s)
@@ -388,4 +401,5 @@ def _snapshot(manager: WorkloadManager) -> Snapshot:
         num_free_blocks=manager.memory.pool.num_available,
         num_prompt_tokens=manager.num_prompt_tokens,
         num_cached_tokens=manager.num_cached_tokens,
+        prefill_limit=manager.pacer.prefill_limit(),
     )

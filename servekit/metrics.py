@@ -35,6 +35,7 @@ class Snapshot(Struct, frozen=True):
     num_free_blocks: int  # cached ones included: they hold nothing that somebody needs
     num_prompt_tokens: int
     num_cached_tokens: int
+    prefill_limit: int
 
 
 class _SnapshotCollector(Collector):
@@ -52,6 +53,7 @@ class _SnapshotCollector(Collector):
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used)
         yield self._gauge("kv_blocks_total", "KV blocks in the pool.", now.num_blocks)
         yield self._gauge("kv_blocks_free", "KV blocks that a sequence can have.", now.num_free_blocks)
+        yield self._gauge("prefill_limit_tokens", "Prefill that the next step may carry.", now.prefill_limit)
         yield self._counter("num_preemptions", "Times a sequence lost its blocks to an older one.", now.num_preemptions)
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", now.num_prompt_tokens)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", now.num_cached_tokens)

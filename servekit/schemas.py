@@ -17,6 +17,7 @@ from servekit.sampling_params import SamplingParams
 from servekit.sequence import FinishReason
 
 MAX_STOP_STRINGS = 16
+MAX_VALUE_TOLD = 40  # characters of a wrong value that an error repeats
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -115,7 +116,7 @@ class Token(Struct):
 class StreamEvent(Struct):
     """One server-sent event. The last one has the whole text and says why it ended."""
 
-    index: int  # of the token, from 1
+    index: int  # of the token, from 1; where there is none, of the last one
     token: Token | None  # null where the answer ends without another one, at a deadline
     generated_text: str | None = None
     details: None = None  # a key that TGI's clients look for
@@ -133,7 +134,7 @@ def decode_generate_request(body: bytes) -> GenerateRequest:
     try:
         request = _decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise _invalid(str(error), body) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if (request.prompt is UNSET) == (request.prompts is UNSET):
@@ -143,14 +144,24 @@ def decode_generate_request(body: bytes) -> GenerateRequest:
     return request
 
 
-def _invalid(message: str) -> InvalidRequest:
-    """msgspec's `Expected ... - at $.field`, taken apart."""
+def _invalid(message: str, body: bytes) -> InvalidRequest:
+    """msgspec's `Expected ... - at $.field`, taken apart, with the value that stands there."""
     expected, _, path = message.partition(" - at `")
     param = path.rstrip("`").removeprefix("$").removeprefix(".") or None
     if "unknown field" in expected:
         field = expected.split("`")[1]
         return InvalidRequest(f"unknown field {field!r}; the fields are {_fields()}", param=field, code="unknown_field")
-    return InvalidRequest(f"{param or 'the body'}: {expected[0].lower()}{expected[1:]}", param=param)
+    expected = expected[0].lower() + expected[1:].replace(" | null", "").replace("`", "")
+    return InvalidRequest(f"{param or 'the body'}{_value_of(param, body)}: {expected}", param=param)
+
+
+def _value_of(param: str | None, body: bytes) -> str:
+    """What the client sent for a field, if it is short enough to be told back."""
+    try:
+        value = repr(msgspec.json.decode(body)[param])
+    except (msgspec.DecodeError, RecursionError, LookupError, TypeError):
+        return ""
+    return f" = {value}" if len(value) <= MAX_VALUE_TOLD else ""
 
 
 def _fields() -> str:

@@ -14,7 +14,7 @@ from sse_starlette.sse import AppStatus
 
 from servekit import __version__
 from servekit.api import create_app
-from servekit.config import ServeConfig, non_default
+from servekit.config import ServeConfig, doubts, non_default
 from servekit.engine import LLMEngine
 from servekit.errors import ConfigError, WorkerNotReady
 from servekit.logs import configure_logging
@@ -129,6 +129,8 @@ def describe(engine: LLMEngine, url: str) -> Iterator[str]:
         yield "settings that differ from their defaults:"
     for name, value in changed.items():
         yield f"  {name:<24} {value}"
+    for doubt in doubts(config):
+        yield f"note: {doubt}"
     num_tokens = worker.num_blocks * config.block_size
     cache_mib = num_tokens * worker.kv_bytes_per_token / 2**20
     yield f"model: {worker.model.architecture}, {worker.dtype} on {worker.device}"

@@ -67,3 +67,16 @@ def test_with_one_seat_the_urgent_go_first_and_the_impatient_leave(tmp_path: Pat
         assert impatient.result()["usage"]["completion_tokens"] == 0  # type: ignore[index]
         assert occupant.result()["usage"]["completion_tokens"] == 400
         assert finished == ["impatient", "urgent", "calm"]
+
+
+def test_a_route_that_cannot_tell_of_a_deadline_takes_none(server: ServerProcess) -> None:
+    response = server.client.post("/basic_generate", json={"prompt": "a", "deadline_ms": 5})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "deadline_ms"
+
+
+def test_a_target_out_of_reach_is_said_once(tmp_path: Path) -> None:
+    with serving("--itl-target-ms", "0.01", log=tmp_path / "log") as slow:
+        for _ in range(2):
+            assert slow.generate("What color is the sky?")["finish_reason"] == "stop"
+        assert slow.log.read_text().count("is out of reach") == 1
+        assert slow.metric("servekit_prefill_limit_tokens") == 16

@@ -17,6 +17,7 @@ from tests.sim.simulate import CORPUS
 STEPS_PER_SHARD = 100_000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", range(10))
 def test_no_fault_and_no_order_of_events_breaks_a_law(shard: int) -> None:
     """A million steps in all. `make simulate` goes on from there, with seeds that nobody has tried."""

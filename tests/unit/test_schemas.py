@@ -68,3 +68,19 @@ def test_texts_are_called_what_the_client_calls_them() -> None:
     assert (one.texts, one.name_of(0)) == (["a"], "prompt")
     assert (many.texts, many.name_of(1)) == (["a", "b"], "prompts[1]")
     assert encode({"a": None}) == b'{"a":null}'
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"prompt": "a", "priority": 2000}', "priority = 2000: expected int <= 1000"),
+        (b'{"prompt": "a", "ttft_ms": "soon"}', "ttft_ms = 'soon': expected int, got str"),
+        (b'{"prompt": "a", "seed": "' + b"x" * 100 + b'"}', "seed: expected int, got str"),
+        (b'{"prompts": ["a", 1]}', "prompts[1]: expected str, got int"),
+        (b"[]", "the body: expected object, got array"),
+    ],
+)
+def test_an_error_tells_the_value_and_what_is_expected(body: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode_generate_request(body)
+    assert caught.value.message == message
