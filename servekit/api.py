@@ -77,7 +77,7 @@ async def generate(request: Request) -> Response:
     if answers is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     usage = _usage(submission, sum(answer.num_tokens for answer in answers))
-    if body.prompts is msgspec.UNSET:
+    if body.prompts is msgspec.UNSET and body.n == 1:
         (answer,) = answers
         return _json(GenerateResponse(_new_id(), answer.text, answer.ended_by, answer.stop_reason, usage))
     texts = [answer.text for answer in answers]
@@ -111,6 +111,8 @@ async def _submit(request: Request, single: bool = False) -> tuple[GenerateReque
     body = decode_generate_request(await _read_body(request, engine.config.max_body_bytes))
     if single and body.prompt is msgspec.UNSET:
         raise InvalidRequest("this route takes one 'prompt'; POST /generate takes 'prompts'", param="prompts")
+    if single and body.n != 1:
+        raise InvalidRequest(f"n = {body.n}: this route gives one answer; POST /generate gives several", param="n")
     if request.url.path == "/basic_generate" and (body.ttft_ms or body.deadline_ms):
         raise InvalidRequest(
             "this route's answer cannot say that a deadline passed; POST /generate can",
@@ -144,8 +146,8 @@ class _Answer:
 
 
 async def _collect(submission: Submission) -> list[_Answer]:
-    """Every prompt's answer, in the order of the prompts."""
-    answers = [_Answer() for _ in range(submission.num_prompts)]
+    """Every answer, in the order of the prompts."""
+    answers = [_Answer() for _ in range(submission.num_answers)]
     num_unfinished = len(answers)
     while num_unfinished:
         for delta in await submission.queue.get():

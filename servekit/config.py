@@ -68,9 +68,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = True
     scheduling_policy: Annotated[
         Literal["fcfs", "priority", "shortest", "fair"],
-        Meta(
-            description="who is served next: fcfs first come, priority lowest number, shortest prompt, fair least served tenant"
-        ),
+        Meta(description="who is next: fcfs first come, priority lowest number, shortest prompt, fair least served"),
     ] = "shortest"
     itl_target_ms: Annotated[
         Milliseconds | None,

@@ -11,7 +11,9 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import msgspec
 
 from servekit import __version__
 from servekit.client_queue import ClientQueue, TokenDelta
@@ -53,17 +55,21 @@ class Submission:
         self.queue = queue
 
     @property
-    def num_prompts(self) -> int:
+    def num_answers(self) -> int:
         return len(self._generations)
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(generation.sequence.prompt_length for generation in self._generations)
+        """Each prompt once, however many answers it gets."""
+        return sum(sequence.prompt_length for sequence in self._leaders())
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens whose KV was there already."""
-        return sum(generation.sequence.num_cached_tokens or 0 for generation in self._generations)
+        return sum(sequence.num_cached_tokens or 0 for sequence in self._leaders())
+
+    def _leaders(self) -> Iterator[Sequence]:
+        return (generation.sequence for generation in self._generations if generation.sequence.leader is None)
 
     def abort(self) -> None:
         """Free everything that this request still holds. Does not await, so that it may run in a `finally`."""
@@ -284,14 +290,16 @@ class LLMEngine:
     async def submit(self, request: GenerateRequest) -> Submission:
         """Admit all prompts of a request, or none. Raises RequestError or WorkerError."""
         arrival_s = self._clock()
-        self._check_room(len(request.texts))
+        self._check_room(request.num_answers)
         self._check_lengths(request)
         self._check_priority(request)
         prompts = await self.tokenizer.encode(request.texts)
-        self._check_room(len(request.texts))  # others may have come meanwhile; from here on nothing awaits
+        self._check_room(request.num_answers)  # others may have come meanwhile; from here on nothing awaits
         queue = ClientQueue()
         generations = [
-            self._make_generation(request, index, prompt, queue, arrival_s) for index, prompt in enumerate(prompts)
+            generation
+            for index, prompt in enumerate(prompts)
+            for generation in self._make_generations(request, index, prompt, queue, arrival_s)
         ]
         for generation in generations:
             self._admit(generation)
@@ -299,18 +307,22 @@ class LLMEngine:
         self._work_arrived.set()
         return Submission(self, generations, queue)
 
-    def _check_room(self, num_prompts: int) -> None:
+    def _check_room(self, num_answers: int) -> None:
         limit = self.config.max_client_batch_size
-        if num_prompts > limit:
-            raise InvalidRequest(f"{num_prompts} prompts in one request; at most {limit} are taken", param="prompts")
-        num_waiting, most = self.manager.num_waiting, self.config.max_num_queued_reqs
-        if num_prompts > most:
+        if num_answers > limit:
             raise InvalidRequest(
-                f"{num_prompts} prompts in one request; at most {most} may wait (max_num_queued_reqs)", param="prompts"
+                f"{num_answers} answers to one request (prompts times n); at most {limit} are given "
+                "(max_client_batch_size)",
+                param="prompts",
             )
-        if num_waiting + num_prompts > most:
+        num_waiting, most = self.manager.num_waiting, self.config.max_num_queued_reqs
+        if num_answers > most:
+            raise InvalidRequest(
+                f"{num_answers} answers to one request; at most {most} may wait (max_num_queued_reqs)", param="prompts"
+            )
+        if num_waiting + num_answers > most:
             raise QueueFull(
-                f"{num_waiting} sequences are waiting and {num_prompts} more came; at most {most} may wait. "
+                f"{num_waiting} sequences are waiting and {num_answers} more came; at most {most} may wait. "
                 "Please try again later.",
                 retry_after_s=1,
             )
@@ -336,9 +348,10 @@ class LLMEngine:
                 param="priority",
             )
 
-    def _make_generation(
+    def _make_generations(
         self, request: GenerateRequest, index: int, prompt: list[int], queue: ClientQueue, arrival_s: float
-    ) -> Generation:
+    ) -> Iterator[Generation]:
+        """The `n` answers to the prompt at `index`; the first one computes it for all."""
         param = request.name_of(index)
         assert self.worker is not None
         if not prompt:
@@ -356,23 +369,29 @@ class LLMEngine:
         except ContextTooLong as error:
             error.param = param if room < 1 else "max_tokens"
             raise
-        sequence = Sequence(
-            self._next_sequence_id,
-            prompt,
-            sampling,
-            arrival_s,
-            priority=request.priority,
-            ttft_deadline_s=_deadline(arrival_s, request.ttft_ms),
-            deadline_s=_deadline(arrival_s, request.deadline_ms),
-            has_length_bound=request.max_tokens is not None,
-        )
-        self._next_sequence_id += 1
-        return Generation(sequence, index, Detokenizer(self.tokenizer.token_bytes, sampling.stop), queue)
+        leader: Sequence | None = None
+        for number in range(request.n):
+            sequence = Sequence(
+                self._next_sequence_id,
+                prompt,
+                msgspec.structs.replace(sampling, seed=sampling.seed + number),
+                arrival_s,
+                priority=request.priority,
+                ttft_deadline_s=_deadline(arrival_s, request.ttft_ms),
+                deadline_s=_deadline(arrival_s, request.deadline_ms),
+                leader=leader,
+                has_length_bound=request.max_tokens is not None,
+            )
+            leader = leader or sequence
+            self._next_sequence_id += 1
+            detokenizer = Detokenizer(self.tokenizer.token_bytes, sampling.stop)
+            yield Generation(sequence, index * request.n + number, detokenizer, queue)
 
     def _admit(self, generation: Generation) -> None:
         self.manager.add(generation.sequence)
         self._generations[generation.sequence.sequence_id] = generation
-        self.metrics.prompt_tokens.inc(generation.sequence.prompt_length)
+        if generation.sequence.leader is None:
+            self.metrics.prompt_tokens.inc(generation.sequence.prompt_length)
         self.metrics.request_prompt_tokens.observe(generation.sequence.prompt_length)
 
     # -- what operators see -------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     stop: StopString | list[StopString] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     ignore_eos: bool = False
+    n: Annotated[int, Meta(ge=1, le=128)] = 1  # answers to each prompt, which is computed once
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0  # lower is sooner
     ttft_ms: Milliseconds | None = None  # from arrival; no first token by then, and the request ends
     deadline_ms: Milliseconds | None = None  # from arrival; not finished by then, and the request ends
@@ -50,6 +51,10 @@ class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     def name_of(self, index: int) -> str:
         """What the client calls the text at `index`."""
         return "prompt" if self.prompts is UNSET else f"prompts[{index}]"
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.texts) * self.n
 
     def sampling(self, model: ModelInfo, room: int, seed: int) -> SamplingParams:
         """Resolve what the client left open: the model's own defaults, as much output as fits, the given seed."""
@@ -90,7 +95,7 @@ class GenerateResponse(Struct):
 
 
 class BatchGenerateResponse(Struct):
-    """Answer to a list of prompts, in their order."""
+    """Answers to a list of prompts in their order; with `n`, those to the first prompt come first."""
 
     id: str
     generated_texts: list[str]

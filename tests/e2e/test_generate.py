@@ -46,6 +46,32 @@ def test_a_list_of_prompts_is_answered_in_its_order_and_in_one_batch(server: Ser
     assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
 
 
+def test_n_answers_to_a_prompt_that_is_computed_once(server: ServerProcess) -> None:
+    """64 forks: the prompt's full blocks exist once, and each answer is what its own seed gives alone."""
+    prompt = "the cat sat on the mat and the dog looked at it " * 8 + "What color is the sky?"
+    fields = {"temperature": 1.0, "seed": 7, "max_tokens": 16, "ignore_eos": True}
+    computed = server.metric("servekit_iteration_tokens_sum")
+    response = server.client.post("/generate", json={"prompt": prompt, "n": 64, **fields}).json()
+    computed = server.metric("servekit_iteration_tokens_sum") - computed
+    num_prompt_tokens = response["usage"]["prompt_tokens"]
+    assert response["usage"]["completion_tokens"] == 64 * 16 and num_prompt_tokens < 200
+    # The prompt once, and for each fork one prompt token and every output but the last.
+    assert computed <= num_prompt_tokens + 64 * 16 + 64
+    assert len(set(response["generated_texts"])) > 32
+    for number in (0, 1, 63):
+        alone = server.generate(prompt, **{**fields, "seed": 7 + number})
+        assert response["generated_texts"][number] == alone["generated_text"]
+    pairs = server.client.post("/generate", json={"prompts": ["Hello", prompt], "n": 2, "temperature": 0}).json()
+    assert len(pairs["generated_texts"]) == len(pairs["finish_reasons"]) == 4
+    assert (
+        pairs["generated_texts"][2]
+        == pairs["generated_texts"][3]
+        == server.generate(prompt, temperature=0)["generated_text"]
+    )
+    refusal = server.client.post("/generate_stream", json={"prompt": "a", "n": 2})
+    assert refusal.status_code == 400 and refusal.json()["error"]["param"] == "n"
+
+
 @pytest.mark.parametrize(
     "fields",
     [
