@@ -67,6 +67,7 @@ def test_texts_are_called_what_the_client_calls_them() -> None:
     one, many = decode_generate_request(b'{"prompt": "a"}'), decode_generate_request(b'{"prompts": ["a", "b"]}')
     assert (one.texts, one.name_of(0)) == (["a"], "prompt")
     assert (many.texts, many.name_of(1)) == (["a", "b"], "prompts[1]")
+    assert (one.num_answers, many.num_answers) == (1, 2)
     assert encode({"a": None}) == b'{"a":null}'
 
 
