@@ -9,7 +9,11 @@ The peak: Gong et al., "Past-Future Scheduler for LLM Serving under SLA Guarante
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable
+from itertools import accumulate
+from operator import itemgetter
 
 from servekit.sequence import Sequence
 
@@ -22,7 +26,7 @@ def future_peak(demands: Iterable[tuple[int, int]], block_size: int) -> int:
     """
     peak = num_tokens = 0
     # By the time one ends, those with more to come are all still there: they come before it in this order.
-    for num_alive, (num_held, num_to_come) in enumerate(sorted(demands, key=lambda demand: -demand[1]), start=1):
+    for num_alive, (num_held, num_to_come) in enumerate(sorted(demands, key=itemgetter(1), reverse=True), start=1):
         num_tokens += num_held + block_size - 1
         peak = max(peak, num_tokens + num_alive * num_to_come)
     return peak // block_size
@@ -31,32 +35,45 @@ def future_peak(demands: Iterable[tuple[int, int]], block_size: int) -> int:
 class OutputForecast:
     """How many tokens a sequence will still ask for.
 
-    Exact bounds are taken as they are. For open ends it is the mean length of those that ended lately, whatever a
-    sequence has produced so far (lengths without memory), times a caution that doubles with each preemption and
+    Exact bounds are taken as they are. For open ends, those that ended lately are asked: of the ones that became longer
+    than this one is now, the mean of what they had yet to come; times a caution that doubles with each preemption and
     melts away with each sequence that ends.
     """
 
-    WEIGHT = 1 / 32  # of the newest length in the mean
+    NUM_REMEMBERED = 128
     MOST_CAUTION = 16.0
     RELIEF = 0.98
 
     def __init__(self, block_size: int) -> None:
-        self._mean = float(block_size)  # optimistic, but never less than the next block
         self._block_size = block_size
+        self._lately: deque[int] = deque(maxlen=self.NUM_REMEMBERED)
+        self._lengths: list[int] = []  # the same, sorted
+        self._sums: list[int] = []  # of `_lengths` from each index to the end
         self.caution = 1.0
 
     def tokens_to_come(self, sequence: Sequence) -> int:
         # The last output token is never fed back, so it needs no KV position.
-        most = max(0, sequence.max_length - 1 - len(sequence.token_ids) - sequence.num_pending)
+        num_known = len(sequence.token_ids) + sequence.num_pending
+        most = max(0, sequence.max_length - 1 - num_known)
         if sequence.has_length_bound:
             return most
-        return min(most, max(self._block_size, int(self.caution * self._mean)))
+        expected = self.caution * self._mean_beyond(num_known - sequence.prompt_length)
+        return min(most, max(self._block_size, int(expected)))
+
+    def _mean_beyond(self, num_outputs: int) -> float:
+        """What was yet to come for those that became longer than this; nothing if there was nobody."""
+        first = bisect_right(self._lengths, num_outputs)
+        if first == len(self._lengths):
+            return self._block_size
+        return self._sums[first] / (len(self._lengths) - first) - num_outputs
 
     def ended(self, sequence: Sequence) -> None:
         """It came to its own end."""
         self.caution = max(1.0, self.caution * self.RELIEF)
         if not sequence.has_length_bound:
-            self._mean += self.WEIGHT * (sequence.num_output_tokens - self._mean)
+            self._lately.append(sequence.num_output_tokens)
+            self._lengths = sorted(self._lately)
+            self._sums = list(accumulate(reversed(self._lengths)))[::-1]
 
     def preempted(self) -> None:
         """Somebody lost a seat: we were too bold."""

@@ -36,10 +36,11 @@ log = logging.getLogger("servekit")
 class Generation:
     """One sequence as its client sees it: the text so far, and where it goes."""
 
-    __slots__ = ("detokenizer", "index", "last_token_s", "queue", "sequence")
+    __slots__ = ("detokenizer", "index", "is_fork", "last_token_s", "queue", "sequence")
 
     def __init__(self, sequence: Sequence, index: int, detokenizer: Detokenizer, queue: ClientQueue) -> None:
         self.sequence = sequence
+        self.is_fork = sequence.leader is not None  # its prompt is computed, and counted, with another one
         self.index = index
         self.detokenizer = detokenizer
         self.queue = queue
@@ -69,7 +70,7 @@ class Submission:
         return sum(sequence.num_cached_tokens or 0 for sequence in self._leaders())
 
     def _leaders(self) -> Iterator[Sequence]:
-        return (generation.sequence for generation in self._generations if generation.sequence.leader is None)
+        return (generation.sequence for generation in self._generations if not generation.is_fork)
 
     def abort(self) -> None:
         """Free everything that this request still holds. Does not await, so that it may run in a `finally`."""
@@ -390,7 +391,7 @@ class LLMEngine:
     def _admit(self, generation: Generation) -> None:
         self.manager.add(generation.sequence)
         self._generations[generation.sequence.sequence_id] = generation
-        if generation.sequence.leader is None:
+        if not generation.is_fork:
             self.metrics.prompt_tokens.inc(generation.sequence.prompt_length)
         self.metrics.request_prompt_tokens.observe(generation.sequence.prompt_length)
 

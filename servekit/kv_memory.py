@@ -10,7 +10,6 @@ first write; here it is made when the fork moves in, because its first step writ
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from servekit.admission import OutputForecast, future_peak
@@ -43,6 +42,7 @@ class KVMemory:
         self.pool = self.prefixes.pool
         self._enable_prefix_caching = enable_prefix_caching
         self._max_preemptions = max_preemptions
+        self._num_blocks_to_come = 0  # that those who moved in may still ask for, each going on to its bound
         self._forecast = forecast
 
     @property
@@ -87,14 +87,18 @@ class KVMemory:
         missing = self._num_blocks_at_once(sequence) - len(found)
         if missing > pool.num_available - num_found_cached:
             return False
-        if not running:
-            return True  # it fits alone: the manager made sure of it when it came
+        num_blocks_after = pool.num_leased + num_found_cached + self._most_blocks(sequence) - len(found)
+        if not running or num_blocks_after + self._num_blocks_to_come <= pool.num_blocks:
+            return True  # it fits alone, which the manager made sure of when it came; or everybody fits, whatever comes
         demands = [self._demand(other, other.num_found_blocks) for other in running]
         demands.append(self._demand(sequence, len(found)))
         # A shared block is counted with the sequence that computed it, or here, once that one is gone.
         counted = sum(len(other.block_table) - other.num_found_blocks for other in running)
         others = max(0, pool.num_leased + num_found_cached - counted)
         return others + future_peak(demands, self.block_size) <= pool.num_blocks
+
+    def _most_blocks(self, sequence: Sequence) -> int:
+        return -(-(sequence.max_length - 1) // self.block_size)
 
     def _num_blocks_at_once(self, sequence: Sequence) -> int:
         num_positions = sequence.max_length - 1 if self.is_pinned(sequence) else sequence.num_tokens
@@ -116,6 +120,7 @@ class KVMemory:
         sequence.num_found_blocks = sequence.num_published = num_found
         sequence.num_computed = beginning.num_tokens
         self._lease(sequence, self._num_blocks_at_once(sequence) - num_found)
+        self._num_blocks_to_come += self._most_blocks(sequence) - len(sequence.block_table)
 
     # -- growing, publishing, moving out ------------------------------------------------------------------------------
 
@@ -124,6 +129,7 @@ class KVMemory:
         if not self.pool.num_available:
             return False
         self._lease(sequence, 1)
+        self._num_blocks_to_come -= 1
         return True
 
     def _lease(self, sequence: Sequence, num_blocks: int) -> None:
@@ -151,6 +157,7 @@ class KVMemory:
 
     def move_out(self, sequence: Sequence, fence_step_id: int | None) -> None:
         """Give all its blocks up, at once or when step `fence_step_id` is settled."""
+        self._num_blocks_to_come -= self._most_blocks(sequence) - len(sequence.block_table)
         # Tail first: what a prefix of many continuations holds is to be reused last.
         self.pool.release(reversed(sequence.block_table), fence_step_id)
 
@@ -158,7 +165,7 @@ class KVMemory:
         """Step `step_id` is done: what was fenced for it comes back."""
         self.pool.settle(step_id)
 
-    def check(self, running: Iterable[Sequence]) -> None:
+    def check(self, running: list[Sequence]) -> None:
         """Assert that tables and pool agree on who has what. Linear in all there is: for tests and simulations."""
         self.prefixes.check()
         held = [0] * self.pool.num_blocks
@@ -167,4 +174,6 @@ class KVMemory:
                 held[block] += 1
             assert sequence.capacity == len(sequence.block_table) * self.block_size >= sequence.num_computed
             assert sequence.num_published * self.block_size <= min(sequence.num_computed, sequence.num_tokens)
+        to_come = sum(self._most_blocks(sequence) - len(sequence.block_table) for sequence in running)
+        assert to_come == self._num_blocks_to_come
         assert held == self.pool.holders(), "block tables and pool disagree on who holds what"

@@ -13,13 +13,15 @@ LEAST_SLOPE_S = 1e-8  # no hardware prefills a token faster; what says so is noi
 class Pacer:
     """Chooses the prefill of a step for `target_s` between two tokens; without a target, there is no limit.
 
-    Two things are learnt. A line `seconds = base + slope * num_prefill_tokens` through the steps seen, older ones
-    counting less; decodes and attention are in its base, which drifts with them. And a margin: one step over the
-    target takes 5 % off it, each other gives 0.025 % back, so it comes to rest where about one step in 200 is late.
-    That makes the target a percentile without assuming how step times scatter.
+    Three things are learnt. What a prefill token costs: the slope of a line through the steps that had prefill, older
+    ones counting less. What a step takes without prefill (decodes, attention, overhead), from every step, and quickly,
+    because it drifts with them. And a margin: one step over the target takes 5 % off it, each other gives 0.025 % back,
+    so it comes to rest where about one step in 200 is late. That makes the target a percentile without assuming how
+    step times scatter.
     """
 
-    MEMORY = 0.97  # the weight of a step, once another one has followed
+    MEMORY = 0.97  # the weight of a step with prefill, once another one has followed
+    BASE_MEMORY = 0.8  # the same for what a step takes without
     PENALTY = 0.95
     RELIEF = 0.00025
     LEAST_MARGIN = 0.2
@@ -28,7 +30,9 @@ class Pacer:
         self.target_s = target_s
         self.most = most
         self._margin = 1.0
-        self._slope = 0.0  # seconds per prefill token
+        self._slope = 0.0  # seconds per prefill token; 0 is unknown
+        self._base_s = 0.0
+        self._largest = 0.0  # chunk lately
         self._weight = self._tokens = self._seconds = self._tokens_squared = self._tokens_seconds = 0.0
 
     def prefill_limit(self) -> int:
@@ -38,8 +42,10 @@ class Pacer:
         if not self._slope:
             return LEAST_PREFILL  # nothing is known of prefill yet: learn by small steps
         room_s = self._margin * self.target_s - self._base_s
-        if room_s >= self._slope * self.most:
-            return self.most
+        # No farther than twice what was tried lately: the line is not to be trusted beyond, and doubling is quick.
+        most = min(self.most, int(2 * self._largest))
+        if room_s >= self._slope * most:
+            return most
         return max(LEAST_PREFILL, int(room_s / self._slope))
 
     @property
@@ -47,24 +53,23 @@ class Pacer:
         """Whether steps take longer than the target without any prefill, so that cutting it cannot help."""
         return self.target_s is not None and self._slope > 0.0 and self._base_s > self.target_s
 
-    @property
-    def _base_s(self) -> float:
-        """What a step takes without prefill."""
-        return (self._seconds - self._slope * self._tokens) / self._weight
-
     def observe(self, num_prefill_tokens: int, num_decodes: int, seconds: float) -> None:
         """A step took so long, as the streams that waited for it felt it."""
         if self.target_s is None:
             return
-        self._learn(float(num_prefill_tokens), seconds)
+        if num_prefill_tokens:
+            self._learn_slope(float(num_prefill_tokens), seconds)
+        without_s = max(0.0, seconds - self._slope * num_prefill_tokens)
+        self._base_s += (1.0 - self.BASE_MEMORY) * (without_s - self._base_s)
         if num_decodes and num_prefill_tokens > LEAST_PREFILL:
             if seconds > self.target_s:
                 self._margin = max(self.LEAST_MARGIN, self._margin * self.PENALTY)
             else:
                 self._margin = min(1.0, self._margin + self.RELIEF)
 
-    def _learn(self, tokens: float, seconds: float) -> None:
+    def _learn_slope(self, tokens: float, seconds: float) -> None:
         keep = self.MEMORY
+        self._largest = max(tokens, keep * self._largest, LEAST_PREFILL)
         self._weight = keep * self._weight + 1.0
         self._tokens = keep * self._tokens + tokens
         self._seconds = keep * self._seconds + seconds
@@ -72,8 +77,8 @@ class Pacer:
         self._tokens_seconds = keep * self._tokens_seconds + tokens * seconds
         mean = self._tokens / self._weight
         spread = self._tokens_squared - mean * self._tokens
-        if spread > 0.05 * mean * mean:  # steps that differ enough to show what a token costs
+        if spread > LEAST_PREFILL:  # chunks that differ enough to show what a token costs
             slope = (self._tokens_seconds - mean * self._seconds) / spread
             self._slope = max(slope, LEAST_SLOPE_S)
-        elif self._slope == 0.0 and tokens:
-            self._slope = seconds / tokens  # the first prompt: all of its time, an upper bound
+        else:
+            self._slope = max((seconds - self._base_s) / tokens, LEAST_SLOPE_S)  # at first: all of its time

@@ -8,8 +8,8 @@ Each order keeps a promise that the simulation checks after every step:
 - `fcfs`: nobody is seated before somebody who arrived earlier.
 - `priority`: nobody is seated before somebody with a lower `arrival_s + priority * PRIORITY_LEVEL_S`. A level is worth
   that much waiting and no more, so whoever waits long enough is next: ageing, without looking at a clock.
-- `shortest`: the shortest prompt is seated next, but only until what passed the oldest in line is SHORT_SHARE /
-  (1 - SHORT_SHARE) times the oldest's own tokens; then that one is next.
+- `shortest`: who has the fewest tokens to compute is seated next (what is in the prefix cache does not count), but only
+  until what passed the oldest in line is SHORT_SHARE / (1 - SHORT_SHARE) times the oldest's own; then that one is next.
 - `fair`: the tenant seated next has been served least of those that wait. While two tenants both have somebody waiting,
   what is computed for one exceeds what is computed for the other by at most `Fair.max_lag`.
 """
@@ -24,7 +24,7 @@ from typing import Protocol
 from servekit.sequence import Sequence, Status
 
 PRIORITY_LEVEL_S = 10.0
-SHORT_SHARE = 0.75
+SHORT_SHARE = 0.8
 
 
 class WaitingLine(Protocol):
@@ -43,7 +43,7 @@ class WaitingLine(Protocol):
         """It waits: it arrived, or lost its seat."""
 
     def first(self, shorter_than: int | None = None) -> Sequence | None:
-        """Who is seated next; only somebody with fewer tokens than `shorter_than`, if that is given."""
+        """Who is seated next; only somebody with fewer tokens to compute than `shorter_than`, if that is given."""
 
     def seated(self, sequence: Sequence) -> None:
         """What `first` proposed was done."""
@@ -138,7 +138,7 @@ class Shortest(_Line):
 
     def __init__(self) -> None:
         self._by_age = _Queue(lambda sequence: sequence.sequence_id)
-        self._by_length = _Queue(lambda sequence: sequence.num_tokens)
+        self._by_length = _Queue(lambda sequence: sequence.num_missing)
         self._oldest: Sequence | None = None
         self._num_tokens_passed = 0  # seated before the oldest, since it is that
 
@@ -153,9 +153,9 @@ class Shortest(_Line):
         limit = inf if shorter_than is None else shorter_than
         # An overdue one that is too long for the share does not close it: it waits for the first to be done, whose
         # progress in each step is as much as all that passes, so it waits for no more than its own length again.
-        if self.is_overdue(oldest) and oldest.num_tokens < limit:
+        if self.is_overdue(oldest) and oldest.num_missing < limit:
             return oldest
-        return shortest if shortest.num_tokens < limit else None
+        return shortest if shortest.num_missing < limit else None
 
     def is_overdue(self, oldest: Sequence) -> bool:
         """Whether enough has passed the oldest in line."""
@@ -165,15 +165,18 @@ class Shortest(_Line):
     @staticmethod
     def patience(oldest: Sequence) -> float:
         """How many tokens may pass it."""
-        return oldest.num_tokens * SHORT_SHARE / (1 - SHORT_SHARE)
+        return oldest.num_missing * SHORT_SHARE / (1 - SHORT_SHARE)
 
     def seated(self, sequence: Sequence) -> None:
+        # It surfaces in one queue only; in the other it is dead weight from now on.
+        self._by_age.note_discarded()
+        self._by_length.note_discarded()
         # `sequence` runs by now, so the queue shows who is passed over.
         oldest = self._by_age.first()
         if oldest is not self._oldest:
             self._oldest, self._num_tokens_passed = oldest, 0
         if oldest is not None and oldest.sequence_id < sequence.sequence_id:
-            self._num_tokens_passed += sequence.num_tokens
+            self._num_tokens_passed += sequence.num_missing
 
     def discard(self, sequence: Sequence) -> None:
         self._by_age.note_discarded()
@@ -227,7 +230,7 @@ class Fair(_Line):
                 self._last_left = max(self._last_left, self.served[tenant])
             elif served < self.served[tenant]:
                 heapreplace(self._turns, (self.served[tenant], tenant))  # counters only rise, so one look is enough
-            elif shorter_than is None or sequence.num_tokens < shorter_than:
+            elif shorter_than is None or sequence.num_missing < shorter_than:
                 return sequence
             else:
                 return None

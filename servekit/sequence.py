@@ -58,6 +58,7 @@ class Sequence:
         "num_cached_tokens",
         "num_computed",
         "num_found_blocks",
+        "num_missing",
         "num_pending",
         "num_preemptions",
         "num_published",
@@ -109,6 +110,9 @@ class Sequence:
         self.stop_token_id: int | None = None  # which of the client's stop tokens ended it, if one did
         self.first_scheduled_s: float | None = None
         self.num_cached_tokens: int | None = None  # found when it was first seated
+        self.num_missing = len(
+            prompt_token_ids
+        )  # tokens to compute, as far as was known when it lined up or was seated
         self.num_preemptions = 0
         # Counts the times it lost its seat. A result of an earlier incarnation is ignored by construction.
         self.incarnation = -1

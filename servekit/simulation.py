@@ -428,7 +428,7 @@ class _Promise:
         oldest = min(waiting, key=lambda sequence: sequence.sequence_id)
         if oldest is not self._oldest:
             self._oldest, self._num_passed, self._longest = oldest, 0, 0
-        lengths = [sequence.num_tokens for sequence in seated if sequence.sequence_id > oldest.sequence_id]
+        lengths = [sequence.num_missing for sequence in seated if sequence.sequence_id > oldest.sequence_id]
         self._num_passed += sum(lengths)
         self._longest = max(self._longest, *lengths, 0)
         # Its patience, and once more while it is overdue and a seated prompt is first; either may end in a prompt that

@@ -171,7 +171,7 @@ class WorkloadManager:
         if leader is not None and leader.sequence_id in self._sequences and leader.first_sampled_step_id is None:
             self._followers[leader.sequence_id].append(sequence)
         else:
-            self.line.push(sequence)
+            self._line_up(sequence)
 
     def expire(self, now: float) -> list[Sequence]:
         """Finish every sequence whose deadline has passed; to be called with the same `now` before `plan`."""
@@ -219,6 +219,7 @@ class WorkloadManager:
         was_running = sequence.status is Status.RUNNING
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
+        sequence.leader = None  # or forks of forks would keep all their ancestors
         del self._sequences[sequence.sequence_id]
         self._deadlines.discard(sequence)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -297,13 +298,18 @@ class WorkloadManager:
         Where the policy has a share for short prompts, those that need less than the first one goes before it, but
         leave it the rest of the budget: a long prompt costs the short ones little, and they cost it at most that share.
         """
-        if prefills and may_seat:
+        share = self.line.short_share
+        if prefills and not share and may_seat:
             self._seat_waiting(step, ahead_of=prefills[0])
-        if prefills and self.line.short_share:
+        if prefills and share:
             num_needed = prefills[0].num_needed
-            reserve = min(num_needed, step.budget - int(step.budget * self.line.short_share))
+            reserve = min(num_needed, step.budget - int(step.budget * share))
             shorter = [sequence for sequence in prefills if sequence.num_needed < num_needed]
-            self._serve(step, sorted(shorter, key=lambda sequence: sequence.num_needed), reserve)
+            # Shortest first, whether seated or in line: a second long prompt must not take the share for itself.
+            for sequence in sorted(shorter, key=lambda sequence: sequence.num_needed):
+                if may_seat:
+                    self._seat_waiting(step, reserve, shorter_than=sequence.num_needed)
+                self._serve(step, [sequence], reserve)
             if may_seat:
                 self._seat_waiting(step, reserve, shorter_than=num_needed)
         self._serve(step, prefills)
@@ -321,7 +327,7 @@ class WorkloadManager:
     ) -> None:
         """Seats for those that the line proposes, as long as there are seats, tokens and memory.
 
-        Only for those with fewer tokens than `shorter_than`, or who outrank `ahead_of`, where these are given.
+        Only for those with fewer tokens to compute than `shorter_than`, or who outrank `ahead_of`, if that is given.
 
         The line is strict: if there is no memory for its first, nobody behind gets any, or the first would starve.
         """
@@ -406,6 +412,7 @@ class WorkloadManager:
             if sequence.leader is None and self.config.enable_prefix_caching:
                 self.num_prompt_tokens += sequence.prompt_length
                 self.num_cached_tokens += beginning.num_tokens
+        sequence.num_missing = sequence.num_needed
         sequence.slot = self._free_slots.pop()
         sequence.status = Status.RUNNING
         insort(self._running, sequence, key=self.line.rank)
@@ -435,6 +442,11 @@ class WorkloadManager:
 
     def _wait_again(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
+        self._line_up(sequence)
+
+    def _line_up(self, sequence: Sequence) -> None:
+        found = self.memory.find_beginning(sequence, self._next_step_id)
+        sequence.num_missing = sequence.num_tokens - found.num_tokens
         self.line.push(sequence)
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -460,7 +472,7 @@ class WorkloadManager:
         """What they waited for is dispatched, or will never be."""
         for follower in self._followers.pop(leader.sequence_id, ()):
             if follower.status is Status.WAITING:
-                self.line.push(follower)
+                self._line_up(follower)
 
     # -- the laws -------------------------------------------------------------------------------------------------
 

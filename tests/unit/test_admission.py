@@ -57,9 +57,13 @@ def test_a_bound_is_taken_as_it_is() -> None:
 def test_an_open_end_is_expected_to_be_as_long_as_the_others_were() -> None:
     forecast = OutputForecast(16)
     assert forecast.tokens_to_come(make_sequence()) == 16, "knowing nothing, the next block"
-    for _ in range(300):
-        forecast.ended(make_sequence(200))
-    assert 195 <= forecast.tokens_to_come(make_sequence()) <= 200
+    for _ in range(150):
+        forecast.ended(make_sequence(100))
+        forecast.ended(make_sequence(300))
+    assert forecast.tokens_to_come(make_sequence()) == 200
+    assert forecast.tokens_to_come(make_sequence(50)) == 150
+    assert forecast.tokens_to_come(make_sequence(120)) == 180, "longer than the short ones: it is one of the long"
+    assert forecast.tokens_to_come(make_sequence(400)) == 16, "longer than anybody: the next block"
     assert forecast.tokens_to_come(make_sequence(0, max_tokens=30)) == 29, "never more than it may have"
 
 

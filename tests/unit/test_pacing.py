@@ -33,7 +33,7 @@ def test_it_begins_small_and_soon_uses_all_the_time_there_is() -> None:
     pacer = Pacer(0.020, 2048)
     assert pacer.prefill_limit() == LEAST_PREFILL
     seconds = play(pacer, 200)
-    assert max(seconds) <= 0.020
+    assert max(seconds[20:]) <= 0.020 and max(seconds) <= 0.025
     assert pacer.prefill_limit() == pytest.approx((0.020 - BASE_S) / TOKEN_S, rel=0.05)
 
 
@@ -58,3 +58,14 @@ def test_a_target_that_cannot_be_met_still_lets_prompts_through() -> None:
     play(pacer, 200)
     assert pacer.prefill_limit() == LEAST_PREFILL
     assert pacer.is_out_of_reach and not Pacer(0.1, 2048).is_out_of_reach
+
+
+def test_a_quiet_span_does_not_make_it_forget_what_prefill_costs() -> None:
+    """While nobody asks, more and more streams run and steps grow longer; then a long prompt comes."""
+    pacer = Pacer(0.015, 2048)
+    for _ in range(50):
+        pacer.observe(50, 4, BASE_S + 50 * TOKEN_S)
+        pacer.observe(min(200, pacer.prefill_limit()), 4, BASE_S + min(200, pacer.prefill_limit()) * TOKEN_S)
+    for i in range(300):
+        pacer.observe(0, 20, BASE_S + 0.002 * i / 300)
+    assert pacer.prefill_limit() <= (0.015 - BASE_S - 0.002) / TOKEN_S * 1.05
