@@ -182,7 +182,7 @@ class Simulation:
         events: list[Arrival | Fault] = [*scenario.arrivals, *scenario.faults]
         self._events = deque(sorted(events, key=lambda event: event.at_s))
         self._alive: dict[int, Client] = {}  # by sequence_id
-        self._in_flight: deque[tuple[float, StepPlan]] = deque()  # (when it is done, what it is)
+        self._in_flight: deque[tuple[float, StepPlan, set[int]]] = deque()  # when it is done, and the blocks it uses
         self._held: list[StepResult] = []  # results that will come late
         self._armed: list[str] = []  # what happens to the next results
         self._delay_s = 0.0  # of the next step
@@ -227,12 +227,14 @@ class Simulation:
                 break
             if manager.line.keeps_accounts or self._watch_lag:
                 self.lag.observe(plan, self._alive.values())
+            in_use: set[int] = set()
             if self._check:
                 manager.check()
                 self._promise.after_plan(plan, now, self._alive.values())
+                in_use = self._blocks_in_use(plan)
             started_s = max(now, self._in_flight[-1][0] if self._in_flight else now)
             duration_s = self.scenario.step_base_s + self.scenario.step_token_s * plan.num_tokens
-            self._in_flight.append((started_s + duration_s + self._delay_s, plan))
+            self._in_flight.append((started_s + duration_s + self._delay_s, plan, in_use))
             self._delay_s = 0.0
         if not self._in_flight and self._alive:
             raise Violation(f"at a standstill: {[client.sequence for client in self._alive.values()]}")
@@ -240,7 +242,7 @@ class Simulation:
     def _wait(self) -> None:
         """Until the next thing happens."""
         if self._in_flight and (not self._events or self._in_flight[0][0] < self._events[0].at_s):
-            done_s, plan = self._in_flight.popleft()
+            done_s, plan, _ = self._in_flight.popleft()
             self.now_s = max(self.now_s, done_s)
             self._deliver(self.worker.execute(plan))
         elif self._events:
@@ -331,6 +333,27 @@ class Simulation:
             self.manager.check()
 
     # -- what must be so ----------------------------------------------------------------------------------------------
+
+    def _blocks_in_use(self, plan: StepPlan) -> set[int]:
+        """The blocks that a step writes to or copies; a Violation if one that it takes is in use by another step.
+
+        A worker that runs its steps in order would never show such a mistake, so nothing else would.
+        """
+        tables = {client.sequence.slot: client.sequence for client in self._alive.values()}
+        seats = {seat.slot for seat in plan.seats}
+        block_size = self.scenario.scheduler.block_size
+        in_use = {source for source, _ in plan.copies}
+        taken: list[int] = []
+        for row in plan.rows:
+            sequence = tables[row.slot]
+            last = (row.start + row.num_tokens - 1) // block_size
+            in_use.update(sequence.block_table[row.start // block_size : last + 1])
+            if row.new_block_ids:  # a seat's first ones are shared, and may well be under way
+                taken += row.new_block_ids[sequence.num_found_blocks if row.slot in seats else 0 :]
+        for _, _, others in self._in_flight:
+            if not others.isdisjoint(taken):
+                raise Violation(f"{plan} takes a block that a step in flight uses")
+        return in_use
 
     def _check_token(self, client: Client, reason: FinishReason | None) -> None:
         num_received = len(client.received)

@@ -14,7 +14,7 @@ How one step is decided (docs/ARCHITECTURE.md has a picture, with the same numbe
 3. Then the first unfinished prompt, and the other seated ones.
 4. Then whomever the waiting line proposes, as long as there are tokens, seats and memory.
 
-Nobody new is seated in a step in which somebody ran short of blocks.
+Nobody new is seated in a step in which somebody ran short of blocks: then none is left, and a seat takes at least one.
 
 What holds whatever happens, each checked by `check` or by the simulation:
 
@@ -189,9 +189,9 @@ class WorkloadManager:
         while self._leaders_ready:
             self._release_followers(self._leaders_ready.pop())
         step = _Step(self._next_step_id, now, self.config.max_num_batched_tokens)
-        prefills, ran_short = self._schedule_decodes(step)
+        prefills = self._schedule_decodes(step)
         step.budget = min(step.budget, self.pacer.prefill_limit())
-        self._schedule_prefills(step, prefills, may_seat=not ran_short)
+        self._schedule_prefills(step, prefills)
         if not step.rows:
             return None
         self._next_step_id += 1
@@ -252,8 +252,8 @@ class WorkloadManager:
 
     # -- one step -------------------------------------------------------------------------------------------------
 
-    def _schedule_decodes(self, step: _Step) -> tuple[list[Sequence], bool]:
-        """One position for everybody who is past the prompt; returns who is not, and whether somebody ran short.
+    def _schedule_decodes(self, step: _Step) -> list[Sequence]:
+        """One position for everybody who is past the prompt; returns those who are not.
 
         The one loop that costs something for each running sequence in each step, hence flat. `_grow` preempts from
         the far end of the list it walks along, so it meets nobody twice and passes nobody over.
@@ -261,7 +261,6 @@ class WorkloadManager:
         rows, sampled, budget, step_id = step.rows, step.sampled, step.budget, step.step_id
         block_size = self.config.block_size
         prefills: list[Sequence] = []
-        ran_short = False
         for sequence in self._running:
             if sequence.first_sampled_step_id is None:
                 prefills.append(sequence)
@@ -272,8 +271,7 @@ class WorkloadManager:
             new_blocks: tuple[int, ...] = ()
             if start == sequence.capacity:
                 if not self._grow(sequence):
-                    ran_short = True
-                    continue
+                    continue  # no block is left, so nobody new will be seated either
                 new_blocks = (sequence.block_table[-1],)
             assert sequence.slot is not None
             known = (token_ids[start],) if start < len(token_ids) else ()
@@ -290,16 +288,16 @@ class WorkloadManager:
         if self.line.keeps_accounts:
             for sequence, _ in sampled:
                 self.line.charge(sequence, 1)
-        return prefills, ran_short
+        return prefills
 
-    def _schedule_prefills(self, step: _Step, prefills: list[Sequence], may_seat: bool) -> None:
+    def _schedule_prefills(self, step: _Step, prefills: list[Sequence]) -> None:
         """What is left of the budget, for prompts: by rank, whether they are seated or in line.
 
         Where the policy has a share for short prompts, those that need less than the first one goes before it, but
         leave it the rest of the budget: a long prompt costs the short ones little, and they cost it at most that share.
         """
         share = self.line.short_share
-        if prefills and not share and may_seat:
+        if prefills and not share:
             self._seat_waiting(step, ahead_of=prefills[0])
         if prefills and share:
             num_needed = prefills[0].num_needed
@@ -307,14 +305,11 @@ class WorkloadManager:
             shorter = [sequence for sequence in prefills if sequence.num_needed < num_needed]
             # Shortest first, whether seated or in line: a second long prompt must not take the share for itself.
             for sequence in sorted(shorter, key=lambda sequence: sequence.num_needed):
-                if may_seat:
-                    self._seat_waiting(step, reserve, shorter_than=sequence.num_needed)
+                self._seat_waiting(step, reserve, shorter_than=sequence.num_needed)
                 self._serve(step, [sequence], reserve)
-            if may_seat:
-                self._seat_waiting(step, reserve, shorter_than=num_needed)
+            self._seat_waiting(step, reserve, shorter_than=num_needed)
         self._serve(step, prefills)
-        if may_seat:
-            self._seat_waiting(step)
+        self._seat_waiting(step)
 
     def _serve(self, step: _Step, sequences: list[Sequence], reserve: int = 0) -> None:
         """A chunk for each of the seated, as long as more than `reserve` tokens are left."""

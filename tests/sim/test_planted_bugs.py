@@ -144,6 +144,16 @@ def the_oldest_waits_too_long(patch: Patch) -> None:
     patch(Shortest, "is_overdue", lambda self, oldest: self._num_tokens_passed >= 3 * self.patience(oldest))
 
 
+def fence_forgotten(patch: Patch) -> None:
+    """The blocks of whoever leaves are free at once, though a step in flight still writes to them."""
+
+    def release(self: BlockPool, blocks: Any, fence_step_id: int | None = None) -> None:
+        original(self, blocks, None)
+
+    original = BlockPool.release
+    patch(BlockPool, "release", release)
+
+
 def ended_too_early(patch: Patch) -> None:
     def expire(self: WorkloadManager, now: float) -> list[Sequence]:
         return original(self, now + 0.001)
@@ -254,6 +264,7 @@ BUGS = [
     nobody_is_charged,
     the_oldest_starves,
     the_oldest_waits_too_long,
+    fence_forgotten,
     ended_too_early,
     expired_but_not_ended,
     standstill,

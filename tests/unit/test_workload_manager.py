@@ -8,6 +8,7 @@ import pytest
 from servekit.errors import ContextTooLong
 from servekit.messages import StepResult
 from servekit.pacing import LEAST_PREFILL
+from servekit.policy import SHORT_SHARE
 from servekit.sampling_params import SamplingParams
 from servekit.sequence import FinishReason, Sequence, Status
 from servekit.simulation import NaiveReference, RecklessForecast, SimulatedWorker
@@ -431,3 +432,96 @@ def test_prefill_is_cut_to_the_inter_token_target() -> None:
         chunks.append(plan.num_tokens)
     assert chunks[0] == LEAST_PREFILL, "knowing nothing, little"
     assert 25 <= max(chunks[20:]) <= 30
+
+
+def test_a_fifth_of_the_prefill_stays_with_the_long_prompt() -> None:
+    """However many short ones come: of 20 tokens, SHORT_SHARE is theirs at most while the long one is under way."""
+    manager = make_manager(max_num_batched_tokens=20, scheduling_policy="shortest", num_blocks=200)
+    worker = make_worker(manager)
+    long = make_sequence(0, prompt_length=200, max_tokens=1)
+    manager.add(long)
+    manager.commit(worker.execute(manager.plan(0.0)), 0.0)
+    for i in range(1, 30):
+        manager.add(make_sequence(i, prompt_length=8, max_tokens=1))
+    for _ in range(5):
+        before = long.num_computed
+        plan = manager.plan(0.0)
+        assert plan.num_tokens == 20 and long.num_computed - before == 20 - int(20 * SHORT_SHARE) == 4
+        manager.commit(worker.execute(plan), 0.0)
+
+
+def test_a_second_long_prompt_does_not_take_the_share_of_the_short() -> None:
+    manager = make_manager(max_num_batched_tokens=20, scheduling_policy="shortest", num_blocks=200)
+    worker = make_worker(manager)
+    longs = [make_sequence(0, prompt_length=200), make_sequence(1, prompt_length=190)]
+    for sequence in longs:
+        manager.add(sequence)
+    for _ in range(2):
+        manager.commit(worker.execute(manager.plan(0.0)), 0.0)
+    short = make_sequence(2, prompt_length=8, max_tokens=1)
+    manager.add(short)
+    assert [token.sequence for token in manager.commit(worker.execute(manager.plan(0.0)), 0.0)] == [short]
+
+
+def test_a_long_conversation_that_is_cached_is_a_short_prompt() -> None:
+    manager = make_manager(max_num_batched_tokens=20, scheduling_policy="shortest", num_blocks=200)
+    worker = make_worker(manager)
+    talk = make_sequence(0, prompt_length=100, max_tokens=1)
+    manager.add(talk)
+    run(manager, worker)
+    manager.add(make_sequence(1, prompt_length=200))
+    manager.commit(worker.execute(manager.plan(0.0)), 0.0)
+    turn = Sequence(2, [*talk.token_ids, 5, 6, 7], SamplingParams(max_tokens=1))
+    manager.add(turn)
+    assert turn.num_missing == 4
+    assert [token.sequence for token in manager.commit(worker.execute(manager.plan(0.0)), 0.0)] == [turn]
+
+
+def test_nobody_is_seated_in_a_step_in_which_somebody_ran_short() -> None:
+    """Two sequences fill the pool; one ends while the step that fences its blocks is in flight; a third waits."""
+    manager = make_manager(is_reckless=True, num_blocks=4, max_steps_in_flight=2, max_num_batched_tokens=64)
+    worker = make_worker(manager)
+    first, second, third = (make_sequence(i, 6, max_tokens=9, ignore_eos=True) for i in range(3))
+    manager.add(first)
+    manager.add(second)
+    plans = [manager.plan(0.0), manager.plan(0.0)]
+    manager.commit(worker.execute(plans.pop(0)), 0.0)
+    plans.append(manager.plan(0.0))  # both have filled two blocks of four
+    manager.commit(worker.execute(plans.pop(0)), 0.0)
+    manager.finish(second, FinishReason.ABORT)
+    manager.add(third)
+    plan = manager.plan(0.0)
+    assert plan is None, "the first needs a block, and those of the second are fenced"
+    manager.commit(worker.execute(plans.pop(0)), 0.0)
+    assert len(manager.plan(0.0).rows) == 1, "the first grows; the third would take what it will need next"
+    assert third.status is Status.WAITING
+
+
+def test_the_last_ranked_is_the_one_who_is_preempted() -> None:
+    manager = make_manager(is_reckless=True, num_blocks=9, max_num_batched_tokens=64)
+    worker = make_worker(manager)
+    sequences = [make_sequence(i, prompt_length=7, max_tokens=9, ignore_eos=True) for i in range(3)]
+    for sequence in sequences:
+        manager.add(sequence)
+    while not manager.num_preemptions:
+        manager.commit(worker.execute(manager.plan(0.0)), 0.0)
+    assert [sequence.num_preemptions for sequence in sequences] == [0, 0, 1]
+
+
+def test_shared_blocks_whose_first_owner_is_gone_still_count() -> None:
+    """A prefix of two blocks is held by a follower; its owner has ended. A newcomer must not be promised its room."""
+    manager = make_manager(num_blocks=7, max_num_batched_tokens=64)
+    worker = make_worker(manager)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    owner = Sequence(0, prompt, SamplingParams(max_tokens=1))
+    follower = Sequence(1, prompt, SamplingParams(max_tokens=8, ignore_eos=True))
+    manager.add(owner)
+    manager.add(follower)
+    manager.commit(worker.execute(manager.plan(0.0)), 0.0)
+    assert owner.status is Status.FINISHED and follower.num_found_blocks == 2
+    # Four blocks at most for the follower, so three are left; this one would come to need four.
+    manager.add(Sequence(2, [50] * 5, SamplingParams(max_tokens=9, ignore_eos=True)))
+    manager.commit(worker.execute(manager.plan(0.0)), 0.0)
+    assert manager.num_running == 1
+    run(manager, worker)
+    assert manager.num_preemptions == 0
