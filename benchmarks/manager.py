@@ -49,13 +49,30 @@ def decode_times_us(num_sequences: int, num_steps: int, enable_prefix_caching: b
     return [step(manager) * 1e6 for _ in range(num_steps)]
 
 
+def churn_times_us(num_sequences: int, num_steps: int) -> list[float]:
+    """Each step's time while sequences of 1 to 64 tokens come and go, with a long line waiting."""
+    manager = make_manager(num_sequences, 80, 16 * num_sequences, enable_prefix_caching=True)
+    next_id = 0
+    times_us = []
+    for _ in range(num_steps):
+        while manager.num_waiting < num_sequences:
+            sampling = SamplingParams(max_tokens=1 + next_id * 37 % 64, ignore_eos=True)
+            manager.add(Sequence(next_id, [next_id] * 8, sampling))
+            next_id += 1
+        times_us.append(step(manager) * 1e6)
+    return times_us[num_steps // 4 :]
+
+
 def prefill_times_us(num_steps: int, enable_prefix_caching: bool) -> list[float]:
     """Each step's time when it is one new prompt of CHUNK tokens."""
     manager = make_manager(1, CHUNK, CHUNK, enable_prefix_caching)
     times_us = []
     for sequence_id in range(num_steps):
-        manager.add(Sequence(sequence_id, [sequence_id] * CHUNK, SamplingParams(max_tokens=1)))
-        times_us.append(step(manager) * 1e6)
+        sequence = Sequence(sequence_id, [sequence_id] * CHUNK, SamplingParams(max_tokens=1))
+        started = time.perf_counter()
+        manager.add(sequence)  # this is where a prompt is hashed and looked up
+        added_s = time.perf_counter() - started
+        times_us.append((added_s + step(manager)) * 1e6)
     return times_us
 
 
@@ -76,17 +93,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     num_steps = parser.parse_args().steps
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {num_steps} steps\n")
-    print(
-        "| running sequences | median µs | 99th percentile µs | median µs per sequence | the prefix cache's part, µs |"
-    )
-    print("|---:|---:|---:|---:|---:|")
+    print("| running sequences | median µs | p99 µs | µs per sequence | prefix cache's part, µs | with churn, µs |")
+    print("|---:|---:|---:|---:|---:|---:|")
     for num_sequences in (1, 16, 64, 256, 1024):
         times_us = sorted(decode_times_us(num_sequences, num_steps))
         without = statistics.mean(decode_times_us(num_sequences, num_steps, enable_prefix_caching=False))
         median, tail = statistics.median(times_us), times_us[int(0.99 * num_steps)]
         added = statistics.mean(times_us) - without
+        churn = statistics.median(churn_times_us(num_sequences, num_steps))
+        each = median / num_sequences
         print(
-            f"| {num_sequences:,} | {median:,.0f} | {tail:,.0f} | {median / num_sequences:.2f} | {added:,.0f} |",
+            f"| {num_sequences:,} | {median:,.0f} | {tail:,.0f} | {each:.2f} | {added:,.0f} | {churn:,.0f} |",
             flush=True,
         )
     times_us, without_us = prefill_times_us(num_steps, True), prefill_times_us(num_steps, False)

@@ -1,7 +1,8 @@
 """What manager and worker say to each other: frozen values, msgpack on the wire, never pickled.
 
 Fields are append-only. A `StepPlan` is self-contained as far as tokens go: it carries every token id the manager
-knows for the positions it schedules, so a message is bounded by the step's token budget whatever the prompt length.
+knows for the positions it schedules, and the block tables of those it seats. So it grows with the step's token budget
+and, where prompts are found in the prefix cache, with what they need not compute.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-# A step plan is bounded by its token budget (about 5 bytes a token), so this is far beyond any honest message; a
+# A step plan has about 5 bytes for each token and block that it names, so this is far beyond any honest message; a
 # longer frame means that the stream is garbage.
 MAX_MESSAGE_BYTES = 64 * 2**20
-# Large enough that a plan never blocks the manager's event loop while the worker is busy computing.
+# Large enough that a plan hardly ever blocks the manager's event loop while the worker is busy computing.
 PIPE_BYTES = 2**20
 
 Message = TypeVar("Message")

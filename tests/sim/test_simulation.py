@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import msgspec
@@ -108,14 +109,20 @@ def test_a_deadline_is_kept_when_nothing_else_happens() -> None:
 # -- what the policies do for people; `make bench-scheduling` prints the tables ----------------------------------------
 
 
-def test_short_prompts_hardly_notice_a_long_one() -> None:
+@pytest.mark.parametrize("documents", ["steady", "bursts"])
+def test_short_prompts_hardly_notice_long_ones(documents: str) -> None:
+    """p99 of the time to their first token, median of three seeds; and the inter-token target is kept."""
     scheduler = scheduling.serving("shortest", itl_target_s=0.015)
-    (_, alone, _), (_, beside, gap) = (
-        scheduling.chat_latencies(scheduling.play(scheduler, scheduling.chat_beside_documents(0, with_documents)))
-        for with_documents in (False, True)
-    )
-    assert beside <= 1.5 * alone, f"TTFT p99 {alone:.1f} ms alone, {beside:.1f} ms beside 10,000-token prompts"
-    assert gap <= 15.0, "the inter-token target"
+
+    def latencies(kind: str) -> tuple[float, float]:
+        played = [
+            scheduling.chat_latencies(scheduling.play(scheduler, scheduling.chat_beside(kind, s))) for s in range(3)
+        ]
+        return statistics.median(p99 for _, p99, _ in played), max(gap for _, _, gap in played)
+
+    (alone, _), (beside, gap) = latencies("none"), latencies(documents)
+    assert beside <= 1.5 * alone, f"TTFT p99 {alone:.1f} ms alone, {beside:.1f} ms beside long prompts"
+    assert gap <= 15.0, "the inter-token target, at the 99th percentile"
 
 
 def test_a_flood_does_not_take_the_other_tenants_share() -> None:
