@@ -363,8 +363,18 @@ class LLMEngine:
                 f"{param} has token {max(prompt)}, for which the model, with {vocab_size}, has no embedding",
                 param=param,
             )
+        for token_id in request.logit_bias or {}:
+            if token_id >= vocab_size:
+                raise InvalidRequest(
+                    f"logit_bias names token {token_id}; the model has {vocab_size}", param="logit_bias"
+                )
         room = self.manager.max_total_tokens - len(prompt)
         sampling = request.sampling(self.worker.model, room, seed=secrets.randbits(63))
+        if sampling.min_tokens > sampling.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens = {sampling.min_tokens} is more than max_tokens = {sampling.max_tokens}",
+                param="min_tokens",
+            )
         try:
             self.manager.check_fits(len(prompt), sampling.max_tokens)
         except ContextTooLong as error:

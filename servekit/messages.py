@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from servekit.sampling_params import SamplingParams
+
 
 class LoadModel(Struct, frozen=True, tag="load_model"):
     """First message of a worker's life: load this model, make room for its KV cache."""
@@ -57,13 +59,16 @@ class WorkerFailed(Struct, frozen=True, tag="worker_failed"):
 
 
 class Seat(Struct, frozen=True, array_like=True, gc=False):
-    """A sequence takes a slot: forget what the slot held before, sample like this from now on."""
+    """A sequence takes a slot: forget what the slot held before, sample like this from now on.
+
+    Tokens whose KV the prefix cache holds already are in no row. Where sampling looks back at them, they are here.
+    """
 
     slot: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+    sampling: SamplingParams
+    prompt_length: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # what may not come before `min_tokens`
+    token_ids: tuple[int, ...] = ()  # of the positions before the first row
 
 
 class Row(Struct, frozen=True, array_like=True, gc=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 
-class SamplingParams(Struct, frozen=True, kw_only=True):
+class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters with every default already resolved.
 
     The wire's optional fields live in `schemas`; by the time a value reaches the workload manager nothing is
@@ -17,7 +17,19 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 is off
     top_p: float = 1.0  # 1 is off
+    min_p: float = 0.0  # 0 is off
+    typical_p: float = 1.0  # 1 is off
+    repetition_penalty: float = 1.0  # over prompt and output; 1 is off
+    presence_penalty: float = 0.0  # over the output
+    frequency_penalty: float = 0.0  # over the output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    min_tokens: int = 0  # before that many, no token ends the answer
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the tokens so far matter to the choice of the next one, beyond the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

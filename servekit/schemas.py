@@ -34,6 +34,15 @@ class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    typical_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=300)] | None = (
+        None
+    )
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | list[StopString] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
@@ -63,6 +72,13 @@ class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
             temperature=self.temperature if self.temperature is not None else model.default_temperature,
             top_k=max(self.top_k if self.top_k is not None else model.default_top_k, 0),
             top_p=self.top_p if self.top_p is not None else model.default_top_p,
+            min_p=self.min_p,
+            typical_p=self.typical_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            min_tokens=self.min_tokens,
             seed=self.seed if self.seed is not None else seed,
             stop=self._stop_strings(),
             stop_token_ids=tuple(self.stop_token_ids or ()),

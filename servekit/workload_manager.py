@@ -8,9 +8,9 @@ How one step is decided (docs/ARCHITECTURE.md has a picture, with the same numbe
 
 1. Every running sequence that is past its prompt computes one position, by rank. One that needs a block and finds none
    takes it from the last-ranked; if nobody behind may be preempted, or blocks are on their way, it waits in its seat.
-2. What is left of `max_num_batched_tokens`, or of what the inter-token latency target allows, is prefill. Those in line
-   who outrank the first unfinished prompt are seated and served before it; then, up to the policy's share, what is
-   shorter.
+2. What is left of `max_num_batched_tokens`, or of what the inter-token latency target allows, is prefill. Before the
+   first unfinished prompt come those in line who outrank it or, under a policy with a share for the short, up to that
+   share, whatever is shorter.
 3. Then the first unfinished prompt, and the other seated ones.
 4. Then whomever the waiting line proposes, as long as there are tokens, seats and memory.
 
@@ -293,7 +293,7 @@ class WorkloadManager:
     def _schedule_prefills(self, step: _Step, prefills: list[Sequence]) -> None:
         """What is left of the budget, for prompts: by rank, whether they are seated or in line.
 
-        Where the policy has a share for short prompts, those that need less than the first one goes before it, but
+        Where the policy has a share for short prompts, those that need less than the first one go before it, but
         leave it the rest of the budget: a long prompt costs the short ones little, and they cost it at most that share.
         """
         share = self.line.short_share
@@ -413,7 +413,9 @@ class WorkloadManager:
         insort(self._running, sequence, key=self.line.rank)
         self.line.seated(sequence)
         sampling = sequence.sampling
-        step.seats.append(Seat(sequence.slot, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed))
+        forbidden = tuple(sequence.stop_set) if sampling.min_tokens else ()
+        known = tuple(sequence.token_ids[: sequence.num_computed]) if sampling.looks_back else ()
+        step.seats.append(Seat(sequence.slot, sampling, sequence.prompt_length, forbidden, known))
 
     def _unseat(self, sequence: Sequence) -> None:
         """Take slot and blocks from a sequence. What is in flight for it is void from here on."""

@@ -9,6 +9,7 @@ from typing import Any
 from servekit.messages import LoadModel, StepPlan, StepResult
 from servekit.sampling_params import SamplingParams
 from servekit.sequence import Sequence
+from servekit.simulation import RecklessForecast
 from servekit.workload_manager import SchedulerConfig, WorkloadManager
 from workers.model_manager import LoadedModel, ModelManager
 from workers.model_runner import ModelRunner
@@ -49,7 +50,8 @@ class InProcessEngine:
                 max_num_batched_tokens=max_num_batched_tokens,
                 eos_token_ids=frozenset(loaded.info.eos_token_ids),
                 max_steps_in_flight=max_steps_in_flight,
-            )
+            ),
+            RecklessForecast(block_size),
         )
         self.num_steps = 0
         self.num_copies = 0

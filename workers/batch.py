@@ -56,6 +56,10 @@ class SlotTable:
         """A new sequence takes the slot; nothing of the former one may be seen again."""
         self.seats[seat.slot] = seat
         self.num_blocks[seat.slot] = 0
+        if seat.token_ids:
+            first = seat.slot * self.row_length
+            known = torch.tensor(seat.token_ids, dtype=torch.int32, device=self.token_ids.device)
+            self.token_ids[first : first + len(seat.token_ids)] = known
 
     def append_blocks(self, row: Row) -> None:
         count = self.num_blocks[row.slot]
@@ -63,8 +67,8 @@ class SlotTable:
         self.num_blocks[row.slot] += len(row.new_block_ids)
 
     def sampling_row(self, row: Row) -> SamplingRow:
-        seat = self.seats[row.slot]
-        return SamplingRow(seat.temperature, seat.top_k, seat.top_p, seat.seed, row.start + row.num_tokens)
+        seat, position = self.seats[row.slot], row.start + row.num_tokens
+        return SamplingRow(seat.sampling, position, row.slot, position - seat.prompt_length)
 
 
 def make_batch(plan: StepPlan, table: SlotTable) -> Batch:

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from servekit.errors import ConfigError
 from servekit.messages import LoadModel, Row, Seat, StepPlan
+from servekit.sampling_params import SamplingParams
 from workers.attention import PagedStep
 from workers.batch import Batch, SlotTable, make_batch
 from workers.kv_cache import KVCache, kv_bytes_per_token
 from workers.model_manager import LoadedModel, attention_switched
+from workers.penalties import adjust
 from workers.sampler import sample
 
 log = logging.getLogger("servekit.worker")
@@ -45,7 +47,7 @@ class ModelRunner:
         logits = self._forward(batch)
         if not batch.sampling:
             return []
-        token_ids = sample(logits, batch.sampling)
+        token_ids = sample(adjust(logits, batch.sampling, self.table), batch.sampling)
         self.table.token_ids[batch.sampled_cells] = token_ids.int()
         sampled: list[int] = token_ids.tolist()
         return sampled
@@ -104,7 +106,7 @@ class ModelRunner:
         """The last logits of a sequence that is prefilled in two steps."""
         num_tokens, block_size = len(token_ids), self.cache.block_size
         blocks = tuple(reversed(range(-(-num_tokens // block_size))))
-        seat = Seat(slot=0, temperature=0.0, top_k=0, top_p=1.0, seed=0)
+        seat = Seat(slot=0, sampling=SamplingParams(max_tokens=1, temperature=0.0))
         half = num_tokens // 2
         chunks = [(0, half, blocks), (half, num_tokens, ())] if half else [(0, num_tokens, blocks)]
         for start, stop, new_blocks in chunks:

@@ -1,4 +1,4 @@
-"""From logits to token ids: greedy, temperature, top-k and top-p, for a whole batch at once.
+"""From logits to token ids: greedy, temperature, top-k, top-p, min-p and typical-p, for a whole batch at once.
 
 Randomness is a pure function of (seed, position): one uniform number for each sampled token, which inverts the
 cumulative distribution. Nothing else enters, so a sequence samples the same tokens whatever shares its batch, and
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from servekit.sampling_params import SamplingParams
+
 _MASK64 = 2**64 - 1
 MIN_TEMPERATURE = 1e-5  # below, dividing by it overflows; the result is the greedy one anyway
 
@@ -22,19 +24,19 @@ MIN_TEMPERATURE = 1e-5  # below, dividing by it overflows; the result is the gre
 class SamplingRow:
     """How one row of logits is sampled. `position` is that of the token to come."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+    sampling: SamplingParams
     position: int
+    slot: int = 0
+    num_outputs: int = 0  # tokens of the answer before this one
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < MIN_TEMPERATURE
+        return self.sampling.temperature < MIN_TEMPERATURE
 
     @property
     def is_filtered(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0
+        sampling = self.sampling
+        return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0 or sampling.typical_p < 1.0
 
 
 def uniform(seed: int, position: int) -> float:
@@ -60,39 +62,69 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
         token_ids[plain] = _invert(_probabilities(logits, rows, plain), rows, plain)
     if filtered:
         probabilities, order = _probabilities(logits, rows, filtered).sort(dim=-1, descending=True, stable=True)
-        ranks = _invert(_keep_top(probabilities, rows, filtered), rows, filtered)
+        sampling = [rows[i].sampling for i in filtered]
+        kept = _keep_typical(_keep_top(probabilities, sampling), sampling)
+        ranks = _invert(kept, rows, filtered)
         token_ids[filtered] = order.gather(-1, ranks[:, None])[:, 0]
     return token_ids
 
 
 def _probabilities(logits: Tensor, rows: list[SamplingRow], chosen: list[int]) -> Tensor:
     """[num_chosen, vocab_size] in float64: a float32 cumulative sum over 10^5 entries is off by more than the tail."""
-    temperature = torch.tensor([rows[i].temperature for i in chosen], dtype=torch.float64, device=logits.device)
+    temperature = torch.tensor(
+        [rows[i].sampling.temperature for i in chosen], dtype=torch.float64, device=logits.device
+    )
     return torch.softmax(logits[chosen].double() / temperature[:, None], dim=-1)
 
 
-def _keep_top(probabilities: Tensor, rows: list[SamplingRow], chosen: list[int]) -> Tensor:
-    """Zero all but the top-k, then all of those but the smallest set whose share of them reaches top-p.
+def _keep_top(probabilities: Tensor, sampling: list[SamplingParams]) -> Tensor:
+    """Zero all but the top-k; of those, all but the smallest set that reaches top-p; of those, what min-p excludes.
 
     `probabilities` are sorted, largest first. The first one always stays. Nucleus sampling: Holtzman et al., "The
-    Curious Case of Neural Text Degeneration", ICLR 2020, section 3.1.
+    Curious Case of Neural Text Degeneration", ICLR 2020, section 3.1. Min-p, a share of the largest: Nguyen et al.,
+    "Turning Up the Heat", ICLR 2025, section 3.
     """
-    vocab_size = probabilities.shape[-1]
-    device = probabilities.device
-    top_k = torch.tensor([rows[i].top_k or vocab_size for i in chosen], device=device)
-    top_p = torch.tensor([rows[i].top_p for i in chosen], dtype=torch.float64, device=device)
+    vocab_size, device = probabilities.shape[-1], probabilities.device
+    top_k = torch.tensor([params.top_k or vocab_size for params in sampling], device=device)
+    top_p = _column([params.top_p for params in sampling], probabilities)
+    min_p = _column([params.min_p for params in sampling], probabilities)
     kept = probabilities.masked_fill(torch.arange(vocab_size, device=device) >= top_k[:, None], 0.0)
     kept = kept / kept.sum(dim=-1, keepdim=True)
     mass_before = kept.cumsum(dim=-1) - kept
-    outside = mass_before >= top_p[:, None]
+    outside = (mass_before >= top_p) | (kept < min_p * kept[:, :1])
     outside[:, 0] = False
     return kept.masked_fill(outside, 0.0)
+
+
+def _keep_typical(probabilities: Tensor, sampling: list[SamplingParams]) -> Tensor:
+    """Zero all but those whose surprise is nearest to the mean surprise, up to typical-p of the mass.
+
+    Need not be normalised, nor sorted. Meister et al., "Locally Typical Sampling", TACL 2023, section 4.
+    """
+    chosen = [i for i, params in enumerate(sampling) if params.typical_p < 1.0]
+    if not chosen:
+        return probabilities
+    rows = probabilities[chosen] / probabilities[chosen].sum(dim=-1, keepdim=True)
+    surprise = -rows.log()  # infinite where the probability is zero: those are last in the order below
+    mean = torch.where(rows > 0, rows * surprise, 0.0).sum(dim=-1, keepdim=True)
+    order = (surprise - mean).abs().argsort(dim=-1, stable=True)
+    ordered = rows.gather(-1, order)
+    typical_p = _column([sampling[i].typical_p for i in chosen], probabilities)
+    outside = ordered.cumsum(dim=-1) - ordered >= typical_p
+    outside[:, 0] = False
+    kept = torch.zeros_like(rows).scatter(-1, order, ordered.masked_fill(outside, 0.0))
+    return probabilities.index_copy(0, torch.tensor(chosen, device=probabilities.device), kept)
+
+
+def _column(values: list[float], like: Tensor) -> Tensor:
+    """[num_rows, 1]."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
 
 def _invert(probabilities: Tensor, rows: list[SamplingRow], chosen: list[int]) -> Tensor:
     """The index at which each row's cumulative sum passes its uniform number; need not be normalised."""
     cumulative = probabilities.cumsum(dim=-1)
-    numbers = [uniform(rows[i].seed, rows[i].position) for i in chosen]
+    numbers = [uniform(rows[i].sampling.seed, rows[i].position) for i in chosen]
     targets = torch.tensor(numbers, dtype=torch.float64, device=cumulative.device)[:, None] * cumulative[:, -1:]
     indices = torch.searchsorted(cumulative, targets, right=True)[:, 0]
     return indices.clamp_(max=probabilities.shape[-1] - 1)

@@ -229,3 +229,33 @@ def test_the_log_says_what_is_served_and_how_to_ask(server: ServerProcess) -> No
         assert expected in log
     assert f"curl {server.url}/generate" in log
     assert f"port                     {server.port}" in log
+
+
+def test_penalties_and_biases_bend_the_answer(server: ServerProcess) -> None:
+    prompt = "What color is the sky?"
+    plain = server.stream(prompt, temperature=0)
+    likeliest = plain[0]["token"]["id"]
+    banned = server.stream(prompt, temperature=0, logit_bias={str(likeliest): -100}, max_tokens=8)
+    assert likeliest not in [event["token"]["id"] for event in banned]
+    longer = server.generate(prompt, temperature=0, min_tokens=len(plain) + 5)
+    assert longer["usage"]["completion_tokens"] >= len(plain) + 5
+    forced = server.stream(prompt, temperature=0, logit_bias={str(likeliest): 100}, max_tokens=8, ignore_eos=True)
+    assert [event["token"]["id"] for event in forced] == [likeliest] * 8
+    varied = server.stream(
+        prompt, temperature=0, logit_bias={str(likeliest): 5}, max_tokens=30, frequency_penalty=2, ignore_eos=True
+    )
+    assert len({event["token"]["id"] for event in varied}) > 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+    ],
+)
+def test_options_out_of_range_are_refused(server: ServerProcess, fields: dict[str, Any], param: str) -> None:
+    response = server.client.post("/generate", json={"prompt": "a", **fields})
+    assert response.status_code == 400 and response.json()["error"]["param"] == param

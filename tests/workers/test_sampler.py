@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
+from servekit.messages import Seat
+from servekit.sampling_params import SamplingParams
+from workers.batch import SlotTable
+from workers.penalties import adjust
 from workers.sampler import SamplingRow, sample, uniform
 
 
-def row(**changes: float) -> SamplingRow:
-    return SamplingRow(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 0, "position": 0, **changes})
+def row(position: int = 0, **changes: Any) -> SamplingRow:
+    return SamplingRow(SamplingParams(max_tokens=1, **changes), position)
 
 
 def logits_of(num_rows: int, vocab_size: int = 50, seed: int = 0) -> torch.Tensor:
@@ -33,7 +47,7 @@ def test_temperature_zero_is_greedy() -> None:
 
 
 def test_a_row_is_sampled_alike_whatever_shares_its_batch() -> None:
-    logits = logits_of(6)
+    logits = logits_of(9)
     rows = [
         row(seed=1, position=9),
         row(temperature=0.0),
@@ -41,9 +55,12 @@ def test_a_row_is_sampled_alike_whatever_shares_its_batch() -> None:
         row(top_p=0.7, seed=3, position=4),
         row(temperature=0.3, top_k=7, top_p=0.9, seed=4, position=5),
         row(temperature=2.0, seed=5, position=6),
+        row(min_p=0.2, seed=6, position=7),
+        row(typical_p=0.4, seed=7, position=8),
+        row(typical_p=0.9, top_k=20, top_p=0.95, min_p=0.05, seed=8, position=9),
     ]
     together = sample(logits, rows).tolist()
-    alone = [sample(logits[i : i + 1], [rows[i]]).item() for i in range(6)]
+    alone = [sample(logits[i : i + 1], [rows[i]]).item() for i in range(9)]
     backwards = sample(logits.flip(0), rows[::-1]).flip(0).tolist()
     assert together == alone == backwards
 
@@ -52,6 +69,27 @@ def test_a_row_is_sampled_alike_whatever_shares_its_batch() -> None:
 @pytest.mark.parametrize("top_k", [0, 1, 8])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
 def test_draws_follow_the_distribution_of_transformers_processors(temperature: float, top_k: int, top_p: float) -> None:
+    check_draws(temperature=temperature, top_k=top_k, top_p=top_p)
+
+
+@pytest.mark.parametrize("min_p", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize("others", [{}, {"temperature": 1.7, "top_k": 8}, {"top_p": 0.9}])
+def test_min_p_draws_as_transformers_does(min_p: float, others: dict[str, float]) -> None:
+    check_draws(min_p=min_p, **others)
+
+
+@pytest.mark.parametrize("typical_p", [0.2, 0.6, 0.95])
+@pytest.mark.parametrize(
+    "others", [{}, {"temperature": 0.5}, {"temperature": 1.7, "top_k": 8}, {"top_p": 0.9, "min_p": 0.02}]
+)
+def test_typical_p_draws_as_transformers_does(typical_p: float, others: dict[str, float]) -> None:
+    check_draws(typical_p=typical_p, **others)
+
+
+def check_draws(
+    *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, typical_p: float = 1.0
+) -> None:
+    """Count draws against the distribution that transformers' processors leave, in transformers' order."""
     num_draws = 20_000
     logits = logits_of(1, vocab_size=30, seed=3)
     processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
@@ -59,8 +97,15 @@ def test_draws_follow_the_distribution_of_transformers_processors(temperature: f
         processors.append(TopKLogitsWarper(top_k))
     if top_p < 1.0:
         processors.append(TopPLogitsWarper(top_p))
+    if min_p > 0.0:
+        processors.append(MinPLogitsWarper(min_p))
+    if typical_p < 1.0:
+        processors.append(TypicalLogitsWarper(typical_p))
     expected = torch.softmax(processors(torch.zeros(1, 1, dtype=torch.int64), logits.clone())[0].double(), -1)
-    rows = [row(temperature=temperature, top_k=top_k, top_p=top_p, seed=11, position=i) for i in range(num_draws)]
+    params = SamplingParams(
+        max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p, seed=11
+    )
+    rows = [SamplingRow(params, position) for position in range(num_draws)]
     counts = torch.bincount(sample(logits.expand(num_draws, -1), rows), minlength=30).double()
     allowed = expected > 0
     assert counts[~allowed].sum() == 0, "a token outside the filter was drawn"
@@ -73,3 +118,20 @@ def test_draws_follow_the_distribution_of_transformers_processors(temperature: f
 def test_top_p_keeps_the_likeliest_token_however_small_it_is() -> None:
     logits = logits_of(1)
     assert sample(logits, [row(top_p=1e-9)]).item() == logits.argmax().item()
+
+
+def test_penalties_are_those_of_their_definitions_and_touch_nobody_else() -> None:
+    """Prompt 3 3 4, output 4 5 5; repetition counts both, presence and frequency the output."""
+    table = SlotTable(num_slots=2, max_model_len=9, num_blocks=4, block_size=4, device=torch.device("cpu"))
+    table.sit(Seat(1, SamplingParams(max_tokens=9), prompt_length=3, token_ids=(3, 3, 4, 4, 5, 5)))
+    table.token_ids[1 * table.row_length + 6 :] = 7  # what stands behind the known tokens counts for nothing
+    params = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    bent = SamplingRow(SamplingParams(max_tokens=9, **params), position=6, slot=1, num_outputs=3)
+    logits = logits_of(2, vocab_size=10)
+    adjusted = adjust(logits, [row(), bent], table)
+    assert torch.equal(adjusted[0], logits[0])
+    expected = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([[3, 3, 4, 4, 5, 5]]), logits[1:].clone())[0]
+    expected[4] -= 0.5 + 0.25
+    expected[5] -= 0.5 + 2 * 0.25
+    assert torch.allclose(adjusted[1], expected)
+    assert adjust(logits, [row(), row()], table) is logits

@@ -120,6 +120,41 @@ def test_forked_sequences_say_what_each_would_say_alone(name: str, block_size: i
         assert len({tuple(sequence.output_token_ids) for sequence in sampled}) > 1
 
 
+@pytest.mark.parametrize(("num_blocks", "num_rounds"), [(12, 1), (100, 2)])
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "demo"])
+def test_options_that_look_back_give_the_tokens_of_generate(
+    name: str, max_steps_in_flight: int, num_blocks: int, num_rounds: int
+) -> None:
+    """Chunked, preempted in a small pool, cached in a large one, and mixed with rows that ask for nothing."""
+    loaded, _ = prepared(name)
+    model = AutoModelForCausalLM.from_pretrained(loaded.model.name_or_path, dtype=torch.float32).eval()
+    prompts = make_prompts(VOCAB_SIZE)
+    options = [
+        ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+        ({"min_tokens": 12}, {"min_new_tokens": 12}),
+        ({"logit_bias": ((5, 4.0), (9, -50.0))}, {"sequence_bias": [[[5], 4.0], [[9], -50.0]]}),
+        ({"repetition_penalty": 0.8, "min_tokens": 3}, {"repetition_penalty": 0.8, "min_new_tokens": 3}),
+        ({}, {}),
+    ]
+    engine = InProcessEngine(
+        loaded, num_blocks=num_blocks, block_size=4, max_num_batched_tokens=64, max_steps_in_flight=max_steps_in_flight
+    )
+    for _ in range(num_rounds):
+        sequences = [
+            engine.add(prompt, max_tokens=12, **ours) for prompt, (ours, _) in zip(prompts, options * 2, strict=True)
+        ]
+        engine.run()
+        for sequence, prompt, (_, theirs) in zip(sequences, prompts, options * 2, strict=True):
+            with torch.inference_mode():
+                mask = torch.ones(1, len(prompt), dtype=torch.int64)
+                expected = model.generate(
+                    torch.tensor([prompt]), attention_mask=mask, do_sample=False, max_new_tokens=12, **theirs
+                )
+            assert sequence.output_token_ids == expected[0, len(prompt) :].tolist()
+    assert engine.manager.num_preemptions if num_rounds == 1 else engine.manager.num_cached_tokens
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_architecture_that_cannot_be_served_is_refused_by_name(name: str, tmp_path: Path) -> None:
     model = make_model(tmp_path, *REFUSED[name])
