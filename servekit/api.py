@@ -86,7 +86,7 @@ async def generate(request: Request) -> Response:
 
 async def basic_generate(request: Request) -> Response:
     """POST /basic_generate: one prompt in, one text out, and nothing else."""
-    _, submission = await _submit(request, single=True)
+    _, submission = await _submit(request, single=True, tells_how_it_ended=False)
     answers = await _unless_disconnected(request, submission, _collect(submission))
     if answers is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -105,7 +105,9 @@ async def generate_stream(request: Request) -> Response:
     )
 
 
-async def _submit(request: Request, single: bool = False) -> tuple[GenerateRequest, Submission]:
+async def _submit(
+    request: Request, single: bool = False, tells_how_it_ended: bool = True
+) -> tuple[GenerateRequest, Submission]:
     """Read, check and admit. Raises what the client is to be told."""
     engine = _engine(request)
     body = decode_generate_request(await _read_body(request, engine.config.max_body_bytes))
@@ -113,7 +115,7 @@ async def _submit(request: Request, single: bool = False) -> tuple[GenerateReque
         raise InvalidRequest("this route takes one 'prompt'; POST /generate takes 'prompts'", param="prompts")
     if single and body.n != 1:
         raise InvalidRequest(f"n = {body.n}: this route gives one answer; POST /generate gives several", param="n")
-    if request.url.path == "/basic_generate" and (body.ttft_ms or body.deadline_ms):
+    if not tells_how_it_ended and (body.ttft_ms or body.deadline_ms):
         raise InvalidRequest(
             "this route's answer cannot say that a deadline passed; POST /generate can",
             param="ttft_ms" if body.ttft_ms else "deadline_ms",

@@ -293,7 +293,7 @@ class LLMEngine:
         arrival_s = self._clock()
         self._check_room(request.num_answers)
         self._check_lengths(request)
-        self._check_priority(request)
+        self._check_options(request)
         prompts = await self.tokenizer.encode(request.texts)
         self._check_room(request.num_answers)  # others may have come meanwhile; from here on nothing awaits
         queue = ClientQueue()
@@ -340,7 +340,14 @@ class LLMEngine:
                     param=request.name_of(index),
                 )
 
-    def _check_priority(self, request: GenerateRequest) -> None:
+    def _check_options(self, request: GenerateRequest) -> None:
+        assert self.worker is not None
+        vocab_size = self.worker.model.vocab_size
+        for token_id in request.logit_bias or {}:
+            if token_id >= vocab_size:
+                raise InvalidRequest(
+                    f"logit_bias names token {token_id}; the model has {vocab_size}", param="logit_bias"
+                )
         policy = self.config.scheduling_policy
         if request.priority and policy != "priority":
             raise InvalidRequest(
@@ -363,11 +370,6 @@ class LLMEngine:
                 f"{param} has token {max(prompt)}, for which the model, with {vocab_size}, has no embedding",
                 param=param,
             )
-        for token_id in request.logit_bias or {}:
-            if token_id >= vocab_size:
-                raise InvalidRequest(
-                    f"logit_bias names token {token_id}; the model has {vocab_size}", param="logit_bias"
-                )
         room = self.manager.max_total_tokens - len(prompt)
         sampling = request.sampling(self.worker.model, room, seed=secrets.randbits(63))
         if sampling.min_tokens > sampling.max_tokens:

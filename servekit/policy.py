@@ -78,7 +78,7 @@ class _Queue:
         return None
 
     def note_discarded(self) -> None:
-        """One of them finished. Without the sweep, a line whose head is stuck would keep all who gave up behind it."""
+        """One of them left. Without the sweep, a line whose head is stuck would keep all who gave up behind it."""
         self._num_discarded += 1
         if self._num_discarded > len(self._heap) // 2:
             self._num_discarded = 0
@@ -151,8 +151,8 @@ class Shortest(_Line):
         if shortest is None or oldest is None:
             return None
         limit = inf if shorter_than is None else shorter_than
-        # An overdue one that is too long for the share does not close it: it waits for the first to be done, whose
-        # progress in each step is as much as all that passes, so it waits for no more than its own length again.
+        # An overdue one that is too long for the share does not close it: it waits for the first to be done. That one
+        # has less left than the overdue one is long, and keeps its part of each step, so its patience passes once more.
         if self.is_overdue(oldest) and oldest.num_missing < limit:
             return oldest
         return shortest if shortest.num_missing < limit else None

@@ -30,7 +30,9 @@ def adjust(logits: Tensor, rows: list[SamplingRow], table: SlotTable) -> Tensor:
         token_ids, values = zip(*rows[i].sampling.logit_bias, strict=True)
         logits[i, list(token_ids)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
     for i in unripe:
-        logits[i, list(table.seats[rows[i].slot].stop_token_ids)] = float("-inf")
+        # A client may name stop tokens that the model does not have.
+        stops = [token_id for token_id in table.seats[rows[i].slot].stop_token_ids if token_id < logits.shape[-1]]
+        logits[i, stops] = float("-inf")
     return logits
 
 
