@@ -100,6 +100,21 @@ class StepPlan(Struct, frozen=True, tag="step_plan"):
         return sum(row.num_tokens for row in self.rows)
 
 
+class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):
+    """What the model itself thought of a token: natural logarithms of its softmax, before any sampling parameter."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the likeliest, first the likeliest
+
+
+class PromptLogprobs(Struct, frozen=True, array_like=True, gc=False):
+    """Of the prompt tokens that a row's logits foretell: positions from `start` on, the prompt's end at most."""
+
+    row: int  # index into the plan's rows
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 class StepResult(Struct, frozen=True, tag="step_result"):
     """What a step sampled: one token for each row that samples, in plan order."""
 
@@ -107,6 +122,9 @@ class StepResult(Struct, frozen=True, tag="step_result"):
     step_id: int
     token_ids: tuple[int, ...]
     step_time_s: float
+    # Aligned with `token_ids`; empty where nobody asked, None for those who did not.
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # one for each row whose sequence asked and has some in it
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown"):

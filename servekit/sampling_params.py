@@ -23,13 +23,26 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     presence_penalty: float = 0.0  # over the output
     frequency_penalty: float = 0.0  # over the output
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    allowed_token_ids: tuple[int, ...] = ()  # no other is chosen; empty is off
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not follow each other
+    grammar: str | None = None  # in the form in which llguidance takes one; the answer follows it
     min_tokens: int = 0  # before that many, no token ends the answer
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False  # whether what stopped the answer is part of its text
     ignore_eos: bool = False
+    skip_special_tokens: bool = True  # in the text
+    logprobs: int | None = None  # of each output token, and of so many of the likeliest beside it; None is off
+    prompt_logprobs: int | None = None  # the same for each prompt token but the first
 
     @property
     def looks_back(self) -> bool:
         """Whether the tokens so far matter to the choice of the next one, beyond the logits."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.grammar is not None
+            or any(len(token_ids) > 1 for token_ids in self.bad_words)
+        )
