@@ -58,11 +58,12 @@ class KVMemory:
     def find_beginning(self, sequence: Sequence, step_id: int) -> Beginning:
         """What step `step_id` need not compute for a sequence: it is in the prefix cache or with its leader.
 
-        At least one known token is left to be computed, for its logits are what is sampled from.
+        What its logits are wanted of is left to be computed: at least the last known token.
         """
         blocks: list[int] = []
+        num_shareable = sequence.num_shareable
         if self._enable_prefix_caching:
-            num_blocks = (sequence.num_tokens - 1) // self.block_size
+            num_blocks = num_shareable // self.block_size
             self._hash_blocks(sequence, num_blocks)
             blocks = self.prefixes.find(sequence.block_hashes[:num_blocks])
         found = Beginning(blocks, len(blocks) * self.block_size)
@@ -70,7 +71,7 @@ class KVMemory:
         # Copies are made at the start of a step, so what is copied must have been computed by an earlier one.
         if leader is None or leader.first_sampled_step_id is None or leader.first_sampled_step_id >= step_id:
             return found
-        num_tokens = min(sequence.prompt_length, sequence.num_tokens - 1)
+        num_tokens = min(sequence.prompt_length, num_shareable)
         if num_tokens <= found.num_tokens:
             return found
         num_full, num_in_partial = divmod(num_tokens, self.block_size)

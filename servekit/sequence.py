@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from servekit.messages import PromptLogprobs, TokenLogprobs
 from servekit.sampling_params import SamplingParams
 
 NEVER = float("inf")
@@ -64,6 +65,7 @@ class Sequence:
         "num_published",
         "priority",
         "prompt_length",
+        "prompt_logprobs",
         "sampling",
         "sequence_id",
         "slot",
@@ -105,14 +107,15 @@ class Sequence:
         assert leader is None or leader.tenant == tenant, "a fork is of the same request"
         assert leader is None or leader.token_ids[: self.prompt_length] == self.token_ids, "forks share the prompt"
 
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt positions from 1 on, if asked for; kept for life
+
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None  # which of the client's stop tokens ended it, if one did
         self.first_scheduled_s: float | None = None
         self.num_cached_tokens: int | None = None  # found when it was first seated
-        self.num_missing = len(
-            prompt_token_ids
-        )  # tokens to compute, as far as was known when it lined up or was seated
+        # Tokens to compute, as far as was known when it lined up or was seated.
+        self.num_missing = len(prompt_token_ids)
         self.num_preemptions = 0
         # Counts the times it lost its seat. A result of an earlier incarnation is ignored by construction.
         self.incarnation = -1
@@ -149,6 +152,23 @@ class Sequence:
     def num_needed(self) -> int:
         """How many positions must be computed before the next unknown token can be sampled."""
         return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def num_shareable(self) -> int:
+        """Positions of which nothing but their KV is wanted, so that somebody else's will do.
+
+        Of the last known one the logits are wanted too, and of those whose logits foretell a prompt token that is to
+        be explained and is not yet. Logits at position p foretell position p + 1.
+        """
+        if self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1:
+            return len(self.prompt_logprobs)
+        return len(self.token_ids) - 1
+
+    def explain_prompt(self, told: PromptLogprobs) -> None:
+        """Take in what a step says of prompt tokens; what was said before it lost its seat stands."""
+        num_known = len(self.prompt_logprobs) + 1 - told.start
+        assert num_known >= 0, f"{self} would leave out {-num_known} of its prompt's tokens"
+        self.prompt_logprobs.extend(told.logprobs[num_known:])
 
     def __repr__(self) -> str:
         return (

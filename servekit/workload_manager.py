@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -40,7 +41,7 @@ from servekit.admission import OutputForecast
 from servekit.deadlines import Deadlines
 from servekit.errors import ContextTooLong
 from servekit.kv_memory import Beginning, KVMemory
-from servekit.messages import Row, Seat, StepPlan, StepResult
+from servekit.messages import Row, Seat, StepPlan, StepResult, TokenLogprobs
 from servekit.pacing import Pacer
 from servekit.policy import POLICIES
 from servekit.sequence import FinishReason, Sequence, Status
@@ -68,6 +69,7 @@ class SequenceToken(Struct, frozen=True, gc=False):
     sequence: Sequence
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None  # if asked for
 
 
 @dataclass(slots=True)
@@ -81,6 +83,7 @@ class _Step:
     rows: list[Row] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     sampled: list[tuple[Sequence, int]] = field(default_factory=list)  # who samples, in which incarnation
+    explained: dict[int, tuple[Sequence, int]] = field(default_factory=dict)  # by row: whose prompt, alike
     num_decodes: int = 0
     num_prefill_tokens: int = 0
     result: StepResult | None = None  # when it has come before its turn
@@ -242,7 +245,7 @@ class WorkloadManager:
         displaced, self._running = self._running, []
         for sequence in displaced:
             sequence.forget_seat()
-            self._wait_again(sequence)
+            self._line_up(sequence)
 
     def _new_memory(self) -> KVMemory:
         config = self.config
@@ -339,14 +342,16 @@ class WorkloadManager:
             self._seat(step, sequence, beginning)
             self._schedule(step, sequence, min(sequence.num_needed, step.budget - reserve), sequence.block_table)
 
-    def _schedule(
-        self, step: _Step, sequence: Sequence, num_tokens: int, new_blocks: list[int] | tuple[()] = ()
-    ) -> None:
+    def _schedule(self, step: _Step, sequence: Sequence, num_tokens: int, new_blocks: Iterable[int] = ()) -> None:
         """Put positions [num_computed, num_computed + num_tokens) of a prompt into the step."""
         assert sequence.slot is not None
         start, stop = sequence.num_computed, sequence.num_computed + num_tokens
         samples = stop == len(sequence.token_ids)
-        known = tuple(sequence.token_ids[start:stop])
+        explains = sequence.sampling.prompt_logprobs is not None
+        if explains:
+            step.explained[len(step.rows)] = sequence, sequence.incarnation
+        # Logits foretell the token after their own, so a chunk that is explained brings along the one behind it.
+        known = tuple(sequence.token_ids[start : stop + explains])
         step.rows.append(Row(sequence.slot, start, num_tokens, known, tuple(new_blocks), samples))
         step.budget -= num_tokens
         step.num_prefill_tokens += num_tokens
@@ -370,8 +375,13 @@ class WorkloadManager:
         if self.memory.num_fenced:
             self.memory.settle(step.step_id)
             self._misfit = None
-        block_size = self.config.block_size
-        for (sequence, incarnation), token_id in zip(step.sampled, step.result.token_ids, strict=True):
+        block_size, result = self.config.block_size, step.result
+        for told in result.prompt_logprobs:
+            sequence, incarnation = step.explained[told.row]
+            if sequence.incarnation == incarnation:
+                sequence.explain_prompt(told)
+        logprobs = result.logprobs or (None,) * len(result.token_ids)
+        for (sequence, incarnation), token_id, of_token in zip(step.sampled, result.token_ids, logprobs, strict=True):
             if sequence.incarnation != incarnation:
                 continue
             token_ids = sequence.token_ids
@@ -382,7 +392,7 @@ class WorkloadManager:
             reason = None
             if token_id in sequence.stop_set or len(token_ids) >= sequence.max_length:
                 reason = self._end(sequence, token_id)
-            tokens.append(SequenceToken(sequence, token_id, reason))
+            tokens.append(SequenceToken(sequence, token_id, reason, of_token))
 
     def _end(self, sequence: Sequence, token_id: int) -> FinishReason:
         """A sequence comes to its own end with this token."""
@@ -435,13 +445,10 @@ class WorkloadManager:
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self.forecast.preempted()
-        self._wait_again(victim)
-
-    def _wait_again(self, sequence: Sequence) -> None:
-        sequence.status = Status.WAITING
-        self._line_up(sequence)
+        self._line_up(victim)
 
     def _line_up(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
         found = self.memory.find_beginning(sequence, self._next_step_id)
         sequence.num_missing = sequence.num_tokens - found.num_tokens
         self.line.push(sequence)

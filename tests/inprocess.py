@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
-from servekit.messages import LoadModel, StepPlan, StepResult
+from servekit.messages import LoadModel, StepPlan, TokenLogprobs
 from servekit.sampling_params import SamplingParams
 from servekit.sequence import Sequence
 from servekit.simulation import RecklessForecast
@@ -55,6 +55,7 @@ class InProcessEngine:
         )
         self.num_steps = 0
         self.num_copies = 0
+        self.logprobs: defaultdict[int, list[TokenLogprobs | None]] = defaultdict(list)  # by sequence, of its output
         self._in_flight: deque[StepPlan] = deque()
         self._next_id = 0
 
@@ -73,7 +74,8 @@ class InProcessEngine:
         plan = self._in_flight.popleft()
         self.num_steps += 1
         self.num_copies += len(plan.copies)
-        self.manager.commit(StepResult(plan.epoch, plan.step_id, tuple(self.runner.execute(plan)), 0.0), 0.0)
+        for token in self.manager.commit(self.runner.execute(plan), 0.0):
+            self.logprobs[token.sequence.sequence_id].append(token.logprobs)
         self.manager.check()
 
     def run(self) -> None:

@@ -20,6 +20,18 @@ from workers.sampler import SamplingRow
 Indices = NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """A row whose logits foretell prompt tokens that are to be explained: `num_tokens` positions from `start` on."""
+
+    row: int  # index into the plan's rows
+    first: int  # where in the step's flat tokens the logits stand that foretell position `start`
+    slot: int
+    start: int
+    num_tokens: int
+    num_top: int
+
+
 @dataclass(slots=True)
 class Batch:
     """One step's inputs, on the device."""
@@ -31,6 +43,7 @@ class Batch:
     logits_indices: Tensor  # [num_sampled] which tokens' logits are wanted
     sampled_cells: Tensor  # [num_sampled] where in the token table the sampled ids go
     sampling: list[SamplingRow]  # num_sampled of them
+    prompt_rows: list[PromptRow]
 
 
 class SlotTable:
@@ -70,6 +83,14 @@ class SlotTable:
         seat, position = self.seats[row.slot], row.start + row.num_tokens
         return SamplingRow(seat.sampling, position, row.slot, position - seat.prompt_length)
 
+    def prompt_row(self, index: int, first: int, row: Row) -> PromptRow | None:
+        """None where nobody asks, or the prompt is behind."""
+        seat = self.seats[row.slot]
+        num_top, start = seat.sampling.prompt_logprobs, row.start + 1
+        if num_top is None or start >= seat.prompt_length:
+            return None
+        return PromptRow(index, first, row.slot, start, min(row.num_tokens, seat.prompt_length - start), num_top)
+
 
 def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
     """Bring the table up to date with the plan, and lay the step out flat."""
@@ -89,6 +110,7 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
     _write_known_tokens(plan, table)
     blocks = table.block_tables[slots, positions // table.block_size]
     sampling = [(int(begin), row) for begin, row in zip(first, plan.rows, strict=True) if row.samples]
+    prompt_rows = (table.prompt_row(i, int(first[i]), row) for i, row in enumerate(plan.rows))
     return Batch(
         input_ids=table.token_ids[to_device(slots * table.row_length + positions)].long(),
         position_ids=to_device(positions),
@@ -102,6 +124,7 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
             np.array([row.slot * table.row_length + row.start + row.num_tokens for _, row in sampling])
         ),
         sampling=[table.sampling_row(row) for _, row in sampling],
+        prompt_rows=[row for row in prompt_rows if row is not None],
     )
 
 

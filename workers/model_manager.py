@@ -36,6 +36,7 @@ class LoadedModel:
     """A model that is ready to run, and what serving needs to know of it."""
 
     model: PreTrainedModel
+    decoder: nn.Module  # all of the model but its output head
     layers: list[LayerShape]
     info: ModelInfo
     device: torch.device
@@ -83,9 +84,9 @@ class ModelManager:
         _check_complete(report, path)
         model.to(self.device)  # type: ignore[arg-type]
         model.eval()
-        layers = _record_layers(model, architecture)
+        layers, decoder = _record_layers(model, architecture)
         info = _describe(model, architecture, path, max_model_len)
-        return LoadedModel(model, layers, info, self.device, model.dtype)
+        return LoadedModel(model, decoder, layers, info, self.device, model.dtype)
 
     def _resolve_dtype(self, dtype: str) -> str | torch.dtype:
         if dtype != "auto":
@@ -143,11 +144,19 @@ class _AttentionCall:
     sliding_window: int | None
 
 
-def _record_layers(model: PreTrainedModel, architecture: str) -> list[LayerShape]:
-    """Run one token through the model and see what each layer stores. Raises ConfigError, by name."""
+def _record_layers(model: PreTrainedModel, architecture: str) -> tuple[list[LayerShape], nn.Module]:
+    """Run one token through the model and see what each layer stores, and which module is the decoder.
+
+    Raises ConfigError, by name.
+    """
     calls: list[_AttentionCall] = []
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with _refusals(architecture), torch.inference_mode(), attention_switched(model, RECORDING_ATTENTION):
+    with (
+        _refusals(architecture),
+        torch.inference_mode(),
+        attention_switched(model, RECORDING_ATTENTION),
+        _decoders_recorded(model) as decoders,
+    ):
         model(input_ids=token, position_ids=torch.zeros_like(token), use_cache=False, recorded_calls=calls)
     config = model.config.get_text_config()
     num_layers = config.num_hidden_layers
@@ -157,7 +166,9 @@ def _record_layers(model: PreTrainedModel, architecture: str) -> list[LayerShape
         )
     calls.sort(key=lambda call: call.layer or 0)
     _check_windows(config, calls, architecture)
-    return [call.shape for call in calls]
+    if not decoders:
+        raise _refusal(architecture, "no part of it answers with its last hidden state")
+    return [call.shape for call in calls], decoders[-1]
 
 
 def _check_windows(config: Any, calls: list[_AttentionCall], architecture: str) -> None:
@@ -204,6 +215,53 @@ def attention_switched(model: PreTrainedModel, implementation: str) -> Iterator[
         yield
     finally:
         model.set_attn_implementation(PAGED_ATTENTION)
+
+
+# -- the output head by itself ----------------------------------------------------------------------------------------
+
+# Heads differ: some scale logits, some cap them, some have a bias. Rather than know them all, we let the model's own
+# forward pass run again over what its decoder said before.
+
+
+@contextmanager
+def _decoders_recorded(model: PreTrainedModel) -> Iterator[list[nn.Module]]:
+    """The parts of the model that answer with a last hidden state, in the order in which they come to their end.
+
+    So the last of them is what the head is put upon.
+    """
+    finished: list[nn.Module] = []
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        if hasattr(output, "last_hidden_state"):
+            finished.append(module)
+
+    handles = [module.register_forward_hook(note) for module in model.modules() if module is not model]
+    try:
+        yield finished
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def output_recorded(decoder: nn.Module) -> Iterator[list[Any]]:
+    """What the decoder says for a while."""
+    outputs: list[Any] = []
+    handle = decoder.register_forward_hook(lambda _, __, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def output_replayed(decoder: nn.Module, output: Any) -> Iterator[None]:
+    """Let the decoder say the same again for a while, whatever it is asked, and compute nothing."""
+    decoder.forward = lambda *_, **__: output  # the instance's, which goes before the class's
+    try:
+        yield
+    finally:
+        del decoder.forward
 
 
 # -- what the manager wants to know -----------------------------------------------------------------------------------

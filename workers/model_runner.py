@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import torch
 from torch import Tensor
 
 from servekit.errors import ConfigError
-from servekit.messages import LoadModel, Row, Seat, StepPlan
+from servekit.messages import LoadModel, PromptLogprobs, Row, Seat, StepPlan, StepResult, TokenLogprobs
 from servekit.sampling_params import SamplingParams
 from workers.attention import PagedStep
+from workers.bans import ban
 from workers.batch import Batch, SlotTable, make_batch
 from workers.kv_cache import KVCache, kv_bytes_per_token
-from workers.model_manager import LoadedModel, attention_switched
+from workers.logprobs import prompt_logprobs, sampled_logprobs
+from workers.model_manager import LoadedModel, attention_switched, output_recorded, output_replayed
 from workers.penalties import adjust
 from workers.sampler import sample
 
@@ -38,27 +41,44 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> list[int]:
-        """Compute the step's rows; the token ids that its sampling rows chose, in plan order."""
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the step's rows, and let those that sample choose a token each."""
+        started = time.monotonic()
         if plan.copies:
             sources, targets = torch.tensor(plan.copies, device=self.loaded.device).T
             self.cache.copy_blocks(sources, targets)
         batch = make_batch(plan, self.table)
-        logits = self._forward(batch)
-        if not batch.sampling:
-            return []
-        token_ids = sample(adjust(logits, batch.sampling, self.table), batch.sampling)
-        self.table.token_ids[batch.sampled_cells] = token_ids.int()
-        sampled: list[int] = token_ids.tolist()
-        return sampled
+        raw, of_prompts = self._compute(batch)
+        sampled, of_sampled = self._choose(raw, batch) if batch.sampling else ((), ())
+        return StepResult(plan.epoch, plan.step_id, sampled, time.monotonic() - started, of_sampled, of_prompts)
 
-    def _forward(self, batch: Batch) -> Tensor:
-        """Logits [num_sampled, vocab_size] in float32."""
+    def _choose(self, raw: Tensor, batch: Batch) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
+        """A token for each row that samples, from raw logits [num_sampled, vocab_size], and what to tell of it."""
+        rows, table = batch.sampling, self.table
+        logits = adjust(raw, rows, table)
+        logits = ban(logits, rows, table)
+        token_ids = sample(logits, rows)
+        table.token_ids[batch.sampled_cells] = token_ids.int()
+        return tuple(token_ids.tolist()), sampled_logprobs(raw, token_ids, rows)
+
+    def _compute(self, batch: Batch) -> tuple[Tensor, tuple[PromptLogprobs, ...]]:
+        """Logits [num_sampled, vocab_size] in float32, and what is to be told of prompts."""
+        if not batch.prompt_rows:
+            return self._forward(batch, batch.logits_indices), ()
+        with output_recorded(self.loaded.decoder) as outputs:
+            logits = self._forward(batch, batch.logits_indices)
+        with output_replayed(self.loaded.decoder, outputs[-1]):
+            vocab_size = self.loaded.info.vocab_size
+            told = prompt_logprobs(batch.prompt_rows, self.table, lambda i: self._forward(batch, i), vocab_size)
+        return logits, told
+
+    def _forward(self, batch: Batch, token_indices: Tensor) -> Tensor:
+        """Logits [num_indices, vocab_size] in float32, of those of the step's flat tokens."""
         output = self.loaded.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
-            logits_to_keep=batch.logits_indices,
+            logits_to_keep=token_indices,
             paged=PagedStep(self.cache, batch.slot_mapping, batch.groups),
         )
         logits: Tensor = output.logits[0]
@@ -94,7 +114,7 @@ class ModelRunner:
         with attention_switched(self.loaded.model, "eager"):
             plain = self.loaded.model(input_ids=prompt, use_cache=False).logits[0, -1].float()
         paged = self._run_in_two_chunks(token_ids)
-        distance = float((paged - plain).norm() / plain.norm())
+        distance = float((paged - plain).norm(dim=-1).max() / plain.norm())
         if not distance <= SELF_CHECK_TOLERANCE.get(self.loaded.dtype, 0.15):
             raise ConfigError(
                 f"architecture {info.architecture} cannot be served: over KV pages its logits differ from "
@@ -103,7 +123,7 @@ class ModelRunner:
         return distance
 
     def _run_in_two_chunks(self, token_ids: tuple[int, ...]) -> Tensor:
-        """The last logits of a sequence that is prefilled in two steps."""
+        """[2, vocab_size]: the last logits of a sequence prefilled in two steps, and once more, from the head alone."""
         num_tokens, block_size = len(token_ids), self.cache.block_size
         blocks = tuple(reversed(range(-(-num_tokens // block_size))))
         seat = Seat(slot=0, sampling=SamplingParams(max_tokens=1, temperature=0.0))
@@ -112,5 +132,9 @@ class ModelRunner:
         for start, stop, new_blocks in chunks:
             row = Row(0, start, stop - start, token_ids[start:stop], new_blocks, samples=True)
             plan = StepPlan(0, 0, (seat,) if start == 0 else (), (row,))
-            logits = self._forward(make_batch(plan, self.table))
-        return logits[-1]
+            batch = make_batch(plan, self.table)
+            with output_recorded(self.loaded.decoder) as outputs:
+                logits = self._forward(batch, batch.logits_indices)
+        with output_replayed(self.loaded.decoder, outputs[-1]):
+            replayed = self._forward(batch, batch.logits_indices)
+        return torch.cat([logits, replayed])

@@ -1,4 +1,4 @@
-"""What moves logits before a token is chosen from them: penalties for repetition, biases, tokens forbidden for now.
+"""What moves logits before a token is chosen from them: penalties for repetition, then biases.
 
 All of it is computed anew in each step from the token table, so there are no counts to keep, to move or to lose when a
 sequence is preempted. Rows that ask for nothing cost nothing.
@@ -12,16 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from servekit.sampling_params import SamplingParams
 from workers.batch import SlotTable
 from workers.sampler import SamplingRow
 
 
 def adjust(logits: Tensor, rows: list[SamplingRow], table: SlotTable) -> Tensor:
     """Logits [num_rows, vocab_size] as the rows' clients want them bent."""
-    penalized = [i for i, row in enumerate(rows) if row.sampling.looks_back]
+    penalized = [i for i, row in enumerate(rows) if _is_penalized(row.sampling)]
     biased = [i for i, row in enumerate(rows) if row.sampling.logit_bias]
-    unripe = [i for i, row in enumerate(rows) if row.num_outputs < row.sampling.min_tokens]
-    if not (penalized or biased or unripe):
+    if not (penalized or biased):
         return logits
     logits = logits.clone()
     if penalized:
@@ -29,11 +29,11 @@ def adjust(logits: Tensor, rows: list[SamplingRow], table: SlotTable) -> Tensor:
     for i in biased:
         token_ids, values = zip(*rows[i].sampling.logit_bias, strict=True)
         logits[i, list(token_ids)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
-    for i in unripe:
-        # A client may name stop tokens that the model does not have.
-        stops = [token_id for token_id in table.seats[rows[i].slot].stop_token_ids if token_id < logits.shape[-1]]
-        logits[i, stops] = float("-inf")
     return logits
+
+
+def _is_penalized(sampling: SamplingParams) -> bool:
+    return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
 
 
 def _penalize(logits: Tensor, rows: list[SamplingRow], table: SlotTable) -> Tensor:

@@ -135,17 +135,3 @@ def test_penalties_are_those_of_their_definitions_and_touch_nobody_else() -> Non
     expected[5] -= 0.5 + 2 * 0.25
     assert torch.allclose(adjusted[1], expected)
     assert adjust(logits, [row(), row()], table) is logits
-
-
-@pytest.mark.parametrize("stop_token_ids", [(), (2, 10, 2**31 - 1)])
-def test_before_min_tokens_no_stop_token_is_chosen_even_if_the_model_has_none_such(
-    stop_token_ids: tuple[int, ...],
-) -> None:
-    table = SlotTable(num_slots=1, max_model_len=9, num_blocks=4, block_size=4, device=torch.device("cpu"))
-    params = SamplingParams(max_tokens=9, min_tokens=2)
-    table.sit(Seat(0, params, prompt_length=3, stop_token_ids=stop_token_ids))
-    logits = logits_of(1, vocab_size=10)
-    early, late = (SamplingRow(params, 3 + outputs, 0, outputs) for outputs in (1, 2))
-    forbidden = torch.isinf(adjust(logits, [early], table))[0].nonzero().flatten().tolist()
-    assert forbidden == [token_id for token_id in stop_token_ids if token_id < 10]
-    assert adjust(logits, [late], table) is logits
