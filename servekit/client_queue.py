@@ -1,7 +1,8 @@
 """What has been generated for one client and not yet been taken: one queue per request.
 
 The engine never waits for a client. Whoever reads gets all that is pending at once, so a slow reader is woken less
-often, costs at most the length of its own output, and never stalls the others.
+often, costs at most the length of its own output, and never stalls the others. With an `interval`, so is a quick one:
+the first tokens wake it at once, later ones only when there are that many for each sequence, or when one has ended.
 """
 
 from __future__ import annotations
@@ -11,31 +12,39 @@ import asyncio
 from msgspec import Struct
 
 from servekit.errors import ServekitError
+from servekit.messages import TokenLogprobs
 from servekit.sequence import FinishReason
 
 
 class TokenDelta(Struct, frozen=True):
     """One token of one of the request's sequences, and the text that it made certain; or an end without a token."""
 
-    index: int  # which of the request's prompts
+    index: int  # which of the request's sequences
     token_id: int | None
     text: str
     special: bool
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 class ClientQueue:
     """Filled by the engine, drained by one reader."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_sequences: int = 1, interval: int = 1) -> None:
+        self._num_unfinished = num_sequences
+        self._interval = interval
+        self._is_read = False  # whether anything was taken yet
         self._pending: list[TokenDelta] = []
         self._error: ServekitError | None = None
         self._changed = asyncio.Event()
 
     def put(self, delta: TokenDelta) -> None:
         self._pending.append(delta)
-        self._changed.set()
+        has_ended = delta.finish_reason is not None
+        self._num_unfinished -= has_ended
+        if has_ended or not self._is_read or len(self._pending) >= self._interval * self._num_unfinished:
+            self._changed.set()
 
     def fail(self, error: ServekitError) -> None:
         """After what is pending, the reader gets this error."""
@@ -52,6 +61,7 @@ class ClientQueue:
         if not self._pending and self._error is not None:
             raise self._error
         pending, self._pending = self._pending, []
+        self._is_read = True
         if self._error is None:
             self._changed.clear()
         return pending

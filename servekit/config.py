@@ -92,6 +92,21 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     sse_keep_alive_interval: Annotated[
         int, Meta(ge=0, le=3600, description="seconds between comments on an idle stream; 0 sends none")
     ] = 15
+    stream_interval: Annotated[
+        int, Meta(ge=1, le=4096, description="tokens of an answer that a stream sends together, after its first")
+    ] = 1
+    chat_template: Annotated[
+        str | None, Meta(description="file with a Jinja chat template to use instead of the model's own")
+    ] = None
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="let a request bring its own chat template; it runs in a sandbox")
+    ] = False
+    sandbox_timeout: Annotated[
+        float, Meta(gt=0.0, le=600.0, description="seconds that rendering a chat or compiling a grammar may take")
+    ] = 5.0
+    sandbox_memory_bytes: Annotated[
+        int, Meta(ge=2**20, le=2**40, description="memory that rendering a chat or compiling a grammar may take")
+    ] = 2**29
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="how much to log")] = "info"
 
     @property

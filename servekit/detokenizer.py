@@ -17,19 +17,31 @@ class Detokenizer:
     """One sequence's text. The pieces it returns, concatenated, are its whole text.
 
     `token_bytes` maps an id to the bytes it stands for, b"" for special tokens. Because that mapping knows no
-    context, the text is the same however the tokens are grouped.
+    context, the text is the same however the tokens are grouped. Before `min_tokens` tokens no stop string counts.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
         self._token_bytes = token_bytes
         self._decode = _Utf8Decoder("replace").decode
         self._stop = stop
+        self._include_stop = include_stop  # whether the stop string is part of the text that it ends
+        self._num_unstoppable = min_tokens - 1  # tokens to come that no stop string ends
         self._held = ""  # decoded, but possibly the beginning of a stop string
         self.stop_string: str | None = None  # the stop string that ended the text, if one did
 
     def feed(self, token_id: int) -> str:
         """The text that this token makes certain. After a stop string was found there is none."""
-        return self._release(self._decode(self._token_bytes(token_id)), is_last=False)
+        text = self._decode(self._token_bytes(token_id))
+        if self._num_unstoppable > 0:
+            self._num_unstoppable -= 1
+            return text
+        return self._release(text, is_last=False)
 
     def finish(self) -> str:
         """What was still held back; an incomplete character becomes U+FFFD."""
@@ -42,7 +54,7 @@ class Detokenizer:
         if (match := _first_match(text, self._stop)) is not None:
             start, self.stop_string = match
             self._held = ""
-            return text[:start]
+            return text[: start + len(self.stop_string)] if self._include_stop else text[:start]
         keep = 0 if is_last else _live_prefix_length(text, self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

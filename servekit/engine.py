@@ -9,22 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterator
-
-import msgspec
 
 from servekit import __version__
 from servekit.client_queue import ClientQueue, TokenDelta
 from servekit.config import ServeConfig
 from servekit.detokenizer import Detokenizer
-from servekit.errors import ContextTooLong, InternalError, InvalidRequest, QueueFull, ServekitError, WorkerNotReady
-from servekit.messages import LoadModel, WorkerReady
+from servekit.errors import InternalError, InvalidRequest, QueueFull, ServekitError, WorkerNotReady
+from servekit.generation_request import GenerationRequest
+from servekit.intake import Intake, PreparedPrompt
+from servekit.messages import LoadModel, TokenLogprobs, WorkerReady
 from servekit.metrics import Metrics, Snapshot
 from servekit.model_executor import ModelExecutor
-from servekit.model_files import find_model
-from servekit.schemas import GenerateRequest
+from servekit.model_files import find_chat_template, find_model
+from servekit.sampling_params import SamplingParams
 from servekit.sequence import NEVER, FinishReason, Sequence
 from servekit.threads import in_daemon_thread
 from servekit.tokenizer import Tokenizer, load_tokenizer
@@ -50,14 +49,35 @@ class Generation:
 class Submission:
     """A request that was admitted: read its `queue`, or `abort` it."""
 
-    def __init__(self, engine: LLMEngine, generations: list[Generation], queue: ClientQueue) -> None:
+    def __init__(
+        self, engine: LLMEngine, request: GenerationRequest, generations: list[Generation], queue: ClientQueue
+    ) -> None:
         self._engine = engine
         self._generations = generations
+        self.request = request
         self.queue = queue
+        self.interval = request.stream_interval or engine.config.stream_interval
 
     @property
     def num_answers(self) -> int:
+        """That are computed."""
         return len(self._generations)
+
+    def prompt_token_ids(self, index: int) -> list[int]:
+        """Of the request's prompt at `index`."""
+        sequence = self._leader(index)
+        return sequence.token_ids[: sequence.prompt_length]
+
+    def prompt_logprobs(self, index: int) -> list[TokenLogprobs]:
+        """Of all its tokens but the first; there when its first answer has begun."""
+        return self._leader(index).prompt_logprobs
+
+    def seed(self, index: int) -> int:
+        """Of the sequence at `index`."""
+        return self._generations[index].sequence.sampling.seed
+
+    def _leader(self, index: int) -> Sequence:
+        return self._generations[index * self.request.best_of].sequence
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -90,6 +110,7 @@ class LLMEngine:
         self._executor = ModelExecutor(config.log_level)
         self._tokenizer: Tokenizer | None = None
         self._manager: WorkloadManager | None = None
+        self._intake: Intake | None = None
         self._generations: dict[int, Generation] = {}
         self._next_sequence_id = 0
         self._work_arrived = asyncio.Event()
@@ -115,12 +136,21 @@ class LLMEngine:
             raise WorkerNotReady("the model is not ready to serve", retry_after_s=1)
         return self._tokenizer
 
+    @property
+    def intake(self) -> Intake:
+        if self._intake is None or not self.is_ready:
+            raise self.failure or WorkerNotReady("the model is not ready to serve", retry_after_s=1)
+        return self._intake
+
     async def start(self) -> None:
         """Load the model and begin to serve. Raises ConfigError or WorkerError."""
         path = await in_daemon_thread(find_model, self.config.model)
         self._tokenizer = await in_daemon_thread(load_tokenizer, path)
+        template = find_chat_template(path, self.config.chat_template)
         self.worker = await self._executor.start(self._load_message(str(path)), self.config.load_timeout)
         self._manager = manager = WorkloadManager(self._scheduler_config(self.worker))
+        self._intake = Intake(self.config, path, self._tokenizer, template, self.worker.model, manager)
+        await self._intake.start()
         self.metrics.watch(lambda: _snapshot(manager))
         self._main_loop = asyncio.create_task(self._run(manager), name="servekit main loop")
 
@@ -134,6 +164,8 @@ class LLMEngine:
             self._deadline_timer.cancel()
         self.fail_all(WorkerNotReady("the server is shutting down", retry_after_s=5))
         await self._executor.stop()
+        if self._intake is not None:
+            await self._intake.stop()
         if self._tokenizer is not None:
             self._tokenizer.close()
 
@@ -242,8 +274,9 @@ class LLMEngine:
         detokenizer = generation.detokenizer
         self._observe_token(generation, now)
         stopped_by_token = token.finish_reason is FinishReason.STOP
-        # The token that stops a sequence is not part of its text.
-        text = "" if stopped_by_token else detokenizer.feed(token.token_id)
+        # The token that stops a sequence is not part of its text, unless its client wants it.
+        is_told = not stopped_by_token or token.sequence.sampling.include_stop
+        text = detokenizer.feed(token.token_id) if is_told else ""
         reason = token.finish_reason
         if reason is not None and detokenizer.stop_string is None:
             text += detokenizer.finish()
@@ -251,7 +284,9 @@ class LLMEngine:
         if detokenizer.stop_string is not None:
             reason, stop_reason = FinishReason.STOP, detokenizer.stop_string
         special = self.tokenizer.is_special(token.token_id)
-        generation.queue.put(TokenDelta(generation.index, token.token_id, text, special, reason, stop_reason))
+        generation.queue.put(
+            TokenDelta(generation.index, token.token_id, text, special, reason, stop_reason, token.logprobs)
+        )
         if reason is not None:
             self._forget(generation, reason, now)
 
@@ -288,31 +323,29 @@ class LLMEngine:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    async def submit(self, request: GenerateRequest) -> Submission:
+    async def submit(self, request: GenerationRequest) -> Submission:
         """Admit all prompts of a request, or none. Raises RequestError or WorkerError."""
         arrival_s = self._clock()
-        self._check_room(request.num_answers)
-        self._check_lengths(request)
-        self._check_options(request)
-        prompts = await self.tokenizer.encode(request.texts)
-        self._check_room(request.num_answers)  # others may have come meanwhile; from here on nothing awaits
-        queue = ClientQueue()
+        self._check_room(request)
+        prepared = await self.intake.prepare(request)
+        self._check_room(request)  # others may have come meanwhile; from here on nothing awaits
+        queue = ClientQueue(request.num_sequences, request.stream_interval or self.config.stream_interval)
         generations = [
             generation
-            for index, prompt in enumerate(prompts)
-            for generation in self._make_generations(request, index, prompt, queue, arrival_s)
+            for index, prompt in enumerate(prepared)
+            for generation in self._make_generations(request, prompt, index * request.best_of, queue, arrival_s)
         ]
         for generation in generations:
             self._admit(generation)
         self._watch_deadlines()
         self._work_arrived.set()
-        return Submission(self, generations, queue)
+        return Submission(self, request, generations, queue)
 
-    def _check_room(self, num_answers: int) -> None:
-        limit = self.config.max_client_batch_size
+    def _check_room(self, request: GenerationRequest) -> None:
+        num_answers, limit = request.num_sequences, self.config.max_client_batch_size
         if num_answers > limit:
             raise InvalidRequest(
-                f"{num_answers} answers to one request (prompts times n); at most {limit} are given "
+                f"{num_answers} answers to one request (prompts times n, or best_of); at most {limit} are computed "
                 "(max_client_batch_size)",
                 param="prompts",
             )
@@ -328,66 +361,16 @@ class LLMEngine:
                 retry_after_s=1,
             )
 
-    def _check_lengths(self, request: GenerateRequest) -> None:
-        """Refuse what is too long whatever its tokens are, before a thread spends seconds on encoding it."""
-        limit = self.manager.max_total_tokens
-        for index, text in enumerate(request.texts):
-            num_tokens = len(text) // self.tokenizer.max_token_bytes  # at least
-            if num_tokens > limit:
-                raise ContextTooLong(
-                    f"This model's maximum context length is {limit} tokens. However, your prompt of {len(text)} "
-                    f"characters has at least {num_tokens}. Please reduce the length of the prompt.",
-                    param=request.name_of(index),
-                )
-
-    def _check_options(self, request: GenerateRequest) -> None:
-        assert self.worker is not None
-        vocab_size = self.worker.model.vocab_size
-        for token_id in request.logit_bias or {}:
-            if token_id >= vocab_size:
-                raise InvalidRequest(
-                    f"logit_bias names token {token_id}; the model has {vocab_size}", param="logit_bias"
-                )
-        policy = self.config.scheduling_policy
-        if request.priority and policy != "priority":
-            raise InvalidRequest(
-                f"priority {request.priority} would have no effect: the server's scheduling_policy is {policy!r}; "
-                "leave it out, or start the server with --scheduling-policy priority",
-                param="priority",
-            )
-
     def _make_generations(
-        self, request: GenerateRequest, index: int, prompt: list[int], queue: ClientQueue, arrival_s: float
+        self, request: GenerationRequest, prompt: PreparedPrompt, first: int, queue: ClientQueue, arrival_s: float
     ) -> Iterator[Generation]:
-        """The `n` answers to the prompt at `index`; the first one computes it for all."""
-        param = request.name_of(index)
-        assert self.worker is not None
-        if not prompt:
-            raise InvalidRequest(f"{param} is empty, and this model needs at least one token", param=param)
-        vocab_size = self.worker.model.vocab_size
-        if max(prompt) >= vocab_size:
-            raise InvalidRequest(
-                f"{param} has token {max(prompt)}, for which the model, with {vocab_size}, has no embedding",
-                param=param,
-            )
-        room = self.manager.max_total_tokens - len(prompt)
-        sampling = request.sampling(self.worker.model, room, seed=secrets.randbits(63))
-        if sampling.min_tokens > sampling.max_tokens:
-            raise InvalidRequest(
-                f"min_tokens = {sampling.min_tokens} is more than max_tokens = {sampling.max_tokens}",
-                param="min_tokens",
-            )
-        try:
-            self.manager.check_fits(len(prompt), sampling.max_tokens)
-        except ContextTooLong as error:
-            error.param = param if room < 1 else "max_tokens"
-            raise
+        """The answers to one prompt, numbered from `first` on; the first one computes it for all."""
         leader: Sequence | None = None
-        for number in range(request.n):
+        for index, sampling in enumerate(prompt.sampling, first):
             sequence = Sequence(
                 self._next_sequence_id,
-                prompt,
-                msgspec.structs.replace(sampling, seed=sampling.seed + number),
+                prompt.token_ids,
+                sampling,
                 arrival_s,
                 priority=request.priority,
                 ttft_deadline_s=_deadline(arrival_s, request.ttft_ms),
@@ -397,8 +380,12 @@ class LLMEngine:
             )
             leader = leader or sequence
             self._next_sequence_id += 1
-            detokenizer = Detokenizer(self.tokenizer.token_bytes, sampling.stop)
-            yield Generation(sequence, index * request.n + number, detokenizer, queue)
+            yield Generation(sequence, index, self._detokenizer(sampling), queue)
+
+    def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
+        tokenizer = self.tokenizer
+        token_bytes = tokenizer.token_bytes if sampling.skip_special_tokens else tokenizer.token_bytes_with_special
+        return Detokenizer(token_bytes, sampling.stop, sampling.include_stop, sampling.min_tokens)
 
     def _admit(self, generation: Generation) -> None:
         self.manager.add(generation.sequence)

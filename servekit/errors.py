@@ -4,6 +4,7 @@
     ├─ RequestError          the caller's doing
     │  ├─ InvalidRequest        400  the body is not what the endpoint takes
     │  ├─ ContextTooLong        400  prompt plus answer can never fit this server
+    │  ├─ ModelNotFound         404  the server has no model of that name
     │  ├─ RequestTooLarge       413  the body is over the size limit
     │  └─ QueueFull             503  too much is waiting already; try again later
     ├─ WorkerError           a process's doing
@@ -56,6 +57,13 @@ class ContextTooLong(RequestError):
     """Prompt plus requested output exceed what this server can ever hold."""
 
     code = "context_length_exceeded"
+
+
+class ModelNotFound(RequestError):
+    """The request names a model that is not served."""
+
+    status = 404
+    code = "model_not_found"
 
 
 class RequestTooLarge(RequestError):

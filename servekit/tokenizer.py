@@ -7,12 +7,14 @@ only a mapping without context gives a stream whose pieces add up to the whole.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from tokenizers import Encoding
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from servekit.errors import ConfigError
@@ -44,16 +46,32 @@ class Tokenizer:
         # Several threads, so that a long prompt does not hold up the short ones.
         self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="tokenizer")
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)  # at most the vocabulary
+        self.token_bytes_with_special = lru_cache(maxsize=None)(self._token_bytes_with_special)
         self.max_token_bytes = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
-    async def encode(self, prompts: list[str]) -> list[list[int]]:
-        """Token ids of each prompt, with the special tokens that the model expects around it."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.encode_now, prompts)
+    async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text, with the special tokens that the model expects around it."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self.encode_now, texts, add_special_tokens)
 
-    def encode_now(self, prompts: list[str]) -> list[list[int]]:
+    def encode_now(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """The same, at once and in this thread."""
-        encodings = self._tokenizer.encode_batch_fast(prompts, add_special_tokens=True)
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [self._without_doubled_start(encoding.ids) for encoding in encodings]
+
+    async def spans(self, text: str, add_special_tokens: bool) -> list[tuple[int, int, int]]:
+        """(token id, start, stop) of each token of the text, in characters."""
+
+        def encode() -> Encoding:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        encoding = await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        return [(token_id, *span) for token_id, span in zip(encoding.ids, encoding.offsets, strict=True)]
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """Their text, as a stream of them would give it."""
+        token_bytes = self.token_bytes if skip_special_tokens else self.token_bytes_with_special
+        return b"".join(map(token_bytes, token_ids)).decode("utf-8", "replace")
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
@@ -68,12 +86,13 @@ class Tokenizer:
 
     def _token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token contributes to the text; none for special tokens and ids without a token."""
-        if token_id in self._special:
-            return b""
+        return b"" if token_id in self._special else self._token_bytes_with_special(token_id)
+
+    def _token_bytes_with_special(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
-        return token.encode() if token_id in self._added else self._bytes_of(token)
+        return token.encode() if token_id in self._added else bytes(self._bytes_of(token))
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

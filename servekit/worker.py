@@ -7,9 +7,6 @@ by hand. Torch is imported only after the arguments are in order.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +15,8 @@ import servekit
 from servekit.errors import ConfigError
 from servekit.logs import configure_logging
 from servekit.messages import FromWorker, ToWorker, WorkerFailed
+from servekit.processes import die_with_parent, ignore_signals
 from servekit.queues import MessageReceiver, MessageSender, adopt_reader, adopt_writer
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,9 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     configure_logging(arguments.log_level)
     die_with_parent(arguments.parent_pid)
-    # Supervisors signal every process of a service; when a worker stops is the manager's decision alone.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()
     tasks = MessageReceiver[ToWorker](adopt_reader(arguments.task_fd), ToWorker)
     results = MessageSender[FromWorker](adopt_writer(arguments.result_fd))
     try:
@@ -47,18 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from workers.model_worker import ModelWorker
 
     return ModelWorker(tasks, results).run()
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent ends, however it ends.
-
-    The queues report that too, but only to a worker that is reading; one that is stuck in a kernel would live on and
-    keep its GPU. The parent may have died before the request, hence the second look.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        raise SystemExit("servekit.worker: the manager is gone")
 
 
 def refuse_foreign_workers() -> None:

@@ -76,8 +76,15 @@ class ServerProcess:
         self.wait_for_metric("servekit_kv_blocks_free", self.metric("servekit_kv_blocks_total"))
 
     def worker_pids(self) -> list[int]:
+        return self.child_pids("servekit.worker")
+
+    def sandbox_pids(self) -> list[int]:
+        return self.child_pids("servekit.sandbox_process")
+
+    def child_pids(self, module: str) -> list[int]:
+        """The server's own children that run this module."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(pid) for pid in children.split()]
+        return [int(pid) for pid in children.split() if module in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted([*ROOT.glob("servekit/*.py"), *ROOT.glob("workers/*.py")])
+SOURCES = sorted([*ROOT.glob("servekit/**/*.py"), *ROOT.glob("workers/*.py")])
 # Anything that turns bytes into code, or files into pickled objects.
 FORBIDDEN = {"pickle", "cloudpickle", "marshal", "dill", "shelve", "eval", "exec"}
 

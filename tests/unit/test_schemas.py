@@ -3,10 +3,13 @@
 import pytest
 
 from servekit.errors import InvalidRequest
-from servekit.messages import ModelInfo
-from servekit.schemas import decode_generate_request, encode
+from servekit.generation_request import GenerationRequest
+from servekit.schemas.decoding import decode
+from servekit.schemas.native import GenerateRequest
 
-MODEL = ModelInfo("X", 1, 100, 64, (2,), default_temperature=0.7, default_top_k=20, default_top_p=0.8)
+
+def read(body: bytes) -> GenerationRequest:
+    return decode(body, GenerateRequest).read()
 
 
 @pytest.mark.parametrize(
@@ -16,6 +19,7 @@ MODEL = ModelInfo("X", 1, 100, 64, (2,), default_temperature=0.7, default_top_k=
         (b"{", "invalid_json", None),
         (b'{"prompt": NaN}', "invalid_json", None),
         (b"[" * 100_000, "invalid_value", None),
+        (b'{"logit_bias": {"1": 1}, "seed": 1e400, "prompt": "a"}', "invalid_value", "seed"),
         (b'{"prompt": "\xff"}', "invalid_json", None),
         (b'{"prompt": ' + b"[" * 100_000, "invalid_value", "prompt"),
         (b'{"x": ' + b"[" * 100_000, "unknown_field", "x"),
@@ -45,30 +49,16 @@ MODEL = ModelInfo("X", 1, 100, 64, (2,), default_temperature=0.7, default_top_k=
 )
 def test_bad_body_is_refused_by_field(body: bytes, code: str, param: str | None) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        decode_generate_request(body)
+        read(body)
     assert (refusal.value.answer_code, refusal.value.param) == (code, param)
     assert refusal.value.status == 400
 
 
-def test_what_the_client_leaves_open_comes_from_the_model() -> None:
-    sampling = decode_generate_request(b'{"prompt": "a"}').sampling(MODEL, room=40, seed=5)
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.7, 20, 0.8)
-    assert (sampling.max_tokens, sampling.seed, sampling.stop) == (40, 5, ())
-
-
-def test_what_the_client_says_wins() -> None:
-    body = b'{"prompt": "a", "temperature": 0, "top_k": -1, "top_p": 1, "seed": 7, "max_tokens": 3, "stop": "x"}'
-    sampling = decode_generate_request(body).sampling(MODEL, room=40, seed=5)
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, 0, 1.0)
-    assert (sampling.max_tokens, sampling.seed, sampling.stop) == (3, 7, ("x",))
-
-
 def test_texts_are_called_what_the_client_calls_them() -> None:
-    one, many = decode_generate_request(b'{"prompt": "a"}'), decode_generate_request(b'{"prompts": ["a", "b"]}')
-    assert (one.texts, one.name_of(0)) == (["a"], "prompt")
-    assert (many.texts, many.name_of(1)) == (["a", "b"], "prompts[1]")
-    assert (one.num_answers, many.num_answers) == (1, 2)
-    assert encode({"a": None}) == b'{"a":null}'
+    one, many = read(b'{"prompt": "a", "n": 3}'), read(b'{"prompts": ["a", "b"]}')
+    assert [(prompt.content, prompt.param) for prompt in one.prompts] == [("a", "prompt")]
+    assert [(prompt.content, prompt.param) for prompt in many.prompts] == [("a", "prompts[0]"), ("b", "prompts[1]")]
+    assert (one.num_sequences, many.num_sequences) == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -83,5 +73,5 @@ def test_texts_are_called_what_the_client_calls_them() -> None:
 )
 def test_an_error_tells_the_value_and_what_is_expected(body: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        decode_generate_request(body)
+        read(body)
     assert caught.value.message == message

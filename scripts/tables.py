@@ -1,0 +1,95 @@
+"""The tables in docs/ that are made from the code: every setting, and every parameter with the doors it works through.
+
+`python scripts/tables.py` writes them into the pages, between two comments; a test holds that they are up to date.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from servekit.config import settings
+from servekit.schemas.native import GenerateRequest
+from servekit.schemas.openai import ChatCompletionRequest, CompletionRequest
+from servekit.schemas.tgi import TgiParameters
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+DOORS: dict[str, tuple[type[msgspec.Struct], dict[str, str]]] = {
+    # door: (its schema, what it calls a parameter that elsewhere has the name on the left)
+    "`/generate`": (GenerateRequest, {}),
+    "TGI's `parameters`": (
+        TgiParameters,
+        {
+            "max_tokens": "max_new_tokens",
+            "logprobs": "top_n_tokens",
+            "prompt_logprobs": "decoder_input_details",
+            "truncate_prompt_tokens": "truncate",
+            "echo": "return_full_text",
+        },
+    ),
+    "`/v1/completions`": (CompletionRequest, {"grammar": "structured_outputs"}),
+    "`/v1/chat/completions`": (ChatCompletionRequest, {"grammar": "structured_outputs"}),
+}
+NOT_PARAMETERS = {"prompt", "prompts", "messages", "model"}
+
+
+def settings_table() -> Iterator[str]:
+    yield "| flag | takes | default | meaning |"
+    yield "|---|---|---|---|"
+    for setting in settings():
+        flag = f"`{setting.flag}`" + (f", `--no-{setting.flag[2:]}`" if setting.is_switch else "")
+        default = "" if setting.default is None else f"`{setting.default}`"
+        yield f"| {flag} | {setting.accepts} | {default} | {setting.description} |"
+
+
+def parameters_table() -> Iterator[str]:
+    """One row for each parameter; a door's own name where it differs."""
+    columns = {door: _fields(kind) for door, (kind, _) in DOORS.items()}
+    own_names = {own for _, names in DOORS.values() for own in names.values()}
+    rows: dict[str, str] = {}  # name to meaning
+    for fields in columns.values():
+        rows |= {name: rows.get(name) or text for name, text in fields.items() if name not in own_names}
+    yield f"| parameter | {' | '.join(DOORS)} | meaning |"
+    yield "|---" * (len(DOORS) + 2) + "|"
+    for name, meaning in rows.items():
+        cells = [_cell(columns[door], name, names.get(name, name)) for door, (_, names) in DOORS.items()]
+        yield f"| `{name}` | {' | '.join(cells)} | {meaning} |"
+
+
+def _fields(kind: type[msgspec.Struct]) -> dict[str, str]:
+    properties: dict[str, Any] = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
+    return {name: told.get("description", "") for name, told in properties.items() if name not in NOT_PARAMETERS}
+
+
+def _cell(fields: dict[str, str], name: str, own: str) -> str:
+    if own not in fields:
+        return ""
+    if fields[own].startswith("refused"):
+        return "refused"
+    return "✓" if own == name else f"`{own}`"
+
+
+TABLES = {"settings.md": ("settings", settings_table), "parameters.md": ("parameters", parameters_table)}
+
+
+def with_table(text: str, name: str, lines: Iterator[str]) -> str:
+    """The page with a fresh table between its two comments."""
+    begin, end = f"<!-- {name}: made by scripts/tables.py -->", f"<!-- end of {name} -->"
+    table = "\n".join([begin, *lines, end])
+    assert begin in text and end in text, f"the page has no place for the table {name}"
+    return re.sub(re.escape(begin) + ".*" + re.escape(end), lambda _: table, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    for page, (name, lines) in TABLES.items():
+        file = DOCS / page
+        file.write_text(with_table(file.read_text(), name, lines()))
+
+
+if __name__ == "__main__":
+    main()

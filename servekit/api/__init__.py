@@ -1,0 +1,66 @@
+"""The HTTP face of one engine: the doors, each in its own module, and what is common to them in `http`."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from servekit.api import about, native, openai, openapi, tgi, tokens
+from servekit.api.http import Endpoint, engine_of, nobody_is_there, refuse, respond
+from servekit.engine import LLMEngine
+from servekit.errors import InternalError, ServekitError
+
+ENDPOINTS: list[Endpoint] = [
+    *native.ENDPOINTS,
+    *tgi.ENDPOINTS,
+    *openai.ENDPOINTS,
+    *tokens.ENDPOINTS,
+    *about.ENDPOINTS,
+]
+
+
+def create_app(engine: LLMEngine) -> Starlette:
+    """All routes, over one engine."""
+    app = Starlette(
+        routes=[
+            *(Route(endpoint.path, endpoint.handler, methods=[endpoint.method]) for endpoint in ENDPOINTS),
+            *openapi.routes(ENDPOINTS),
+        ],
+        exception_handlers={
+            ServekitError: _on_error,
+            HTTPException: _on_http_exception,
+            ClientDisconnect: _on_client_gone,
+            Exception: _on_bug,
+        },
+    )
+    app.state.engine = engine
+    return app
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServekitError)
+    engine_of(request).metrics.refused(error.answer_code)
+    return refuse(request, error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals: no such route, no such method."""
+    assert isinstance(error, HTTPException)
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    response = respond(body, error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_client_gone(_: Request, error: Exception) -> Response:
+    """The client left before its request was whole."""
+    return nobody_is_there()
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    return refuse(request, InternalError(f"an internal error: {type(error).__name__}"))

@@ -1,0 +1,131 @@
+"""What every route shares: reading bodies, answering, streaming, refusing, and noticing that a client has gone.
+
+A request is admitted, or refused with its proper status, before its answer begins; once a stream has started, an error
+can only be an event in it. When a client goes away its sequences are aborted, whether they were streaming or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servekit.engine import LLMEngine, Submission
+from servekit.errors import RequestTooLarge, ServekitError
+from servekit.schemas.decoding import encode
+from servekit.schemas.tgi import ERROR_TYPES
+
+Result = TypeVar("Result")
+
+# What nginx logs for a client that left before its answer; nobody is there to read it.
+CLIENT_CLOSED_REQUEST = 499
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One route, for the router and for /openapi.json alike. The handler's docstring is its description."""
+
+    method: str
+    path: str
+    handler: Callable[[Request], Awaitable[Response]]
+    takes: tuple[Any, ...] = ()  # bodies, or with GET the fields of the query string
+    gives: tuple[Any, ...] = ()
+    streams: tuple[Any, ...] = ()  # what stands in its server-sent events
+    example: dict[str, Any] = field(default_factory=dict)
+
+
+def engine_of(request: Request) -> LLMEngine:
+    engine: LLMEngine = request.app.state.engine
+    return engine
+
+
+def respond(value: Any, status: int = 200) -> Response:
+    return Response(encode(value), status, media_type="application/json")
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises RequestTooLarge as soon as it is over the limit, declared or not."""
+    limit = engine_of(request).config.max_body_bytes
+    declared = request.headers.get("content-length", "0")
+    body = bytearray()
+    if declared.isdecimal() and int(declared) <= limit:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                break
+        else:
+            return bytes(body)
+    raise RequestTooLarge(f"the body is over {limit} bytes (max_body_bytes); send fewer or shorter prompts")
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + encode(value) + b"\n\n"
+
+
+def stream(request: Request, events: AsyncIterator[bytes]) -> Response:
+    """Server-sent events as they come, with comments while there are none."""
+    return EventSourceResponse(
+        events,
+        sep="\n",  # naive clients split on a bare blank line
+        ping=engine_of(request).config.sse_keep_alive_interval,
+        ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+    )
+
+
+# -- clients that leave ------------------------------------------------------------------------------------------------
+
+
+async def unless_disconnected(
+    request: Request, submission: Submission, work: Coroutine[Any, Any, Result]
+) -> Result | None:
+    """The work's result, or None if the client went away first. Either way nothing of the request stays behind.
+
+    Starlette cancels streams on disconnect, but not handlers that are still computing their answer.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        watching.cancel()
+        submission.abort()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def nobody_is_there() -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def error_body(error: ServekitError, for_tgi: bool = False) -> dict[str, Any]:
+    """OpenAI's error object, and beside it TGI's word for whoever asked in TGI's way."""
+    told = {"message": error.message, "type": error.type, "param": error.param, "code": error.answer_code}
+    return {"error": told} | ({"error_type": ERROR_TYPES.get(error.type, "generation")} if for_tgi else {})
+
+
+def speaks_tgi(request: Request) -> None:
+    """Errors of this request are to be understood by TGI's clients too."""
+    request.state.for_tgi = True
+
+
+def refuse(request: Request, error: ServekitError) -> Response:
+    response = respond(error_body(error, getattr(request.state, "for_tgi", False)), error.status)
+    if error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(error.retry_after_s)
+    return response

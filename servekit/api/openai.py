@@ -1,0 +1,140 @@
+"""OpenAI's door: /v1/completions, /v1/chat/completions and /v1/models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servekit.api.answers import collect, follow, new_id
+from servekit.api.completions import ChatTeller, CompletionTeller, Teller
+from servekit.api.http import (
+    Endpoint,
+    engine_of,
+    error_body,
+    event,
+    nobody_is_there,
+    read_body,
+    respond,
+    stream,
+    unless_disconnected,
+)
+from servekit.config import ServeConfig
+from servekit.engine import LLMEngine, Submission
+from servekit.errors import ModelNotFound, ServekitError
+from servekit.schemas.decoding import decode
+from servekit.schemas.openai import (
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+    CompletionResponse,
+    Model,
+    ModelList,
+    OpenAIFields,
+)
+
+# What clients send that were made for servers with one model: huggingface_hub's, TGI's own.
+ANY_MODEL = ("", "dummy", "tgi")
+STARTED_S = int(time.time())
+
+
+async def completions(request: Request) -> Response:
+    """OpenAI's completions: text after text."""
+    engine = engine_of(request)
+    asked = decode(await read_body(request), CompletionRequest)
+    check_model(engine.config, asked.model)
+    submission = await engine.submit(asked.read())
+    tell = CompletionTeller(asked, submission, engine.tokenizer, new_id("cmpl"), engine.config.model_name)
+    return await _answer(request, asked, submission, tell)
+
+
+async def chat_completions(request: Request) -> Response:
+    """OpenAI's chat completions: the assistant's next message, by the model's own chat template."""
+    engine = engine_of(request)
+    asked = decode(await read_body(request), ChatCompletionRequest)
+    check_model(engine.config, asked.model)
+    asked.check()
+    rendered = await engine.intake.render_chat(
+        [message.read(index) for index, message in enumerate(asked.messages)],
+        asked.chat_template,
+        asked.chat_template_kwargs,
+        asked.add_generation_prompt is not False,
+        bool(asked.continue_final_message),
+    )
+    submission = await engine.submit(asked.read(rendered))
+    tell = ChatTeller(asked, submission, engine.tokenizer, new_id("chatcmpl"), engine.config.model_name)
+    return await _answer(request, asked, submission, tell)
+
+
+async def _answer(request: Request, asked: OpenAIFields, submission: Submission, tell: Teller) -> Response:
+    if asked.stream:
+        return stream(request, _events(submission, tell))
+    prompts = await unless_disconnected(request, submission, collect(submission))
+    return nobody_is_there() if prompts is None else respond(tell.response(prompts))
+
+
+async def _events(submission: Submission, tell: Teller) -> AsyncIterator[bytes]:
+    """Chunks, the usage where it is wanted, and the mark of the end; after an error too."""
+    try:
+        async for events in follow(submission, submission.interval):
+            chunks = [event(chunk) for deltas in events for chunk in tell.chunks(deltas)]
+            if chunks:
+                yield b"".join(chunks)
+        yield b"".join(map(event, tell.last_chunks())) + DONE
+    except ServekitError as error:
+        yield event(error_body(error)) + DONE
+    finally:
+        submission.abort()
+
+
+DONE = b"data: [DONE]\n\n"
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def check_model(config: ServeConfig, name: str | None) -> None:
+    """Raise ModelNotFound for any name but that of the model there is."""
+    if name is not None and name not in (*ANY_MODEL, config.model_name, config.model):
+        raise ModelNotFound(f"The model {name!r} does not exist. This server has {config.model_name!r}.", param="model")
+
+
+async def models(request: Request) -> Response:
+    """The models there are: one."""
+    return respond(ModelList([_model(engine_of(request))]))
+
+
+async def model(request: Request) -> Response:
+    """One model."""
+    engine = engine_of(request)
+    check_model(engine.config, request.path_params["model"])
+    return respond(_model(engine))
+
+
+def _model(engine: LLMEngine) -> Model:
+    config = engine.config
+    return Model(config.model_name, STARTED_S, engine.manager.max_total_tokens, root=config.model)
+
+
+_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "What color is the sky?"}], "max_tokens": 20}
+ENDPOINTS: list[Endpoint] = [
+    Endpoint(
+        *("POST", "/v1/completions", completions),
+        takes=(CompletionRequest,),
+        gives=(CompletionResponse,),
+        streams=(CompletionResponse,),
+        example={"prompt": "What color is the sky?", "max_tokens": 20},
+    ),
+    Endpoint(
+        *("POST", "/v1/chat/completions", chat_completions),
+        takes=(ChatCompletionRequest,),
+        gives=(ChatCompletionResponse,),
+        streams=(ChatCompletionChunk,),
+        example=_CHAT,
+    ),
+    Endpoint("GET", "/v1/models", models, gives=(ModelList,)),
+    Endpoint("GET", "/v1/models/{model:path}", model, gives=(Model,)),
+]

@@ -1,0 +1,93 @@
+"""`python -m servekit.sandbox_process`: work through what clients wrote, in a process that may be killed for it.
+
+Templates are programs and grammars can be enormous. Whoever waits for this process gives it seconds, and the kernel
+gives it no more memory than it was told; what it cannot do within that ends it, and nobody else notices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from typing import BinaryIO
+
+import msgspec
+
+from servekit.processes import die_with_parent, ignore_signals
+from servekit.sandbox_jobs import CompileGrammar, Done, Job, Outcome, Refused, RenderChat
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answer jobs from standard input on standard output, each a frame of four bytes of length and msgpack."""
+    parser = argparse.ArgumentParser(prog="python -m servekit.sandbox_process", description=__doc__.splitlines()[0])
+    parser.add_argument("--parent-pid", type=int, required=True, help="the server; this process dies with it")
+    parser.add_argument("--memory-bytes", type=int, required=True, help="what a job may take beyond what is loaded")
+    parser.add_argument("--tokenizer", required=True, help="the model's tokenizer.json")
+    parser.add_argument("--vocab-size", type=int, help="logits that the model has; compile grammars for them")
+    parser.add_argument("--eos-token-ids", type=int, nargs="*", default=[])
+    arguments = parser.parse_args(argv)
+    die_with_parent(arguments.parent_pid)
+    ignore_signals()
+    work = _grammar_work(arguments) if arguments.vocab_size else _chat_work()
+    limit_memory(arguments.memory_bytes)
+    serve(work, sys.stdin.buffer, sys.stdout.buffer)
+    return 0
+
+
+def _chat_work() -> Callable[[Job], Outcome]:
+    from servekit.chat_template import render_chat
+
+    def work(job: Job) -> Outcome:
+        assert isinstance(job, RenderChat)
+        return render_chat(job)
+
+    return work
+
+
+def _grammar_work(arguments: argparse.Namespace) -> Callable[[Job], Outcome]:
+    from llguidance import LLTokenizer
+
+    from servekit.grammar import compile_grammar
+
+    tokenizer = LLTokenizer(
+        arguments.tokenizer, n_vocab=arguments.vocab_size, eos_token=arguments.eos_token_ids or None
+    )
+
+    def work(job: Job) -> Outcome:
+        assert isinstance(job, CompileGrammar)
+        return compile_grammar(job, tokenizer)
+
+    return work
+
+
+def limit_memory(extra_bytes: int) -> None:
+    """Let this process grow by so many bytes, and no further."""
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[0])
+    limit = pages * resource.getpagesize() + extra_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def serve(work: Callable[[Job], Outcome], requests: BinaryIO, answers: BinaryIO) -> None:
+    """One job after the other, until the server closes its end."""
+    decode = msgspec.msgpack.Decoder(Job).decode
+    _answer(answers, Done("ready"))
+    while len(head := requests.read(4)) == 4:
+        try:
+            outcome = work(decode(requests.read(int.from_bytes(head, "big"))))
+        except MemoryError:
+            outcome = Refused("it takes more memory than a request may have")
+        except RecursionError:
+            outcome = Refused("it is nested too deeply")
+        _answer(answers, outcome)
+
+
+def _answer(answers: BinaryIO, outcome: Outcome) -> None:
+    frame = msgspec.msgpack.encode(outcome)
+    answers.write(len(frame).to_bytes(4, "big") + frame)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
