@@ -14,105 +14,18 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from itertools import chain, combinations
+from itertools import combinations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from servekit.admission import OutputForecast
-from servekit.messages import StepPlan, StepResult
+from servekit.messages import StepPlan, StepResult, TokenLogprobs
 from servekit.policy import Fair, Shortest
 from servekit.sampling_params import SamplingParams
 from servekit.sequence import NEVER, FinishReason, Sequence, Status
-from servekit.workload_manager import SchedulerConfig, WorkloadManager
-
-VOCAB_SIZE = 100
-
-
-class Violation(Exception):
-    """Something is not as it must be."""
-
-
-# -- the truth --------------------------------------------------------------------------------------------------------
-
-
-def next_token(states: Iterable[int]) -> int:
-    """The simulated model's output layer: a function of every position's KV before it."""
-    return hash(tuple(states)) % VOCAB_SIZE
-
-
-def next_state(previous: int, token_id: int) -> int:
-    """What the simulated model stores for a position: a function of its token and of all before."""
-    return hash((previous, token_id))
-
-
-class NaiveReference:
-    """Serves one prompt at a time, one token at a time, with nothing shared and nothing batched: 30 lines to trust."""
-
-    def __init__(self, eos_token_ids: Iterable[int] = ()) -> None:
-        self.eos_token_ids = frozenset(eos_token_ids)
-
-    def output(self, prompt: Iterable[int], sampling: SamplingParams) -> list[int]:
-        """The whole answer to one prompt."""
-        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.eos_token_ids)
-        states: list[int] = []
-        for token_id in prompt:
-            states.append(self._state(states, token_id))
-        output: list[int] = []
-        while True:
-            token_id = next_token(states)
-            output.append(token_id)
-            if token_id in stops or len(output) == sampling.max_tokens:
-                return output
-            states.append(self._state(states, token_id))
-
-    @staticmethod
-    def _state(states: list[int], token_id: int) -> int:
-        return next_state(states[-1] if states else 0, token_id)
-
-
-class SimulatedWorker:
-    """Executes step plans over pages that hold states of the simulated model.
-
-    It does what a real worker does and trusts nothing: before it samples, it reads the sequence back through its block
-    table, so a block handed to two sequences, a chunk skipped, a prefix shared that is none, a stale slot or a copy
-    that was not made all lead to a wrong token, and one wrong token changes all that follow.
-    """
-
-    def __init__(self, num_blocks: int, block_size: int, max_num_batched_tokens: int) -> None:
-        self.block_size = block_size
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.pages = [[0] * block_size for _ in range(num_blocks)]
-        self.tokens: dict[int, dict[int, int]] = {}  # slot -> position -> token, as in the worker's token table
-        self.block_tables: dict[int, list[int]] = {}
-        self.num_steps = 0
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        self.num_steps += 1
-        if not 0 < plan.num_tokens <= self.max_num_batched_tokens:
-            raise Violation(f"a step of {plan.num_tokens} tokens, the budget is {self.max_num_batched_tokens}")
-        if len({row.slot for row in plan.rows}) != len(plan.rows):
-            raise Violation(f"a slot is scheduled twice in {plan}")
-        for source, target in plan.copies:
-            self.pages[target] = self.pages[source].copy()
-        for seat in plan.seats:
-            self.tokens[seat.slot], self.block_tables[seat.slot] = {}, []
-        pages, block_size, sampled = self.pages, self.block_size, []
-        for row in plan.rows:
-            known, table = self.tokens[row.slot], self.block_tables[row.slot]
-            table.extend(row.new_block_ids)
-            if row.token_ids:
-                known.update(enumerate(row.token_ids, start=row.start))
-            stop = row.start + row.num_tokens
-            state = pages[table[(row.start - 1) // block_size]][(row.start - 1) % block_size] if row.start else 0
-            for position in range(row.start, stop):
-                state = next_state(state, known[position])
-                pages[table[position // block_size]][position % block_size] = state
-            if row.samples:
-                states = list(chain.from_iterable(map(pages.__getitem__, table)))
-                known[stop] = next_token(states[:stop])
-                sampled.append(known[stop])
-        return StepResult(plan.epoch, plan.step_id, tuple(sampled), 0.0)
-
+from servekit.simulated_worker import VOCAB_SIZE, NaiveReference, SimulatedWorker, Violation
+from servekit.workload_manager import SchedulerConfig, SequenceToken, WorkloadManager
 
 # -- the world --------------------------------------------------------------------------------------------------------
 
@@ -131,6 +44,8 @@ class Arrival(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ttft_s: float | None = None
     deadline_s: float | None = None
     forks: int | None = None  # the name of the arrival with the same prompt that this one is forked from
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class Fault(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -155,12 +70,27 @@ class Scenario(Struct, frozen=True, kw_only=True):
 class Client:
     """What one arrival has received."""
 
-    __slots__ = ("arrival", "expected", "received", "sequence", "token_times_s")
+    __slots__ = (
+        "arrival",
+        "expected",
+        "expected_logprobs",
+        "expected_prompt_logprobs",
+        "received",
+        "sequence",
+        "token_times_s",
+    )
 
     def __init__(self, arrival: Arrival, sequence: Sequence, expected: list[int]) -> None:
         self.arrival = arrival
         self.sequence = sequence
         self.expected = expected
+        self.expected_logprobs: list[TokenLogprobs] = []
+        self.expected_prompt_logprobs: list[TokenLogprobs] = []
+        if arrival.logprobs is not None:
+            told = NaiveReference.logprobs([*arrival.prompt, *expected], arrival.logprobs)
+            self.expected_logprobs = told[len(arrival.prompt) - 1 :]
+        if arrival.prompt_logprobs is not None:
+            self.expected_prompt_logprobs = NaiveReference.logprobs(arrival.prompt, arrival.prompt_logprobs)
         self.received: list[int] = []
         self.token_times_s: list[float] = []
 
@@ -254,7 +184,12 @@ class Simulation:
                 self._strike(event)
 
     def _arrive(self, arrival: Arrival) -> None:
-        sampling = SamplingParams(max_tokens=arrival.max_tokens, ignore_eos=arrival.ignore_eos)
+        sampling = SamplingParams(
+            max_tokens=arrival.max_tokens,
+            ignore_eos=arrival.ignore_eos,
+            logprobs=arrival.logprobs,
+            prompt_logprobs=arrival.prompt_logprobs,
+        )
         leader = self.clients.get(arrival.forks) if arrival.forks is not None else None
         sequence = Sequence(
             len(self.clients),
@@ -301,9 +236,9 @@ class Simulation:
             self._held.append(result)
             return
         if kind == "forge":  # from a worker of before, with what would be wrong tokens
-            wrong = tuple((token_id + 1) % VOCAB_SIZE for token_id in result.token_ids)
-            self._commit(StepResult(result.epoch - 1, result.step_id, wrong, 0.0), is_stale=True)
-            self._commit(StepResult(result.epoch, result.step_id + 7, wrong, 0.0), is_stale=True)
+            wrong = replace(result, token_ids=tuple((token_id + 1) % VOCAB_SIZE for token_id in result.token_ids))
+            self._commit(replace(wrong, epoch=result.epoch - 1), is_stale=True)
+            self._commit(replace(wrong, step_id=result.step_id + 7), is_stale=True)
         self._commit(result)
         if kind == "duplicate":
             self._commit(result, is_stale=True)
@@ -319,16 +254,16 @@ class Simulation:
         tokens = self.manager.commit(result, self.now_s)
         if is_stale and (tokens or self.manager.num_stale_results != before + 1):
             raise Violation(f"a result that nobody awaits was applied: {result}")
-        for sequence, token_id, reason in ((token.sequence, token.token_id, token.finish_reason) for token in tokens):
-            client = self._alive.get(sequence.sequence_id)
+        for token in tokens:
+            client = self._alive.get(token.sequence.sequence_id)
             if client is None:
-                raise Violation(f"a token for {sequence}, which has ended")
-            client.received.append(token_id)
+                raise Violation(f"a token for {token.sequence}, which has ended")
+            client.received.append(token.token_id)
             client.token_times_s.append(self.now_s)
-            if reason is not None:
-                del self._alive[sequence.sequence_id]
+            if token.finish_reason is not None:
+                del self._alive[token.sequence.sequence_id]
             if self._check:
-                self._check_token(client, reason)
+                self._check_token(client, token)
         if self._check:
             self.manager.check()
 
@@ -355,17 +290,23 @@ class Simulation:
                 raise Violation(f"{plan} takes a block that a step in flight uses")
         return in_use
 
-    def _check_token(self, client: Client, reason: FinishReason | None) -> None:
-        num_received = len(client.received)
+    def _check_token(self, client: Client, token: SequenceToken) -> None:
+        num_received, reason = len(client.received), token.finish_reason
         if client.received[-1] != client.expected[num_received - 1]:
             raise Violation(f"{client.sequence} got {client.received}, the reference says {client.expected}")
         if (reason is not None) != (num_received == len(client.expected)):
             raise Violation(f"{client.sequence} ended after {client.received}, the reference says {client.expected}")
+        if token.logprobs != (client.expected_logprobs[num_received - 1] if client.expected_logprobs else None):
+            raise Violation(f"{client.sequence} got {token}, the reference says {client.expected_logprobs}")
+        if num_received == 1 and client.sequence.prompt_logprobs != client.expected_prompt_logprobs:
+            raise Violation(f"{client.sequence} has its first token, and its prompt is not explained")
         if reason is not None:
             self._check_end(client)
 
     def _check_end(self, client: Client) -> None:
-        sequence = client.sequence
+        sequence, told = client.sequence, client.sequence.prompt_logprobs
+        if told != client.expected_prompt_logprobs[: None if client.received else len(told)]:
+            raise Violation(f"{sequence} was told {told}, the reference says {client.expected_prompt_logprobs}")
         if sequence.status is not Status.FINISHED or sequence.output_token_ids != client.received:
             raise Violation(f"{sequence} ended with {sequence.output_token_ids}, its client got {client.received}")
 

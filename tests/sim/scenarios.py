@@ -40,6 +40,7 @@ def make_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
     open_ends = rng.choice([0.0, 0.9, 1.0, 1.0])  # how many sequences are admitted on a guess of their length
     outputs = rng.choice([[2, 10], [room], [1, room], [room // 2]])
     impatient = rng.choice([0.0, 0.0, 0.2])
+    curious = rng.choice([0.0, 0.0, 0.4])  # how many ask what the model thinks of their prompt, or of their answer
     arrivals: list[Arrival] = []
     at_s = 0.0
     for name in range(num_arrivals):
@@ -63,6 +64,8 @@ def make_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
                 ttft_s=0.02 if rng.random() < impatient else None,
                 deadline_s=0.05 if rng.random() < impatient else None,
                 forks=forks,
+                logprobs=rng.randrange(3) if rng.random() < curious else None,
+                prompt_logprobs=rng.randrange(3) if rng.random() < curious else None,
             )
         )
     num_faults = rng.choice([0, num_arrivals // 6, num_arrivals // 2])
@@ -131,7 +134,8 @@ def _plainer(arrival: Arrival) -> Iterator[dict[str, object]]:
     if len(arrival.prompt) > 1 and arrival.forks is None:
         yield {"prompt": arrival.prompt[: len(arrival.prompt) // 2]}
         yield {"prompt": arrival.prompt[:-1]}
-    defaults = {"ttft_s": None, "deadline_s": None, "priority": 0, "tenant": "", "forks": None, "ignore_eos": False}
+    nothing = dict.fromkeys(["ttft_s", "deadline_s", "forks", "logprobs", "prompt_logprobs"])
+    defaults = {**nothing, "priority": 0, "tenant": "", "ignore_eos": False}
     for name, value in defaults.items():
         if getattr(arrival, name) != value:
             yield {name: value}

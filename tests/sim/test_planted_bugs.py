@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from servekit.block_pool import BlockPool
 from servekit.deadlines import Deadlines
 from servekit.kv_memory import KVMemory
-from servekit.messages import Row, StepPlan, StepResult
+from servekit.messages import PromptLogprobs, Row, StepPlan, StepResult
 from servekit.policy import Fair, FirstComeFirstServed, Shortest
 from servekit.sequence import FinishReason, Sequence, Status
-from servekit.simulation import Arrival, Scenario, SimulatedWorker, Simulation, Violation
+from servekit.simulated_worker import SimulatedWorker, Violation
+from servekit.simulation import Arrival, Scenario, Simulation
 from servekit.workload_manager import SchedulerConfig, WorkloadManager
 from tests.sim.scenarios import failure, make_scenario
 
@@ -35,7 +37,7 @@ def stale_result_applied(patch: Patch) -> None:
     """A result of the dead worker goes to the step of the same name."""
 
     def commit(self: WorkloadManager, result: StepResult, now: float) -> Any:
-        return original(self, StepResult(self.epoch, result.step_id, result.token_ids, 0.0), now)
+        return original(self, replace(result, epoch=self.epoch), now)
 
     original = WorkloadManager.commit
     patch(WorkloadManager, "commit", commit)
@@ -249,6 +251,47 @@ def livelock(patch: Patch) -> None:
     patch(WorkloadManager, "_preempt", preempt)
 
 
+def prompt_explained_twice(patch: Patch) -> None:
+    """What is computed again after a preemption is told again."""
+
+    def explain_prompt(self: Sequence, told: PromptLogprobs) -> None:
+        self.prompt_logprobs.extend(told.logprobs)
+
+    patch(Sequence, "explain_prompt", explain_prompt)
+
+
+def prompt_explained_with_holes(patch: Patch) -> None:
+    """Blocks are found in the prefix cache or with a leader, and nobody says what the model thinks of them."""
+
+    def explain_prompt(self: Sequence, told: PromptLogprobs) -> None:
+        self.prompt_logprobs.extend(told.logprobs[max(0, len(self.prompt_logprobs) + 1 - told.start) :])
+
+    patch(Sequence, "explain_prompt", explain_prompt)
+    patch(Sequence, "num_shareable", property(lambda self: self.num_tokens - 1))
+
+
+def the_token_behind_a_chunk_forgotten(patch: Patch) -> None:
+    def plan(self: WorkloadManager, now: float) -> Any:
+        plan = original(self, now)
+        if plan is None:
+            return None
+        return replace(plan, rows=tuple(replace(row, token_ids=row.token_ids[: row.num_tokens]) for row in plan.rows))
+
+    original = WorkloadManager.plan
+    patch(WorkloadManager, "plan", plan)
+
+
+def logprobs_of_somebody_else(patch: Patch) -> None:
+    """Logprobs are aligned with those who ask, not with those who sample."""
+
+    def commit(self: WorkloadManager, result: StepResult, now: float) -> Any:
+        told = sorted(result.logprobs, key=lambda one: one is None)
+        return original(self, replace(result, logprobs=tuple(told)), now)
+
+    original = WorkloadManager.commit
+    patch(WorkloadManager, "commit", commit)
+
+
 BUGS = [
     double_free,
     stale_result_applied,
@@ -275,6 +318,10 @@ BUGS = [
     budget_ignored,
     work_left_over,
     livelock,
+    prompt_explained_twice,
+    prompt_explained_with_holes,
+    the_token_behind_a_chunk_forgotten,
+    logprobs_of_somebody_else,
 ]
 
 

@@ -11,7 +11,8 @@ from servekit.pacing import LEAST_PREFILL
 from servekit.policy import SHORT_SHARE
 from servekit.sampling_params import SamplingParams
 from servekit.sequence import FinishReason, Sequence, Status
-from servekit.simulation import NaiveReference, RecklessForecast, SimulatedWorker
+from servekit.simulated_worker import NaiveReference, SimulatedWorker
+from servekit.simulation import RecklessForecast
 from servekit.workload_manager import SchedulerConfig, WorkloadManager
 
 EOS = frozenset({7, 42})  # 2 % of the simulated vocabulary: answers end by themselves after about 50 tokens

@@ -68,7 +68,7 @@ def test_bans_are_those_of_transformers_whatever_shares_the_batch() -> None:
 
 def test_a_bad_word_may_begin_in_the_prompt_and_needs_all_of_its_beginning() -> None:
     table = make_table([[5, 6], [6]])
-    words = ((5, 6, 1), (4, 5, 6, 2), (3, 6, 4), (6, 9))
+    words = ((5, 6, 1), (4, 5, 6, 2), (3, 6, 4), (6, 6, 2), (5, 5, 6, 3), (6, 9))
     rows = [row(0, 2, bad_words=words), row(1, 1, bad_words=words)]
     ours = allowed_in(ban(logits_of(2), rows, table))
     assert [sorted({*range(VOCAB)} - {*left}) for left in ours] == [[1, 9], [9]]
