@@ -271,6 +271,12 @@ class LLMEngine:
     def _deliver(self, token: SequenceToken, now: float) -> None:
         """Turn a committed token into text and give it to its client."""
         generation = self._generations[token.sequence.sequence_id]
+        if token.failure is not None:
+            generation.queue.fail(
+                InvalidRequest(f"the answer could not follow its grammar: {token.failure}", code="grammar_failed")
+            )
+            self._forget(generation, FinishReason.ERROR, now)
+            return
         detokenizer = generation.detokenizer
         self._observe_token(generation, now)
         stopped_by_token = token.finish_reason is FinishReason.STOP

@@ -1,11 +1,18 @@
-"""Turn what a client wrote into a grammar of llguidance's, and see that it compiles. Runs in a sandbox process only."""
+"""Grammars for answers, over llguidance: how they are written, how they are compiled, and within which limits.
+
+A sandbox process compiles each new grammar first and says what is wrong with it; the worker then compiles the same
+text, with the same limits, and follows it token by token.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 from servekit.generation_request import GrammarKind
 from servekit.sandbox_jobs import CompileGrammar, Done, Outcome, Refused
@@ -14,30 +21,88 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 # As models are trained to write JSON. With free whitespace a model may go on with blanks until its tokens run out.
-_JSON_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# `lenient` would ignore the keywords that cannot be enforced.
+JSON_STYLE: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": False,
+}
+# An ambiguous grammar can take seconds for one token, and the whole batch waits. With this it is given up within some
+# ten milliseconds; a schema of a hundred nested properties needs a tenth of it.
+LIMITS = LLParserLimits(step_max_items=5000, verbose_errors=False)
+
+
+def grammar_tokenizer(file: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:
+    """What llguidance must know of a model's tokens, from its tokenizer.json. `vocab_size` is that of the logits.
+
+    Special tokens get names that nobody can guess. Under their own, a grammar whose text happens to spell one, such as
+    a choice of "<eos>", would ask for the token and not for the text.
+    """
+    tokenizer: dict[str, Any] = json.loads(file.read_bytes())
+    prefix = f"\U0010fffd{secrets.token_hex(8)}:"
+    renamed = {token["content"]: f"{prefix}{token['id']}" for token in tokenizer.get("added_tokens", ())}
+    for token in tokenizer.get("added_tokens", ()):
+        token["content"] = renamed[token["content"]]
+    vocabulary = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        tokenizer["model"]["vocab"] = {renamed.get(token, token): id_ for token, id_ in vocabulary.items()}
+    else:  # a unigram model's pairs of token and score
+        tokenizer["model"]["vocab"] = [(renamed.get(token, token), score) for token, score in vocabulary]
+    tokenizer |= {"post_processor": None, "truncation": None, "padding": None}
+    return LLTokenizer(json.dumps(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+
+def matcher_for(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """At the beginning of an answer. It never raises: `is_error` says whether it can be used."""
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
 
 
 def compile_grammar(job: CompileGrammar, tokenizer: LLTokenizer) -> Outcome:
+    """What the worker is to compile, or what is wrong with it. To be called where a crash hurts nobody."""
     try:
         grammar = _translate(job.kind, job.text)
     except ValueError as error:
         return Refused(str(error))
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # much of a grammar is only looked at when it is first used
-    return Refused(matcher.get_error()) if matcher.is_error() else Done(grammar)
+    matcher = matcher_for(grammar, tokenizer)
+    # Much of a grammar is looked at only when it is used, and one that never ends is noticed with the second token.
+    for _ in range(2):
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        matcher.consume_token((allowed & -allowed).bit_length() - 1)  # the first of them
+    return Refused(_in_words(matcher.get_error())) if matcher.is_error() else Done(grammar)
 
 
 def _translate(kind: GrammarKind, text: str) -> str:
     match kind:
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_STYLE)
+            return LLMatcher.grammar_from_json_schema(_schema(text), overrides=JSON_STYLE)
         case GrammarKind.JSON:
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_STYLE)
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=JSON_STYLE)
         case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(text)
+            # \d, \w and \s mean ASCII, as in JSON schemas, and no digit that a reader of the answer does not know.
+            return LLMatcher.grammar_from_regex(regex_to_lark(text, "dws"))
         case GrammarKind.EBNF:
             return LLMatcher.grammar_from_lark(text)
         case GrammarKind.CHOICE:
-            # A JSON string literal is one of Lark's.
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text))))
+            # One terminal, for a rule of many alternatives takes seconds. A JSON literal in ASCII is one of Lark's.
+            literals = map(json.dumps, json.loads(text))
+            return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(literals))
+
+
+def _schema(text: str) -> dict[str, Any]:
+    schema = json.loads(text)
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise ValueError("a JSON schema is an object")
+    schema.pop("x-guidance", None)  # how strictly it is followed is not the schema's to say
+    return schema
+
+
+def _in_words(error: str) -> str:
+    """llguidance's error in one line: where, and what for."""
+    if error.startswith("NoExtension"):
+        return "no answer can ever match it"
+    lines = error.strip().split("\n")
+    cause = next((line for line in lines if line.startswith("error: ")), "")
+    return f"{lines[0]} {cause}".strip()[:300] or "it cannot be compiled"

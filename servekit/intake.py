@@ -166,6 +166,8 @@ class Intake:
 
     async def _compile(self, grammar: Grammar) -> str:
         """The grammar as the worker takes it; one that came lately is not compiled again."""
+        if not self._model.eos_token_ids:
+            raise InvalidRequest(f"{grammar.param}: this model has no token that ends an answer", param=grammar.param)
         key = (str(grammar.kind), grammar.text)
         if key not in self._grammars:
             self._grammars[key] = await self._compiler.run(CompileGrammar(grammar.kind, grammar.text), grammar.param)

@@ -125,6 +125,7 @@ class StepResult(Struct, frozen=True, tag="step_result"):
     # Aligned with `token_ids`; empty where nobody asked, None for those who did not.
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # one for each row whose sequence asked and has some in it
+    failures: tuple[tuple[int, str], ...] = ()  # (index into `token_ids`, why that one means nothing)
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown"):

@@ -57,7 +57,7 @@ class Sandbox:
         return outcome.text
 
     async def stop(self) -> None:
-        self._kill()
+        await self._kill()
 
     async def _ask(self, job: Job, param: str) -> Outcome:
         if self._process is None or self._process.returncode is not None:
@@ -74,12 +74,13 @@ class Sandbox:
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise InvalidRequest(
-                f"{param}: it takes more memory than a request may have (sandbox_memory_bytes); make it simpler",
+                f"{param}: it is nested too deeply, or takes more memory than a request may have "
+                "(sandbox_memory_bytes); make it simpler",
                 param=param,
             ) from None
         finally:
             if not is_answered:  # also when the client left: the answer to come would be taken for the next one's
-                self._kill()
+                await self._kill()
         return outcome
 
     async def _spawn(self) -> None:
@@ -94,11 +95,10 @@ class Sandbox:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await self._read()
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
-            self._kill()
-            raise InternalError(f"the sandbox process did not start: {type(error).__name__}") from None
-        except BaseException:
-            self._kill()
+        except BaseException as error:
+            await self._kill()
+            if isinstance(error, TimeoutError | asyncio.IncompleteReadError | ConnectionError):
+                raise InternalError(f"the sandbox process did not start: {type(error).__name__}") from None
             raise
 
     async def _write(self, frame: bytes) -> None:
@@ -113,10 +113,15 @@ class Sandbox:
             raise ConnectionError("the sandbox sends garbage")
         return await self._process.stdout.readexactly(length)
 
-    def _kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-        self._process = None
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            process.kill()
+        await (
+            process.communicate()
+        )  # reads to the end of its pipes, and waits for its end, which SIGKILL does not delay
 
 
 _decode = msgspec.msgpack.Decoder(Outcome).decode

@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import resource
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from servekit.processes import die_with_parent, ignore_signals
 from servekit.sandbox_jobs import CompileGrammar, Done, Job, Outcome, Refused, RenderChat
+
+STACK_BYTES = 4 * 2**20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     ignore_signals()
     work = _grammar_work(arguments) if arguments.vocab_size else _chat_work()
     limit_memory(arguments.memory_bytes)
-    serve(work, sys.stdin.buffer, sys.stdout.buffer)
+    # With a smaller stack than the worker's: what overflows a stack overflows it here, and kills nobody else.
+    threading.stack_size(STACK_BYTES)
+    serving = threading.Thread(target=serve, args=(work, sys.stdin.buffer, sys.stdout.buffer))
+    serving.start()
+    serving.join()
     return 0
 
 
@@ -46,13 +54,9 @@ def _chat_work() -> Callable[[Job], Outcome]:
 
 
 def _grammar_work(arguments: argparse.Namespace) -> Callable[[Job], Outcome]:
-    from llguidance import LLTokenizer
+    from servekit.grammar import compile_grammar, grammar_tokenizer
 
-    from servekit.grammar import compile_grammar
-
-    tokenizer = LLTokenizer(
-        arguments.tokenizer, n_vocab=arguments.vocab_size, eos_token=arguments.eos_token_ids or None
-    )
+    tokenizer = grammar_tokenizer(Path(arguments.tokenizer), arguments.vocab_size, arguments.eos_token_ids)
 
     def work(job: Job) -> Outcome:
         assert isinstance(job, CompileGrammar)

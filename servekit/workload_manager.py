@@ -70,6 +70,7 @@ class SequenceToken(Struct, frozen=True, gc=False):
     token_id: int
     finish_reason: FinishReason | None
     logprobs: TokenLogprobs | None = None  # if asked for
+    failure: str | None = None  # why there is no token, where the worker could not choose one
 
 
 @dataclass(slots=True)
@@ -380,6 +381,11 @@ class WorkloadManager:
             sequence, incarnation = step.explained[told.row]
             if sequence.incarnation == incarnation:
                 sequence.explain_prompt(told)
+        for index, failure in result.failures:
+            sequence, incarnation = step.sampled[index]
+            if sequence.incarnation == incarnation:
+                self.finish(sequence, FinishReason.ERROR)
+                tokens.append(SequenceToken(sequence, result.token_ids[index], FinishReason.ERROR, failure=failure))
         logprobs = result.logprobs or (None,) * len(result.token_ids)
         for (sequence, incarnation), token_id, of_token in zip(step.sampled, result.token_ids, logprobs, strict=True):
             if sequence.incarnation != incarnation:

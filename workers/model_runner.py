@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from servekit.sampling_params import SamplingParams
 from workers.attention import PagedStep
 from workers.bans import ban
 from workers.batch import Batch, SlotTable, make_batch
+from workers.constraints import Constraints
 from workers.kv_cache import KVCache, kv_bytes_per_token
 from workers.logprobs import prompt_logprobs, sampled_logprobs
 from workers.model_manager import LoadedModel, attention_switched, output_recorded, output_replayed
@@ -39,6 +41,8 @@ class ModelRunner:
         self.table = SlotTable(
             settings.max_num_seqs, loaded.info.max_model_len, num_blocks, settings.block_size, loaded.device
         )
+        tokenizer_file = Path(settings.model_path) / "tokenizer.json"
+        self.constraints = Constraints(tokenizer_file, loaded.info.vocab_size, loaded.info.eos_token_ids)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -49,17 +53,21 @@ class ModelRunner:
             self.cache.copy_blocks(sources, targets)
         batch = make_batch(plan, self.table)
         raw, of_prompts = self._compute(batch)
-        sampled, of_sampled = self._choose(raw, batch) if batch.sampling else ((), ())
-        return StepResult(plan.epoch, plan.step_id, sampled, time.monotonic() - started, of_sampled, of_prompts)
+        sampled, of_sampled, failures = self._choose(raw, batch) if batch.sampling else ((), (), ())
+        elapsed_s = time.monotonic() - started
+        return StepResult(plan.epoch, plan.step_id, sampled, elapsed_s, of_sampled, of_prompts, failures)
 
-    def _choose(self, raw: Tensor, batch: Batch) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
+    def _choose(
+        self, raw: Tensor, batch: Batch
+    ) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...], tuple[tuple[int, str], ...]]:
         """A token for each row that samples, from raw logits [num_sampled, vocab_size], and what to tell of it."""
         rows, table = batch.sampling, self.table
         logits = adjust(raw, rows, table)
         logits = ban(logits, rows, table)
+        logits, failures = self.constraints.constrain(logits, rows, table)
         token_ids = sample(logits, rows)
         table.token_ids[batch.sampled_cells] = token_ids.int()
-        return tuple(token_ids.tolist()), sampled_logprobs(raw, token_ids, rows)
+        return tuple(token_ids.tolist()), sampled_logprobs(raw, token_ids, rows), failures
 
     def _compute(self, batch: Batch) -> tuple[Tensor, tuple[PromptLogprobs, ...]]:
         """Logits [num_sampled, vocab_size] in float32, and what is to be told of prompts."""

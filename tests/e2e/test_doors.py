@@ -1,0 +1,391 @@
+"""Claims that hold at every door: what streams adds up to what is answered at once, whatever the options."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from servekit.schemas import native, openai, tgi
+from tests.server_process import ServerProcess, events
+
+PROMPTS = ["What color is the sky?", "Tell me a story about a cat.", "naïve 🦊 日本", "Count from 3 to 9."]
+Json = dict[str, Any]
+
+OPTIONS = st.fixed_dictionaries(
+    {"seed": st.integers(0, 5), "temperature": st.sampled_from([0.0, 0.7, 1.5, 3.0])},
+    optional={
+        "top_k": st.sampled_from([-1, 0, 1, 5]),
+        "top_p": st.sampled_from([0.3, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.2]),
+        "typical_p": st.sampled_from([0.4, 1.0]),
+        "repetition_penalty": st.sampled_from([0.9, 1.3]),
+        "presence_penalty": st.sampled_from([-0.5, 1.0]),
+        "frequency_penalty": st.sampled_from([-0.5, 1.0]),
+        "logit_bias": st.sampled_from([{}, {"293": -100.0}, {"309": 3.0, "19": -1.5}]),
+        "allowed_token_ids": st.sampled_from([[293, 278, 511, 19, 2], list(range(3, 260))]),
+        "bad_words": st.sampled_from([["sky"], ["The sky", "a cat"]]),
+        "min_tokens": st.sampled_from([0, 3, 6]),
+        "stop": st.sampled_from(["e", [" s", "cat"], ["blue."], ["zebra", "a"]]),
+        "stop_token_ids": st.sampled_from([[511], [19, 278]]),
+        "include_stop_str_in_output": st.booleans(),
+        "ignore_eos": st.booleans(),
+        "skip_special_tokens": st.booleans(),
+        "stream_interval": st.sampled_from([1, 2, 5]),
+    },
+)
+GRAMMARS = st.sampled_from(
+    [
+        None,
+        None,
+        {"type": "regex", "value": "[a-z]{3,9}( [a-z]{2,5}){2}"},
+        {"type": "choice", "value": ["red", "green and blue", "été"]},
+        {
+            "type": "json_schema",
+            "value": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+        },
+        {"type": "ebnf", "value": 'start: "a" ("b" | "c")+ "d"'},
+    ]
+)
+
+
+def every_option(test: Any) -> Any:
+    """Run with the options that hypothesis thinks of, the same ones every time."""
+    return settings(
+        max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )(given(options=OPTIONS, prompt=st.sampled_from(PROMPTS), max_tokens=st.integers(6, 14), grammar=GRAMMARS)(test))
+
+
+def ask(server: ServerProcess, route: str, body: Json) -> Any:
+    response = server.client.post(route, json=body)
+    assert response.status_code == 200, f"{body}: {response.text}"
+    return response.json()
+
+
+def follow(server: ServerProcess, route: str, body: Json) -> list[Json]:
+    """The stream's events; OpenAI's mark of the end is taken off."""
+    with server.client.stream("POST", route, json=body) as response:
+        assert response.status_code == 200, f"{body}: {response.read().decode()}"
+        lines = list(response.iter_lines())
+    if route.startswith("/v1"):
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    return list(events(line for line in lines if line != "data: [DONE]"))
+
+
+def close(one: Any, other: Any) -> bool:
+    """Equal, but for the last digits of numbers: another batch may round another way."""
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) < 1e-3
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(close(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(close, one, other))
+    return bool(one == other)
+
+
+def without_cached(usage: Json) -> Json:
+    """What the prefix cache knew depends on what came before."""
+    return {name: value for name, value in usage.items() if name.endswith("_tokens") and name != "cached_tokens"}
+
+
+@every_option
+def test_native_stream_adds_up(
+    server: ServerProcess, options: Json, prompt: str, max_tokens: int, grammar: Json | None
+) -> None:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "grammar": grammar, "logprobs": 2, **options}
+    whole, stream = ask(server, "/generate", body), follow(server, "/generate_stream", body)
+    last = stream[-1]
+    assert "".join(event["token"]["text"] for event in stream) == whole["generated_text"] == last["generated_text"]
+    assert (last["finish_reason"], last["stop_reason"]) == (whole["finish_reason"], whole["stop_reason"])
+    assert without_cached(last["usage"]) == without_cached(whole["usage"])
+    assert last["index"] == len(whole["tokens"]) == whole["usage"]["completion_tokens"]
+    for event in stream:
+        told = whole["tokens"][event["index"] - 1]
+        assert close({**event["token"], "text": ""}, {**told, "text": ""})
+
+
+@every_option
+def test_tgi_stream_adds_up(
+    server: ServerProcess, options: Json, prompt: str, max_tokens: int, grammar: Json | None
+) -> None:
+    asked = {"max_new_tokens": max_tokens, "grammar": grammar, "details": True, "top_n_tokens": 2, **options}
+    body = {"inputs": prompt, "parameters": {**asked, "return_full_text": max_tokens % 2 == 0}}
+    (whole,) = ask(server, "/", body)
+    stream = follow(server, "/", {**body, "stream": True})
+    last, details = stream[-1], whole["details"]
+    before = prompt if max_tokens % 2 == 0 else ""
+    assert before + "".join(event["token"]["text"] for event in stream) == whole["generated_text"]
+    assert last["generated_text"] == whole["generated_text"]
+    for key in ("finish_reason", "generated_tokens", "seed"):
+        assert last["details"][key] == details[key]
+    assert last["index"] == details["generated_tokens"] == len(details["tokens"])
+    for event in stream:
+        told, top = details["tokens"][event["index"] - 1], details["top_tokens"][event["index"] - 1]
+        assert close({**event["token"], "text": ""}, {**told, "text": ""})
+        assert close(event["top_tokens"], top)
+
+
+@every_option
+def test_completion_chunks_add_up(
+    server: ServerProcess, options: Json, prompt: str, max_tokens: int, grammar: Json | None
+) -> None:
+    prompts = [prompt, "Hello"][: 1 + max_tokens % 2]
+    body = {
+        "prompt": prompts,
+        "max_tokens": max_tokens,
+        "n": 1 + max_tokens % 3,
+        "echo": max_tokens % 4 == 0,
+        "logprobs": 2,
+        "structured_outputs": _for_openai(grammar),
+        **options,
+    }
+    whole = ask(server, "/v1/completions", body)
+    chunks = follow(server, "/v1/completions", {**body, "stream": True, "stream_options": {"include_usage": True}})
+    told: defaultdict[int, Json] = defaultdict(lambda: {"text": "", "logprobs": defaultdict(list)})
+    for chunk in chunks[:-1]:
+        (choice,) = chunk["choices"]
+        so_far = told[choice["index"]]
+        so_far["text"] += choice["text"]
+        for key, values in (choice["logprobs"] or {}).items():
+            so_far["logprobs"][key] += values
+        assert "finish_reason" not in so_far, "nothing comes after the end"
+        if choice["finish_reason"] is not None:
+            so_far |= {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
+    assert [choice["index"] for choice in whole["choices"]] == list(range(len(prompts) * body["n"])) == sorted(told)
+    for choice in whole["choices"]:
+        so_far = told[choice["index"]]
+        for key in ("text", "finish_reason", "stop_reason"):
+            assert so_far[key] == choice[key]
+        assert close(dict(so_far["logprobs"]), choice["logprobs"])
+    assert chunks[-1]["choices"] == [] and without_cached(chunks[-1]["usage"]) == without_cached(whole["usage"])
+
+
+@every_option
+def test_chat_chunks_add_up(
+    server: ServerProcess, options: Json, prompt: str, max_tokens: int, grammar: Json | None
+) -> None:
+    body = {
+        "messages": [{"role": "user", "content": prompt}],
+        "max_completion_tokens": max_tokens,
+        "n": 1 + max_tokens % 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "structured_outputs": _for_openai(grammar),
+        **options,
+    }
+    whole = ask(server, "/v1/chat/completions", body)
+    chunks = follow(server, "/v1/chat/completions", {**body, "stream": True, "stream_options": {"include_usage": True}})
+    told: defaultdict[int, Json] = defaultdict(lambda: {"content": "", "logprobs": []})
+    for chunk in chunks[:-1]:
+        (choice,) = chunk["choices"]
+        so_far = told[choice["index"]]
+        if "role" in choice["delta"]:
+            assert so_far == {"content": "", "logprobs": []}, "the role comes first"
+            so_far["role"] = choice["delta"]["role"]
+        so_far["content"] += choice["delta"].get("content", "")
+        so_far["logprobs"] += (choice["logprobs"] or {"content": []})["content"]
+        if choice["finish_reason"] is not None:
+            so_far |= {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
+    for choice in whole["choices"]:
+        so_far = told[choice["index"]]
+        assert (so_far["role"], so_far["content"]) == ("assistant", choice["message"]["content"])
+        assert (so_far["finish_reason"], so_far["stop_reason"]) == (choice["finish_reason"], choice["stop_reason"])
+        assert close(so_far["logprobs"], choice["logprobs"]["content"])
+    assert without_cached(chunks[-1]["usage"]) == without_cached(whole["usage"])
+
+
+def _for_openai(grammar: Json | None) -> Json | None:
+    names = {"regex": "regex", "choice": "choice", "json_schema": "json", "ebnf": "grammar"}
+    return None if grammar is None else {names[grammar["type"]]: grammar["value"]}
+
+
+# -- one model behind all of them --------------------------------------------------------------------------------------
+
+
+def test_all_doors_give_the_same_text(server: ServerProcess) -> None:
+    options = {"temperature": 1.3, "seed": 11, "stop": ["zebra"]}
+    prompt = "Tell me a story about a cat."
+    native = ask(server, "/generate", {"prompt": prompt, "max_tokens": 30, **options})["generated_text"]
+    parameters = {"max_new_tokens": 30, **options}
+    for route in ("/generate", "/generate_stream"):
+        body = {"inputs": prompt, "parameters": parameters}
+        text = follow(server, route, {**body, "stream": True})[-1]["generated_text"]
+        assert text == native
+    assert ask(server, "/", {"inputs": prompt, "parameters": parameters})[0]["generated_text"] == native
+    completion = ask(server, "/v1/completions", {"prompt": prompt, "max_tokens": 30, **options})
+    assert completion["choices"][0]["text"] == native
+    token_ids = ask(server, "/tokenize", {"prompt": prompt})["tokens"]
+    completion = ask(server, "/v1/completions", {"prompt": token_ids, "max_tokens": 30, **options})
+    assert completion["choices"][0]["text"] == native
+    query = {"prompt": prompt, "max_tokens": 30, **options}
+    lines = server.client.get("/generate_stream", params=query).text.splitlines()
+    assert list(events(iter(lines)))[-1]["generated_text"] == native
+    chat = ask(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}], **options})
+    rendered = ask(server, "/generate", {"prompt": f"<bos><|user|>{prompt}<eos><|assistant|>", **options})
+    assert chat["choices"][0]["message"]["content"] == rendered["generated_text"]
+
+
+def test_best_of_gives_the_likeliest(server: ServerProcess) -> None:
+    body = {"prompt": "Tell me a story", "temperature": 1.5, "seed": 3, "max_tokens": 12, "ignore_eos": True}
+    every = ask(server, "/v1/completions", {**body, "n": 8, "logprobs": 0})["choices"]
+    mean = {choice["text"]: sum(choice["logprobs"]["token_logprobs"]) / 12 for choice in every}
+    ranking = sorted(mean, key=lambda text: mean[text], reverse=True)
+    best = ask(server, "/v1/completions", {**body, "n": 2, "best_of": 8})
+    assert [choice["text"] for choice in best["choices"]] == ranking[:2]
+    assert best["choices"][0]["logprobs"] is None and best["usage"]["completion_tokens"] == 8 * 12
+    assert ask(server, "/generate", {**body, "best_of": 8})["generated_text"] == ranking[0]
+    tgi = ask(
+        server, "/generate", {"inputs": body["prompt"], "parameters": {**_tgi(body), "best_of": 8, "details": True}}
+    )
+    assert [tgi["generated_text"], *(one["generated_text"] for one in tgi["details"]["best_of_sequences"])] == ranking
+    refusal = server.client.post("/v1/completions", json={**body, "n": 2, "best_of": 8, "stream": True})
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "best_of")
+
+
+def _tgi(body: Json) -> Json:
+    return {{"max_tokens": "max_new_tokens"}.get(key, key): value for key, value in body.items() if key != "prompt"}
+
+
+def test_echo_with_no_new_tokens_scores_the_prompt(server: ServerProcess) -> None:
+    """What evaluation harnesses ask for."""
+    prompt = "The sky is blue."
+    (choice,) = ask(server, "/v1/completions", {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1})[
+        "choices"
+    ]
+    logprobs = choice["logprobs"]
+    token_ids = ask(server, "/tokenize", {"prompt": prompt})["tokens"]
+    assert choice["text"] == prompt and len(logprobs["tokens"]) == len(token_ids)
+    assert logprobs["token_logprobs"][0] is None and all(value < 0 for value in logprobs["token_logprobs"][1:])
+    for begins, text in zip(logprobs["text_offset"][1:], logprobs["tokens"][1:], strict=True):
+        assert prompt[begins:].startswith(text)
+    scored = ask(server, "/generate", {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0})["prompt_tokens"]
+    assert close([token["logprob"] for token in scored], logprobs["token_logprobs"])
+
+
+def test_a_browser_is_told_to_stop_when_it_comes_back(server: ServerProcess) -> None:
+    """EventSource connects again after every end; with the last event's id, and 204 makes it stay away."""
+    first = server.client.get("/generate_stream", params={"prompt": "Hello", "max_tokens": 2})
+    assert [line for line in first.text.splitlines() if line.startswith("id:")] == ["id: 1", "id: 2"]
+    again = server.client.get("/generate_stream", params={"prompt": "Hello"}, headers={"last-event-id": "2"})
+    assert (again.status_code, again.content) == (204, b"")
+    refusal = server.client.get("/generate_stream", params={"prompt": "Hello", "max_tokens": "many"})
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "max_tokens")
+    listed = server.client.get("/generate_stream?prompt=What+color+is+the+sky%3F&stop=blue&stop=green")
+    assert list(events(iter(listed.text.splitlines())))[-1]["stop_reason"] == "blue"
+
+
+def test_tokens_come_back_as_the_text_they_were(server: ServerProcess) -> None:
+    text = "The café is naïve 🦊."
+    tokens = ask(server, "/tokenize", {"prompt": text, "add_special_tokens": False, "return_token_strs": True})
+    assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"]) and tokens["max_model_len"] == 2048
+    assert ask(server, "/detokenize", {"tokens": tokens["tokens"]}) == {"prompt": text}
+    spans = ask(server, "/tokenize", {"inputs": text})
+    assert [span["id"] for span in spans][1:] == tokens["tokens"]
+    assert all(text[span["start"] : span["stop"]] == span["text"] for span in spans)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "code", "param"),
+    [
+        ("/generate", {"inputs": "a", "temprature": 1}, 400, "unknown_field", "temprature"),
+        ("/generate", {"inputs": "a", "parameters": {"top_p": 2}}, 400, "invalid_value", "parameters.top_p"),
+        ("/", {"inputs": "a", "parameters": {"watermark": True}}, 400, "invalid_value", "parameters.watermark"),
+        ("/", {"inputs": "a", "parameters": {"adapter_id": "x"}}, 400, "invalid_value", "parameters.adapter_id"),
+        ("/", {"prompt": "a"}, 400, "unknown_field", "prompt"),
+        ("/v1/completions", {"prompt": "a", "model": "gpt-9"}, 404, "model_not_found", "model"),
+        ("/v1/completions", {"prompt": ["a", [1]]}, 400, "invalid_value", "prompt"),
+        ("/v1/completions", {"prompt": []}, 400, "invalid_value", "prompt"),
+        ("/v1/completions", {"prompt": [-1]}, 400, "invalid_value", "prompt"),
+        ("/v1/completions", {"prompt": [[1], []]}, 400, "invalid_value", "prompt[1]"),
+        ("/v1/completions", {"prompt": [999999]}, 400, "invalid_value", "prompt"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "invalid_value", "suffix"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+        ("/v1/completions", {"prompt": "a", "n": 3, "best_of": 2}, 400, "invalid_value", "best_of"),
+        ("/v1/completions", {"prompt": "a", "stream_options": {}}, 400, "invalid_value", "stream_options"),
+        ("/v1/completions", {"prompt": [1] * 3000}, 400, "context_length_exceeded", "prompt"),
+        ("/v1/chat/completions", {"messages": []}, 400, "invalid_value", "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}], "tools": [{}]}, 400, "invalid_value", "tools"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            *(400, "invalid_value", "messages[0].content"),
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2},
+            *(400, "invalid_value", "top_logprobs"),
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "chat_template": "x"},
+            *(400, "invalid_value", "chat_template"),
+        ),
+        ("/generate", {"prompt": "a", "allowed_token_ids": [9999]}, 400, "invalid_value", "allowed_token_ids"),
+        ("/generate", {"prompt": "a", "grammar": {"type": "regex", "value": "a["}}, 400, "invalid_value", "grammar"),
+        ("/generate", {"prompt": "a", "grammar": {"type": "regex"}}, 400, "invalid_value", "grammar.value"),
+        ("/detokenize", {"tokens": [-1]}, 400, "invalid_value", "tokens[0]"),
+    ],
+)
+def test_a_refusal_names_the_field(
+    server: ServerProcess, route: str, body: Json, status: int, code: str, param: str
+) -> None:
+    response = server.client.post(route, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (status, code, param), error
+    assert ("error_type" in response.json()) == ("inputs" in body or route == "/")
+
+
+def test_v1_ignores_what_it_does_not_know_and_null_is_absent(server: ServerProcess) -> None:
+    schemas = server.client.get("/openapi.json").json()["components"]["schemas"]
+    for route, body, kind in (
+        ("/v1/completions", {"prompt": "Hello", "temprature": 1, "max_tokens": 2}, "CompletionRequest"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "x": {}}, "ChatCompletionRequest"),
+    ):
+        nulls = dict.fromkeys(schemas[kind]["properties"])
+        answers = [ask(server, route, asked)["choices"] for asked in (body, {**nulls, **body})]
+        assert answers[0] == answers[1]
+
+
+# -- what it says of itself --------------------------------------------------------------------------------------------
+
+
+def test_the_document_has_every_route_and_its_examples_are_answered(server: ServerProcess) -> None:
+    api = server.client.get("/openapi.json").json()
+    for path, methods in api["paths"].items():
+        for method, told in methods.items():
+            assert told["summary"], f"{method} {path}"
+            if method == "get":
+                target = path.replace("{model}", "demo")
+                query = {"prompt": "Hello", "max_tokens": 2} if path == "/generate_stream" else {}
+                assert server.client.get(target, params=query).status_code == 200
+            else:
+                example = told["requestBody"]["content"]["application/json"]["example"]
+                assert server.client.post(path, json=example).status_code == 200
+    text = json.dumps(api)
+    references = {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}
+    assert references <= api["components"]["schemas"].keys()
+    page = server.client.get("/docs").text
+    assert all(path in page for path in api["paths"])
+    assert "<script" not in page and "src=" not in page and "https://" not in page, "it works without a network"
+
+
+def test_answers_fit_the_schemas_they_are_said_to_have(server: ServerProcess) -> None:
+    def fits(route: str, body: Json, kind: Any) -> None:
+        msgspec.json.decode(server.client.post(route, json=body).content, type=kind)
+
+    body = {"prompt": "Hello", "max_tokens": 3, "logprobs": 2, "prompt_logprobs": 2}
+    fits("/generate", body, native.GenerateResponse)
+    fits("/generate", {"prompts": ["Hello", "there"], "prompt_logprobs": 0}, native.BatchGenerateResponse)
+    fits("/v1/completions", {**body, "n": 2}, openai.CompletionResponse)
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "prompt_logprobs": 1, "logprobs": True}
+    fits("/v1/chat/completions", chat, openai.ChatCompletionResponse)
+    details = {"details": True, "decoder_input_details": True, "top_n_tokens": 2}
+    fits("/generate", {"inputs": "Hello", "parameters": details}, tgi.TgiResponse)

@@ -1,0 +1,137 @@
+"""Claims about the processes that work through what clients wrote: exact, limited, and killed when need be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from servekit.errors import InvalidRequest, QueueFull
+from servekit.generation_request import GrammarKind
+from servekit.model_files import DEMO_MODEL_PATH, find_chat_template
+from servekit.sandbox import MAX_WAITING, Sandbox
+from servekit.sandbox_jobs import CompileGrammar, RenderChat
+
+TOKENIZER = ["--tokenizer", str(DEMO_MODEL_PATH / "tokenizer.json")]
+CHAT = [{"role": "user", "content": "Hi {{ 1 + 1 }}"}, {"role": "assistant", "content": "Hello"}]
+
+
+def render(template: str, messages: list[dict[str, Any]] = CHAT, **variables: Any) -> RenderChat:
+    return RenderChat(template, messages, True, False, variables)
+
+
+@pytest.fixture
+async def chats() -> AsyncIterator[Sandbox]:
+    sandbox = Sandbox(TOKENIZER, timeout_s=1.0, memory_bytes=2**27)
+    await sandbox.start()
+    yield sandbox
+    await sandbox.stop()
+
+
+@pytest.fixture
+async def grammars() -> AsyncIterator[Sandbox]:
+    sandbox = Sandbox([*TOKENIZER, "--vocab-size", "2048", "--eos-token-ids", "2"], timeout_s=2.0, memory_bytes=2**28)
+    await sandbox.start()
+    yield sandbox
+    await sandbox.stop()
+
+
+async def test_a_chat_is_what_transformers_makes_of_it(chats: Sandbox) -> None:
+    template = find_chat_template(DEMO_MODEL_PATH)
+    assert template is not None
+    job = RenderChat(template.source, CHAT[:1], True, False, dict(template.special_tokens))
+    expected = AutoTokenizer.from_pretrained(DEMO_MODEL_PATH).apply_chat_template(
+        CHAT[:1], tokenize=False, add_generation_prompt=True
+    )
+    assert await chats.run(job, "messages") == expected
+
+
+async def test_the_last_message_can_be_continued(chats: Sandbox) -> None:
+    template = find_chat_template(DEMO_MODEL_PATH)
+    assert template is not None
+    job = RenderChat(template.source, CHAT, False, True, dict(template.special_tokens))
+    assert (await chats.run(job, "messages")).endswith("<|assistant|>Hello")
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "not done within 1 s"),
+        ("{% set x = 'a' * 10000000000 %}", "more memory"),
+        ("{{ raise_exception('only two may speak') }}", "only two may speak"),
+        ("{{ messages", "refuses"),
+        ("{{ ''.__class__.__mro__ }}", "refuses"),
+        ("{{ 1 // 0 }}", "refuses"),
+        ("{{ cycler.__init__.__globals__ }}", "refuses"),
+    ],
+)
+async def test_a_template_that_runs_away_is_stopped_and_the_next_one_is_served(
+    chats: Sandbox, template: str, told: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=told) as refusal:
+        await chats.run(render(template), "messages")
+    assert refusal.value.param == "messages"
+    assert await chats.run(render("{{ messages[0].content }}"), "messages") == "Hi {{ 1 + 1 }}"
+
+
+async def test_a_client_that_leaves_does_not_get_its_answer_to_the_next(chats: Sandbox) -> None:
+    slow = asyncio.create_task(chats.run(render("{% for i in range(99999) %}{{ i }}{% endfor %}"), "messages"))
+    await asyncio.sleep(0.005)
+    slow.cancel()
+    assert await chats.run(render("next"), "messages") == "next"
+
+
+async def test_those_who_wait_for_a_turn_are_bounded(chats: Sandbox) -> None:
+    waiting = [asyncio.create_task(chats.run(render(str(i)), "messages")) for i in range(MAX_WAITING + 5)]
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert outcomes[:MAX_WAITING] == [str(i) for i in range(MAX_WAITING)]
+    assert all(isinstance(outcome, QueueFull) for outcome in outcomes[MAX_WAITING:])
+
+
+NESTED: dict[str, Any] = {}
+for _ in range(3000):
+    NESTED = {"type": "array", "items": NESTED}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "told"),
+    [
+        (GrammarKind.REGEX, "a[", "unclosed"),
+        (GrammarKind.REGEX, "(?=a)b", "look-around"),
+        (GrammarKind.EBNF, 'start: "a" x', "unknown name"),
+        (GrammarKind.EBNF, "start: start", "no answer can ever match"),
+        (
+            GrammarKind.EBNF,
+            "\n".join(f"r{i}: r{i + 1}" for i in range(20_000)) + '\nr20000: "a"\nstart: r0',
+            "nested too deeply",
+        ),
+        (GrammarKind.JSON_SCHEMA, "{", "Expecting"),
+        (GrammarKind.JSON_SCHEMA, "[]", "object"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', "Unimplemented"),
+        (GrammarKind.JSON_SCHEMA, '{"x-guidance": {"lenient": true}, "not": {}}', "Unimplemented"),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "no answer can ever match"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "object", "a": ' * 20_000 + "1" + "}" * 20_000, "nested"),
+    ],
+)
+async def test_a_grammar_that_cannot_be_followed_is_refused_in_words(
+    grammars: Sandbox, kind: GrammarKind, text: str, told: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=told):
+        await grammars.run(CompileGrammar(kind, text), "grammar")
+    assert await grammars.run(CompileGrammar(GrammarKind.REGEX, "[ab]+"), "grammar")
+
+
+async def test_every_kind_of_grammar_compiles(grammars: Sandbox) -> None:
+    for kind, text in (
+        (GrammarKind.JSON, ""),
+        (GrammarKind.JSON_SCHEMA, "true"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "^a/b$"}'),
+        (GrammarKind.REGEX, r"\d{3}/[^/]*"),
+        (GrammarKind.EBNF, 'start: "(" start ")" | "x"'),
+        (GrammarKind.CHOICE, json.dumps(['a "quoted" one', "<eos>", "é\n🦊", "\\", "/"])),
+    ):
+        assert await grammars.run(CompileGrammar(kind, text), "grammar")
