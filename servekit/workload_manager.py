@@ -14,8 +14,6 @@ How one step is decided (docs/ARCHITECTURE.md has a picture, with the same numbe
 3. Then the first unfinished prompt, and the other seated ones.
 4. Then whomever the waiting line proposes, as long as there are tokens, seats and memory.
 
-Nobody new is seated in a step in which somebody ran short of blocks: then none is left, and a seat takes at least one.
-
 What holds whatever happens, each checked by `check` or by the simulation:
 
 - The first-ranked running sequence is never preempted, and no sequence is taken in that could not run alone, so there
@@ -210,8 +208,7 @@ class WorkloadManager:
             return []
         step.result = result
         tokens: list[SequenceToken] = []
-        # Steps are executed in order and over pipes their results come in order; should that ever change, they are
-        # still applied in order.
+        # Steps are executed in order, and their results come in order; should that change, they are applied in order.
         while self._in_flight and self._in_flight[0].result is not None:
             self._settle(self._in_flight.popleft(), now, tokens)
         return tokens
@@ -275,7 +272,7 @@ class WorkloadManager:
             new_blocks: tuple[int, ...] = ()
             if start == sequence.capacity:
                 if not self._grow(sequence):
-                    continue  # no block is left, so nobody new will be seated either
+                    continue  # no block is left, and a seat takes at least one: nobody new will get any
                 new_blocks = (sequence.block_table[-1],)
             assert sequence.slot is not None
             known = (token_ids[start],) if start < len(token_ids) else ()
@@ -327,7 +324,6 @@ class WorkloadManager:
         """Seats for those that the line proposes, as long as there are seats, tokens and memory.
 
         Only for those with fewer tokens to compute than `shorter_than`, or who outrank `ahead_of`, if that is given.
-
         The line is strict: if there is no memory for its first, nobody behind gets any, or the first would starve.
         """
         while step.budget > reserve and len(self._running) < self.config.max_num_seqs:
@@ -466,8 +462,7 @@ class WorkloadManager:
             # before they did is how one shortage becomes a cascade.
             victim = None if self.memory.num_fenced else self._find_victim(sequence)
             if victim is None:
-                # It waits in its seat. Giving up its own blocks would cost a recompute and help nobody who is
-                # not about to preempt it anyway.
+                # Giving up its own blocks would cost a recompute, and help only who is about to preempt it anyway.
                 return False
             self._preempt(victim)
         return True
