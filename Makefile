@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Changes when the code's requirements do, not when the code does.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve test simulate coverage check format bench bench-manager bench-scheduling demo-model demo-model-eval clean help
+.PHONY: serve test simulate coverage check format bench bench-manager bench-grammar bench-scheduling demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ bench: $(INSTALLED)  ## output tokens/s against a loop of transformers' generate
 
 bench-manager: $(INSTALLED)  ## what planning and committing a step costs
 	$(BIN)/python benchmarks/manager.py $(ARGS)
+
+bench-grammar: $(INSTALLED)  ## what following a grammar costs
+	$(BIN)/python benchmarks/grammar.py $(ARGS)
 
 bench-scheduling: $(INSTALLED)  ## what the policies do for people, in virtual time (2 minutes)
 	$(BIN)/python benchmarks/scheduling.py $(ARGS)

@@ -152,7 +152,7 @@ class Intake:
         if num_tokens > limit and truncate is None:
             raise ContextTooLong(
                 f"This model's maximum context length is {limit} tokens. However, your prompt has at least "
-                f"{num_tokens}. Please reduce the length of the prompt.",
+                f"{num_tokens}. Please reduce the length of the prompt (context_length_exceeded).",
                 param=prompt.param,
             )
 

@@ -37,6 +37,11 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
 
     @property
+    def bans_tokens(self) -> bool:
+        """Whether some tokens may not be chosen, at some time."""
+        return bool(self.allowed_token_ids or self.bad_words or self.min_tokens)
+
+    @property
     def looks_back(self) -> bool:
         """Whether the tokens so far matter to the choice of the next one, beyond the logits."""
         return (

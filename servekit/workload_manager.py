@@ -152,11 +152,11 @@ class WorkloadManager:
         limit = self.max_total_tokens
         if prompt_length + max_tokens <= limit:
             return
-        # The first sentence is the one that clients of other servers already search for.
+        # The first sentence and the last word are what clients of other servers search for.
         raise ContextTooLong(
             f"This model's maximum context length is {limit} tokens. However, you requested "
             f"{prompt_length + max_tokens} tokens ({prompt_length} in the prompt, {max_tokens} for the output). "
-            "Please reduce the length of the prompt or max_tokens."
+            "Please reduce the length of the prompt or max_tokens (context_length_exceeded)."
         )
 
     # -- the verbs ------------------------------------------------------------------------------------------------

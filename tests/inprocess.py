@@ -29,7 +29,7 @@ class InProcessEngine:
         max_steps_in_flight: int = 1,
     ) -> None:
         settings = LoadModel(
-            model_path="",
+            model_path=loaded.model.name_or_path,
             dtype="auto",
             device="cpu",
             block_size=block_size,

@@ -23,6 +23,7 @@ from workers.batch import SlotTable
 from workers.sampler import SamplingRow
 
 MAX_GRAMMARS_KEPT = 256
+INFINITY = float("inf")
 
 
 @dataclass(slots=True)
@@ -54,41 +55,53 @@ class Constraints:
     ) -> tuple[Tensor, tuple[tuple[int, str], ...]]:
         """Logits [num_rows, vocab_size], minus infinity where a row's grammar does not go on; and (row, what is wrong).
 
-        Where a row's other wishes leave none of the tokens that its grammar allows, the grammar wins.
+        Where a row's other wishes leave none of the tokens that its grammar allows, the grammar wins. Done in one
+        thread and after the forward pass: a thread beside it, and llguidance's own pool, were slower on two cores.
         """
         followed = [i for i, row in enumerate(rows) if row.sampling.grammar is not None]
         if not followed:
             return logits, ()
-        words = -(-self._vocab_size // 32)
-        masks = np.zeros((len(followed), words), dtype=np.int32)
-        failures = []
-        for index, i in enumerate(followed):
-            matcher = self._caught_up(rows[i], table)
-            matcher.unsafe_compute_mask_ptr(masks[index].ctypes.data, 4 * words)
-            # A matcher that gave up, for a grammar that is too complex at this place, answers like one that is done.
-            if matcher.is_error():
-                failures.append((i, matcher.get_error().split("\n")[0]))
-        bits = np.unpackbits(masks.view(np.uint8), axis=-1, count=logits.shape[-1], bitorder="little")
-        allowed = torch.from_numpy(bits).view(torch.bool).to(logits.device)
-        wished = logits[followed]
-        left = wished.masked_fill(~allowed, float("-inf"))
-        nothing_left = left.isneginf().all(dim=-1, keepdim=True)
-        logits = logits.clone()
-        logits[followed] = torch.where(nothing_left, torch.where(allowed, 0.0, float("-inf")), left)
-        return logits, tuple(failures)
+        matchers = self._caught_up([rows[i] for i in followed], table)
+        num_words = -(-self._vocab_size // 32)
+        # One bit for each token that may come; rows without a grammar keep all of theirs.
+        bits = np.full((len(rows), num_words), -1, dtype=np.int32)
+        address, row_bytes = bits.ctypes.data, 4 * num_words
+        for i, matcher in zip(followed, matchers, strict=True):
+            matcher.unsafe_compute_mask_ptr(address + i * row_bytes, row_bytes)
+        unpacked = np.unpackbits((~bits).view(np.uint8), axis=-1, count=logits.shape[-1], bitorder="little")
+        outside = torch.from_numpy(unpacked).view(torch.bool).to(logits.device)
+        constrained = torch.where(outside, -INFINITY, logits)
+        for i in followed:
+            if rows[i].sampling.bans_tokens and constrained[i].amax() == -INFINITY:
+                constrained[i] = torch.where(outside[i], -INFINITY, 0.0)
+        # A matcher that gave up, because its grammar is too complex at this place, allows what one allows that is done.
+        failed = [(i, matcher) for i, matcher in zip(followed, matchers, strict=True) if matcher.is_error()]
+        return constrained, tuple((i, matcher.get_error().split("\n")[0]) for i, matcher in failed)
 
-    def _caught_up(self, row: SamplingRow, table: SlotTable) -> LLMatcher:
-        """The row's matcher, behind every token of its answer so far."""
-        seat = table.seats[row.slot]
-        follower = self._followers.get(row.slot)
+    def _caught_up(self, rows: list[SamplingRow], table: SlotTable) -> list[LLMatcher]:
+        """The rows' matchers, each behind every token of its answer so far."""
+        # Nearly always each lacks one token, the newest: one look at the table for all of them.
+        cells = [row.slot * table.row_length + row.position - 1 for row in rows]
+        newest = table.token_ids[torch.tensor(cells, device=table.token_ids.device)].tolist()
+        matchers = []
+        for row, cell, token_id in zip(rows, cells, newest, strict=True):
+            follower = self._follower(table.seats[row.slot])
+            matchers.append(follower.matcher)
+            num_missed = row.num_outputs - follower.num_consumed - 1
+            if num_missed > 0:
+                follower.matcher.consume_tokens(table.token_ids[cell - num_missed : cell].tolist())
+            if num_missed >= 0:
+                follower.matcher.consume_token(token_id)
+                follower.num_consumed = row.num_outputs
+        return matchers
+
+    def _follower(self, seat: Seat) -> _Follower:
+        """Of whoever sits there now."""
+        follower = self._followers.get(seat.slot)
         if follower is None or follower.seat is not seat:
             assert seat.sampling.grammar is not None
-            follower = self._followers[row.slot] = _Follower(seat, self._matcher(seat.sampling.grammar))
-        begin = row.slot * table.row_length + seat.prompt_length
-        unseen = table.token_ids[begin + follower.num_consumed : begin + row.num_outputs].tolist()
-        follower.matcher.consume_tokens(unseen)
-        follower.num_consumed = row.num_outputs
-        return follower.matcher
+            follower = self._followers[seat.slot] = _Follower(seat, self._matcher(seat.sampling.grammar))
+        return follower
 
     def _matcher(self, grammar: str) -> LLMatcher:
         """At the grammar's beginning. Copies of one that was compiled share what they can."""

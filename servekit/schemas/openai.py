@@ -31,6 +31,8 @@ class ResponseFormat(Struct, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    # Where huggingface_hub's client, given an address, puts the schema of a `json_schema`, as an object of its own.
+    value: dict[str, Raw] | None = None
 
 
 class StructuredOutputs(Struct, kw_only=True):
@@ -84,6 +86,9 @@ class OpenAIFields(CommonFields, kw_only=True):
         asked = self.response_format
         if asked is None or asked.type == "text":
             return []
+        if asked.value is not None:
+            text = msgspec.json.encode(asked.value).decode()
+            return [Grammar(GrammarKind.JSON_SCHEMA, text, "response_format.value")]
         if asked.type == "json_object":
             return [Grammar(GrammarKind.JSON, "", "response_format")]
         if asked.json_schema is None or asked.json_schema.schema is None:

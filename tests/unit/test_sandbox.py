@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from transformers import AutoTokenizer
 
 from servekit.errors import InvalidRequest, QueueFull
@@ -15,6 +16,8 @@ from servekit.generation_request import GrammarKind
 from servekit.model_files import DEMO_MODEL_PATH, find_chat_template
 from servekit.sandbox import MAX_WAITING, Sandbox
 from servekit.sandbox_jobs import CompileGrammar, RenderChat
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOKENIZER = ["--tokenizer", str(DEMO_MODEL_PATH / "tokenizer.json")]
 CHAT = [{"role": "user", "content": "Hi {{ 1 + 1 }}"}, {"role": "assistant", "content": "Hello"}]
@@ -24,7 +27,7 @@ def render(template: str, messages: list[dict[str, Any]] = CHAT, **variables: An
     return RenderChat(template, messages, True, False, variables)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def chats() -> AsyncIterator[Sandbox]:
     sandbox = Sandbox(TOKENIZER, timeout_s=1.0, memory_bytes=2**27)
     await sandbox.start()
@@ -32,7 +35,7 @@ async def chats() -> AsyncIterator[Sandbox]:
     await sandbox.stop()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def grammars() -> AsyncIterator[Sandbox]:
     sandbox = Sandbox([*TOKENIZER, "--vocab-size", "2048", "--eos-token-ids", "2"], timeout_s=2.0, memory_bytes=2**28)
     await sandbox.start()

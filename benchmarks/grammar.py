@@ -1,0 +1,117 @@
+"""What following a grammar costs: the same load with and without one, in alternating rounds of one run, over HTTP.
+
+Every request of the batch follows a grammar: in one kind of round all the same one, in another each its own, which is
+the worst there is. Grammars were compiled before, as they are where the same ones are asked for again and again; what
+compiling costs is told apart. Answers have as many tokens with a grammar as without.
+
+    make bench-grammar
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import time
+from statistics import median
+from typing import Any
+
+import httpx2
+import torch
+from against_generate import Served
+from settings import Round, scrape
+
+
+def schema(number: int) -> dict[str, Any]:
+    """An array, so that it goes on as long as the run does."""
+    properties = {
+        f"name_{number}": {"type": "string"},
+        "kind": {"enum": ["red", "green", f"blue_{number}"]},
+        "count": {"type": "integer"},
+    }
+    item = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "array", "items": item, "minItems": 100}
+
+
+def grammar(number: int) -> dict[str, Any]:
+    return {"type": "json_schema", "value": schema(number)}
+
+
+async def play(served: Served, grammars: list[dict[str, Any] | None], num_tokens: int) -> Round:
+    """One request for each grammar, all at once."""
+    before = await scrape(served.url)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=600) as client:
+        started = time.perf_counter()
+        await asyncio.gather(*(ask(client, index, grammar, num_tokens) for index, grammar in enumerate(grammars)))
+        seconds = time.perf_counter() - started
+    return Round(seconds, len(grammars) * num_tokens, before, await scrape(served.url))
+
+
+async def ask(client: httpx2.AsyncClient, index: int, grammar: dict[str, Any] | None, num_tokens: int) -> None:
+    body = {"prompt": "Give me a list of things.", "max_tokens": num_tokens, "ignore_eos": True, "temperature": 1.0}
+    response = await client.post("/generate", content=json.dumps({**body, "seed": index, "grammar": grammar}))
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["completion_tokens"] == num_tokens
+
+
+async def measure(arguments: argparse.Namespace) -> None:
+    size, num_tokens = arguments.concurrency, arguments.num_tokens
+    kinds: dict[str, list[dict[str, Any] | None]] = {
+        "none": [None] * size,
+        "the same": [grammar(0)] * size,
+        "each its own": [grammar(number) for number in range(size)],
+    }
+    rounds: dict[str, list[Round]] = {kind: [] for kind in kinds}
+    served = Served(arguments.model)
+    try:
+        await served.wait_until_ready()
+        compiling = await first_times(served, size)
+        for number in range(arguments.rounds + 1):
+            for kind, grammars in kinds.items():
+                played = await play(served, grammars, num_tokens)
+                if number:  # the first one warms up
+                    rounds[kind].append(played)
+    finally:
+        served.stop()
+    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {arguments.model}")
+    print(f"{size} requests of {num_tokens} tokens, medians of {arguments.rounds} rounds\n")
+    print("| grammars | tokens/s | ratio | the worker's step, ms | ratio |")
+    print("|---|---:|---:|---:|---:|")
+    for kind, played_rounds in rounds.items():
+        pairs = list(zip(played_rounds, rounds["none"], strict=True))
+        print(
+            f"| {kind} | {median(one.tokens_per_s for one in played_rounds):,.0f} "
+            f"| {median(one.tokens_per_s / none.tokens_per_s for one, none in pairs):.3f} "
+            f"| {median(one.step_ms for one in played_rounds):.2f} "
+            f"| {median(one.step_ms / none.step_ms for one, none in pairs):.3f} |"
+        )
+    print(f"\na grammar's first request, beyond a second one: median {1e3 * compiling:.1f} ms")
+
+
+async def first_times(served: Served, size: int) -> float:
+    """Seconds that a grammar nobody has asked for before adds to a request of one token."""
+    added = []
+    async with httpx2.AsyncClient(base_url=served.url, timeout=600) as client:
+        for number in range(size):
+            elapsed_s = []
+            for _ in range(2):
+                started = time.perf_counter()
+                await ask(client, 0, grammar(number), 1)
+                elapsed_s.append(time.perf_counter() - started)
+            added.append(elapsed_s[0] - elapsed_s[1])
+    return median(added)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--num-tokens", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=9)
+    asyncio.run(measure(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Claims about answers that follow a grammar, judged by others who know the language: Python's re and jsonschema."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+import jsonschema
+import pytest
+
+from servekit.generation_request import GrammarKind
+from servekit.grammar import compile_grammar, grammar_tokenizer
+from servekit.model_files import DEMO_MODEL_PATH
+from servekit.sandbox_jobs import CompileGrammar, Done
+from servekit.sequence import FinishReason, Sequence
+from servekit.tokenizer import load_tokenizer
+from tests.inprocess import InProcessEngine, load
+from workers.model_manager import LoadedModel
+
+TOKENIZER = load_tokenizer(DEMO_MODEL_PATH)
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "likes": {"type": "array", "items": {"enum": ["cats", "dogs", "<eos>"]}, "maxItems": 3},
+        "home": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/home"}]},
+    },
+    "required": ["name", "age", "home"],
+    "additionalProperties": False,
+    "$defs": {"home": {"type": "object", "properties": {"city": {"const": "Paris"}}, "required": ["city"]}},
+}
+REGEXES = [r"\d{4}-[01]\d", r"[a-z]{2,9}@[a-z]{2,5}\.(org|com)", r"(yes|no)( really)?", "été 🦊!", r"a/b\\c", "<eos>?!"]
+CHOICES = ["red", 'a "quoted" one', "<eos>", "<|user|>", "éà\n🦊", "\\", "/", "red and green"]
+
+
+@pytest.fixture(scope="module")
+def demo() -> LoadedModel:
+    return load(DEMO_MODEL_PATH)
+
+
+def compile_one(kind: GrammarKind, text: str) -> str:
+    tokenizer = grammar_tokenizer(DEMO_MODEL_PATH / "tokenizer.json", 2048, [2])
+    outcome = compile_grammar(CompileGrammar(kind, text), tokenizer)
+    assert isinstance(outcome, Done), outcome
+    return outcome.text
+
+
+def prompt_of(number: int) -> list[int]:
+    (token_ids,) = TOKENIZER.encode_now([f"Tell me about number {number}. " * (1 + number % 3)])
+    return token_ids
+
+
+def text_of(sequence: Sequence) -> str:
+    """The answer as its client gets it, without what ended it."""
+    token_ids = sequence.output_token_ids
+    return TOKENIZER.decode(token_ids[:-1] if sequence.finish_reason is FinishReason.STOP else token_ids)
+
+
+def is_valid(kind: GrammarKind, text: str, answer: str) -> bool:
+    match kind:
+        case GrammarKind.REGEX:
+            return re.fullmatch(text, answer, re.ASCII) is not None
+        case GrammarKind.CHOICE:
+            return answer in json.loads(text)
+        case GrammarKind.JSON_SCHEMA:
+            return jsonschema.Draft202012Validator(json.loads(text)).is_valid(json.loads(answer))
+        case GrammarKind.JSON:
+            return isinstance(json.loads(answer), dict)
+        case _:
+            return answer.startswith("(") and answer.count("(") == answer.count(")")
+
+
+def test_every_answer_matches_its_grammar_through_preemption_beside_free_ones(demo: LoadedModel) -> None:
+    """Hot enough to say anything; pools small enough to lose seats; half of the batch asks for nothing."""
+    asked = [
+        *((GrammarKind.REGEX, regex) for regex in REGEXES),
+        (GrammarKind.CHOICE, json.dumps(CHOICES)),
+        (GrammarKind.JSON_SCHEMA, json.dumps(PERSON)),
+        (GrammarKind.EBNF, 'start: "(" (start | "x"){0,2} ")"'),
+    ] * 4
+    engine = InProcessEngine(demo, num_blocks=40, max_num_seqs=16, max_num_batched_tokens=40, max_steps_in_flight=2)
+    free, constrained = [], []
+    for number, (kind, text) in enumerate(asked):
+        options: dict[str, Any] = {"temperature": 1.5, "seed": number, "max_tokens": 120}
+        free.append(engine.add(prompt_of(number), **{**options, "max_tokens": 25}))
+        constrained.append(engine.add(prompt_of(number), grammar=compile_one(kind, text), **options))
+    engine.run()
+    assert engine.manager.num_preemptions > 0
+    whole = 0
+    for sequence, (kind, text) in zip(constrained, asked, strict=True):
+        if sequence.finish_reason is FinishReason.STOP:
+            assert is_valid(kind, text, text_of(sequence)), (kind, text, text_of(sequence))
+            whole += 1
+    assert whole > 0.9 * len(asked)
+    alone = InProcessEngine(demo, num_blocks=200)
+    for number, sequence in enumerate(free[:6]):
+        same = alone.add(prompt_of(number), temperature=1.5, seed=number, max_tokens=25)
+        alone.run()
+        assert same.output_token_ids == sequence.output_token_ids, "a neighbour's grammar is nobody else's business"
+
+
+def test_a_preempted_answer_goes_on_in_its_grammar_as_if_nothing_had_happened(demo: LoadedModel) -> None:
+    grammar = compile_one(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
+    answers = []
+    for num_blocks in (400, 50):
+        engine = InProcessEngine(demo, num_blocks=num_blocks)
+        sequences = [
+            engine.add(prompt_of(n), grammar=grammar, temperature=1.2, seed=n, max_tokens=90) for n in range(8)
+        ]
+        engine.run()
+        assert (engine.manager.num_preemptions > 0) == (num_blocks == 50)
+        answers.append([text_of(sequence) for sequence in sequences])
+    assert answers[0] == answers[1]
+
+
+def test_a_grammar_wins_where_other_wishes_leave_nothing(demo: LoadedModel) -> None:
+    engine = InProcessEngine(demo)
+    yes_or_no = compile_one(GrammarKind.CHOICE, '["yes", "no"]')
+    (yes,) = TOKENIZER.encode_now(["yes"], add_special_tokens=False)
+    (sky,) = TOKENIZER.encode_now([" sky"], add_special_tokens=False)
+    for options in (
+        {"allowed_token_ids": tuple(sky)},
+        {"min_tokens": 50},
+        {"bad_words": (tuple(yes),), "logit_bias": ((yes[0], -100.0),)},
+    ):
+        sequence = engine.add(prompt_of(1), grammar=yes_or_no, max_tokens=60, **options)
+        engine.run()
+        assert text_of(sequence) in ("yes", "no")
+
+
+def test_forks_follow_their_grammar_each_on_its_own(demo: LoadedModel) -> None:
+    engine = InProcessEngine(demo, num_blocks=400)
+    grammar = compile_one(GrammarKind.REGEX, "[a-z]{5,40}")
+    options: dict[str, Any] = {"grammar": grammar, "temperature": 2.0, "max_tokens": 50}
+    leader = engine.add(prompt_of(2), seed=0, **options)
+    forks = [leader, *(engine.add(prompt_of(2), leader=leader, seed=seed, **options) for seed in range(1, 6))]
+    engine.run()
+    texts = [text_of(sequence) for sequence in forks]
+    assert all(re.fullmatch("[a-z]{5,40}", text) for text in texts) and len(set(texts)) > 3
+
+
+def test_a_grammar_too_complex_to_go_on_with_fails_its_own_sequence_only(demo: LoadedModel) -> None:
+    """Ambiguity grows with the answer: compiled in no time, but seconds for a token if nobody sets a limit."""
+    grammar = compile_one(GrammarKind.EBNF, "start: s\ns: s s s | s s | /[a-z ]/ |")
+    engine = InProcessEngine(demo, num_blocks=200)
+    lost = engine.add(prompt_of(3), grammar=grammar, temperature=2.0, max_tokens=100)
+    other = engine.add(prompt_of(4), max_tokens=20)
+    slowest_s = 0.0
+    while engine.manager.has_work:
+        started = time.perf_counter()
+        engine.step()
+        slowest_s = max(slowest_s, time.perf_counter() - started)
+    assert lost.finish_reason is FinishReason.ERROR
+    assert other.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    assert slowest_s < 0.5
+    engine.manager.check()
