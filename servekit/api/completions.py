@@ -163,6 +163,8 @@ class CompletionTeller(_Common):
             choice.logprobs = self._logprobs(sequence, tokens)
         if (reason := deltas[-1].finish_reason) is not None:
             choice.finish_reason, choice.stop_reason = finish_reason(reason, deltas[-1].stop_reason)
+            if self._tells_nothing_new:
+                choice.finish_reason, choice.stop_reason = "length", None
         return choice
 
     def _logprobs(self, sequence: int, tokens: Sequence[tuple[int, TokenLogprobs | None]]) -> CompletionLogprobs:
