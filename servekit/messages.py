@@ -75,7 +75,8 @@ class Row(Struct, frozen=True, array_like=True, gc=False):
     """One sequence's share of a step: compute positions [start, start + num_tokens).
 
     `token_ids` are the known tokens from `start` on. It is shorter than `num_tokens` where the manager does not
-    know the tail yet, because a step still in flight samples it; the worker has those ids in its own token table.
+    know the tail yet, because a step still in flight samples it; the worker has those ids in its own token table. It is
+    longer by one where the prompt is to be explained: a chunk's last logits foretell the token behind it.
     """
 
     slot: int

@@ -247,6 +247,23 @@ def test_best_of_gives_the_likeliest(server: ServerProcess) -> None:
     assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "best_of")
 
 
+def test_sixty_four_answers_share_the_blocks_of_their_prompt(server: ServerProcess) -> None:
+    """Counted while all of them run: each has a block or two of its own, and the prompt's are there once."""
+    server.wait_until_at_rest()
+    prompt = "the cat sat on the mat and the dog looked at it " * 12
+    num_tokens = ask(server, "/tokenize", {"prompt": prompt})["count"]
+    body = {"prompt": prompt, "n": 64, "max_tokens": 14, "ignore_eos": True, "temperature": 1, "stream": True}
+    most = 0.0
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        for number, _ in enumerate(response.iter_lines()):
+            if number % 40 == 0 and server.metric("servekit_num_requests_running") == 64:
+                free = server.metric("servekit_kv_blocks_free")
+                most = max(most, server.metric("servekit_kv_blocks_total") - free)
+    assert num_tokens > 8 * 16, "else there is little to share"
+    assert 64 < most <= num_tokens // 16 + 64 * 2
+    server.wait_until_at_rest()
+
+
 def _tgi(body: Json) -> Json:
     return {{"max_tokens": "max_new_tokens"}.get(key, key): value for key, value in body.items() if key != "prompt"}
 
