@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from servekit.engine import LLMEngine, Submission
 from servekit.errors import RequestTooLarge, ServekitError
@@ -70,14 +71,27 @@ def event(value: Any) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
 
 
-def stream(request: Request, events: AsyncIterator[bytes]) -> Response:
-    """Server-sent events as they come, with comments while there are none."""
-    return EventSourceResponse(
-        events,
-        sep="\n",  # naive clients split on a bare blank line
-        ping=engine_of(request).config.sse_keep_alive_interval,
-        ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
-    )
+class EventStream(EventSourceResponse):
+    """A request's server-sent events as they come, with comments while there are none.
+
+    However the stream ends, even before its first event, the work for it ends too: a generator that nobody has begun to
+    read would not notice.
+    """
+
+    def __init__(self, request: Request, submission: Submission, events: AsyncIterator[bytes]) -> None:
+        super().__init__(
+            events,
+            sep="\n",  # naive clients split on a bare blank line
+            ping=engine_of(request).config.sse_keep_alive_interval,
+            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+        )
+        self._submission = submission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._submission.abort()
 
 
 # -- clients that leave ------------------------------------------------------------------------------------------------

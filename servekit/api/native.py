@@ -12,13 +12,13 @@ from servekit.api import tgi
 from servekit.api.answers import Answer, collect, follow, new_id
 from servekit.api.http import (
     Endpoint,
+    EventStream,
     engine_of,
     error_body,
     event,
     nobody_is_there,
     read_body,
     respond,
-    stream,
     unless_disconnected,
 )
 from servekit.client_queue import TokenDelta
@@ -132,7 +132,7 @@ async def _stream(request: Request, asked: GenerateRequest, has_ids: bool = Fals
             param="best_of",
         )
     submission = await engine.submit(wanted)
-    return stream(request, _events(submission, Teller(submission, engine.tokenizer), has_ids))
+    return EventStream(request, submission, _events(submission, Teller(submission, engine.tokenizer), has_ids))
 
 
 async def _events(submission: Submission, tell: Teller, has_ids: bool) -> AsyncIterator[bytes]:
@@ -149,8 +149,6 @@ async def _events(submission: Submission, tell: Teller, has_ids: bool) -> AsyncI
             yield b"".join(written)
     except ServekitError as error:
         yield event(error_body(error))
-    finally:
-        submission.abort()
 
 
 class Teller:

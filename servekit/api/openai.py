@@ -13,13 +13,13 @@ from servekit.api.answers import collect, follow, new_id
 from servekit.api.completions import ChatTeller, CompletionTeller, Teller
 from servekit.api.http import (
     Endpoint,
+    EventStream,
     engine_of,
     error_body,
     event,
     nobody_is_there,
     read_body,
     respond,
-    stream,
     unless_disconnected,
 )
 from servekit.config import ServeConfig
@@ -72,7 +72,7 @@ async def chat_completions(request: Request) -> Response:
 
 async def _answer(request: Request, asked: OpenAIFields, submission: Submission, tell: Teller) -> Response:
     if asked.stream:
-        return stream(request, _events(submission, tell))
+        return EventStream(request, submission, _events(submission, tell))
     prompts = await unless_disconnected(request, submission, collect(submission))
     return nobody_is_there() if prompts is None else respond(tell.response(prompts))
 
@@ -87,8 +87,6 @@ async def _events(submission: Submission, tell: Teller) -> AsyncIterator[bytes]:
         yield b"".join(map(event, tell.last_chunks())) + DONE
     except ServekitError as error:
         yield event(error_body(error)) + DONE
-    finally:
-        submission.abort()
 
 
 DONE = b"data: [DONE]\n\n"

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from servekit.api.answers import Answer, collect, follow
 from servekit.api.http import (
     Endpoint,
+    EventStream,
     engine_of,
     error_body,
     event,
@@ -18,7 +19,6 @@ from servekit.api.http import (
     read_body,
     respond,
     speaks_tgi,
-    stream,
     unless_disconnected,
 )
 from servekit.client_queue import TokenDelta
@@ -59,7 +59,7 @@ async def answer(request: Request, body: bytes, streams: bool = False, in_a_list
     submission = await engine.submit(wanted)
     tell = _Teller(asked, submission, engine.tokenizer)
     if streams:
-        return stream(request, _events(submission, tell))
+        return EventStream(request, submission, _events(submission, tell))
     prompts = await unless_disconnected(request, submission, collect(submission))
     if prompts is None:
         return nobody_is_there()
@@ -81,8 +81,6 @@ async def _events(submission: Submission, tell: _Teller) -> AsyncIterator[bytes]
             yield b"".join(written)
     except ServekitError as error:
         yield event(error_body(error, for_tgi=True))
-    finally:
-        submission.abort()
 
 
 class _Teller:

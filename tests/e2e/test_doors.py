@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -294,6 +295,16 @@ def test_a_browser_is_told_to_stop_when_it_comes_back(server: ServerProcess) -> 
     assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "max_tokens")
     listed = server.client.get("/generate_stream?prompt=What+color+is+the+sky%3F&stop=blue&stop=green")
     assert list(events(iter(listed.text.splitlines())))[-1]["stop_reason"] == "blue"
+
+
+def test_a_head_request_leaves_nothing_running(server: ServerProcess) -> None:
+    """Whoever looks at the headers only never reads the stream that was begun for it."""
+    server.wait_until_at_rest()
+    query = {"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True}
+    assert server.client.head("/generate_stream", params=query).headers["content-type"].startswith("text/event-stream")
+    started = time.monotonic()
+    server.wait_until_at_rest()
+    assert time.monotonic() - started < 1, "1900 tokens would take longer"
 
 
 def test_tokens_come_back_as_the_text_they_were(server: ServerProcess) -> None:
