@@ -225,7 +225,7 @@ class LLMEngine:
         started = self._clock()
         self._expire(manager, started)
         while (plan := manager.plan(started)) is not None:
-            self._executor.send(plan)
+            self._executor.send(plan.with_grammars_apart())
             self.metrics.iteration_tokens.observe(plan.num_tokens)
         if not manager.num_in_flight:
             assert not manager.has_work, "there is work, nothing is in flight, and no step was planned"

@@ -26,6 +26,7 @@ from servekit.tokenizer import Tokenizer
 from servekit.workload_manager import WorkloadManager
 
 MAX_GRAMMARS_KEPT = 256
+MAX_GRAMMAR_CHARACTERS = 2**16  # it travels to the worker within a step's plan
 
 Value = TypeVar("Value")
 
@@ -168,6 +169,11 @@ class Intake:
         """The grammar as the worker takes it; one that came lately is not compiled again."""
         if not self._model.eos_token_ids:
             raise InvalidRequest(f"{grammar.param}: this model has no token that ends an answer", param=grammar.param)
+        if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
+            raise InvalidRequest(
+                f"{grammar.param} has {len(grammar.text)} characters; at most {MAX_GRAMMAR_CHARACTERS} are taken",
+                param=grammar.param,
+            )
         key = (str(grammar.kind), grammar.text)
         if key not in self._grammars:
             self._grammars[key] = await self._compiler.run(CompileGrammar(grammar.kind, grammar.text), grammar.param)

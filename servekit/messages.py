@@ -8,6 +8,7 @@ and, where prompts are found in the prefix cache, with what they need not comput
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from servekit.sampling_params import SamplingParams
 
@@ -69,6 +70,7 @@ class Seat(Struct, frozen=True, array_like=True, gc=False):
     prompt_length: int = 0
     stop_token_ids: tuple[int, ...] = ()  # what may not come before `min_tokens`
     token_ids: tuple[int, ...] = ()  # of the positions before the first row
+    grammar: int | None = None  # on the wire: where among the plan's grammars stands that of `sampling`
 
 
 class Row(Struct, frozen=True, array_like=True, gc=False):
@@ -95,10 +97,34 @@ class StepPlan(Struct, frozen=True, tag="step_plan"):
     seats: tuple[Seat, ...]
     rows: tuple[Row, ...]
     copies: tuple[tuple[int, int], ...] = ()  # (from, to): whole blocks, copied before anything is computed
+    grammars: tuple[str, ...] = ()  # on the wire: each one once, however many seats follow it
 
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+    def with_grammars_apart(self) -> StepPlan:
+        """As it is sent: a hundred answers to one prompt would bring their grammar a hundred times."""
+        places: dict[str, int] = {}
+        seats = []
+        for seat in self.seats:
+            if (text := seat.sampling.grammar) is not None:
+                place = places.setdefault(text, len(places))
+                seat = replace(seat, sampling=replace(seat.sampling, grammar=None), grammar=place)
+            seats.append(seat)
+        return replace(self, seats=tuple(seats), grammars=tuple(places)) if places else self
+
+    def with_grammars_back(self) -> StepPlan:
+        """As it was planned."""
+        if not self.grammars:
+            return self
+        seats = [
+            seat
+            if seat.grammar is None
+            else replace(seat, sampling=replace(seat.sampling, grammar=self.grammars[seat.grammar]), grammar=None)
+            for seat in self.seats
+        ]
+        return replace(self, seats=tuple(seats), grammars=())
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):

@@ -78,4 +78,4 @@ class ModelWorker:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         assert self._runner is not None, "a step before the model was loaded"
-        return self._runner.execute(plan)
+        return self._runner.execute(plan.with_grammars_back())
