@@ -10,8 +10,10 @@ from servekit.detokenizer import Detokenizer
 Tokens = st.lists(st.binary(min_size=0, max_size=4), max_size=30)
 
 
-def stream(tokens: list[bytes], stop: tuple[str, ...] = ()) -> tuple[list[str], Detokenizer]:
-    detokenizer = Detokenizer(lambda index: tokens[index], stop)
+def stream(
+    tokens: list[bytes], stop: tuple[str, ...] = (), include_stop: bool = False, min_tokens: int = 0
+) -> tuple[list[str], Detokenizer]:
+    detokenizer = Detokenizer(lambda index: tokens[index], stop, include_stop, min_tokens)
     pieces = []
     for index in range(len(tokens)):
         pieces.append(detokenizer.feed(index))
@@ -61,6 +63,30 @@ def test_stop_strings_across_tokens_cut_as_if_read_character_by_character(
 ) -> None:
     pieces, detokenizer = stream(split(text.encode(), cuts), tuple(stop))
     assert ("".join(pieces), detokenizer.stop_string) == stopped_naively(text, tuple(stop))
+
+
+@settings(max_examples=1500, deadline=None)
+@given(
+    st.text(alphabet="abé", max_size=20),
+    st.lists(st.text(alphabet="abé", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.integers(0, 40)),
+    st.booleans(),
+    st.integers(0, 8),
+)
+def test_before_min_tokens_no_stop_string_counts_and_it_may_stay_in_the_text(
+    text: str, stop: list[str], cuts: list[int], include_stop: bool, min_tokens: int
+) -> None:
+    tokens = split(text.encode(), cuts)
+    pieces, detokenizer = stream(tokens, tuple(stop), include_stop, min_tokens)
+    early = b"".join(tokens[: max(min_tokens - 1, 0)]).decode("utf-8", "ignore")  # a broken character comes later
+    late, found = stopped_naively(text.removeprefix(early), tuple(stop))
+    assert ("".join(pieces), detokenizer.stop_string) == (early + late + (found or "") * include_stop, found)
+
+
+def test_text_before_min_tokens_is_not_held_back() -> None:
+    detokenizer = Detokenizer(lambda token_id: bytes([token_id]), ("ab",), min_tokens=3)
+    assert [detokenizer.feed(byte) for byte in b"abaab"] == ["a", "b", "", "a", ""]
+    assert detokenizer.stop_string == "ab"
 
 
 @settings(max_examples=500, deadline=None)

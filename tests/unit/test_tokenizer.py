@@ -67,6 +67,41 @@ def test_text_survives_the_round_trip(text: str) -> None:
     assert decode(ours, token_ids) == text.replace("<s>", "").replace("</s>", "")
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 5), max_size=40), st.booleans())
+def test_decoding_at_once_is_what_a_stream_gives_and_what_the_library_says(token_ids: list[int], skip: bool) -> None:
+    ours = Tokenizer(BYTE_LEVEL, {"type": "ByteLevel"})
+    detokenizer = Detokenizer(ours.token_bytes if skip else ours.token_bytes_with_special)
+    streamed = "".join(map(detokenizer.feed, token_ids)) + detokenizer.finish()
+    assert ours.decode(token_ids, skip_special_tokens=skip) == streamed
+    normal = [
+        token_id for token_id in token_ids if token_id > 1
+    ]  # the library cuts a broken character at a special one
+    assert ours.decode(normal) == BYTE_LEVEL.decode(normal, skip_special_tokens=skip)
+
+
+def test_special_tokens_have_a_text_for_whoever_wants_it() -> None:
+    ours = Tokenizer(BYTE_LEVEL, {"type": "ByteLevel"})
+    assert [ours.token_bytes_with_special(token_id) for token_id in (0, 1, 10**6)] == [b"<s>", b"</s>", b""]
+    hello = ours.encode_now(["hello"])[0]
+    assert (ours.decode(hello), ours.decode(hello, skip_special_tokens=True)) == ("<s>hello", "hello")
+
+
+async def test_spans_say_which_characters_a_token_covers() -> None:
+    ours = Tokenizer(BYTE_LEVEL, {"type": "ByteLevel"})
+    for text in ("hello world", "grüße 🦊", ""):
+        (token_ids,) = ours.encode_now([text])
+        (_, *spans), without = await ours.spans(text, True), await ours.spans(text, False)
+        assert spans == without
+        assert [0, *(token_id for token_id, _, _ in spans)] == token_ids
+        assert all(0 <= start < stop <= len(text) for _, start, stop in spans)
+        assert {place for _, start, stop in spans for place in range(start, stop)} == set(range(len(text)))
+    assert [text[start:stop] for text in ["hello the"] for _, start, stop in await ours.spans(text, False)] == [
+        ours.decode([token_id]) for token_id in ours.encode_now(["hello the"], add_special_tokens=False)[0]
+    ]
+    ours.close()
+
+
 def test_byte_fallback_tokens_join_to_characters(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save(byte_fallback(), tmp_path))
     fox = [2 + byte for byte in "🦊".encode()]

@@ -1,0 +1,139 @@
+"""Claims about conversations: whose template counts, and that one which runs away or dies harms its own client only."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import httpx2
+import pytest
+
+from servekit.model_files import DEMO_MODEL_PATH
+from tests.server_process import ServerProcess, serving
+
+Json = dict[str, Any]
+QUESTION = "What color is the sky?"
+OWN = "{{ bos_token }}<|user|>{{ messages[0].content }}{{ eos_token }}<|assistant|>"  # as the demo model has it
+RUNAWAY = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+SANDBOX_TIMEOUT_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The demo model without its template; requests may bring theirs."""
+    directory = tmp_path_factory.mktemp("bare")
+    model = copytree(DEMO_MODEL_PATH, directory / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    arguments = ["--model", str(model), "--trust-request-chat-template", "--sandbox-timeout", str(SANDBOX_TIMEOUT_S)]
+    with serving(*arguments, log=directory / "log") as server:
+        yield server
+
+
+def chat(server: ServerProcess, **fields: Any) -> httpx2.Response:
+    body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 12, **fields}
+    return server.client.post("/v1/chat/completions", json=body)
+
+
+def text(response: httpx2.Response) -> str:
+    assert response.status_code == 200, response.text
+    content: str = response.json()["choices"][0]["message"]["content"]
+    return content
+
+
+def expected(server: ServerProcess, prompt: str = f"<bos><|user|>{QUESTION}<eos><|assistant|>") -> str:
+    answer: str = server.generate(prompt, temperature=0, max_tokens=12)["generated_text"]
+    return answer
+
+
+def test_without_any_template_a_chat_is_refused_and_told_what_to_do(bare: ServerProcess) -> None:
+    response = chat(bare)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "chat_template_missing", "messages")
+    assert "--chat-template" in error["message"]
+
+
+def test_a_request_may_bring_its_own_template_and_variables_for_it(bare: ServerProcess) -> None:
+    assert text(chat(bare, chat_template=OWN)) == expected(bare)
+    variables = {"prefix": "<bos><|user|>", "bos_token": "not the client's to say"}
+    template = OWN.replace("{{ bos_token }}<|user|>", "{{ prefix }}")
+    assert text(chat(bare, chat_template=template, chat_template_kwargs=variables)) == expected(bare)
+    assert text(chat(bare, chat_template=OWN, chat_template_kwargs=variables)) == expected(bare)
+
+
+def test_a_template_that_refuses_is_told_to_its_client(bare: ServerProcess) -> None:
+    response = chat(bare, chat_template="{{ raise_exception('only two may speak') }}")
+    assert response.status_code == 400 and "only two may speak" in response.json()["error"]["message"]
+
+
+def test_a_runaway_template_holds_up_nobody_elses_stream_and_not_the_next_chat(bare: ServerProcess) -> None:
+    token_times: list[float] = []
+    is_enough = threading.Event()
+
+    def read_streams() -> None:
+        body = {"prompt": "Tell me a story.", "max_tokens": 1500, "ignore_eos": True}
+        with httpx2.Client(base_url=bare.url, timeout=60) as client:
+            while not is_enough.is_set():
+                with client.stream("POST", "/generate_stream", json=body) as response:
+                    for line in response.iter_lines():
+                        token_times.extend([time.monotonic()] * line.startswith("data: "))
+                        if is_enough.is_set():
+                            break
+
+    reading = threading.Thread(target=read_streams)
+    reading.start()
+    try:
+        while not token_times:
+            time.sleep(0.01)
+        started = time.monotonic()
+        refusal = chat(bare, chat_template=RUNAWAY)
+        refused = time.monotonic()
+        served = text(chat(bare, chat_template=OWN))
+        time.sleep(0.1)
+    finally:
+        is_enough.set()
+        reading.join()
+    assert refusal.status_code == 400 and "not done within 1 s" in refusal.json()["error"]["message"]
+    assert SANDBOX_TIMEOUT_S <= refused - started < 3
+    assert served == expected(bare)
+    assert token_times[0] <= started and token_times[-1] >= refused, "the stream went on all the while"
+    assert max(later - earlier for earlier, later in pairwise(token_times)) < 1
+
+
+def test_after_its_sandboxes_were_killed_a_server_starts_others(bare: ServerProcess) -> None:
+    killed = bare.sandbox_pids()
+    assert len(killed) == 2, "one for chats and one for grammars"
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in killed):
+        assert time.monotonic() < deadline, "the server does not notice"
+        time.sleep(0.01)
+    assert text(chat(bare, chat_template=OWN)) == expected(bare)
+    grammar = {"type": "regex", "value": f"[ab]{{3}}{killed[0]}"}  # one that nobody has compiled
+    answer = bare.generate(QUESTION, grammar=grammar, max_tokens=40)["generated_text"]
+    assert answer[3:] == str(killed[0]) and set(answer[:3]) <= {"a", "b"}
+    assert len(bare.sandbox_pids()) == 2 and not {*bare.sandbox_pids()} & {*killed}
+
+
+def test_the_operators_template_overrides_the_models_and_requests_bring_none(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ bos_token }}<|user|>Say it again: {{ messages[0].content }}{{ eos_token }}<|assistant|>")
+    with serving("--chat-template", str(file), log=tmp_path / "log") as server:
+        by_operator = expected(server, f"<bos><|user|>Say it again: {QUESTION}<eos><|assistant|>")
+        assert text(chat(server)) == by_operator
+        rendered_tokens = len(server.client.post("/tokenize", json={"prompt": "Say it again: "}).json()["tokens"])
+        told = chat(server).json()["usage"]["prompt_tokens"]
+        plain = server.generate(f"<bos><|user|>{QUESTION}<eos><|assistant|>", max_tokens=1)["usage"]["prompt_tokens"]
+        assert plain < told <= plain + rendered_tokens
+        response = chat(server, chat_template=OWN)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template")
