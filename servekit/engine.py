@@ -150,7 +150,7 @@ class LLMEngine:
         self.worker = await self._executor.start(self._load_message(str(path)), self.config.load_timeout)
         self._manager = manager = WorkloadManager(self._scheduler_config(self.worker))
         self._intake = Intake(self.config, path, self._tokenizer, template, self.worker.model, manager)
-        await self._intake.start()
+        self._intake.start()
         self.metrics.watch(lambda: _snapshot(manager))
         self._main_loop = asyncio.create_task(self._run(manager), name="servekit main loop")
 

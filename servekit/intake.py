@@ -64,11 +64,15 @@ class Intake:
             ["--tokenizer", file, "--vocab-size", str(model.vocab_size), "--eos-token-ids", *eos], *limits
         )
         self._grammars: OrderedDict[tuple[str, str], str] = OrderedDict()  # compiled lately
+        self._starting: asyncio.Future[Any]
 
-    async def start(self) -> None:
-        await asyncio.gather(self._chats.start(), self._compiler.start())
+    def start(self) -> None:
+        """Start what takes a second to start, and do not wait for it: most requests need none of it."""
+        self._starting = asyncio.gather(self._chats.start(), self._compiler.start(), return_exceptions=True)
 
     async def stop(self) -> None:
+        self._starting.cancel()
+        await asyncio.gather(self._starting, return_exceptions=True)
         await asyncio.gather(self._chats.stop(), self._compiler.stop())
 
     # -- conversations ------------------------------------------------------------------------------------------------
