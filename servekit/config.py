@@ -78,7 +78,9 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_num_queued_reqs: Annotated[Positive, Meta(description="sequences that may wait; more are refused with 503")] = (
         4096
     )
-    max_client_batch_size: Annotated[int, Meta(ge=1, le=65536, description="prompts that one request may carry")] = 1024
+    max_client_batch_size: Annotated[
+        int, Meta(ge=1, le=65536, description="answers that one request may have computed")
+    ] = 1024
     max_body_bytes: Annotated[Positive, Meta(description="largest request body")] = 8 * 2**20
     step_timeout: Annotated[
         float, Meta(gt=0.0, le=86400.0, description="seconds after which a worker that does not answer is given up")
@@ -103,9 +105,9 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = False
     sandbox_timeout: Annotated[
         float, Meta(gt=0.0, le=600.0, description="seconds that rendering a chat or compiling a grammar may take")
-    ] = 5.0
+    ] = 2.0
     sandbox_memory_bytes: Annotated[
-        int, Meta(ge=2**20, le=2**40, description="memory that rendering a chat or compiling a grammar may take")
+        int, Meta(ge=2**24, le=2**40, description="memory that rendering a chat or compiling a grammar may take")
     ] = 2**29
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="how much to log")] = "info"
 

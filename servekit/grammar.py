@@ -7,7 +7,9 @@ text, with the same limits, and follows it token by token.
 from __future__ import annotations
 
 import json
+import re
 import secrets
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ JSON_STYLE: JsonCompileOptions = {
 }
 # An ambiguous grammar can take seconds for one token, and the whole batch waits. With this it is given up within some
 # ten milliseconds; a schema of a hundred nested properties needs a tenth of it.
+PRIVATE = "\U0010fffd"  # a character of nobody's alphabet
 LIMITS = LLParserLimits(step_max_items=5000, verbose_errors=False)
 
 
@@ -37,20 +40,26 @@ def grammar_tokenizer(file: Path, vocab_size: int, eos_token_ids: Iterable[int])
     """What llguidance must know of a model's tokens, from its tokenizer.json. `vocab_size` is that of the logits.
 
     Special tokens get names that nobody can guess. Under their own, a grammar whose text happens to spell one, such as
-    a choice of "<eos>", would ask for the token and not for the text.
+    a choice of "<eos>", would ask for the token and not for the text. Tokens beyond the logits are never sampled, and
+    left out. Raises ValueError for a tokenizer that llguidance cannot use.
     """
     tokenizer: dict[str, Any] = json.loads(file.read_bytes())
-    prefix = f"\U0010fffd{secrets.token_hex(8)}:"
-    renamed = {token["content"]: f"{prefix}{token['id']}" for token in tokenizer.get("added_tokens", ())}
-    for token in tokenizer.get("added_tokens", ()):
-        token["content"] = renamed[token["content"]]
+    added = [token for token in tokenizer.get("added_tokens", ()) if token["id"] < vocab_size]
+    prefix = f"{PRIVATE}{secrets.token_hex(8)}:"
+    renamed = {token["content"]: f"{prefix}{token['id']}" for token in added if token["special"]}
+    for token in added:
+        token["content"] = renamed.get(token["content"], token["content"])
     vocabulary = tokenizer["model"]["vocab"]
     if isinstance(vocabulary, dict):
-        tokenizer["model"]["vocab"] = {renamed.get(token, token): id_ for token, id_ in vocabulary.items()}
+        known = {renamed.get(token, token): id_ for token, id_ in vocabulary.items() if id_ < vocab_size}
+        tokenizer["model"]["vocab"] = known
     else:  # a unigram model's pairs of token and score
-        tokenizer["model"]["vocab"] = [(renamed.get(token, token), score) for token, score in vocabulary]
-    tokenizer |= {"post_processor": None, "truncation": None, "padding": None}
-    return LLTokenizer(json.dumps(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        tokenizer["model"]["vocab"] = [(renamed.get(token, token), score) for token, score in vocabulary[:vocab_size]]
+    tokenizer |= {"added_tokens": added, "post_processor": None, "truncation": None, "padding": None}
+    try:
+        return LLTokenizer(json.dumps(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    except Exception as error:  # whatever the Rust library raises
+        raise ValueError(f"no grammars for this model: llguidance cannot use its tokenizer ({error})") from None
 
 
 def matcher_for(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
@@ -64,12 +73,21 @@ def compile_grammar(job: CompileGrammar, tokenizer: LLTokenizer) -> Outcome:
         grammar = _translate(job.kind, job.text)
     except ValueError as error:
         return Refused(str(error))
+    started_s = time.process_time()
     matcher = matcher_for(grammar, tokenizer)
     # Much of a grammar is looked at only when it is used, and one that never ends is noticed with the second token.
     for _ in range(2):
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         matcher.consume_token((allowed & -allowed).bit_length() - 1)  # the first of them
-    return Refused(_in_words(matcher.get_error())) if matcher.is_error() else Done(grammar)
+    if matcher.is_error():
+        return Refused(_in_words(matcher.get_error()))
+    elapsed_s = time.process_time() - started_s
+    if elapsed_s > MAX_COMPILE_S:
+        return Refused(
+            f"it takes {1e3 * elapsed_s:.0f} ms to compile, and every stream would wait for it; at most "
+            f"{1e3 * MAX_COMPILE_S:.0f} are taken: make it simpler"
+        )
+    return Done(grammar)
 
 
 def _translate(kind: GrammarKind, text: str) -> str:
@@ -96,7 +114,14 @@ def _schema(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object")
     schema.pop("x-guidance", None)  # how strictly it is followed is not the schema's to say
+    if ("properties" in schema or "required" in schema) and not schema.keys() & {"type", "$ref", "anyOf", "oneOf"}:
+        schema["type"] = "object"  # by the letter it allows a number, too; that is not what its writer meant
     return schema
+
+
+# The worker compiles between two steps, and every stream waits. What took no longer takes no more than some megabytes
+# either, for most of that time goes into writing them.
+MAX_COMPILE_S = 0.05
 
 
 def _in_words(error: str) -> str:
@@ -105,4 +130,6 @@ def _in_words(error: str) -> str:
         return "no answer can ever match it"
     lines = error.strip().split("\n")
     cause = next((line for line in lines if line.startswith("error: ")), "")
-    return f"{lines[0]} {cause}".strip()[:300] or "it cannot be compiled"
+    # A list of the special tokens, by their private names, helps nobody.
+    told = re.sub("⟦.*?⟧", "…", f"{lines[0]} {cause}".strip())
+    return told[:300] or "it cannot be compiled"

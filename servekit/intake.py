@@ -59,7 +59,7 @@ class Intake:
         limits = (config.sandbox_timeout, config.sandbox_memory_bytes)
         eos = map(str, model.eos_token_ids)
         # One process for each kind, so that a grammar that takes its time does not hold up conversations.
-        self._chats = Sandbox(["--tokenizer", file], *limits)
+        self._chats = Sandbox([], *limits)
         self._compiler = Sandbox(
             ["--tokenizer", file, "--vocab-size", str(model.vocab_size), "--eos-token-ids", *eos], *limits
         )

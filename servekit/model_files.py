@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from huggingface_hub import snapshot_download
@@ -27,14 +26,23 @@ class ChatTemplate(msgspec.Struct, frozen=True):
     special_tokens: dict[str, str]
 
 
+class _AddedToken(msgspec.Struct):
+    content: str
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
 class _TokenizerConfig(msgspec.Struct):
     """The parts of tokenizer_config.json that a template needs."""
 
-    chat_template: str | list[dict[str, str]] | None = None
-    bos_token: str | dict[str, Any] | None = None
-    eos_token: str | dict[str, Any] | None = None
-    pad_token: str | dict[str, Any] | None = None
-    unk_token: str | dict[str, Any] | None = None
+    chat_template: str | list[_NamedTemplate] | None = None
+    bos_token: str | _AddedToken | None = None
+    eos_token: str | _AddedToken | None = None
+    pad_token: str | _AddedToken | None = None
+    unk_token: str | _AddedToken | None = None
 
 
 def find_model(model: str) -> Path:
@@ -66,7 +74,7 @@ def find_chat_template(path: Path, override: str | None = None) -> ChatTemplate 
         return None
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     tokens = {
-        name: token if isinstance(token, str) else token["content"] for name in names if (token := getattr(found, name))
+        name: token if isinstance(token, str) else token.content for name in names if (token := getattr(found, name))
     }
     return ChatTemplate(source, tokens)
 
@@ -76,6 +84,6 @@ def _own_template(path: Path, config: _TokenizerConfig) -> str | None:
     if (file := path / "chat_template.jinja").exists():
         return file.read_text()
     if isinstance(config.chat_template, list):
-        named = {template["name"]: template["template"] for template in config.chat_template}
+        named = {template.name: template.template for template in config.chat_template}
         return named.get("default")
     return config.chat_template

@@ -7,21 +7,29 @@ one sandbox run one after the other; whoever comes while it is busy waits, withi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 
 import msgspec
 
-from servekit.errors import InternalError, InvalidRequest, QueueFull
-from servekit.sandbox_jobs import Job, Outcome, Refused
+from servekit.errors import InternalError, InvalidRequest, QueueFull, WorkerNotReady
+from servekit.sandbox_jobs import Done, Job, Outcome, Refused
 
 log = logging.getLogger("servekit")
 
 START_TIMEOUT_S = 60.0  # importing and reading a large tokenizer, on a busy machine
 MAX_WAITING = 256
+MAX_WAIT_S = 10.0
+_LATER = "Please try again later."
 MAX_ANSWER_BYTES = 64 * 2**20
+
+
+class _KilledByOthers(Exception):
+    """Somebody ended the process while it worked: the kernel for want of memory, or a person."""
 
 
 class Sandbox:
@@ -33,6 +41,8 @@ class Sandbox:
         self._process: Process | None = None
         self._turn = asyncio.Lock()
         self._num_waiting = 0
+        self._unusable: str | None = None  # why it can do none of its jobs, if so
+        self._is_stopped = False
 
     async def start(self) -> None:
         """Start the process ahead of its first job."""
@@ -41,31 +51,53 @@ class Sandbox:
 
     async def run(self, job: Job, param: str) -> str:
         """What the job gives. Raises InvalidRequest about `param` if it is refused, or takes too long or too much."""
-        if self._num_waiting >= MAX_WAITING:
-            raise QueueFull(
-                f"{MAX_WAITING} requests wait for their template or grammar already. Please try again later.",
-                retry_after_s=1,
-            )
-        self._num_waiting += 1
         try:
-            async with self._turn:
-                outcome = await self._ask(job, param)
+            frame = msgspec.msgpack.encode(job)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"{param}: {error}", param=param) from None
+        await self._take_turn()
+        try:
+            try:
+                outcome = await self._ask(frame, param)
+            except _KilledByOthers:  # not this job's doing; a second time it would be
+                outcome = await self._ask(frame, param)
+        except _KilledByOthers:
+            raise InternalError("the sandbox process was killed twice") from None
         finally:
-            self._num_waiting -= 1
+            self._turn.release()
         if isinstance(outcome, Refused):
             raise InvalidRequest(f"{param}: {outcome.message}", param=param)
         return outcome.text
 
     async def stop(self) -> None:
-        await self._kill()
+        """End it. Who still waits for it is told that the server is going down."""
+        self._is_stopped = True
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+        async with self._turn:
+            await self._kill()
 
-    async def _ask(self, job: Job, param: str) -> Outcome:
+    async def _take_turn(self) -> None:
+        if self._num_waiting >= MAX_WAITING:
+            raise QueueFull(f"{MAX_WAITING} templates or grammars wait already. {_LATER}", retry_after_s=1)
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(MAX_WAIT_S):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise QueueFull(f"other templates or grammars take their time. {_LATER}", retry_after_s=5) from None
+        finally:
+            self._num_waiting -= 1
+
+    async def _ask(self, frame: bytes, param: str) -> Outcome:
         if self._process is None or self._process.returncode is not None:
             await self._spawn()
+        if self._unusable is not None:
+            raise InvalidRequest(f"{param}: {self._unusable}", param=param, code="not_supported")
         is_answered = False
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._write(msgspec.msgpack.encode(job))
+                await self._write(frame)
                 outcome: Outcome = _decode(await self._read())
             is_answered = True
         except TimeoutError:
@@ -73,6 +105,9 @@ class Sandbox:
                 f"{param}: not done within {self._timeout_s:g} s (sandbox_timeout); make it simpler", param=param
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
+            self._check_running()
+            if await self._kill() == -signal.SIGKILL:
+                raise _KilledByOthers from None
             raise InvalidRequest(
                 f"{param}: it is nested too deeply, or takes more memory than a request may have "
                 "(sandbox_memory_bytes); make it simpler",
@@ -85,6 +120,9 @@ class Sandbox:
 
     async def _spawn(self) -> None:
         """Start, and wait until it answers: a job's seconds do not count what importing takes."""
+        if self._unusable is not None:
+            return
+        self._check_running()
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "servekit.sandbox_process", *self._arguments),
             stdin=PIPE,
@@ -92,14 +130,24 @@ class Sandbox:
             stderr=DEVNULL,
             start_new_session=True,
         )
+        is_ready = False
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await self._read()
-        except BaseException as error:
-            await self._kill()
-            if isinstance(error, TimeoutError | asyncio.IncompleteReadError | ConnectionError):
-                raise InternalError(f"the sandbox process did not start: {type(error).__name__}") from None
-            raise
+                outcome: Outcome = _decode(await self._read())
+            is_ready = isinstance(outcome, Done)
+            if isinstance(outcome, Refused):
+                self._unusable = outcome.message
+                log.warning("%s", outcome.message)
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+            self._check_running()
+            raise InternalError(f"the sandbox process did not start: {type(error).__name__}") from None
+        finally:
+            if not is_ready:
+                await self._kill()
+
+    def _check_running(self) -> None:
+        if self._is_stopped:
+            raise WorkerNotReady("the server is shutting down", retry_after_s=5)
 
     async def _write(self, frame: bytes) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -113,15 +161,18 @@ class Sandbox:
             raise ConnectionError("the sandbox sends garbage")
         return await self._process.stdout.readexactly(length)
 
-    async def _kill(self) -> None:
+    async def _kill(self) -> int | None:
+        """Its exit code, if there was one to kill. Whoever has the turn may: nobody else reads from it then."""
         process, self._process = self._process, None
         if process is None:
-            return
+            return None
+        with contextlib.suppress(TimeoutError):  # its output has ended, so it is about to end, and its way tells why
+            async with asyncio.timeout(0.2 if process.stdout is not None and process.stdout.at_eof() else 0):
+                await process.wait()
         if process.returncode is None:
             process.kill()
-        await (
-            process.communicate()
-        )  # reads to the end of its pipes, and waits for its end, which SIGKILL does not delay
+        await process.communicate()  # to the end of its pipes, and to its own, which SIGKILL does not delay
+        return process.returncode
 
 
 _decode = msgspec.msgpack.Decoder(Outcome).decode

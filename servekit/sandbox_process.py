@@ -27,13 +27,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m servekit.sandbox_process", description=__doc__.splitlines()[0])
     parser.add_argument("--parent-pid", type=int, required=True, help="the server; this process dies with it")
     parser.add_argument("--memory-bytes", type=int, required=True, help="what a job may take beyond what is loaded")
-    parser.add_argument("--tokenizer", required=True, help="the model's tokenizer.json")
-    parser.add_argument("--vocab-size", type=int, help="logits that the model has; compile grammars for them")
+    parser.add_argument("--tokenizer", help="the model's tokenizer.json: compile grammars; without it, render chats")
+    parser.add_argument("--vocab-size", type=int, default=0, help="logits that the model has")
     parser.add_argument("--eos-token-ids", type=int, nargs="*", default=[])
     arguments = parser.parse_args(argv)
     die_with_parent(arguments.parent_pid)
     ignore_signals()
-    work = _grammar_work(arguments) if arguments.vocab_size else _chat_work()
+    try:
+        work = _grammar_work(arguments) if arguments.tokenizer else _chat_work()
+    except Exception as error:  # whatever the libraries think of it, it is for a person to read
+        _answer(sys.stdout.buffer, Refused(str(error)))
+        return 2
     limit_memory(arguments.memory_bytes)
     # With a smaller stack than the worker's: what overflows a stack overflows it here, and kills nobody else.
     threading.stack_size(STACK_BYTES)
@@ -84,6 +88,8 @@ def serve(work: Callable[[Job], Outcome], requests: BinaryIO, answers: BinaryIO)
             outcome = Refused("it takes more memory than a request may have")
         except RecursionError:
             outcome = Refused("it is nested too deeply")
+        except Exception as error:
+            outcome = Refused(f"{type(error).__name__}: {error}")
         _answer(answers, outcome)
 
 

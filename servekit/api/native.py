@@ -80,7 +80,7 @@ async def basic_generate(request: Request) -> Response:
 
 
 def _one_text(asked: GenerateRequest) -> GenerateRequest:
-    if asked.prompts is not UNSET:
+    if asked.prompts is not None:
         raise InvalidRequest("this route takes one 'prompt'; POST /generate takes 'prompts'", param="prompts")
     if not asked.gives_one_text:
         raise InvalidRequest(f"n = {asked.n}: this route gives one answer; POST /generate gives several", param="n")

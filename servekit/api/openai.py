@@ -97,7 +97,9 @@ DONE = b"data: [DONE]\n\n"
 def check_model(config: ServeConfig, name: str | None) -> None:
     """Raise ModelNotFound for any name but that of the model there is."""
     if name is not None and name not in (*ANY_MODEL, config.model_name, config.model):
-        raise ModelNotFound(f"The model {name!r} does not exist. This server has {config.model_name!r}.", param="model")
+        raise ModelNotFound(
+            f"The model {name[:100]!r} does not exist. This server has {config.model_name!r}.", param="model"
+        )
 
 
 async def models(request: Request) -> Response:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import contextlib
+import re
+from difflib import get_close_matches
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -10,6 +13,13 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from servekit.errors import InvalidRequest
 
 MAX_VALUE_TOLD = 40  # characters of a wrong value that an error repeats
+LARGEST_BODY_READ_TWICE = 2**16  # bytes
+MAX_EXPECTED_TOLD = 200  # of what was expected, which may repeat a value too
+
+# msgspec's words. A path comes last and has no backticks; what a client wrote may stand before it.
+_MESSAGE = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$\.?([^`]*)`)?", re.DOTALL)
+_UNKNOWN = "Object contains unknown field `"
+_MISSING = "Object missing required field `"
 
 Body = TypeVar("Body", bound=Struct)
 
@@ -31,6 +41,7 @@ def is_for_tgi(body: bytes) -> bool:
 def decode(body: bytes, kind: type[Body]) -> Body:
     """The body as a checked value. Raises InvalidRequest that names the field."""
     try:
+        body.decode()  # msgspec does not look at the text in what it skips or leaves raw
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), body, kind) from None
@@ -42,47 +53,77 @@ def decode(body: bytes, kind: type[Body]) -> Body:
 
 def decode_query(query: dict[str, list[str]], kind: type[Body]) -> Body:
     """A query string as the body it stands for: `?prompt=Hello&max_tokens=5&stop=a&stop=b`. Raises InvalidRequest."""
-    values = {name: texts[0] if len(texts) == 1 else texts for name, texts in query.items()}
-    lists = {field.name for field in msgspec.structs.fields(kind) if "list" in str(field.type)}
-    values = {name: [value] if name in lists and isinstance(value, str) else value for name, value in values.items()}
+    properties = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
+    values = {name: _read_text(properties.get(name, {}), texts) for name, texts in query.items()}
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), msgspec.json.encode(values), kind) from None
 
 
+def _read_text(schema: dict[str, Any], texts: list[str]) -> Any:
+    """A field of the query string: several of a name are a list, and an object is written as JSON."""
+    kinds = {kind.get("type", "object") for kind in schema.get("anyOf", [schema])}
+    if "array" in kinds:
+        return texts
+    if "object" in kinds:
+        with contextlib.suppress(msgspec.DecodeError):  # what is wrong with it is told like anything else
+            return msgspec.json.decode(texts[0])
+    return texts[0] if len(texts) == 1 else texts
+
+
 def _invalid(message: str, body: bytes, kind: type[Struct]) -> InvalidRequest:
     """msgspec's `Expected ... - at $.field`, taken apart, with the value that stands there."""
-    expected, _, path = message.partition(" - at `")
-    param = path.rstrip("`").removeprefix("$").removeprefix(".") or None
-    if "unknown field" in expected:
-        field = expected.split("`")[1]
-        known = ", ".join(_fields_at(kind, param))
-        where = f" in {param}" if param else ""
-        return InvalidRequest(
-            f"unknown field {field!r}{where}; the fields are {known}",
-            param=f"{param}.{field}" if param else field,
-            code="unknown_field",
-        )
+    match = _MESSAGE.fullmatch(message)
+    assert match is not None
+    expected, param = match[1], match[2] or None
+    if expected.startswith(_UNKNOWN):
+        return _unknown(expected.removeprefix(_UNKNOWN).removesuffix("`"), param, kind)
+    if expected.startswith(_MISSING):
+        name = expected.removeprefix(_MISSING).removesuffix("`")
+        param = f"{param}.{name}" if param else name
+        return InvalidRequest(f"{param} is missing", param=param)
     expected = expected[0].lower() + expected[1:].replace(" | null", "").replace("`", "")
-    return InvalidRequest(f"{param or 'the body'}{_value_of(param, body)}: {expected}", param=param)
+    return InvalidRequest(
+        f"{param or 'the body'}{_value_of(param, body)}: {_shortened(expected, MAX_EXPECTED_TOLD)}", param=param
+    )
+
+
+def _unknown(field: str, param: str | None, kind: type[Struct]) -> InvalidRequest:
+    field, known = _shortened(field, MAX_VALUE_TOLD), _fields_at(kind, param)
+    close = get_close_matches(field, known, n=1)
+    meant = f"did you mean {close[0]!r}? The" if close else "the"
+    where = f" in {param}" if param else ""
+    return InvalidRequest(
+        f"unknown field {field!r}{where}; {meant} fields are {', '.join(known)}",
+        param=f"{param}.{field}" if param else field,
+        code="unknown_field",
+    )
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else text[:length] + "…"
 
 
 def _fields_at(kind: type[Struct], param: str | None) -> list[str]:
     """The fields of a body, or of the object that stands in one of its fields."""
-    for field in msgspec.structs.fields(kind):
-        if field.name == param:
-            inner = next(
-                part
-                for part in (field.type, *getattr(field.type, "__args__", ()))
-                if hasattr(part, "__struct_fields__")
-            )
-            return _fields_at(inner, None)
+    for name in (param or "").split("."):
+        inner = (_struct_in(field.type) for field in msgspec.structs.fields(kind) if field.name == name)
+        kind = next(inner, None) or kind
     return [field.encode_name for field in msgspec.structs.fields(kind)]
+
+
+def _struct_in(kind: Any) -> type[Struct] | None:
+    """The body that an annotation speaks of: `Annotated[GrammarField | None, ...]` of a GrammarField."""
+    if isinstance(kind, type) and issubclass(kind, Struct):
+        return kind
+    return next(filter(None, map(_struct_in, get_args(kind))), None)
 
 
 def _value_of(param: str | None, body: bytes) -> str:
     """What the client sent for a field, if it is short enough to be told back."""
+    if len(body) > LARGEST_BODY_READ_TWICE:
+        return ""
     try:
         value = msgspec.json.decode(body)
         for name in (param or "").split("."):

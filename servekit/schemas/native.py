@@ -52,8 +52,8 @@ class GrammarField(Struct, kw_only=True, forbid_unknown_fields=True):
 class GenerateRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     """The body of /generate and /generate_stream; `prompt` asks for one text, `prompts` for a list of them."""
 
-    prompt: str | UnsetType = UNSET
-    prompts: Annotated[list[str], Meta(min_length=1)] | UnsetType = UNSET
+    prompt: str | None = None
+    prompts: Annotated[list[str], Meta(min_length=1)] | None = None
     max_tokens: Annotated[Count | None, told("of the answer; as many as the context holds by default")] = None
     n: Annotated[NumAnswers | None, told("answers to each prompt, which is computed once")] = None
     best_of: Annotated[NumAnswers | None, told("answers computed, of which the n likeliest are given")] = None
@@ -64,9 +64,9 @@ class GenerateRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
 
     def read(self) -> GenerationRequest:
         """What is asked for. Raises InvalidRequest."""
-        if (self.prompt is UNSET) == (self.prompts is UNSET):
+        if (self.prompt is None) == (self.prompts is None):
             raise InvalidRequest("give either 'prompt' (a string) or 'prompts' (a list of strings)", param="prompt")
-        if self.prompts is not UNSET:
+        if self.prompts is not None:
             prompts = [Prompt(text, f"prompts[{index}]") for index, text in enumerate(self.prompts)]
         else:
             assert isinstance(self.prompt, str)
@@ -85,7 +85,7 @@ class GenerateRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def gives_one_text(self) -> bool:
-        return self.prompts is UNSET and (self.n or 1) == 1
+        return self.prompts is None and (self.n or 1) == 1
 
 
 class TopToken(Struct):

@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from servekit.errors import InvalidRequest
 from servekit.generation_request import GenerationRequest, Grammar, GrammarKind, Prompt
-from servekit.schemas.fields import Bound, CommonFields, Count, NumAnswers, NumLogprobs, at_least, told
+from servekit.schemas.fields import Bound, CommonFields, Count, NumAnswers, NumLogprobs, TokenId, at_least, told
 from servekit.sequence import FinishReason
 
 # -- what both routes take ---------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ class StructuredOutputs(Struct, kw_only=True):
     json: str | dict[str, Raw] | None = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
     grammar: str | None = None
 
 
@@ -110,7 +110,7 @@ class OpenAIFields(CommonFields, kw_only=True):
             found.append(Grammar(GrammarKind.JSON, "", f"{param}.json_object"))
         if asked.regex is not None:
             found.append(Grammar(GrammarKind.REGEX, asked.regex, f"{param}.regex"))
-        if asked.choice:
+        if asked.choice is not None:
             found.append(Grammar(GrammarKind.CHOICE, msgspec.json.encode(asked.choice).decode(), f"{param}.choice"))
         if asked.grammar is not None:
             found.append(Grammar(GrammarKind.EBNF, asked.grammar, f"{param}.grammar"))
@@ -136,7 +136,7 @@ class CompletionRequest(OpenAIFields, kw_only=True):
     """The body of /v1/completions."""
 
     # A union may hold one array type, so what the list holds is looked at below.
-    prompt: Annotated[str | list[str | int | list[int]], told("a text, token ids, or a list of either")]
+    prompt: Annotated[str | list[str | TokenId | list[TokenId]], told("a text, token ids, or a list of either")]
     max_tokens: Annotated[Bound | None, told("of the answer; 16 by default, and 0 only with echo")] = None
     best_of: Annotated[NumAnswers | None, told("answers computed, of which the n likeliest are given")] = None
     logprobs: Annotated[NumLogprobs | None, told("of each token, and of so many of the likeliest")] = None
@@ -176,22 +176,13 @@ class CompletionRequest(OpenAIFields, kw_only=True):
             return [Prompt(self.prompt, "prompt", special)]
         if not self.prompt:
             raise InvalidRequest("prompt is an empty list", param="prompt")
-        kinds = {type(item) for item in self.prompt}
+        items: list[Any] = list(self.prompt)
+        kinds = set(map(type, items))
         if len(kinds) > 1:
             raise InvalidRequest("prompt mixes texts and token ids; give one kind", param="prompt")
         if kinds == {int}:
-            return [Prompt(_token_ids(self.prompt, "prompt"), "prompt")]
-        return [
-            Prompt(item if isinstance(item, str) else _token_ids(item, f"prompt[{index}]"), f"prompt[{index}]", special)
-            for index, item in enumerate(self.prompt)
-        ]
-
-
-def _token_ids(values: Any, param: str) -> list[int]:
-    for index, value in enumerate(values):
-        if not 0 <= value < 2**31:
-            raise InvalidRequest(f"{param}[{index}] = {value} is no token id", param=param)
-    return list(values)
+            return [Prompt(items, "prompt")]
+        return [Prompt(item, f"prompt[{index}]", special) for index, item in enumerate(items)]
 
 
 class CompletionLogprobs(Struct):
@@ -254,7 +245,7 @@ class CompletionResponse(Struct):
 class ContentPart(Struct, kw_only=True):
     """A piece of a message; only text is understood."""
 
-    type: str
+    type: Annotated[str, Meta(max_length=64)]
     text: str | None = None
 
 

@@ -52,9 +52,7 @@ class TgiRequest(Struct, kw_only=True, forbid_unknown_fields=True):
         if asked.watermark:
             raise InvalidRequest("watermark = true: there is no watermark here", param="parameters.watermark")
         if asked.adapter_id is not None:
-            raise InvalidRequest(
-                f"adapter_id = {asked.adapter_id!r}: there are no adapters here", param="parameters.adapter_id"
-            )
+            raise InvalidRequest("adapter_id: there are no adapters here; leave it out", param="parameters.adapter_id")
         return GenerationRequest(
             prompts=[Prompt(self.inputs, "inputs")],
             max_tokens=asked.max_new_tokens,

@@ -47,7 +47,7 @@ def test_a_request_that_is_pasted_gets_the_answer_on_the_page(
     server: ServerProcess, page: str, command: str, told: str
 ) -> None:
     pasted = command.replace(ADDRESS, server.url).replace("curl ", "curl -sS ", 1)
-    done = subprocess.run(["bash", "-c", pasted], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["/bin/bash", "-c", pasted], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert matches(told, done.stdout), f"{page} tells\n{told}\nand the server\n{done.stdout}"
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from transformers import AutoTokenizer
 
-from servekit.errors import InvalidRequest, QueueFull
+from servekit.errors import InvalidRequest, QueueFull, WorkerNotReady
 from servekit.generation_request import GrammarKind
 from servekit.model_files import DEMO_MODEL_PATH, find_chat_template
 from servekit.sandbox import MAX_WAITING, Sandbox
@@ -29,7 +32,7 @@ def render(template: str, messages: list[dict[str, Any]] = CHAT, **variables: An
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def chats() -> AsyncIterator[Sandbox]:
-    sandbox = Sandbox(TOKENIZER, timeout_s=1.0, memory_bytes=2**27)
+    sandbox = Sandbox([], timeout_s=1.0, memory_bytes=2**27)
     await sandbox.start()
     yield sandbox
     await sandbox.stop()
@@ -89,15 +92,11 @@ async def test_a_client_that_leaves_does_not_get_its_answer_to_the_next(chats: S
 
 
 async def test_those_who_wait_for_a_turn_are_bounded(chats: Sandbox) -> None:
-    waiting = [asyncio.create_task(chats.run(render(str(i)), "messages")) for i in range(MAX_WAITING + 5)]
-    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-    assert outcomes[:MAX_WAITING] == [str(i) for i in range(MAX_WAITING)]
-    assert all(isinstance(outcome, QueueFull) for outcome in outcomes[MAX_WAITING:])
-
-
-NESTED: dict[str, Any] = {}
-for _ in range(3000):
-    NESTED = {"type": "array", "items": NESTED}
+    served = MAX_WAITING + 1  # one has its turn while the others wait
+    asked = [asyncio.create_task(chats.run(render(str(i)), "messages")) for i in range(served + 5)]
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    assert outcomes[:served] == [str(i) for i in range(served)]
+    assert all(isinstance(outcome, QueueFull) for outcome in outcomes[served:])
 
 
 @pytest.mark.parametrize(
@@ -105,6 +104,8 @@ for _ in range(3000):
     [
         (GrammarKind.REGEX, "a[", "unclosed"),
         (GrammarKind.REGEX, "(?=a)b", "look-around"),
+        (GrammarKind.EBNF, "start: <eos>", "unknown special token"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 39989}', "ms to compile"),
         (GrammarKind.EBNF, 'start: "a" x', "unknown name"),
         (GrammarKind.EBNF, "start: start", "no answer can ever match"),
         (
@@ -138,3 +139,40 @@ async def test_every_kind_of_grammar_compiles(grammars: Sandbox) -> None:
         (GrammarKind.CHOICE, json.dumps(['a "quoted" one', "<eos>", "é\n🦊", "\\", "/"])),
     ):
         assert await grammars.run(CompileGrammar(kind, text), "grammar")
+
+
+async def test_one_that_is_killed_by_others_is_forgiven_once(chats: Sandbox) -> None:
+    """The kernel may want its memory, or a person its peace; neither is the client's doing."""
+    for _ in range(3):
+        assert chats._process is not None
+        os.kill(chats._process.pid, signal.SIGKILL)
+        assert await chats.run(render("next"), "messages") == "next"
+
+
+async def test_who_waits_when_it_ends_is_told_that_the_server_does() -> None:
+    sandbox = Sandbox([], timeout_s=9.0, memory_bytes=2**27)
+    await sandbox.start()
+    endless = render("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+    waiting = [asyncio.create_task(sandbox.run(endless, "messages")) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(2):
+        await sandbox.stop()
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(outcome, WorkerNotReady) for outcome in outcomes)
+
+
+async def test_a_sandbox_that_can_do_nothing_says_why(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    arguments = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--vocab-size", "10", "--eos-token-ids", "2"]
+    sandbox = Sandbox(arguments, timeout_s=1.0, memory_bytes=2**27)
+    await sandbox.start()
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="llguidance cannot use its tokenizer") as refusal:
+            await sandbox.run(CompileGrammar(GrammarKind.REGEX, "a"), "grammar")
+        assert refusal.value.answer_code == "not_supported"
+    await sandbox.stop()
+
+
+async def test_what_cannot_be_sent_is_refused(chats: Sandbox) -> None:
+    with pytest.raises(InvalidRequest):
+        await chats.run(render("x", n=10**30), "messages")
