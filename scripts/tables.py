@@ -63,13 +63,15 @@ def parameters_table() -> Iterator[str]:
 
 def _fields(kind: type[msgspec.Struct]) -> dict[str, str]:
     properties: dict[str, Any] = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
-    return {name: told.get("description", "") for name, told in properties.items() if name not in NOT_PARAMETERS}
+    told = {name: told.get("description", "") for name, told in properties.items() if name not in NOT_PARAMETERS}
+    # Of TGI's it stands beside the parameters.
+    return told | {"stream": ""} if kind is TgiParameters else told
 
 
 def _cell(fields: dict[str, str], name: str, own: str) -> str:
     if own not in fields:
         return ""
-    if fields[own].startswith("refused"):
+    if fields[own].startswith("refused:"):
         return "refused"
     return "✓" if own == name else f"`{own}`"
 

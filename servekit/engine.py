@@ -16,7 +16,7 @@ from servekit import __version__
 from servekit.client_queue import ClientQueue, TokenDelta
 from servekit.config import ServeConfig
 from servekit.detokenizer import Detokenizer
-from servekit.errors import InternalError, InvalidRequest, QueueFull, ServekitError, WorkerNotReady
+from servekit.errors import DeadlineExceeded, InternalError, InvalidRequest, QueueFull, ServekitError, WorkerNotReady
 from servekit.generation_request import GenerationRequest
 from servekit.intake import Intake, PreparedPrompt
 from servekit.messages import LoadModel, TokenLogprobs, WorkerReady
@@ -273,7 +273,9 @@ class LLMEngine:
         generation = self._generations[token.sequence.sequence_id]
         if token.failure is not None:
             generation.queue.fail(
-                InvalidRequest(f"the answer could not follow its grammar: {token.failure}", code="grammar_failed")
+                InvalidRequest(
+                    f"the answer could not follow its grammar: {token.failure}", param="grammar", code="grammar_failed"
+                )
             )
             self._forget(generation, FinishReason.ERROR, now)
             return
@@ -329,11 +331,23 @@ class LLMEngine:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    async def submit(self, request: GenerationRequest) -> Submission:
-        """Admit all prompts of a request, or none. Raises RequestError or WorkerError."""
-        arrival_s = self._clock()
+    def now(self) -> float:
+        """On the clock that deadlines are measured with."""
+        return self._clock()
+
+    async def submit(self, request: GenerationRequest, arrival_s: float | None = None) -> Submission:
+        """Admit all prompts of a request, or none. Raises RequestError or WorkerError.
+
+        Deadlines count from `arrival_s`, which is now unless the request has been seen to before.
+        """
+        if arrival_s is None:
+            arrival_s = self._clock()
         self._check_room(request)
-        prepared = await self.intake.prepare(request)
+        try:
+            async with asyncio.timeout(self._time_left_s(request, arrival_s)):
+                prepared = await self.intake.prepare(request)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while the prompt or the grammar was prepared") from None
         self._check_room(request)  # others may have come meanwhile; from here on nothing awaits
         queue = ClientQueue(request.num_sequences, request.stream_interval or self.config.stream_interval)
         generations = [
@@ -347,18 +361,26 @@ class LLMEngine:
         self._work_arrived.set()
         return Submission(self, request, generations, queue)
 
+    def _time_left_s(self, request: GenerationRequest, arrival_s: float) -> float | None:
+        """Until the first of the request's deadlines, if it has any."""
+        deadlines = [each for each in (request.ttft_ms, request.deadline_ms) if each is not None]
+        return max(0.0, arrival_s + min(deadlines) / 1e3 - self._clock()) if deadlines else None
+
     def _check_room(self, request: GenerationRequest) -> None:
         num_answers, limit = request.num_sequences, self.config.max_client_batch_size
+        param = (
+            "n" if request.n > 1 else "best_of" if request.best_of > 1 else request.prompts[0].param.partition("[")[0]
+        )
         if num_answers > limit:
             raise InvalidRequest(
                 f"{num_answers} answers to one request (prompts times n, or best_of); at most {limit} are computed "
                 "(max_client_batch_size)",
-                param="prompts",
+                param=param,
             )
         num_waiting, most = self.manager.num_waiting, self.config.max_num_queued_reqs
         if num_answers > most:
             raise InvalidRequest(
-                f"{num_answers} answers to one request; at most {most} may wait (max_num_queued_reqs)", param="prompts"
+                f"{num_answers} answers to one request; at most {most} may wait (max_num_queued_reqs)", param=param
             )
         if num_waiting + num_answers > most:
             raise QueueFull(

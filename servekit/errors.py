@@ -6,6 +6,7 @@
     │  ├─ ContextTooLong        400  prompt plus answer can never fit this server
     │  ├─ ModelNotFound         404  the server has no model of that name
     │  ├─ RequestTooLarge       413  the body is over the size limit
+    │  ├─ DeadlineExceeded      504  the request's own deadline passed before it was ready to wait
     │  └─ QueueFull             503  too much is waiting already; try again later
     ├─ WorkerError           a process's doing
     │  ├─ WorkerNotReady        503  the model is still loading, or the server is going down
@@ -71,6 +72,13 @@ class RequestTooLarge(RequestError):
 
     status = 413
     code = "request_too_large"
+
+
+class DeadlineExceeded(RequestError):
+    """The request's own deadline passed while it was made ready."""
+
+    status = 504
+    code = "deadline_exceeded"
 
 
 class QueueFull(RequestError):

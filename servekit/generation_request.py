@@ -38,6 +38,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     """How to choose tokens, as far as the client said; None is left open. `SamplingParams` says what each means."""
 
     temperature: float | None = None
+    do_sample: bool | None = None  # false is greedy, and true is not, whatever the model's own default
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None

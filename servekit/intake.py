@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from servekit.config import ServeConfig
 from servekit.errors import ContextTooLong, InvalidRequest
-from servekit.generation_request import GenerationRequest, Grammar, Prompt
+from servekit.generation_request import GenerationRequest, Grammar, Prompt, Sampling
 from servekit.messages import ModelInfo
 from servekit.model_files import ChatTemplate
 from servekit.sampling_params import SamplingParams
@@ -26,6 +26,8 @@ from servekit.tokenizer import Tokenizer
 from servekit.workload_manager import WorkloadManager
 
 MAX_GRAMMARS_KEPT = 256
+MAX_BAD_WORD_TOKENS = 1024
+MAX_LOGPROBS_TOLD = 2**22  # values in one answer; each becomes some 50 bytes of JSON
 MAX_GRAMMAR_CHARACTERS = 2**16  # it travels to the worker within a step's plan
 
 Value = TypeVar("Value")
@@ -46,7 +48,7 @@ class Intake:
         config: ServeConfig,
         path: Path,
         tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        template: ChatTemplate,
         model: ModelInfo,
         manager: WorkloadManager,
     ) -> None:
@@ -91,23 +93,23 @@ class Intake:
                 "this server takes no chat_template from a request (--trust-request-chat-template)",
                 param="chat_template",
             )
-        if self._template is None and template is None:
+        source = template or self._template.source
+        if source is None:
             raise InvalidRequest(
                 f"model {self._config.model_name!r} has no chat template; use /v1/completions, or start the server "
                 "with --chat-template FILE",
                 param="messages",
                 code="chat_template_missing",
             )
-        own = self._template or ChatTemplate("", {})
         return await self._chats.run(
             RenderChat(
-                template or own.source,
+                source,
                 messages,
                 add_generation_prompt and not continue_final_message,
                 continue_final_message,
-                {**(variables or {}), **own.special_tokens},
+                {**(variables or {}), **self._template.special_tokens},
             ),
-            "messages",
+            "messages" if template is None else "chat_template",
         )
 
     # -- generation ---------------------------------------------------------------------------------------------------
@@ -144,11 +146,23 @@ class Intake:
         """Token ids of every prompt."""
         for prompt in request.prompts:
             self._check_length(prompt, request.truncate)
-        texts = [prompt.content for prompt in request.prompts if isinstance(prompt.content, str)]
+        texts = [
+            self._end_of(prompt.content, request.truncate)
+            for prompt in request.prompts
+            if isinstance(prompt.content, str)
+        ]
         special = all(prompt.add_special_tokens for prompt in request.prompts)
         encoded = iter(await self._tokenizer.encode(texts, special) if texts else [])
         prompts = [next(encoded) if isinstance(prompt.content, str) else prompt.content for prompt in request.prompts]
         return [token_ids[-request.truncate :] for token_ids in prompts] if request.truncate else prompts
+
+    def _end_of(self, text: str, truncate: int | None) -> str:
+        """As much of a text as its last `truncate` tokens can be, and as much again, for a cut moves tokens."""
+        return text if truncate is None else text[-2 * truncate * self._tokenizer.max_token_bytes - 64 :]
+
+    def check_text(self, text: str, param: str) -> None:
+        """Raise ContextTooLong for a text that nobody can use here, before a thread spends seconds on encoding it."""
+        self._check_length(Prompt(text, param), None)
 
     def _check_length(self, prompt: Prompt, truncate: int | None) -> None:
         """Refuse what is too long whatever its tokens are, before a thread spends seconds on encoding it."""
@@ -167,6 +181,13 @@ class Intake:
             return ()
         variants = [variant for word in words for variant in (word, " " + word.lstrip())]
         encoded = await self._tokenizer.encode(variants, add_special_tokens=False)
+        num_tokens = sum(map(len, encoded))
+        if num_tokens > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(
+                f"bad_words are {num_tokens} tokens, each word with and without a space before it; at most "
+                f"{MAX_BAD_WORD_TOKENS} are taken",
+                param="bad_words",
+            )
         return tuple(dict.fromkeys(tuple(token_ids) for token_ids in encoded if token_ids))
 
     async def _compile(self, grammar: Grammar) -> str:
@@ -215,6 +236,16 @@ class Intake:
         except ContextTooLong as error:
             error.param = param if room < 1 else "max_tokens"
             raise
+        num_told = len(request.prompts) * len(token_ids) * (1 + (request.prompt_logprobs or 0))
+        num_told = num_told * (request.prompt_logprobs is not None)
+        if request.logprobs is not None:
+            num_told += request.num_sequences * sampling.max_tokens * (1 + request.logprobs)
+        if num_told > MAX_LOGPROBS_TOLD:
+            raise InvalidRequest(
+                f"up to {num_told} logprobs are asked for, in all answers together; at most {MAX_LOGPROBS_TOLD} are "
+                "told: lower max_tokens, or ask for fewer of them",
+                param="logprobs",
+            )
         # Each answer has a seed of its own; the prompt's logprobs are computed once.
         others = [
             msgspec.structs.replace(sampling, seed=sampling.seed + number, prompt_logprobs=None)
@@ -230,7 +261,7 @@ class Intake:
         stop = (said.stop,) if isinstance(said.stop, str) else tuple(said.stop or ())
         return SamplingParams(
             max_tokens=max(room, 1) if request.max_tokens is None else request.max_tokens,
-            temperature=_or(said.temperature, model.default_temperature),
+            temperature=self._temperature(said),
             top_k=max(_or(said.top_k, model.default_top_k), 0),
             top_p=_or(said.top_p, model.default_top_p),
             min_p=_or(said.min_p, 0.0),
@@ -252,6 +283,12 @@ class Intake:
             logprobs=request.wanted_logprobs,
             prompt_logprobs=request.prompt_logprobs,
         )
+
+    def _temperature(self, said: Sampling) -> float:
+        if said.do_sample is False:
+            return 0.0
+        default = self._model.default_temperature
+        return _or(said.temperature, 1.0 if said.do_sample and default == 0.0 else default)
 
 
 def _or(said: Value | None, default: Value) -> Value:

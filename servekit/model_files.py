@@ -22,7 +22,7 @@ DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 class ChatTemplate(msgspec.Struct, frozen=True):
     """How a conversation becomes text: a Jinja template, and the tokens that it may name."""
 
-    source: str
+    source: str | None  # None: the model has none, and a request may bring its own if the operator lets it
     special_tokens: dict[str, str]
 
 
@@ -62,16 +62,14 @@ def find_model(model: str) -> Path:
         raise ConfigError(f"model {model!r} is no directory here and could not be fetched: {error}") from None
 
 
-def find_chat_template(path: Path, override: str | None = None) -> ChatTemplate | None:
-    """The model's chat template, or that of the file `override`; None if there is none. Raises ConfigError."""
+def find_chat_template(path: Path, override: str | None = None) -> ChatTemplate:
+    """The model's chat template, or that of the file `override`. Raises ConfigError."""
     file = path / "tokenizer_config.json"
     try:
         found = msgspec.json.decode(file.read_bytes(), type=_TokenizerConfig) if file.exists() else _TokenizerConfig()
         source = Path(override).read_text() if override else _own_template(path, found)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ConfigError(f"the chat template cannot be read: {error} ({override or file})") from None
-    if source is None:
-        return None
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     tokens = {
         name: token if isinstance(token, str) else token.content for name in names if (token := getattr(found, name))

@@ -16,9 +16,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-# A step plan has about 5 bytes for each token and block that it names, so this is far beyond any honest message; a
-# longer frame means that the stream is garbage.
-MAX_MESSAGE_BYTES = 64 * 2**20
+# A step plan has about 5 bytes for each token and block that it names, and what a request may bring along is bounded
+# where it comes in; so this is far beyond any honest message, and a longer frame means that the stream is garbage.
+MAX_MESSAGE_BYTES = 2**30
 # Large enough that a plan hardly ever blocks the manager's event loop while the worker is busy computing.
 PIPE_BYTES = 2**20
 

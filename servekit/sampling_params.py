@@ -37,6 +37,11 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
 
     @property
+    def ends_at_eos(self) -> bool:
+        """Whether the model's own end is the answer's. That of a grammar always is: nothing may come behind it."""
+        return not self.ignore_eos or self.grammar is not None
+
+    @property
     def bans_tokens(self) -> bool:
         """Whether some tokens may not be chosen, at some time."""
         return bool(self.allowed_token_ids or self.bad_words or self.min_tokens)

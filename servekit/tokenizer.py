@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,9 @@ class Tokenizer:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
         encoding = await asyncio.get_running_loop().run_in_executor(self._threads, encode)
-        return [(token_id, *span) for token_id, span in zip(encoding.ids, encoding.offsets, strict=True)]
+        num_doubled = len(encoding.ids) - len(self._without_doubled_start(encoding.ids))
+        tokens = zip(encoding.ids, encoding.offsets, strict=True)
+        return [(token_id, *span) for token_id, span in islice(tokens, num_doubled, None)]
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Their text, as a stream of them would give it."""

@@ -165,7 +165,7 @@ class WorkloadManager:
         """Take a sequence in; it starts when its turn comes. Raises ContextTooLong."""
         self.check_fits(sequence.prompt_length, sequence.sampling.max_tokens)
         assert sequence.sequence_id not in self._sequences
-        eos = frozenset() if sequence.sampling.ignore_eos else self.config.eos_token_ids
+        eos = self.config.eos_token_ids if sequence.sampling.ends_at_eos else frozenset()
         sequence.stop_set = eos.union(sequence.sampling.stop_token_ids)
         self._sequences[sequence.sequence_id] = sequence
         self._deadlines.add(sequence)

@@ -7,6 +7,7 @@ or, after a preemption, the whole answer so far. Grammars: llguidance, chosen in
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,11 +48,18 @@ class Constraints:
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """Read when it is first wanted: for a large vocabulary that takes half a second."""
         return grammar_tokenizer(self._tokenizer_file, self._vocab_size, self._eos_token_ids)
 
+    def warm_up(self) -> None:
+        """Read the tokenizer, which takes half a second for a large vocabulary, before anybody waits for it.
+
+        Where llguidance cannot use it the sandbox says so, to the operator and to who asks; nobody gets here then.
+        """
+        with contextlib.suppress(ValueError, KeyError, OSError):
+            _ = self.tokenizer
+
     def constrain(
-        self, logits: Tensor, rows: list[SamplingRow], table: SlotTable
+        self, logits: Tensor, rows: list[SamplingRow], table: SlotTable, in_place: bool = False
     ) -> tuple[Tensor, tuple[tuple[int, str], ...]]:
         """Logits [num_rows, vocab_size], minus infinity where a row's grammar does not go on; and (row, what is wrong).
 
@@ -70,7 +78,7 @@ class Constraints:
             matcher.unsafe_compute_mask_ptr(address + i * row_bytes, row_bytes)
         unpacked = np.unpackbits((~bits).view(np.uint8), axis=-1, count=logits.shape[-1], bitorder="little")
         outside = torch.from_numpy(unpacked).view(torch.bool).to(logits.device)
-        constrained = torch.where(outside, -INFINITY, logits)
+        constrained = logits.masked_fill_(outside, -INFINITY) if in_place else logits.masked_fill(outside, -INFINITY)
         for i in followed:
             if rows[i].sampling.bans_tokens and constrained[i].amax() == -INFINITY:
                 constrained[i] = torch.where(outside[i], -INFINITY, 0.0)

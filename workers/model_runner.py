@@ -64,7 +64,9 @@ class ModelRunner:
         rows, table = batch.sampling, self.table
         logits = adjust(raw, rows, table)
         logits = ban(logits, rows, table)
-        logits, failures = self.constraints.constrain(logits, rows, table)
+        # Only logprobs look at the raw ones again.
+        in_place = logits is not raw or all(row.sampling.logprobs is None for row in rows)
+        logits, failures = self.constraints.constrain(logits, rows, table, in_place)
         token_ids = sample(logits, rows)
         table.token_ids[batch.sampled_cells] = token_ids.int()
         return tuple(token_ids.tolist()), sampled_logprobs(raw, token_ids, rows), failures

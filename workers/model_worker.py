@@ -60,6 +60,7 @@ class ModelWorker:
         loaded = ModelManager(settings.device).load(Path(settings.model_path), settings.dtype, settings.max_model_len)
         self._runner = ModelRunner(loaded, settings)
         distance = self._runner.self_check()
+        self._runner.constraints.warm_up()
         elapsed_s = time.monotonic() - started
         log.info(
             "loaded %.1f M parameters in %.1f s; paged logits agree with transformers' within %.1g",

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from servekit.api import about, native, openai, openapi, tgi, tokens
-from servekit.api.http import Endpoint, engine_of, nobody_is_there, refuse, respond
+from servekit.api.http import CLIENT_CLOSED_REQUEST, Endpoint, engine_of, refuse, respond
 from servekit.engine import LLMEngine
 from servekit.errors import InternalError, ServekitError
 
@@ -58,8 +58,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_client_gone(_: Request, error: Exception) -> Response:
-    """The client left before its request was whole."""
-    return nobody_is_there()
+    """The client left before its request was whole, or answered."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

@@ -102,6 +102,7 @@ class _Position:
 
     def __init__(self) -> None:
         self.num_characters = 0
+        self.text = ""  # of the prompt, if it is echoed
         self.decode = getincrementaldecoder("utf-8")("replace").decode
 
 
@@ -117,6 +118,7 @@ class CompletionTeller(_Common):
         self._tells_top = bool(asked.logprobs)
         self._tells_prompt_logprobs = asked.prompt_logprobs is not None
         self._echo = bool(asked.echo)
+        self._skips_special = asked.skip_special_tokens is not False
         self._positions: defaultdict[int, _Position] = defaultdict(_Position)
 
     def response(self, prompts: list[list[Answer]]) -> CompletionResponse:
@@ -153,8 +155,9 @@ class CompletionTeller(_Common):
         if begins and self._echo:
             number = sequence // self._submission.request.best_of
             token_ids = self._submission.prompt_token_ids(number)
-            prompt = self._submission.request.prompts[number].content
-            text = (prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids, True)) + text
+            position = self._positions[sequence]
+            position.text = prompt = self._prompt_text(number, token_ids)
+            text = prompt + text
             if self._tells_logprobs:
                 known = [None, *self._submission.prompt_logprobs(number)]
                 tokens = [*zip(token_ids, known, strict=False), *tokens]
@@ -169,25 +172,47 @@ class CompletionTeller(_Common):
 
     def _logprobs(self, sequence: int, tokens: Sequence[tuple[int, TokenLogprobs | None]]) -> CompletionLogprobs:
         return CompletionLogprobs(
-            [self._text(token_id) for token_id, _ in tokens],
+            [self._name(token_id) for token_id, _ in tokens],
             [None if known is None else known.logprob for _, known in tokens],
             [self._top(token_id, known) for token_id, known in tokens] if self._tells_top else None,
             [self._next_offset(sequence, token_id) for token_id, _ in tokens],
         )
 
+    def _prompt_text(self, number: int, token_ids: list[int]) -> str:
+        """What was sent, unless it was token ids, or cut: then what was computed."""
+        request = self._submission.request
+        content = request.prompts[number].content
+        if isinstance(content, str) and request.truncate is None:
+            return content
+        return self._tokenizer.decode(token_ids, self._skips_special)
+
     def _next_offset(self, sequence: int, token_id: int) -> int:
         """Where a token begins in its choice's text: that of a character over several tokens, at the last of them."""
         position = self._positions[sequence]
         begins = position.num_characters
-        position.num_characters += len(position.decode(self._tokenizer.token_bytes(token_id)))
+        own = self._tokenizer.token_bytes_with_special(token_id)
+        if self._tokenizer.is_special(token_id):
+            # In a prompt, one that was written out is part of the text, and one that was put around it is not.
+            in_prompt = begins < len(position.text)
+            is_told = position.text.startswith(own.decode(), begins) if in_prompt else not self._skips_special
+            own = own if is_told else b""
+        position.num_characters += len(position.decode(own))
         return begins
 
     def _top(self, token_id: int, known: TokenLogprobs | None) -> dict[str, float] | None:
         """The likeliest tokens by their text, and the token itself, which need not be one of them."""
         if known is None:
             return None
-        top = {self._text(likely): logprob for likely, logprob in reversed(known.top)}
-        return dict(sorted({**top, self._text(token_id): known.logprob}.items(), key=lambda item: -item[1]))
+        top = {self._name(likely): logprob for likely, logprob in reversed(known.top)}
+        return dict(sorted({**top, self._name(token_id): known.logprob}.items(), key=lambda item: -item[1]))
+
+    def _name(self, token_id: int) -> str:
+        """A token's text; of one that is only part of a character its bytes, as OpenAI writes them."""
+        own = self._tokenizer.token_bytes_with_special(token_id)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
 class ChatTeller(_Common):

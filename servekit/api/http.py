@@ -12,16 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from servekit.api.answers import Answer, collect
 from servekit.engine import LLMEngine, Submission
 from servekit.errors import RequestTooLarge, ServekitError
 from servekit.schemas.decoding import encode
-from servekit.schemas.tgi import ERROR_TYPES
+from servekit.schemas.tgi import ERROR_TYPES, name_of
 
 Result = TypeVar("Result")
+
+MANY_TOKENS = 256  # with the likeliest beside each of them, some milliseconds
 
 # What nginx logs for a client that left before its answer; nobody is there to read it.
 CLIENT_CLOSED_REQUEST = 499
@@ -38,6 +41,7 @@ class Endpoint:
     gives: tuple[Any, ...] = ()
     streams: tuple[Any, ...] = ()  # what stands in its server-sent events
     example: dict[str, Any] = field(default_factory=dict)
+    not_in_query: tuple[str, ...] = ()  # fields that the route refuses
 
 
 def engine_of(request: Request) -> LLMEngine:
@@ -47,6 +51,18 @@ def engine_of(request: Request) -> LLMEngine:
 
 def respond(value: Any, status: int = 200) -> Response:
     return Response(encode(value), status, media_type="application/json")
+
+
+async def respond_at_length(make: Callable[[], Any], num_tokens: int) -> Response:
+    """The same for what may take its time to put together: then the event loop is free for the others meanwhile."""
+    if num_tokens < MANY_TOKENS:
+        return respond(make())
+    return await asyncio.to_thread(lambda: respond(make()))
+
+
+def length(prompts: list[list[Answer]]) -> int:
+    """Tokens in all the answers."""
+    return sum(len(answer.deltas) for answers in prompts for answer in answers)
 
 
 async def read_body(request: Request) -> bytes:
@@ -97,21 +113,29 @@ class EventStream(EventSourceResponse):
 # -- clients that leave ------------------------------------------------------------------------------------------------
 
 
-async def unless_disconnected(
-    request: Request, submission: Submission, work: Coroutine[Any, Any, Result]
-) -> Result | None:
-    """The work's result, or None if the client went away first. Either way nothing of the request stays behind.
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The work's result. Raises ClientDisconnect if the client goes away first; then the work is cancelled.
 
-    Starlette cancels streams on disconnect, but not handlers that are still computing their answer.
+    Starlette cancels streams on disconnect, but not handlers that are still preparing or computing their answer.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
     finally:
-        working.cancel()
         watching.cancel()
+        if working.cancel():
+            await asyncio.wait([working])  # what it held is given back before anything else happens
+
+
+async def answers_to(request: Request, submission: Submission) -> list[list[Answer]]:
+    """Every answer, when all are there. However this ends, the work for them ends too."""
+    try:
+        return await unless_disconnected(request, collect(submission))
+    finally:
         submission.abort()
 
 
@@ -120,16 +144,13 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def nobody_is_there() -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def error_body(error: ServekitError, for_tgi: bool = False) -> dict[str, Any]:
     """OpenAI's error object, and beside it TGI's word for whoever asked in TGI's way."""
-    told = {"message": error.message, "type": error.type, "param": error.param, "code": error.answer_code}
+    param = name_of(error.param) if for_tgi else error.param
+    told = {"message": error.message, "type": error.type, "param": param, "code": error.answer_code}
     return {"error": told} | ({"error_type": ERROR_TYPES.get(error.type, "generation")} if for_tgi else {})
 
 

@@ -9,16 +9,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servekit.api import tgi
-from servekit.api.answers import Answer, collect, follow, new_id
+from servekit.api.answers import Answer, follow, new_id
 from servekit.api.http import (
     Endpoint,
     EventStream,
+    answers_to,
     engine_of,
     error_body,
     event,
-    nobody_is_there,
+    length,
     read_body,
     respond,
+    respond_at_length,
     unless_disconnected,
 )
 from servekit.client_queue import TokenDelta
@@ -74,9 +76,9 @@ async def basic_generate(request: Request) -> Response:
     for param in ("ttft_ms", "deadline_ms", "logprobs", "prompt_logprobs"):
         if getattr(asked, param) is not None:
             raise InvalidRequest(f"this route's answer has no room for {param}; POST /generate has", param=param)
-    submission = await engine_of(request).submit(asked.read())
-    answers = await unless_disconnected(request, submission, collect(submission))
-    return nobody_is_there() if answers is None else respond(BasicGenerateResponse(answers[0][0].text))
+    submission = await unless_disconnected(request, engine_of(request).submit(asked.read()))
+    ((answer,),) = await answers_to(request, submission)
+    return respond(BasicGenerateResponse(answer.text))
 
 
 def _one_text(asked: GenerateRequest) -> GenerateRequest:
@@ -89,38 +91,10 @@ def _one_text(asked: GenerateRequest) -> GenerateRequest:
 
 async def _answer(request: Request, asked: GenerateRequest) -> Response:
     engine = engine_of(request)
-    submission = await engine.submit(asked.read())
-    prompts = await unless_disconnected(request, submission, collect(submission))
-    if prompts is None:
-        return nobody_is_there()
+    submission = await unless_disconnected(request, engine.submit(asked.read()))
+    prompts = await answers_to(request, submission)
     tell = Teller(submission, engine.tokenizer)
-    usage = tell.usage(sum(answer.num_tokens for answers in prompts for answer in answers))
-    answers = [answer for answers in prompts for answer in answers[: submission.request.n]]
-    prompt_tokens = [tell.prompt_tokens(index) for index in range(len(prompts))]
-    if asked.gives_one_text:
-        (answer,) = answers
-        return respond(
-            GenerateResponse(
-                new_id("gen"),
-                answer.text,
-                answer.finish_reason,
-                answer.stop_reason,
-                usage,
-                tell.tokens(answer) if asked.logprobs is not None else UNSET,
-                prompt_tokens[0] if asked.prompt_logprobs is not None else UNSET,
-            )
-        )
-    return respond(
-        BatchGenerateResponse(
-            new_id("gen"),
-            [answer.text for answer in answers],
-            [answer.finish_reason for answer in answers],
-            [answer.stop_reason for answer in answers],
-            usage,
-            [tell.tokens(answer) for answer in answers] if asked.logprobs is not None else UNSET,
-            prompt_tokens if asked.prompt_logprobs is not None else UNSET,
-        )
-    )
+    return await respond_at_length(lambda: tell.response(prompts, asked.gives_one_text), length(prompts))
 
 
 async def _stream(request: Request, asked: GenerateRequest, has_ids: bool = False) -> Response:
@@ -131,7 +105,7 @@ async def _stream(request: Request, asked: GenerateRequest, has_ids: bool = Fals
             f"best_of = {wanted.best_of}: which of them is best is known only at the end; POST /generate can wait",
             param="best_of",
         )
-    submission = await engine.submit(wanted)
+    submission = await unless_disconnected(request, engine.submit(wanted))
     return EventStream(request, submission, _events(submission, Teller(submission, engine.tokenizer), has_ids))
 
 
@@ -163,6 +137,35 @@ class Teller:
         prompt_tokens = self._submission.num_prompt_tokens
         total_tokens = prompt_tokens + completion_tokens
         return Usage(prompt_tokens, completion_tokens, total_tokens, self._submission.num_cached_tokens)
+
+    def response(self, prompts: list[list[Answer]], gives_one_text: bool) -> GenerateResponse | BatchGenerateResponse:
+        """All of it at once."""
+        request, new = self._submission.request, new_id("gen")
+        usage = self.usage(sum(answer.num_tokens for answers in prompts for answer in answers))
+        answers = [answer for answers in prompts for answer in answers[: request.n]]
+        tokens = [self.tokens(answer) for answer in answers] if request.logprobs is not None else UNSET
+        told = request.prompt_logprobs is not None
+        prompt_tokens = [self.prompt_tokens(index) for index in range(len(prompts))] if told else UNSET
+        if not gives_one_text:
+            return BatchGenerateResponse(
+                new,
+                [answer.text for answer in answers],
+                [answer.finish_reason for answer in answers],
+                [answer.stop_reason for answer in answers],
+                usage,
+                tokens,
+                prompt_tokens,
+            )
+        (answer,) = answers
+        return GenerateResponse(
+            new,
+            answer.text,
+            answer.finish_reason,
+            answer.stop_reason,
+            usage,
+            UNSET if tokens is UNSET else tokens[0],
+            UNSET if prompt_tokens is UNSET else prompt_tokens[0],
+        )
 
     def tokens(self, answer: Answer) -> list[Token]:
         return [self.token(delta) for delta in answer.tokens]
@@ -232,6 +235,7 @@ ENDPOINTS: list[Endpoint] = [
     Endpoint(
         *("GET", "/generate_stream", generate_stream_for_browsers),
         takes=(GenerateRequest,),
+        not_in_query=("prompts", "n", "best_of", "stream"),
         streams=(StreamEvent,),
         example=_ASKING,
     ),

@@ -9,17 +9,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.answers import collect, follow, new_id
+from servekit.api.answers import follow, new_id
 from servekit.api.completions import ChatTeller, CompletionTeller, Teller
 from servekit.api.http import (
     Endpoint,
     EventStream,
+    answers_to,
     engine_of,
     error_body,
     event,
-    nobody_is_there,
+    length,
     read_body,
     respond,
+    respond_at_length,
     unless_disconnected,
 )
 from servekit.config import ServeConfig
@@ -47,7 +49,7 @@ async def completions(request: Request) -> Response:
     engine = engine_of(request)
     asked = decode(await read_body(request), CompletionRequest)
     check_model(engine.config, asked.model)
-    submission = await engine.submit(asked.read())
+    submission = await unless_disconnected(request, engine.submit(asked.read()))
     tell = CompletionTeller(asked, submission, engine.tokenizer, new_id("cmpl"), engine.config.model_name)
     return await _answer(request, asked, submission, tell)
 
@@ -58,6 +60,13 @@ async def chat_completions(request: Request) -> Response:
     asked = decode(await read_body(request), ChatCompletionRequest)
     check_model(engine.config, asked.model)
     asked.check()
+    submission = await unless_disconnected(request, _submit_chat(engine, asked))
+    tell = ChatTeller(asked, submission, engine.tokenizer, new_id("chatcmpl"), engine.config.model_name)
+    return await _answer(request, asked, submission, tell)
+
+
+async def _submit_chat(engine: LLMEngine, asked: ChatCompletionRequest) -> Submission:
+    arrival_s = engine.now()  # its deadlines do not wait for the template
     rendered = await engine.intake.render_chat(
         [message.read(index) for index, message in enumerate(asked.messages)],
         asked.chat_template,
@@ -65,16 +74,14 @@ async def chat_completions(request: Request) -> Response:
         asked.add_generation_prompt is not False,
         bool(asked.continue_final_message),
     )
-    submission = await engine.submit(asked.read(rendered))
-    tell = ChatTeller(asked, submission, engine.tokenizer, new_id("chatcmpl"), engine.config.model_name)
-    return await _answer(request, asked, submission, tell)
+    return await engine.submit(asked.read(rendered), arrival_s)
 
 
 async def _answer(request: Request, asked: OpenAIFields, submission: Submission, tell: Teller) -> Response:
     if asked.stream:
         return EventStream(request, submission, _events(submission, tell))
-    prompts = await unless_disconnected(request, submission, collect(submission))
-    return nobody_is_there() if prompts is None else respond(tell.response(prompts))
+    prompts = await answers_to(request, submission)
+    return await respond_at_length(lambda: tell.response(prompts), length(prompts))
 
 
 async def _events(submission: Submission, tell: Teller) -> AsyncIterator[bytes]:
@@ -109,8 +116,8 @@ async def models(request: Request) -> Response:
 
 async def model(request: Request) -> Response:
     """One model."""
-    engine = engine_of(request)
-    check_model(engine.config, request.path_params["model"])
+    engine, name = engine_of(request), request.path_params["model"]
+    check_model(engine.config, name or "/")  # an empty name means the model there is in a body, but not in a path
     return respond(_model(engine))
 
 

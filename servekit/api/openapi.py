@@ -63,7 +63,11 @@ def _operation(endpoint: Endpoint, components: Json) -> Json:
     ]
     if endpoint.takes and endpoint.method == "GET":
         fields = components[endpoint.takes[0].__name__]["properties"]
-        parameters += [{"name": field, "in": "query", "schema": schema} for field, schema in fields.items()]
+        parameters += [
+            {"name": field, "in": "query", "schema": schema}
+            for field, schema in fields.items()
+            if field not in endpoint.not_in_query
+        ]
     elif endpoint.takes:
         content = {"schema": _one_of(endpoint.takes), "example": endpoint.example}
         operation["requestBody"] = {"required": True, "content": {"application/json": content}}

@@ -8,16 +8,17 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.answers import Answer, collect, follow
+from servekit.api.answers import Answer, follow
 from servekit.api.http import (
     Endpoint,
     EventStream,
+    answers_to,
     engine_of,
     error_body,
     event,
-    nobody_is_there,
+    length,
     read_body,
-    respond,
+    respond_at_length,
     speaks_tgi,
     unless_disconnected,
 )
@@ -49,24 +50,23 @@ async def answer(request: Request, body: bytes, streams: bool = False, in_a_list
     speaks_tgi(request)
     engine = engine_of(request)
     asked = decode(body, TgiRequest)
-    wanted = asked.read()
     streams = streams or bool(asked.stream)
+    wanted = asked.read(streams)
     if streams and wanted.best_of > 1:
         raise InvalidRequest(
             f"best_of = {wanted.best_of}: which of them is best is known only at the end; leave out stream",
             param="parameters.best_of",
         )
-    submission = await engine.submit(wanted)
+    submission = await unless_disconnected(request, engine.submit(wanted))
     tell = _Teller(asked, submission, engine.tokenizer)
     if streams:
         return EventStream(request, submission, _events(submission, tell))
-    prompts = await unless_disconnected(request, submission, collect(submission))
-    if prompts is None:
-        return nobody_is_there()
-    told = tell.response(prompts[0])
-    response = respond([told] if in_a_list else told)
+    (answers,) = await answers_to(request, submission)
+    response = await respond_at_length(
+        lambda: [tell.response(answers)] if in_a_list else tell.response(answers), length([answers])
+    )
     response.headers["x-prompt-tokens"] = str(submission.num_prompt_tokens)
-    response.headers["x-generated-tokens"] = str(prompts[0][0].num_tokens)
+    response.headers["x-generated-tokens"] = str(answers[0].num_tokens)
     return response
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
 from servekit.errors import InvalidRequest
@@ -16,6 +15,7 @@ from servekit.generation_request import Sampling
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 MAX_ANSWERS = 128
+MAX_PROMPTS = 65536  # far beyond what a server admits; a longer list is not even looked at
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -82,13 +82,13 @@ class CommonFields(Struct, kw_only=True):
         Annotated[int, Meta(ge=1, le=4096)] | None, told("tokens in one event of a stream; the server's own by default")
     ] = None
 
-    def common(self, is_greedy: bool = False) -> dict[str, Any]:
+    def common(self, do_sample: bool | None = None) -> dict[str, Any]:
         """These fields as a GenerationRequest has them. Raises InvalidRequest for what no type can express."""
         if isinstance(self.stop, list) and len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"{len(self.stop)} stop strings; at most {MAX_STOP_STRINGS} are taken", param="stop")
-        said = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        said = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | {"do_sample": do_sample}
         return {
-            "sampling": Sampling(**(said | {"temperature": 0.0} if is_greedy else said)),
+            "sampling": Sampling(**said),
             "priority": self.priority or 0,
             "ttft_ms": self.ttft_ms,
             "deadline_ms": self.deadline_ms,
@@ -96,7 +96,7 @@ class CommonFields(Struct, kw_only=True):
         }
 
 
-_SAMPLING_FIELDS = tuple(field.name for field in msgspec.structs.fields(Sampling))
+_SAMPLING_FIELDS = tuple(name for name in Sampling.__struct_fields__ if name != "do_sample")
 
 
 def at_least(best_of: int | None, n: int) -> int:

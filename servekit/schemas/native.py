@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from servekit.errors import InvalidRequest
 from servekit.generation_request import GenerationRequest, Grammar, GrammarKind, Prompt
-from servekit.schemas.fields import CommonFields, Count, NumAnswers, NumLogprobs, Usage, at_least, told
+from servekit.schemas.fields import MAX_PROMPTS, CommonFields, Count, NumAnswers, NumLogprobs, Usage, at_least, told
 from servekit.sequence import FinishReason
 
 
@@ -53,7 +53,7 @@ class GenerateRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     """The body of /generate and /generate_stream; `prompt` asks for one text, `prompts` for a list of them."""
 
     prompt: str | None = None
-    prompts: Annotated[list[str], Meta(min_length=1)] | None = None
+    prompts: Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
     max_tokens: Annotated[Count | None, told("of the answer; as many as the context holds by default")] = None
     n: Annotated[NumAnswers | None, told("answers to each prompt, which is computed once")] = None
     best_of: Annotated[NumAnswers | None, told("answers computed, of which the n likeliest are given")] = None

@@ -13,7 +13,17 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from servekit.errors import InvalidRequest
 from servekit.generation_request import GenerationRequest, Grammar, GrammarKind, Prompt
-from servekit.schemas.fields import Bound, CommonFields, Count, NumAnswers, NumLogprobs, TokenId, at_least, told
+from servekit.schemas.fields import (
+    MAX_PROMPTS,
+    Bound,
+    CommonFields,
+    Count,
+    NumAnswers,
+    NumLogprobs,
+    TokenId,
+    at_least,
+    told,
+)
 from servekit.sequence import FinishReason
 
 # -- what both routes take ---------------------------------------------------------------------------------------------
@@ -29,13 +39,13 @@ class JsonSchema(Struct, kw_only=True):
 class ResponseFormat(Struct, kw_only=True):
     """What the answer must be."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: JsonSchema | None = None
-    # Where huggingface_hub's client, given an address, puts the schema of a `json_schema`, as an object of its own.
-    value: dict[str, Raw] | None = None
+    # TGI's form: where huggingface_hub's client, given an address, puts the schema of a `json_schema`.
+    value: str | dict[str, Raw] | None = None
 
 
-class StructuredOutputs(Struct, kw_only=True):
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
     """vLLM's way to say what the answer must match: one of these."""
 
     json: str | dict[str, Raw] | None = None
@@ -63,6 +73,15 @@ class OpenAIFields(CommonFields, kw_only=True):
     truncate_prompt_tokens: Annotated[Count | None, told("keep the last so many tokens of the prompt")] = None
     response_format: Annotated[ResponseFormat | None, told("any JSON object, or one of a schema")] = None
     structured_outputs: Annotated[StructuredOutputs | None, told("json, json_object, regex, choice or grammar")] = None
+    guided_json: Annotated[str | dict[str, Raw] | None, told("older name of structured_outputs.json")] = None
+    guided_regex: Annotated[str | None, told("older name of structured_outputs.regex")] = None
+    guided_choice: Annotated[
+        Annotated[list[str], Meta(min_length=1)] | None, told("older name of structured_outputs.choice")
+    ] = None
+    guided_grammar: Annotated[str | None, told("older name of structured_outputs.grammar")] = None
+    use_beam_search: Annotated[bool | None, told("refused: there is no beam search")] = None
+    prompt_embeds: Annotated[Any, told("refused: prompts are text or token ids")] = None
+    logits_processors: Annotated[Any, told("refused: no code comes from requests")] = None
 
     @property
     def tells_usage(self) -> bool:
@@ -76,7 +95,7 @@ class OpenAIFields(CommonFields, kw_only=True):
 
     def grammar(self) -> Grammar | None:
         """What the answer must match, said in either way. Raises InvalidRequest."""
-        asked = [*self._of_response_format(), *self._of_structured_outputs()]
+        asked = [*self._of_response_format(), *self._of_structured_outputs(), *self._of_older_fields()]
         if len(asked) > 1:
             names = " and ".join(grammar.param for grammar in asked)
             raise InvalidRequest(f"{names} are given; an answer follows one of them", param=asked[1].param)
@@ -87,9 +106,11 @@ class OpenAIFields(CommonFields, kw_only=True):
         if asked is None or asked.type == "text":
             return []
         if asked.value is not None:
-            text = msgspec.json.encode(asked.value).decode()
-            return [Grammar(GrammarKind.JSON_SCHEMA, text, "response_format.value")]
-        if asked.type == "json_object":
+            kind = GrammarKind.REGEX if asked.type == "regex" else GrammarKind.JSON_SCHEMA
+            return [Grammar(kind, _as_text(asked.value), "response_format.value")]
+        if asked.type == "regex":
+            raise InvalidRequest("response_format: a regex needs a value", param="response_format.value")
+        if asked.type in ("json_object", "json"):
             return [Grammar(GrammarKind.JSON, "", "response_format")]
         if asked.json_schema is None or asked.json_schema.schema is None:
             raise InvalidRequest(
@@ -104,8 +125,7 @@ class OpenAIFields(CommonFields, kw_only=True):
             return []
         found = []
         if asked.json is not None:
-            text = asked.json if isinstance(asked.json, str) else msgspec.json.encode(asked.json).decode()
-            found.append(Grammar(GrammarKind.JSON_SCHEMA, text, f"{param}.json"))
+            found.append(Grammar(GrammarKind.JSON_SCHEMA, _as_text(asked.json), f"{param}.json"))
         if asked.json_object:
             found.append(Grammar(GrammarKind.JSON, "", f"{param}.json_object"))
         if asked.regex is not None:
@@ -114,10 +134,29 @@ class OpenAIFields(CommonFields, kw_only=True):
             found.append(Grammar(GrammarKind.CHOICE, msgspec.json.encode(asked.choice).decode(), f"{param}.choice"))
         if asked.grammar is not None:
             found.append(Grammar(GrammarKind.EBNF, asked.grammar, f"{param}.grammar"))
+        if not found:
+            raise InvalidRequest(
+                f"{param} names nothing to follow; it takes json, json_object, regex, choice or grammar", param=param
+            )
+        return found
+
+    def _of_older_fields(self) -> list[Grammar]:
+        found = []
+        if self.guided_json is not None:
+            found.append(Grammar(GrammarKind.JSON_SCHEMA, _as_text(self.guided_json), "guided_json"))
+        if self.guided_regex is not None:
+            found.append(Grammar(GrammarKind.REGEX, self.guided_regex, "guided_regex"))
+        if self.guided_choice is not None:
+            found.append(Grammar(GrammarKind.CHOICE, msgspec.json.encode(self.guided_choice).decode(), "guided_choice"))
+        if self.guided_grammar is not None:
+            found.append(Grammar(GrammarKind.EBNF, self.guided_grammar, "guided_grammar"))
         return found
 
     def shared(self) -> dict[str, Any]:
         """These fields as a GenerationRequest has them. Raises InvalidRequest."""
+        for name in ("use_beam_search", "prompt_embeds", "logits_processors"):
+            if getattr(self, name):  # null, false and empty are the same as leaving it out
+                raise InvalidRequest(f"{name} is not supported by this server; leave it out", param=name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is for streams; set stream to true", param="stream_options")
         return {
@@ -127,6 +166,10 @@ class OpenAIFields(CommonFields, kw_only=True):
             "truncate": self.truncate_prompt_tokens,
             **self.common(),
         }
+
+
+def _as_text(schema: str | dict[str, Raw]) -> str:
+    return schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
 
 
 # -- completions -------------------------------------------------------------------------------------------------------
@@ -182,6 +225,8 @@ class CompletionRequest(OpenAIFields, kw_only=True):
             raise InvalidRequest("prompt mixes texts and token ids; give one kind", param="prompt")
         if kinds == {int}:
             return [Prompt(items, "prompt")]
+        if len(items) > MAX_PROMPTS:
+            raise InvalidRequest(f"{len(items)} prompts; at most {MAX_PROMPTS} are looked at", param="prompt")
         return [Prompt(item, f"prompt[{index}]", special) for index, item in enumerate(items)]
 
 
@@ -255,6 +300,8 @@ class ChatMessage(Struct, kw_only=True):
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None  # of earlier turns, for templates that know them
+    tool_call_id: str | None = None
 
     def read(self, index: int) -> dict[str, Any]:
         """As chat templates take it. Raises InvalidRequest for pictures and the like."""
@@ -268,7 +315,8 @@ class ChatMessage(Struct, kw_only=True):
                     )
             content = "".join(part.text or "" for part in content)
         message: dict[str, Any] = {"role": self.role, "content": content or ""}
-        return message | {"name": self.name} if self.name is not None else message
+        told = {name: getattr(self, name) for name in ("name", "tool_calls", "tool_call_id")}
+        return message | {name: value for name, value in told.items() if value is not None}
 
 
 class ChatCompletionRequest(OpenAIFields, kw_only=True):
@@ -287,12 +335,19 @@ class ChatCompletionRequest(OpenAIFields, kw_only=True):
         None
     )
     chat_template_kwargs: Annotated[dict[str, Any] | None, told("more variables for the chat template")] = None
-    tools: Annotated[list[Raw] | None, told("refused: tools are not supported")] = None
+    tools: Annotated[Any, told("refused: tools are not supported")] = None
+    tool_choice: Annotated[Any, told("refused: but for auto and none, tools are not supported")] = None
+    functions: Annotated[Any, told("refused: tools are not supported")] = None
+    modalities: Annotated[list[str] | None, told("only text")] = None
 
     def check(self) -> None:
         """Raise InvalidRequest for what is not served, before the conversation is rendered."""
-        if self.tools:
-            raise InvalidRequest("tools are not supported by this server; leave them out", param="tools")
+        for name in ("tools", "functions", "tool_choice"):
+            value = getattr(self, name)
+            if value and value not in ("auto", "none"):
+                raise InvalidRequest(f"{name}: tools are not supported by this server; leave it out", param=name)
+        if set(self.modalities or ()) - {"text"}:
+            raise InvalidRequest(f"modalities = {self.modalities}: this server answers with text", param="modalities")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
 

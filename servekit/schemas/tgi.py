@@ -21,7 +21,7 @@ class TgiParameters(CommonFields, kw_only=True, forbid_unknown_fields=True):
     """How to answer."""
 
     max_new_tokens: Annotated[Count | None, told("of the answer; as many as the context holds by default")] = None
-    do_sample: Annotated[bool | None, told("false is greedy")] = None
+    do_sample: Annotated[bool | None, told("false is greedy, true is not; the model's own by default")] = None
     best_of: Annotated[NumAnswers | None, told("answers computed, of which the likeliest is given")] = None
     details: Annotated[bool | None, told("say how it ended, and each token")] = None
     decoder_input_details: Annotated[bool | None, told("each token of the prompt with its logprob")] = None
@@ -46,8 +46,8 @@ class TgiRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     def asked(self) -> TgiParameters:
         return self.parameters or TgiParameters()
 
-    def read(self) -> GenerationRequest:
-        """What is asked for. Raises InvalidRequest."""
+    def read(self, streams: bool = False) -> GenerationRequest:
+        """What is asked for; in a stream, clients expect a number at each token. Raises InvalidRequest."""
         asked = self.asked
         if asked.watermark:
             raise InvalidRequest("watermark = true: there is no watermark here", param="parameters.watermark")
@@ -58,10 +58,10 @@ class TgiRequest(Struct, kw_only=True, forbid_unknown_fields=True):
             max_tokens=asked.max_new_tokens,
             grammar=None if asked.grammar is None else asked.grammar.read("parameters.grammar"),
             best_of=at_least(asked.best_of, 1),
-            logprobs=asked.top_n_tokens or 0,  # its clients expect a number at each token, asked for or not
+            logprobs=asked.top_n_tokens or (0 if streams or asked.details else None),
             prompt_logprobs=0 if asked.details and asked.decoder_input_details else None,
             truncate=asked.truncate,
-            **asked.common(is_greedy=asked.do_sample is False),
+            **asked.common(asked.do_sample),
         )
 
 
@@ -145,3 +145,11 @@ ERROR_TYPES: dict[str, Any] = {
     "server_error": "generation",
 }
 """TGI's words for the types of errors."""
+
+_OWN_NAMES = {"max_tokens": "max_new_tokens", "logprobs": "top_n_tokens"}
+
+
+def name_of(param: str | None) -> str | None:
+    """What a client of this door calls a parameter that an error is about."""
+    own = _OWN_NAMES.get(param or "", param)
+    return f"parameters.{own}" if own in TgiParameters.__struct_fields__ else param

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from servekit.schemas.fields import TokenId, told
 
@@ -46,7 +46,7 @@ class TgiTokenSpan(Struct):
 class DetokenizeRequest(Struct, kw_only=True):
     """Token ids."""
 
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
     model: Annotated[str | None, told("its served name")] = None
     skip_special_tokens: Annotated[bool | None, told("false by default: text and tokens then say the same")] = None
 

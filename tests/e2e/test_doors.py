@@ -331,7 +331,7 @@ def test_tokens_come_back_as_the_text_they_were(server: ServerProcess) -> None:
         ("/v1/completions", {"prompt": "a", "model": "gpt-9"}, 404, "model_not_found", "model"),
         ("/v1/completions", {"prompt": ["a", [1]]}, 400, "invalid_value", "prompt"),
         ("/v1/completions", {"prompt": []}, 400, "invalid_value", "prompt"),
-        ("/v1/completions", {"prompt": [-1]}, 400, "invalid_value", "prompt"),
+        ("/v1/completions", {"prompt": [-1]}, 400, "invalid_value", "prompt[0]"),
         ("/v1/completions", {"prompt": [[1], []]}, 400, "invalid_value", "prompt[1]"),
         ("/v1/completions", {"prompt": [999999]}, 400, "invalid_value", "prompt"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "invalid_value", "suffix"),

@@ -18,8 +18,9 @@ def write(directory: Path, **config: Any) -> Path:
 
 
 def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
-    assert find_chat_template(tmp_path) is None
-    assert find_chat_template(write(tmp_path, bos_token="<s>", chat_template=None)) is None
+    assert find_chat_template(tmp_path) == ChatTemplate(None, {})
+    written = write(tmp_path, bos_token="<s>", chat_template=None)
+    assert find_chat_template(written) == ChatTemplate(None, {"bos_token": "<s>"}), "a request's own may need them"
 
 
 def test_a_template_is_found_in_the_configuration_with_the_tokens_that_it_names(tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ def test_a_template_is_found_in_the_configuration_with_the_tokens_that_it_names(
 def test_of_several_templates_the_default_one_is_taken(tmp_path: Path) -> None:
     tools, default = {"name": "tool_use", "template": "U"}, {"name": "default", "template": "D"}
     assert find_chat_template(write(tmp_path, chat_template=[tools, default])) == ChatTemplate("D", {})
-    assert find_chat_template(write(tmp_path, chat_template=[tools])) is None
+    assert find_chat_template(write(tmp_path, chat_template=[tools])).source is None
 
 
 def test_a_file_of_its_own_comes_before_the_configuration_and_the_operators_before_both(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from servekit.schemas import openai, tgi
 from servekit.schemas.decoding import decode, decode_query, encode, is_for_tgi
 from servekit.schemas.native import GenerateRequest
 from servekit.schemas.openai import ChatCompletionRequest, CompletionRequest
-from servekit.schemas.tgi import TgiParameters, TgiRequest
+from servekit.schemas.tgi import TgiParameters, TgiRequest, name_of
 from servekit.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
 from servekit.sequence import FinishReason
 
@@ -150,7 +150,12 @@ OPENAI: dict[str, tuple[Json, Json]] = {
         {"structured_outputs": {"regex": "a+"}},
         {"grammar": Grammar(GrammarKind.REGEX, "a+", "structured_outputs.regex")},
     ),
+    "guided_json": ({"guided_json": {}}, {"grammar": Grammar(GrammarKind.JSON_SCHEMA, "{}", "guided_json")}),
+    "guided_regex": ({"guided_regex": "a"}, {"grammar": Grammar(GrammarKind.REGEX, "a", "guided_regex")}),
+    "guided_choice": ({"guided_choice": ["a"]}, {"grammar": Grammar(GrammarKind.CHOICE, '["a"]', "guided_choice")}),
+    "guided_grammar": ({"guided_grammar": "a"}, {"grammar": Grammar(GrammarKind.EBNF, "a", "guided_grammar")}),
 }
+REFUSED_BY_OPENAIS = ("use_beam_search", "prompt_embeds", "logits_processors")
 DOORS = {
     "`/generate`": Door(
         GenerateRequest,
@@ -174,10 +179,13 @@ DOORS = {
         {
             **COMMON,
             "max_new_tokens": ({"max_new_tokens": 5}, {"max_tokens": 5}),
-            "do_sample": ({"do_sample": False, "temperature": 0.5}, {"sampling.temperature": 0.0}),
+            "do_sample": ({"do_sample": False}, {"sampling.do_sample": False}),
             "best_of": ({"best_of": 4}, {"best_of": 4}),
-            "details": ({"details": True}, {}),
-            "decoder_input_details": ({"details": True, "decoder_input_details": True}, {"prompt_logprobs": 0}),
+            "details": ({"details": True}, {"logprobs": 0}),
+            "decoder_input_details": (
+                {"details": True, "decoder_input_details": True},
+                {"prompt_logprobs": 0, "logprobs": 0},
+            ),
             "top_n_tokens": ({"top_n_tokens": 2}, {"logprobs": 2}),
             "return_full_text": ({"return_full_text": True}, {}),
             "truncate": ({"truncate": 9}, {"truncate": 9}),
@@ -209,7 +217,7 @@ DOORS = {
             "echo": ({"echo": True, "logprobs": 2}, {"logprobs": 2, "prompt_logprobs": 2}),
             "add_special_tokens": ({"add_special_tokens": False}, {"prompts": [Prompt("a", "prompt", False)]}),
         },
-        refused=("suffix",),
+        refused=("suffix", *REFUSED_BY_OPENAIS),
     ),
     "`/v1/chat/completions`": Door(
         ChatCompletionRequest,
@@ -225,8 +233,9 @@ DOORS = {
             "continue_final_message": ({"continue_final_message": True}, {}),
             "chat_template": ({"chat_template": "x"}, {}),
             "chat_template_kwargs": ({"chat_template_kwargs": {"x": 1}}, {}),
+            "modalities": ({"modalities": ["text"]}, {}),
         },
-        refused=("tools",),
+        refused=("tools", "tool_choice", "functions", *REFUSED_BY_OPENAIS),
     ),
 }
 EVERY_FIELD = [(door, name) for door, told in DOORS.items() for name in told.fields]
@@ -271,7 +280,8 @@ def test_the_table_above_has_every_field_and_every_alias_that_the_docs_tell(door
         assert kind is told.kind
         for name, own in aliases.items():
             for other in DOORS.values():
-                assert name not in other.fields or told.fields[own][1].keys() <= other.fields[name][1].keys()
+                # TGI's `details`, with which alone its `decoder_input_details` is told, brings logprobs along.
+                assert name not in other.fields or told.fields[own][1].keys() <= {*other.fields[name][1], "logprobs"}
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -503,8 +513,11 @@ def test_a_grammar_is_understood_or_refused_at_the_doors_that_have_one(
             {"response_format": {"type": "json_schema", "value": SCHEMA}},
             *(GrammarKind.JSON_SCHEMA, SCHEMA, "response_format.value"),
         ),
-        ({"structured_outputs": {}}, None, None, None),
-        ({"structured_outputs": {"json_object": False}}, None, None, None),
+        (
+            {"response_format": {"type": "regex", "value": "a+"}},
+            *(GrammarKind.REGEX, "a+", "response_format.value"),
+        ),
+        ({"response_format": {"type": "json"}}, GrammarKind.JSON, None, "response_format"),
         (
             {"structured_outputs": {"json_object": True}},
             *(GrammarKind.JSON, None, "structured_outputs.json_object"),
@@ -533,6 +546,84 @@ def test_a_grammar_can_be_said_in_openais_way_and_in_vllms(
         else:
             assert grammar is not None and (grammar.kind, grammar.param) == (kind, param)
             assert meaning(grammar) == meant
+
+
+@pytest.mark.parametrize("door", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("field", "values", "harmless"),
+    [
+        ("use_beam_search", [True], [False, None]),
+        ("logits_processors", [["x"]], [[], None]),
+        ("prompt_embeds", ["x"], ["", None]),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_and_its_absence_is_not(
+    door: str, field: str, values: list[Any], harmless: list[Any]
+) -> None:
+    for value in values:
+        with pytest.raises(InvalidRequest) as refusal:
+            ask(door, body_of(door, {field: value}))
+        assert refusal.value.param == field
+    for value in harmless:
+        assert ask(door, body_of(door, {field: value})) == ask(door, body_of(door, {}))
+
+
+def test_tools_are_refused_but_not_their_absence() -> None:
+    for fields in ({"tools": [{}]}, {"functions": [{}]}, {"tool_choice": "required"}, {"modalities": ["audio"]}):
+        with pytest.raises(InvalidRequest) as refusal:
+            ask(CHAT, body_of(CHAT, fields))
+        assert refusal.value.param == next(iter(fields))
+    harmless = ({"tools": []}, {"tools": None}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"functions": None})
+    assert all(ask(CHAT, body_of(CHAT, fields)) == ask(CHAT, body_of(CHAT, {})) for fields in harmless)
+    message = {"role": "tool", "content": "42", "tool_call_id": "1", "tool_calls": [{"id": "1"}]}
+    assert decode(body_of(CHAT, {"messages": [message]}), ChatCompletionRequest).messages[0].read(0) == message
+
+
+def test_structured_outputs_that_name_nothing_are_refused() -> None:
+    for asked in ({}, {"json_object": False}, {"regexp": "a"}):
+        with pytest.raises(InvalidRequest) as refusal:
+            ask(COMPLETIONS, body_of(COMPLETIONS, {"structured_outputs": asked}))
+        assert (refusal.value.param or "").startswith("structured_outputs")
+    with pytest.raises(InvalidRequest):
+        ask(CHAT, body_of(CHAT, {"response_format": {"type": "regex"}}))
+
+
+def test_errors_are_told_under_the_names_of_tgis_clients() -> None:
+    assert [name_of(param) for param in ("max_tokens", "logprobs", "stop", "inputs", "parameters.stop", None)] == [
+        *("parameters.max_new_tokens", "parameters.top_n_tokens", "parameters.stop", "inputs", "parameters.stop", None)
+    ]
+
+
+def test_a_missing_field_is_named_and_a_misspelt_one_is_guessed() -> None:
+    for body, message in (
+        (b'{"prompt": "a", "temprature": 1}', "unknown field 'temprature'; did you mean 'temperature'? The fields are"),
+        (b'{"prompt": "a", "zzz": 1}', "unknown field 'zzz'; the fields are"),
+    ):
+        with pytest.raises(InvalidRequest) as refusal:
+            read(body)
+        assert refusal.value.message.startswith(message)
+    with pytest.raises(InvalidRequest) as refusal:
+        ask(CHAT, b'{"messages": [{"content": "a"}]}')
+    assert (refusal.value.param, refusal.value.message) == ("messages[0].role", "messages[0].role is missing")
+    with pytest.raises(InvalidRequest) as refusal:
+        ask(CHAT, b"{}")
+    assert refusal.value.param == "messages"
+
+
+def test_more_prompts_than_anybody_admits_are_not_looked_at() -> None:
+    for door, body in (
+        ("`/generate`", b'{"prompts": [' + b'"a",' * 70_000 + b'"a"]}'),
+        (COMPLETIONS, b'{"prompt": [' + b"[1]," * 70_000 + b"[1]]}"),
+    ):
+        with pytest.raises(InvalidRequest) as refusal:
+            ask(door, body)
+        assert refusal.value.param in ("prompts", "prompt")
+
+
+def test_a_large_body_is_not_read_twice_for_an_error() -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        read(b'{"seed": "x", "prompt": "' + b"x" * 100_000 + b'"}')
+    assert refusal.value.message == "seed: expected int, got str"
 
 
 def test_no_choice_is_no_grammar_that_can_be_followed() -> None:
