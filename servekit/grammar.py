@@ -46,9 +46,12 @@ def grammar_tokenizer(file: Path, vocab_size: int, eos_token_ids: Iterable[int])
     tokenizer: dict[str, Any] = json.loads(file.read_bytes())
     added = [token for token in tokenizer.get("added_tokens", ()) if token["id"] < vocab_size]
     prefix = f"{PRIVATE}{secrets.token_hex(8)}:"
-    renamed = {token["content"]: f"{prefix}{token['id']}" for token in added if token["special"]}
-    for token in added:
-        token["content"] = renamed.get(token["content"], token["content"])
+    # Tags such as "<think>" are no special tokens for their makers, but llguidance takes them for such: by their text
+    # they could not be written, so they are named like the others, and written with ordinary tokens.
+    hidden = [token for token in added if token["special"] or token["content"][:1] + token["content"][-1:] == "<>"]
+    renamed = {token["content"]: f"{prefix}{token['id']}" for token in hidden}
+    for token in hidden:
+        token |= {"content": renamed[token["content"]], "special": True}
     vocabulary = tokenizer["model"]["vocab"]
     if isinstance(vocabulary, dict):
         known = {renamed.get(token, token): id_ for token, id_ in vocabulary.items() if id_ < vocab_size}

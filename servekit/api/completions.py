@@ -187,7 +187,7 @@ class CompletionTeller(_Common):
         return self._tokenizer.decode(token_ids, self._skips_special)
 
     def _next_offset(self, sequence: int, token_id: int) -> int:
-        """Where a token begins in its choice's text: that of a character over several tokens, at the last of them."""
+        """Where a token begins in its choice's text; one that is part of a character, where that one does."""
         position = self._positions[sequence]
         begins = position.num_characters
         own = self._tokenizer.token_bytes_with_special(token_id)
@@ -197,7 +197,10 @@ class CompletionTeller(_Common):
             is_told = position.text.startswith(own.decode(), begins) if in_prompt else not self._skips_special
             own = own if is_told else b""
         position.num_characters += len(position.decode(own))
-        return begins
+        try:
+            return position.num_characters - len(own.decode())  # bytes before it that were no character are behind it
+        except UnicodeDecodeError:
+            return begins
 
     def _top(self, token_id: int, known: TokenLogprobs | None) -> dict[str, float] | None:
         """The likeliest tokens by their text, and the token itself, which need not be one of them."""

@@ -55,10 +55,11 @@ def decode_query(query: dict[str, list[str]], kind: type[Body]) -> Body:
     """A query string as the body it stands for: `?prompt=Hello&max_tokens=5&stop=a&stop=b`. Raises InvalidRequest."""
     properties = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
     values = {name: _read_text(properties.get(name, {}), texts) for name, texts in query.items()}
+    body = msgspec.json.encode(values)
     try:
-        return msgspec.convert(values, kind, strict=False)
+        return msgspec.json.decode(body, type=kind, strict=False)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), msgspec.json.encode(values), kind) from None
+        raise _invalid(str(error), body, kind) from None
 
 
 def _read_text(schema: dict[str, Any], texts: list[str]) -> Any:

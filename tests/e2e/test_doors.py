@@ -40,6 +40,8 @@ OPTIONS = st.fixed_dictionaries(
         "stream_interval": st.sampled_from([1, 2, 5]),
     },
 )
+# What one door has and another calls differently, or does not have.
+SOME_LOGPROBS = st.sampled_from([None, 0, 2])
 GRAMMARS = st.sampled_from(
     [
         None,
@@ -59,7 +61,17 @@ def every_option(test: Any) -> Any:
     """Run with the options that hypothesis thinks of, the same ones every time."""
     return settings(
         max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-    )(given(options=OPTIONS, prompt=st.sampled_from(PROMPTS), max_tokens=st.integers(6, 14), grammar=GRAMMARS)(test))
+    )(
+        given(
+            options=OPTIONS,
+            prompt=st.sampled_from(PROMPTS),
+            max_tokens=st.integers(6, 14),
+            grammar=GRAMMARS,
+            logprobs=SOME_LOGPROBS,
+            prompt_logprobs=SOME_LOGPROBS,
+            truncate=st.sampled_from([None, 3]),
+        )(test)
+    )
 
 
 def ask(server: ServerProcess, route: str, body: Json) -> Any:
@@ -76,6 +88,19 @@ def follow(server: ServerProcess, route: str, body: Json) -> list[Json]:
     if route.startswith("/v1"):
         assert [line for line in lines if line][-1] == "data: [DONE]"
     return list(events(line for line in lines if line != "data: [DONE]"))
+
+
+def follow_by_get(server: ServerProcess, body: Json) -> list[Json]:
+    """The same as a browser's EventSource asks: lists by repetition, objects as JSON."""
+    query = [
+        (name, json.dumps(value) if isinstance(value, dict | bool) else each)
+        for name, value in body.items()
+        if value is not None
+        for each in (value if isinstance(value, list) else [value])
+    ]
+    response = server.client.get("/generate_stream", params=query)
+    assert response.status_code == 200, response.text
+    return list(events(iter(response.text.splitlines())))
 
 
 def close(one: Any, other: Any) -> bool:
@@ -96,28 +121,56 @@ def without_cached(usage: Json) -> Json:
 
 @every_option
 def test_native_stream_adds_up(
-    server: ServerProcess, options: Json, prompt: str, max_tokens: int, grammar: Json | None
+    server: ServerProcess,
+    options: Json,
+    prompt: str,
+    max_tokens: int,
+    grammar: Json | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    truncate: int | None,
 ) -> None:
-    body = {"prompt": prompt, "max_tokens": max_tokens, "grammar": grammar, "logprobs": 2, **options}
-    whole, stream = ask(server, "/generate", body), follow(server, "/generate_stream", body)
+    asked = {"prompt": prompt, "max_tokens": max_tokens, "grammar": grammar, "prompt_logprobs": prompt_logprobs}
+    body = {**asked, "logprobs": logprobs, **options}
+    whole = ask(server, "/generate", body)
+    match truncate, max_tokens % 2:
+        case None, 0:
+            stream = follow(server, "/generate_stream", body)
+        case None, _:
+            stream = follow(server, "/generate", {**body, "stream": True})
+        case _:
+            stream = follow_by_get(server, body)
     last = stream[-1]
+    assert close(stream[0].get("prompt_tokens"), whole.get("prompt_tokens"))
+    assert ("prompt_tokens" in whole) == (prompt_logprobs is not None)
     assert "".join(event["token"]["text"] for event in stream) == whole["generated_text"] == last["generated_text"]
     assert (last["finish_reason"], last["stop_reason"]) == (whole["finish_reason"], whole["stop_reason"])
     assert without_cached(last["usage"]) == without_cached(whole["usage"])
-    assert last["index"] == len(whole["tokens"]) == whole["usage"]["completion_tokens"]
-    for event in stream:
+    assert last["index"] == whole["usage"]["completion_tokens"]
+    assert ("tokens" in whole) == (logprobs is not None)
+    for event in stream if logprobs is not None else ():
         told = whole["tokens"][event["index"] - 1]
         assert close({**event["token"], "text": ""}, {**told, "text": ""})
 
 
 @every_option
 def test_tgi_stream_adds_up(
-    server: ServerProcess, options: Json, prompt: str, max_tokens: int, grammar: Json | None
+    server: ServerProcess,
+    options: Json,
+    prompt: str,
+    max_tokens: int,
+    grammar: Json | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    truncate: int | None,
 ) -> None:
     asked = {"max_new_tokens": max_tokens, "grammar": grammar, "details": True, "top_n_tokens": 2, **options}
+    asked |= {"truncate": truncate, "decoder_input_details": prompt_logprobs is not None}
     body = {"inputs": prompt, "parameters": {**asked, "return_full_text": max_tokens % 2 == 0}}
     (whole,) = ask(server, "/", body)
-    stream = follow(server, "/", {**body, "stream": True})
+    assert (len(whole["details"]["prefill"]) > 0) == (prompt_logprobs is not None)
+    route = "/generate_stream" if logprobs else "/"
+    stream = follow(server, route, {**body, "stream": True})
     last, details = stream[-1], whole["details"]
     before = prompt if max_tokens % 2 == 0 else ""
     assert before + "".join(event["token"]["text"] for event in stream) == whole["generated_text"]
@@ -133,7 +186,14 @@ def test_tgi_stream_adds_up(
 
 @every_option
 def test_completion_chunks_add_up(
-    server: ServerProcess, options: Json, prompt: str, max_tokens: int, grammar: Json | None
+    server: ServerProcess,
+    options: Json,
+    prompt: str,
+    max_tokens: int,
+    grammar: Json | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    truncate: int | None,
 ) -> None:
     prompts = [prompt, "Hello"][: 1 + max_tokens % 2]
     body = {
@@ -141,7 +201,9 @@ def test_completion_chunks_add_up(
         "max_tokens": max_tokens,
         "n": 1 + max_tokens % 3,
         "echo": max_tokens % 4 == 0,
-        "logprobs": 2,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "truncate_prompt_tokens": truncate,
         "structured_outputs": _for_openai(grammar),
         **options,
     }
@@ -153,7 +215,10 @@ def test_completion_chunks_add_up(
         so_far = told[choice["index"]]
         so_far["text"] += choice["text"]
         for key, values in (choice["logprobs"] or {}).items():
-            so_far["logprobs"][key] += values
+            so_far["logprobs"][key] += values or []
+        if "prompt_logprobs" in choice:
+            assert "prompt_logprobs" not in so_far, "once, at the beginning"
+            so_far["prompt_logprobs"] = choice["prompt_logprobs"]
         assert "finish_reason" not in so_far, "nothing comes after the end"
         if choice["finish_reason"] is not None:
             so_far |= {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
@@ -162,20 +227,33 @@ def test_completion_chunks_add_up(
         so_far = told[choice["index"]]
         for key in ("text", "finish_reason", "stop_reason"):
             assert so_far[key] == choice[key]
-        assert close(dict(so_far["logprobs"]), choice["logprobs"])
+        if logprobs is not None:
+            whole_logprobs = {key: values or [] for key, values in choice["logprobs"].items()}
+            assert close(dict(so_far["logprobs"]), whole_logprobs)
+            offsets_agree(choice["text"], choice["logprobs"], options.get("skip_special_tokens", True))
+        assert close(so_far.get("prompt_logprobs"), choice.get("prompt_logprobs"))
     assert chunks[-1]["choices"] == [] and without_cached(chunks[-1]["usage"]) == without_cached(whole["usage"])
 
 
 @every_option
 def test_chat_chunks_add_up(
-    server: ServerProcess, options: Json, prompt: str, max_tokens: int, grammar: Json | None
+    server: ServerProcess,
+    options: Json,
+    prompt: str,
+    max_tokens: int,
+    grammar: Json | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    truncate: int | None,
 ) -> None:
     body = {
         "messages": [{"role": "user", "content": prompt}],
         "max_completion_tokens": max_tokens,
         "n": 1 + max_tokens % 3,
-        "logprobs": True,
-        "top_logprobs": 2,
+        "logprobs": logprobs is not None,
+        "top_logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "truncate_prompt_tokens": truncate,
         "structured_outputs": _for_openai(grammar),
         **options,
     }
@@ -196,8 +274,17 @@ def test_chat_chunks_add_up(
         so_far = told[choice["index"]]
         assert (so_far["role"], so_far["content"]) == ("assistant", choice["message"]["content"])
         assert (so_far["finish_reason"], so_far["stop_reason"]) == (choice["finish_reason"], choice["stop_reason"])
-        assert close(so_far["logprobs"], choice["logprobs"]["content"])
+        assert close(so_far["logprobs"], (choice["logprobs"] or {"content": []})["content"])
+    assert close(chunks[0].get("prompt_logprobs"), whole.get("prompt_logprobs"))
     assert without_cached(chunks[-1]["usage"]) == without_cached(whole["usage"])
+
+
+def offsets_agree(text: str, logprobs: Json, skips_special: bool) -> None:
+    """Each token's text stands where its offset says, as far as the text goes: a stop string is cut off."""
+    for begins, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+        is_hidden = token.startswith("bytes:") or (token.startswith("<") and token.endswith(">") and skips_special)
+        if not is_hidden and begins + len(token) <= len(text):
+            assert text[begins : begins + len(token)] == token
 
 
 def _for_openai(grammar: Json | None) -> Json | None:
@@ -285,6 +372,33 @@ def test_echo_with_no_new_tokens_scores_the_prompt(server: ServerProcess) -> Non
     assert close([token["logprob"] for token in scored], logprobs["token_logprobs"])
 
 
+def test_offsets_count_the_special_tokens_that_are_in_the_text(server: ServerProcess) -> None:
+    for fields in (
+        {"prompt": "<|user|>one<eos>two", "echo": True},
+        {"prompt": "<|user|>one<eos>two", "echo": True, "truncate_prompt_tokens": 2},
+        {"prompt": ask(server, "/tokenize", {"prompt": "one<eos>two"})["tokens"], "echo": True},
+        {"prompt": "one", "skip_special_tokens": False, "ignore_eos": True, "echo": True},
+        {"prompt": "naïve 🦊", "echo": True},
+    ):
+        body = {"max_tokens": 12, "logprobs": 1, "skip_special_tokens": False, **fields}
+        (choice,) = ask(server, "/v1/completions", body)["choices"]
+        text, logprobs = choice["text"], choice["logprobs"]
+        for begins, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+            is_told = not token.startswith(("bytes:", "<bos")) and begins < len(text)  # the one that ends it is not
+            assert not is_told or text[begins : begins + len(token)] == token, (fields, logprobs)
+            assert begins <= len(text)
+
+
+def test_a_sampled_answer_is_asked_for_in_tgis_way(server: ServerProcess) -> None:
+    """The demo model is greedy by its own account."""
+    body = {"inputs": "Tell me a story", "parameters": {"do_sample": True, "best_of": 4, "details": True}}
+    answer = ask(server, "/generate", body)
+    texts = {answer["generated_text"], *(one["generated_text"] for one in answer["details"]["best_of_sequences"])}
+    assert len(texts) > 1
+    greedy = {"inputs": "Tell me a story", "parameters": {"do_sample": False, "temperature": 2.0}}
+    assert ask(server, "/generate", greedy) == ask(server, "/generate", {"inputs": "Tell me a story"})
+
+
 def test_a_browser_is_told_to_stop_when_it_comes_back(server: ServerProcess) -> None:
     """EventSource connects again after every end; with the last event's id, and 204 makes it stay away."""
     first = server.client.get("/generate_stream", params={"prompt": "Hello", "max_tokens": 2})
@@ -359,7 +473,23 @@ def test_tokens_come_back_as_the_text_they_were(server: ServerProcess) -> None:
         ("/generate", {"prompt": "a", "allowed_token_ids": [9999]}, 400, "invalid_value", "allowed_token_ids"),
         ("/generate", {"prompt": "a", "grammar": {"type": "regex", "value": "a["}}, 400, "invalid_value", "grammar"),
         ("/generate", {"prompt": "a", "grammar": {"type": "regex"}}, 400, "invalid_value", "grammar.value"),
+        ("/generate", {"prompt": "a", "grammar": {"x": 1}}, 400, "unknown_field", "grammar.x"),
+        (
+            "/",
+            {"inputs": "a", "parameters": {"max_new_tokens": 99999}},
+            *(400, "context_length_exceeded"),
+            "parameters.max_new_tokens",
+        ),
+        ("/v1/completions", {"prompt": ["a"] * 64, "n": 64}, 400, "invalid_value", "n"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "structured_outputs": {"regexp": "a"}},
+            *(400, "unknown_field"),
+            "structured_outputs.regexp",
+        ),
         ("/detokenize", {"tokens": [-1]}, 400, "invalid_value", "tokens[0]"),
+        ("/detokenize", {"tokens": [99999]}, 400, "invalid_value", "tokens"),
+        ("/tokenize", {"prompt": "x" * 1_000_000}, 400, "context_length_exceeded", "prompt"),
     ],
 )
 def test_a_refusal_names_the_field(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from servekit.generation_request import GrammarKind
-from servekit.grammar import compile_grammar, grammar_tokenizer
+from servekit.grammar import compile_grammar, grammar_tokenizer, matcher_for
 from servekit.model_files import DEMO_MODEL_PATH
 from servekit.sandbox_jobs import CompileGrammar, Done
 from servekit.sequence import FinishReason, Sequence
@@ -157,3 +159,35 @@ def test_a_grammar_too_complex_to_go_on_with_fails_its_own_sequence_only(demo: L
     assert other.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
     assert slowest_s < 0.5
     engine.manager.check()
+
+
+def test_added_tokens_that_are_text_are_text(tmp_path: Path) -> None:
+    """Many vocabularies have line breaks and tags among their added tokens."""
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL_PATH / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("\n\n", special=False), AddedToken("<think>", special=False)])
+    tokenizer.add_special_tokens(["<|beyond|>"])  # more tokens than the model has logits
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    known = grammar_tokenizer(tmp_path / "tokenizer.json", 2050, [2])
+    line_breaks, tag = tokenizer.token_to_id("\n\n"), tokenizer.token_to_id("<think>")
+    assert (line_breaks, tag, tokenizer.token_to_id("<|beyond|>")) == (2048, 2049, 2050)
+
+    def allows(kind: GrammarKind, text: str, token_id: int, after: str = "") -> bool:
+        outcome = compile_grammar(CompileGrammar(kind, text), known)
+        assert isinstance(outcome, Done)
+        matcher = matcher_for(outcome.text, known)
+        assert matcher.consume_tokens(tokenizer.encode(after, add_special_tokens=False).ids)
+        return bool(matcher.compute_bitmask()[token_id // 8] >> token_id % 8 & 1)
+
+    assert allows(GrammarKind.REGEX, "[^<]+", line_breaks) and not allows(GrammarKind.REGEX, "[^<]+", tag)
+    assert not allows(GrammarKind.JSON_SCHEMA, '{"type": "string"}', line_breaks, after='"')
+    # A tag's token is never used, and its text can be written all the same.
+    less_than = tokenizer.token_to_id("<")
+    for kind, text in ((GrammarKind.CHOICE, '["<think>"]'), (GrammarKind.REGEX, ".+")):
+        assert allows(kind, text, less_than) and not allows(kind, text, tag)
+
+
+def test_a_schema_that_names_properties_means_an_object() -> None:
+    tokenizer = grammar_tokenizer(DEMO_MODEL_PATH / "tokenizer.json", 2048, [2])
+    for schema in ('{"properties": {"a": {"type": "integer"}}}', '{"required": ["a"]}'):
+        matcher = matcher_for(compile_one(GrammarKind.JSON_SCHEMA, schema), tokenizer)
+        assert matcher.compute_ff_bytes().startswith(b"{")

@@ -1,0 +1,107 @@
+"""Claims about grammars in a running server: what is slow is refused, and nobody else waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.server_process import ServerProcess
+
+Json = dict[str, Any]
+# Two seconds to compile, and 160 MB, for less than a hundred bytes.
+SLOW: Json = {"type": "json_schema", "value": {"type": "integer", "multipleOf": 399_989}}
+
+
+def generate(server: ServerProcess, timeout_s: float = 60, **fields: Any) -> httpx2.Response:
+    with httpx2.Client(base_url=server.url, timeout=timeout_s) as client:
+        return client.post("/generate", json={"prompt": "a", "max_tokens": 8, **fields})
+
+
+def resident_mib(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**20
+
+
+def test_what_takes_long_to_compile_is_refused_and_holds_up_no_stream(server: ServerProcess) -> None:
+    times: list[float] = []
+    is_enough = threading.Event()
+
+    def read() -> None:
+        body = {"prompt": "Tell me a story.", "max_tokens": 1900, "ignore_eos": True}
+        with httpx2.stream("POST", f"{server.url}/generate_stream", json=body, timeout=60) as response:
+            for _ in response.iter_lines():
+                times.append(time.monotonic())
+                if is_enough.is_set():
+                    return
+
+    (worker,) = server.worker_pids()
+    before = resident_mib(worker)
+    reader = threading.Thread(target=read)
+    reader.start()
+    refusals = [generate(server, grammar=SLOW) for _ in range(3)]
+    is_enough.set()
+    reader.join()
+    for refusal in refusals:
+        error = refusal.json()["error"]
+        assert (refusal.status_code, error["param"]) == (400, "grammar")
+        assert "make it simpler" in error["message"]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert max(gaps) < 0.7, "it was compiled in the worker"
+    assert resident_mib(worker) - before < 50
+
+
+def test_clients_that_leave_while_their_grammar_compiles_hold_up_nobody(server: ServerProcess) -> None:
+    started = time.monotonic()
+    for _ in range(4):
+        with pytest.raises(httpx2.TimeoutException):
+            generate(server, timeout_s=0.2, grammar=SLOW)
+    answer = generate(server, grammar={"type": "regex", "value": f"a{{{int(started) % 7 + 1}}}"})
+    assert answer.status_code == 200
+    assert time.monotonic() - started < 6, "each would take two seconds, if somebody waited for it"
+
+
+def test_a_deadline_counts_while_the_grammar_compiles(server: ServerProcess) -> None:
+    started = time.monotonic()
+    refusal = generate(server, grammar=SLOW, deadline_ms=300)
+    assert time.monotonic() - started < 1.5
+    assert (refusal.status_code, refusal.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+def test_where_a_grammar_ends_the_answer_ends_whatever_else_is_asked(server: ServerProcess) -> None:
+    grammar = {"type": "choice", "value": ["red"]}
+    for fields in ({}, {"ignore_eos": True}, {"min_tokens": 8}, {"n": 3, "temperature": 2}):
+        answer = generate(server, grammar=grammar, skip_special_tokens=False, **fields).json()
+        texts = answer.get("generated_texts", [answer.get("generated_text")])
+        assert set(texts) == {"red"}
+
+
+def test_a_grammar_too_complex_to_follow_is_told_to_its_own_client_only(server: ServerProcess) -> None:
+    ambiguous = {"type": "ebnf", "value": "start: s\ns: s s s | s s | /[a-z ]/ |"}
+    expected = generate(server, prompt="What color is the sky?").json()["generated_text"]
+    fields = {"grammar": ambiguous, "temperature": 2, "seed": 1, "min_tokens": 99, "max_tokens": 100}
+    refusal = generate(server, **fields)
+    error = refusal.json()["error"]
+    assert (refusal.status_code, error["code"], error["param"]) == (400, "grammar_failed", "grammar")
+    events = server.stream("a", **fields)
+    assert events[-1]["error"]["code"] == "grammar_failed" and len(events) > 1
+    assert generate(server, prompt="What color is the sky?").json()["generated_text"] == expected
+    server.wait_until_at_rest()
+
+
+@pytest.mark.parametrize("size", [70_000, 2_000_000])
+def test_an_enormous_grammar_is_refused_by_its_size(server: ServerProcess, size: int) -> None:
+    refusal = generate(server, grammar={"type": "ebnf", "value": 'start: "a"\n//' + "x" * size}, n=16)
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "grammar")
+
+
+def test_what_a_request_brings_along_for_each_of_its_answers_is_bounded(server: ServerProcess) -> None:
+    words = ["🦊" * 200 + str(i) for i in range(64)]
+    refusal = generate(server, bad_words=words, n=64)
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "bad_words")
+    refusal = generate(server, n=128, max_tokens=2000, logprobs=20)
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "logprobs")
