@@ -325,6 +325,9 @@ class LLMEngine:
             self._forget(generation, reason, self._clock())
 
     def fail_all(self, error: ServekitError) -> None:
+        """Tell every client, and those who are still being made ready; there is no way back from here."""
+        if self._intake is not None:
+            self._intake.give_up()
         for generation in list(self._generations.values()):
             generation.queue.fail(error)
             self._forget(generation, FinishReason.ERROR, self._clock())

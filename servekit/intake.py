@@ -72,6 +72,11 @@ class Intake:
         """Start what takes a second to start, and do not wait for it: most requests need none of it."""
         self._starting = asyncio.gather(self._chats.start(), self._compiler.start(), return_exceptions=True)
 
+    def give_up(self) -> None:
+        """Whoever is being made ready is told that the server is going down."""
+        self._chats.give_up()
+        self._compiler.give_up()
+
     async def stop(self) -> None:
         self._starting.cancel()
         await asyncio.gather(self._starting, return_exceptions=True)

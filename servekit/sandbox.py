@@ -69,11 +69,15 @@ class Sandbox:
             raise InvalidRequest(f"{param}: {outcome.message}", param=param)
         return outcome.text
 
-    async def stop(self) -> None:
-        """End it. Who still waits for it is told that the server is going down."""
+    def give_up(self) -> None:
+        """Tell those who wait for it, and those who come, that the server is going down."""
         self._is_stopped = True
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
+
+    async def stop(self) -> None:
+        """End it."""
+        self.give_up()
         async with self._turn:
             await self._kill()
 

@@ -60,7 +60,7 @@ GRAMMARS = st.sampled_from(
 def every_option(test: Any) -> Any:
     """Run with the options that hypothesis thinks of, the same ones every time."""
     return settings(
-        max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+        max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
     )(
         given(
             options=OPTIONS,

@@ -162,3 +162,20 @@ def test_a_tiny_pool_serves_everyone_in_turn(tmp_path: Path) -> None:
         assert refusal.json()["error"]["code"] == "context_length_exceeded"
         alone = [small.generate(prompt, ignore_eos=True)["generated_text"] for prompt in prompts]
     assert answers == alone
+
+
+def test_whoever_is_being_made_ready_when_time_is_up_is_told_so(tmp_path: Path) -> None:
+    """A grammar that compiles for seconds, another that waits for it, and a server that has one second left."""
+    slow = {"type": "json_schema", "value": {"type": "integer", "multipleOf": 399_989}}
+    with serving("--shutdown-timeout", "1", "--sandbox-timeout", "20", log=tmp_path / "log") as server:
+        with ThreadPoolExecutor(2) as threads:
+            asked = [
+                threads.submit(server.client.post, "/generate", json={"prompt": "a", "grammar": slow}) for _ in range(2)
+            ]
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGTERM)
+            answers = [future.result() for future in asked]
+        assert {answer.status_code for answer in answers} == {503}
+        assert {answer.json()["error"]["code"] for answer in answers} == {"worker_unavailable"}
+        assert server.process.wait(timeout=10) == 0
+        assert "Traceback" not in server.log.read_text()
