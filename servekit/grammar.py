@@ -30,10 +30,14 @@ JSON_STYLE: JsonCompileOptions = {
     "key_separator": ": ",
     "lenient": False,
 }
+# The worker compiles between two steps, and every stream waits. What took no longer takes no more than some megabytes
+# either, for most of that time goes into writing them.
+MAX_COMPILE_S = 0.05
 # An ambiguous grammar can take seconds for one token, and the whole batch waits. With this it is given up within some
 # ten milliseconds; a schema of a hundred nested properties needs a tenth of it.
-PRIVATE = "\U0010fffd"  # a character of nobody's alphabet
 LIMITS = LLParserLimits(step_max_items=5000, verbose_errors=False)
+
+PRIVATE = "\U0010fffd"  # a character of nobody's alphabet
 
 
 def grammar_tokenizer(file: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:
@@ -120,11 +124,6 @@ def _schema(text: str) -> dict[str, Any]:
     if ("properties" in schema or "required" in schema) and not schema.keys() & {"type", "$ref", "anyOf", "oneOf"}:
         schema["type"] = "object"  # by the letter it allows a number, too; that is not what its writer meant
     return schema
-
-
-# The worker compiles between two steps, and every stream waits. What took no longer takes no more than some megabytes
-# either, for most of that time goes into writing them.
-MAX_COMPILE_S = 0.05
 
 
 def _in_words(error: str) -> str:

@@ -27,7 +27,7 @@ from servekit.workload_manager import WorkloadManager
 
 MAX_GRAMMARS_KEPT = 256
 MAX_BAD_WORD_TOKENS = 1024
-MAX_LOGPROBS_TOLD = 2**22  # values in one answer; each becomes some 50 bytes of JSON
+MAX_LOGPROBS_TOLD = 2**23  # values in the answers to one request; each takes some hundred bytes
 MAX_GRAMMAR_CHARACTERS = 2**16  # it travels to the worker within a step's plan
 
 Value = TypeVar("Value")
@@ -241,22 +241,27 @@ class Intake:
         except ContextTooLong as error:
             error.param = param if room < 1 else "max_tokens"
             raise
-        num_told = len(request.prompts) * len(token_ids) * (1 + (request.prompt_logprobs or 0))
-        num_told = num_told * (request.prompt_logprobs is not None)
-        if request.logprobs is not None:
-            num_told += request.num_sequences * sampling.max_tokens * (1 + request.logprobs)
-        if num_told > MAX_LOGPROBS_TOLD:
-            raise InvalidRequest(
-                f"up to {num_told} logprobs are asked for, in all answers together; at most {MAX_LOGPROBS_TOLD} are "
-                "told: lower max_tokens, or ask for fewer of them",
-                param="logprobs",
-            )
+        self._check_logprobs(request, len(token_ids), sampling.max_tokens)
         # Each answer has a seed of its own; the prompt's logprobs are computed once.
         others = [
             msgspec.structs.replace(sampling, seed=sampling.seed + number, prompt_logprobs=None)
             for number in range(1, request.best_of)
         ]
         return PreparedPrompt(token_ids, [sampling, *others])
+
+    def _check_logprobs(self, request: GenerationRequest, prompt_length: int, max_tokens: int) -> None:
+        """Refuse what would take gigabytes to tell, should all answers become as long as they may."""
+        num_told = 0
+        if request.prompt_logprobs is not None:
+            num_told += len(request.prompts) * prompt_length * (1 + request.prompt_logprobs)
+        if request.logprobs is not None:
+            num_told += request.num_sequences * max_tokens * (1 + request.logprobs)
+        if num_told > MAX_LOGPROBS_TOLD:
+            raise InvalidRequest(
+                f"up to {num_told} logprobs are asked for, in all answers together; at most {MAX_LOGPROBS_TOLD} are "
+                "told: lower max_tokens, or ask for fewer of them",
+                param="logprobs",
+            )
 
     def _resolve(
         self, request: GenerationRequest, room: int, grammar: str | None, bad_words: tuple[tuple[int, ...], ...]
