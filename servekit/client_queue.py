@@ -2,12 +2,13 @@
 
 The engine never waits for a client. Whoever reads gets all that is pending at once, so a slow reader is woken less
 often, costs at most the length of its own output, and never stalls the others. With an `interval`, so is a quick one:
-the first tokens wake it at once, later ones only when there are that many for each sequence, or when one has ended.
+the first tokens wake it at once, later ones only when a sequence has that many, or has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from msgspec import Struct
 
@@ -31,19 +32,19 @@ class TokenDelta(Struct, frozen=True):
 class ClientQueue:
     """Filled by the engine, drained by one reader."""
 
-    def __init__(self, num_sequences: int = 1, interval: int = 1) -> None:
-        self._num_unfinished = num_sequences
+    def __init__(self, interval: int = 1) -> None:
         self._interval = interval
         self._is_read = False  # whether anything was taken yet
         self._pending: list[TokenDelta] = []
+        self._num_pending: Counter[int] = Counter()  # by sequence
         self._error: ServekitError | None = None
         self._changed = asyncio.Event()
 
     def put(self, delta: TokenDelta) -> None:
         self._pending.append(delta)
+        self._num_pending[delta.index] += 1
         has_ended = delta.finish_reason is not None
-        self._num_unfinished -= has_ended
-        if has_ended or not self._is_read or len(self._pending) >= self._interval * self._num_unfinished:
+        if has_ended or not self._is_read or self._num_pending[delta.index] >= self._interval:
             self._changed.set()
 
     def fail(self, error: ServekitError) -> None:
@@ -61,6 +62,7 @@ class ClientQueue:
         if not self._pending and self._error is not None:
             raise self._error
         pending, self._pending = self._pending, []
+        self._num_pending.clear()
         self._is_read = True
         if self._error is None:
             self._changed.clear()

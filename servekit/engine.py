@@ -352,7 +352,7 @@ class LLMEngine:
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the prompt or the grammar was prepared") from None
         self._check_room(request)  # others may have come meanwhile; from here on nothing awaits
-        queue = ClientQueue(request.num_sequences, request.stream_interval or self.config.stream_interval)
+        queue = ClientQueue(request.stream_interval or self.config.stream_interval)
         generations = [
             generation
             for index, prompt in enumerate(prepared)

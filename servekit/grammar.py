@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,13 +53,17 @@ def grammar_tokenizer(file: Path, vocab_size: int, eos_token_ids: Iterable[int])
     # Tags such as "<think>" are no special tokens for their makers, but llguidance takes them for such: by their text
     # they could not be written, so they are named like the others, and written with ordinary tokens.
     hidden = [token for token in added if token["special"] or token["content"][:1] + token["content"][-1:] == "<>"]
-    renamed = {token["content"]: f"{prefix}{token['id']}" for token in hidden}
+    renamed: dict[str, str] = {token["content"]: f"{prefix}{token['id']}" for token in hidden}
     for token in hidden:
         token |= {"content": renamed[token["content"]], "special": True}
     vocabulary = tokenizer["model"]["vocab"]
     if isinstance(vocabulary, dict):
-        known = {renamed.get(token, token): id_ for token, id_ in vocabulary.items() if id_ < vocab_size}
+        known: dict[str, int] = {
+            renamed.get(token, token): id_ for token, id_ in vocabulary.items() if id_ < vocab_size
+        }
         tokenizer["model"]["vocab"] = known
+        if (merges := tokenizer["model"].get("merges")) is not None:
+            tokenizer["model"]["merges"] = [merge for merge in merges if _makes_a_token(merge, known)]
     else:  # a unigram model's pairs of token and score
         tokenizer["model"]["vocab"] = [(renamed.get(token, token), score) for token, score in vocabulary[:vocab_size]]
     tokenizer |= {"added_tokens": added, "post_processor": None, "truncation": None, "padding": None}
@@ -67,6 +71,12 @@ def grammar_tokenizer(file: Path, vocab_size: int, eos_token_ids: Iterable[int])
         return LLTokenizer(json.dumps(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids))
     except Exception as error:  # whatever the Rust library raises
         raise ValueError(f"no grammars for this model: llguidance cannot use its tokenizer ({error})") from None
+
+
+def _makes_a_token(merge: str | list[str], vocabulary: Container[str]) -> bool:
+    """Whether both parts of a merge and what they make are still there."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left in vocabulary and right in vocabulary and left + right in vocabulary
 
 
 def matcher_for(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:

@@ -103,10 +103,11 @@ class ModelExecutor:
         asyncio.get_running_loop().add_reader(result_reader.fileno(), self._on_readable)
 
     def _on_readable(self) -> None:
-        """A whole message is on its way; the worker writes it in one go, so reading it does not stall the loop."""
+        """Something has come: a message, several, or a piece of one."""
         assert self._results is not None
         try:
-            self._inbox.put_nowait(self._results.receive())
+            for message in self._results.receive_ready():
+                self._inbox.put_nowait(message)
         except (EOFError, OSError, ValueError, msgspec.DecodeError) as error:
             self._stop_reading()
             self._inbox.put_nowait(WorkerLost(self._describe_loss(error)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
@@ -21,6 +22,7 @@ import msgspec
 MAX_MESSAGE_BYTES = 2**30
 # Large enough that a plan hardly ever blocks the manager's event loop while the worker is busy computing.
 PIPE_BYTES = 2**20
+HEADER_BYTES = 4
 
 Message = TypeVar("Message")
 
@@ -46,12 +48,40 @@ class MessageReceiver(Generic[Message]):
     def __init__(self, connection: Connection[Any, Any], message_type: Any) -> None:
         self._connection = connection
         self._decode = msgspec.msgpack.Decoder(message_type).decode
+        self._begun = bytearray()  # of a message whose rest has not come yet
 
     def receive(self) -> Message:
         """Wait for one message. Raises EOFError when the writer is gone, ValueError when it sends garbage."""
         frame = self._connection.recv_bytes(MAX_MESSAGE_BYTES)
         message: Message = self._decode(frame)
         return message
+
+    def receive_ready(self) -> list[Message]:
+        """The messages that are whole by now, for an event loop that says there is something to read.
+
+        A large result comes in pieces, and nobody waits for the next one; that loop has made the pipe non-blocking.
+        Raises like `receive`.
+        """
+        piece = os.read(self._connection.fileno(), PIPE_BYTES)
+        if not piece:
+            raise EOFError
+        self._begun += piece
+        messages = []
+        while (end := self._end_of_frame()) is not None:
+            message: Message = self._decode(bytes(self._begun[HEADER_BYTES:end]))
+            messages.append(message)
+            del self._begun[:end]
+        return messages
+
+    def _end_of_frame(self) -> int | None:
+        """Where the first message ends, if it is all there. Its length stands before it, as `Connection` writes it."""
+        if len(self._begun) < HEADER_BYTES:
+            return None
+        length = int.from_bytes(self._begun[:HEADER_BYTES], "big", signed=True)
+        if not 0 <= length <= MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {length} bytes")
+        end = HEADER_BYTES + length
+        return end if len(self._begun) >= end else None
 
     def fileno(self) -> int:
         return self._connection.fileno()

@@ -32,6 +32,10 @@ class _KilledByOthers(Exception):
     """Somebody ended the process while it worked: the kernel for want of memory, or a person."""
 
 
+class _TooLong(Exception):
+    """The process has more to say than anybody wants to hear."""
+
+
 class Sandbox:
     """One process and its jobs. `arguments` are what `python -m servekit.sandbox_process` is told."""
 
@@ -39,6 +43,7 @@ class Sandbox:
         self._arguments = [*arguments, "--memory-bytes", str(memory_bytes), "--parent-pid", str(os.getpid())]
         self._timeout_s = timeout_s
         self._process: Process | None = None
+        self._spawning: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         self._unusable: str | None = None  # why it can do none of its jobs, if so
@@ -47,7 +52,7 @@ class Sandbox:
     async def start(self) -> None:
         """Start the process ahead of its first job."""
         async with self._turn:
-            await self._spawn()
+            await self._be_started()
 
     async def run(self, job: Job, param: str) -> str:
         """What the job gives. Raises InvalidRequest about `param` if it is refused, or takes too long or too much."""
@@ -79,6 +84,8 @@ class Sandbox:
         """End it."""
         self.give_up()
         async with self._turn:
+            if self._spawning is not None:
+                await asyncio.gather(self._spawning, return_exceptions=True)
             await self._kill()
 
     async def _take_turn(self) -> None:
@@ -94,8 +101,7 @@ class Sandbox:
             self._num_waiting -= 1
 
     async def _ask(self, frame: bytes, param: str) -> Outcome:
-        if self._process is None or self._process.returncode is not None:
-            await self._spawn()
+        await self._be_started()
         if self._unusable is not None:
             raise InvalidRequest(f"{param}: {self._unusable}", param=param, code="not_supported")
         is_answered = False
@@ -107,6 +113,10 @@ class Sandbox:
         except TimeoutError:
             raise InvalidRequest(
                 f"{param}: not done within {self._timeout_s:g} s (sandbox_timeout); make it simpler", param=param
+            ) from None
+        except _TooLong:
+            raise InvalidRequest(
+                f"{param}: what comes of it is over {MAX_ANSWER_BYTES} bytes; make it shorter", param=param
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             self._check_running()
@@ -121,6 +131,14 @@ class Sandbox:
             if not is_answered:  # also when the client left: the answer to come would be taken for the next one's
                 await self._kill()
         return outcome
+
+    async def _be_started(self) -> None:
+        """In a task of its own: a job that is given up meanwhile leaves the process to the next one."""
+        has_ended = self._process is None or self._process.returncode is not None
+        if self._spawning is None or (self._spawning.done() and has_ended):
+            self._spawning = asyncio.create_task(self._spawn())
+            self._spawning.add_done_callback(lambda task: task.cancelled() or task.exception())  # if nobody waits
+        await asyncio.shield(self._spawning)
 
     async def _spawn(self) -> None:
         """Start, and wait until it answers: a job's seconds do not count what importing takes."""
@@ -142,7 +160,7 @@ class Sandbox:
             if isinstance(outcome, Refused):
                 self._unusable = outcome.message
                 log.warning("%s", outcome.message)
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError, _TooLong) as error:
             self._check_running()
             raise InternalError(f"the sandbox process did not start: {type(error).__name__}") from None
         finally:
@@ -162,21 +180,22 @@ class Sandbox:
         assert self._process is not None and self._process.stdout is not None
         length = int.from_bytes(await self._process.stdout.readexactly(4), "big")
         if length > MAX_ANSWER_BYTES:
-            raise ConnectionError("the sandbox sends garbage")
+            raise _TooLong
         return await self._process.stdout.readexactly(length)
 
     async def _kill(self) -> int | None:
-        """Its exit code, if there was one to kill. Whoever has the turn may: nobody else reads from it then."""
+        """The exit code, if it had ended by itself. Whoever has the turn may: nobody else reads from it then."""
         process, self._process = self._process, None
         if process is None:
             return None
         with contextlib.suppress(TimeoutError):  # its output has ended, so it is about to end, and its way tells why
             async with asyncio.timeout(0.2 if process.stdout is not None and process.stdout.at_eof() else 0):
                 await process.wait()
-        if process.returncode is None:
+        ended_with = process.returncode
+        if ended_with is None:
             process.kill()
         await process.communicate()  # to the end of its pipes, and to its own, which SIGKILL does not delay
-        return process.returncode
+        return ended_with
 
 
 _decode = msgspec.msgpack.Decoder(Outcome).decode

@@ -60,9 +60,10 @@ async def respond_at_length(make: Callable[[], Any], num_tokens: int) -> Respons
     return await asyncio.to_thread(lambda: respond(make()))
 
 
-def length(prompts: list[list[Answer]]) -> int:
-    """Tokens in all the answers."""
-    return sum(len(answer.deltas) for answers in prompts for answer in answers)
+def length(submission: Submission, prompts: list[list[Answer]]) -> int:
+    """Tokens of which something is told: those of the answers, and of the prompts if they are explained."""
+    num_explained = 0 if submission.request.prompt_logprobs is None else submission.num_prompt_tokens
+    return num_explained + sum(len(answer.deltas) for answers in prompts for answer in answers)
 
 
 async def read_body(request: Request) -> bytes:
@@ -128,7 +129,7 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
     finally:
         watching.cancel()
         if working.cancel():
-            await asyncio.wait([working])  # what it held is given back before anything else happens
+            await asyncio.gather(working, return_exceptions=True)  # what it held is given back before we go on
 
 
 async def answers_to(request: Request, submission: Submission) -> list[list[Answer]]:

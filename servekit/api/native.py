@@ -94,7 +94,7 @@ async def _answer(request: Request, asked: GenerateRequest) -> Response:
     submission = await unless_disconnected(request, engine.submit(asked.read()))
     prompts = await answers_to(request, submission)
     tell = Teller(submission, engine.tokenizer)
-    return await respond_at_length(lambda: tell.response(prompts, asked.gives_one_text), length(prompts))
+    return await respond_at_length(lambda: tell.response(prompts, asked.gives_one_text), length(submission, prompts))
 
 
 async def _stream(request: Request, asked: GenerateRequest, has_ids: bool = False) -> Response:

@@ -81,7 +81,7 @@ async def _answer(request: Request, asked: OpenAIFields, submission: Submission,
     if asked.stream:
         return EventStream(request, submission, _events(submission, tell))
     prompts = await answers_to(request, submission)
-    return await respond_at_length(lambda: tell.response(prompts), length(prompts))
+    return await respond_at_length(lambda: tell.response(prompts), length(submission, prompts))
 
 
 async def _events(submission: Submission, tell: Teller) -> AsyncIterator[bytes]:

@@ -63,7 +63,7 @@ async def answer(request: Request, body: bytes, streams: bool = False, in_a_list
         return EventStream(request, submission, _events(submission, tell))
     (answers,) = await answers_to(request, submission)
     response = await respond_at_length(
-        lambda: [tell.response(answers)] if in_a_list else tell.response(answers), length([answers])
+        lambda: [tell.response(answers)] if in_a_list else tell.response(answers), length(submission, [answers])
     )
     response.headers["x-prompt-tokens"] = str(submission.num_prompt_tokens)
     response.headers["x-generated-tokens"] = str(answers[0].num_tokens)

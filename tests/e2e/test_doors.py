@@ -399,6 +399,21 @@ def test_a_sampled_answer_is_asked_for_in_tgis_way(server: ServerProcess) -> Non
     assert ask(server, "/generate", greedy) == ask(server, "/generate", {"inputs": "Tell me a story"})
 
 
+def test_results_of_many_megabytes_arrive_piece_by_piece(server: ServerProcess) -> None:
+    """A step that tells more than the pipe between worker and server holds; and nobody else waits for it long."""
+    prompts = [f"{number} " + "a b " * 300 for number in range(16)]
+    body = {"prompts": prompts, "max_tokens": 1, "prompt_logprobs": 20}
+    answer = ask(server, "/generate", body)
+    assert [len(tokens) for tokens in answer["prompt_tokens"]] == [
+        ask(server, "/tokenize", {"prompt": prompt})["count"] for prompt in prompts
+    ]
+    assert all(len(token["top_logprobs"]) == 20 for tokens in answer["prompt_tokens"] for token in tokens[1:])
+    many = {"prompt": "Hi", "max_tokens": 20, "n": 64, "logprobs": 20, "ignore_eos": True, "temperature": 1}
+    for _ in range(3):
+        assert len(ask(server, "/generate", many)["tokens"]) == 64
+    server.wait_until_at_rest()
+
+
 def test_a_browser_is_told_to_stop_when_it_comes_back(server: ServerProcess) -> None:
     """EventSource connects again after every end; with the last event's id, and 204 makes it stay away."""
     first = server.client.get("/generate_stream", params={"prompt": "Hello", "max_tokens": 2})

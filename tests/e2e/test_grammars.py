@@ -103,5 +103,6 @@ def test_what_a_request_brings_along_for_each_of_its_answers_is_bounded(server: 
     words = ["🦊" * 200 + str(i) for i in range(64)]
     refusal = generate(server, bad_words=words, n=64)
     assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "bad_words")
-    refusal = generate(server, n=128, max_tokens=2000, logprobs=20)
+    body = {"prompts": ["a"] * 8, "n": 128, "max_tokens": 500, "logprobs": 20}
+    refusal = server.client.post("/generate", json=body)
     assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "logprobs")

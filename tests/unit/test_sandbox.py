@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from transformers import AutoTokenizer
 
+import servekit.sandbox as sandbox_module
 from servekit.errors import InvalidRequest, QueueFull, WorkerNotReady
 from servekit.generation_request import GrammarKind
 from servekit.model_files import DEMO_MODEL_PATH, find_chat_template
@@ -176,3 +177,31 @@ async def test_a_sandbox_that_can_do_nothing_says_why(tmp_path: Path) -> None:
 async def test_what_cannot_be_sent_is_refused(chats: Sandbox) -> None:
     with pytest.raises(InvalidRequest):
         await chats.run(render("x", n=10**30), "messages")
+
+
+async def test_more_than_anybody_wants_to_hear_is_the_clients_doing(
+    chats: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_module, "MAX_ANSWER_BYTES", 1000)
+    with pytest.raises(InvalidRequest, match="make it shorter"):
+        await chats.run(render("{% for i in range(2000) %}x{% endfor %}"), "messages")
+    assert await chats.run(render("next"), "messages") == "next"
+
+
+async def test_jobs_that_are_given_up_twice_leave_no_process_behind() -> None:
+    sandbox = Sandbox([], timeout_s=1.0, memory_bytes=2**27)
+    for number in range(12):
+        job = asyncio.create_task(sandbox.run(render("x"), "messages"))
+        for _ in range(2):
+            await asyncio.sleep(0.001 * (number % 4))
+            job.cancel()
+        await asyncio.gather(job, return_exceptions=True)
+    assert await sandbox.run(render("next"), "messages") == "next"
+    await sandbox.stop()
+    assert num_chat_processes() <= 1, "the one that the other tests share"
+
+
+def num_chat_processes() -> int:
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    told = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children]
+    return sum("sandbox_process" in line and "--tokenizer" not in line for line in told)

@@ -191,3 +191,12 @@ def test_a_schema_that_names_properties_means_an_object() -> None:
     for schema in ('{"properties": {"a": {"type": "integer"}}}', '{"required": ["a"]}'):
         matcher = matcher_for(compile_one(GrammarKind.JSON_SCHEMA, schema), tokenizer)
         assert matcher.compute_ff_bytes().startswith(b"{")
+
+
+def test_tokens_beyond_the_logits_are_left_out_with_the_merges_that_make_them() -> None:
+    for vocab_size in (2047, 1948, 2112):  # the last is wider than the vocabulary, as padded logits are
+        tokenizer = grammar_tokenizer(DEMO_MODEL_PATH / "tokenizer.json", vocab_size, [2])
+        outcome = compile_grammar(CompileGrammar(GrammarKind.REGEX, "[a-z]+"), tokenizer)
+        assert isinstance(outcome, Done)
+        mask = matcher_for(outcome.text, tokenizer).compute_bitmask()
+        assert any(mask) and int.from_bytes(mask, "little") >> min(vocab_size, 2048) == 0

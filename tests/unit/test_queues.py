@@ -1,0 +1,49 @@
+"""Claims about messages in pieces."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from servekit.messages import FromWorker, StepResult
+from servekit.queues import MAX_MESSAGE_BYTES, MessageReceiver, MessageSender, make_pipe
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 30_000), min_size=1, max_size=5), st.lists(st.integers(1, 50_000), max_size=8))
+def test_messages_are_whole_however_their_bytes_come(sizes: list[int], cuts: list[int]) -> None:
+    results = [StepResult(0, number, (7,) * size, 0.5) for number, size in enumerate(sizes)]
+    reader, writer = make_pipe()
+    for result in results:
+        MessageSender[FromWorker](writer).send(result)
+    os.set_blocking(reader.fileno(), False)
+    sent = b""
+    with suppress(BlockingIOError):
+        while True:
+            sent += os.read(reader.fileno(), 2**20)
+    edges = sorted({0, len(sent), *(cut % len(sent) for cut in cuts)})
+    receiver = MessageReceiver[FromWorker](reader, FromWorker)
+    received = []
+    for begin, end in pairwise(edges):
+        os.write(writer.fileno(), sent[begin:end])
+        received += receiver.receive_ready()
+    assert received == results
+    writer.close()
+    with pytest.raises(EOFError):
+        receiver.receive_ready()
+    receiver.close()
+
+
+@pytest.mark.parametrize("length", [-2, MAX_MESSAGE_BYTES + 1])
+def test_garbage_is_known_by_its_length(length: int) -> None:
+    reader, writer = make_pipe()
+    os.write(writer.fileno(), length.to_bytes(4, "big", signed=True) + b"garbage")
+    with pytest.raises(ValueError, match="bytes"):
+        MessageReceiver[FromWorker](reader, FromWorker).receive_ready()
+    writer.close()
+    reader.close()
