@@ -56,16 +56,18 @@ def grammar_tokenizer(file: Path, vocab_size: int, eos_token_ids: Iterable[int])
     renamed: dict[str, str] = {token["content"]: f"{prefix}{token['id']}" for token in hidden}
     for token in hidden:
         token |= {"content": renamed[token["content"]], "special": True}
+
+    def private(token: str) -> str:
+        return renamed.get(token, token)
+
     vocabulary = tokenizer["model"]["vocab"]
     if isinstance(vocabulary, dict):
-        known: dict[str, int] = {
-            renamed.get(token, token): id_ for token, id_ in vocabulary.items() if id_ < vocab_size
-        }
+        known = {private(token): id_ for token, id_ in vocabulary.items() if id_ < vocab_size}
         tokenizer["model"]["vocab"] = known
         if (merges := tokenizer["model"].get("merges")) is not None:
             tokenizer["model"]["merges"] = [merge for merge in merges if _makes_a_token(merge, known)]
     else:  # a unigram model's pairs of token and score
-        tokenizer["model"]["vocab"] = [(renamed.get(token, token), score) for token, score in vocabulary[:vocab_size]]
+        tokenizer["model"]["vocab"] = [(private(token), score) for token, score in vocabulary[:vocab_size]]
     tokenizer |= {"added_tokens": added, "post_processor": None, "truncation": None, "padding": None}
     try:
         return LLTokenizer(json.dumps(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids))
