@@ -51,7 +51,7 @@ def test_what_takes_long_to_compile_is_refused_and_holds_up_no_stream(server: Se
         assert (refusal.status_code, error["param"]) == (400, "grammar")
         assert "make it simpler" in error["message"]
     gaps = [later - earlier for earlier, later in pairwise(times)]
-    assert max(gaps) < 0.7, "it was compiled in the worker"
+    assert max(gaps) < 1.2, "compiled in the worker it takes two seconds"
     assert resident_mib(worker) - before < 50
 
 
