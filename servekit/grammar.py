@@ -34,7 +34,7 @@ JSON_STYLE: JsonCompileOptions = {
 # either, for most of that time goes into writing them.
 MAX_COMPILE_S = 0.05
 # An ambiguous grammar can take seconds for one token, and the whole batch waits. With this it is given up within some
-# ten milliseconds; a schema of a hundred nested properties needs a tenth of it.
+# ten milliseconds; a schema of a hundred nested properties does with 200.
 LIMITS = LLParserLimits(step_max_items=5000, verbose_errors=False)
 
 PRIVATE = "\U0010fffd"  # a character of nobody's alphabet

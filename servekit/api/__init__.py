@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -37,6 +39,7 @@ def create_app(engine: LLMEngine) -> Starlette:
         },
     )
     app.state.engine = engine
+    app.state.created_s = int(time.time())  # what /v1/models tells
     return app
 
 

@@ -66,7 +66,7 @@ async def collect(submission: Submission) -> list[list[Answer]]:
     return prompts
 
 
-async def follow(submission: Submission, interval: int) -> AsyncIterator[list[list[TokenDelta]]]:
+async def follow(submission: Submission) -> AsyncIterator[list[list[TokenDelta]]]:
     """What has come, again and again until all have ended: a list of events, each some deltas of one sequence.
 
     With an interval of one, each token is an event of its own.
@@ -77,7 +77,7 @@ async def follow(submission: Submission, interval: int) -> AsyncIterator[list[li
         open_events: dict[int, list[TokenDelta]] = {}
         for delta in await submission.queue.get():
             deltas = open_events.get(delta.index)
-            if deltas is None or len(deltas) >= interval:
+            if deltas is None or len(deltas) >= submission.interval:
                 deltas = open_events[delta.index] = []
                 events.append(deltas)
             deltas.append(delta)

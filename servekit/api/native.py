@@ -113,7 +113,7 @@ async def _events(submission: Submission, tell: Teller, has_ids: bool) -> AsyncI
     """The stream's events as bytes; several at once where the client was slower than the model."""
     answer = Answer(0)
     try:
-        async for events in follow(submission, tell.interval):
+        async for events in follow(submission):
             written = []
             for deltas in events:
                 is_first = not answer.deltas
@@ -131,7 +131,6 @@ class Teller:
     def __init__(self, submission: Submission, tokenizer: Tokenizer) -> None:
         self._submission = submission
         self._tokenizer = tokenizer
-        self.interval = submission.interval
 
     def usage(self, completion_tokens: int) -> Usage:
         prompt_tokens = self._submission.num_prompt_tokens

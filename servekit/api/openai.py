@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -41,7 +40,6 @@ from servekit.schemas.openai import (
 
 # What clients send that were made for servers with one model: huggingface_hub's, TGI's own.
 ANY_MODEL = ("", "dummy", "tgi")
-STARTED_S = int(time.time())
 
 
 async def completions(request: Request) -> Response:
@@ -87,7 +85,7 @@ async def _answer(request: Request, asked: OpenAIFields, submission: Submission,
 async def _events(submission: Submission, tell: Teller) -> AsyncIterator[bytes]:
     """Chunks, the usage where it is wanted, and the mark of the end; after an error too."""
     try:
-        async for events in follow(submission, submission.interval):
+        async for events in follow(submission):
             chunks = [event(chunk) for deltas in events for chunk in tell.chunks(deltas)]
             if chunks:
                 yield b"".join(chunks)
@@ -111,19 +109,22 @@ def check_model(config: ServeConfig, name: str | None) -> None:
 
 async def models(request: Request) -> Response:
     """The models there are: one."""
-    return respond(ModelList([_model(engine_of(request))]))
+    return respond(ModelList([_model(request)]))
 
 
 async def model(request: Request) -> Response:
     """One model."""
-    engine, name = engine_of(request), request.path_params["model"]
-    check_model(engine.config, name or "/")  # an empty name means the model there is in a body, but not in a path
-    return respond(_model(engine))
+    name = request.path_params["model"]
+    check_model(
+        engine_of(request).config, name or "/"
+    )  # an empty name means the model there is in a body, but not in a path
+    return respond(_model(request))
 
 
-def _model(engine: LLMEngine) -> Model:
+def _model(request: Request) -> Model:
+    engine = engine_of(request)
     config = engine.config
-    return Model(config.model_name, STARTED_S, engine.manager.max_total_tokens, root=config.model)
+    return Model(config.model_name, request.app.state.created_s, engine.manager.max_total_tokens, root=config.model)
 
 
 _CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "What color is the sky?"}], "max_tokens": 20}

@@ -73,7 +73,7 @@ async def answer(request: Request, body: bytes, streams: bool = False, in_a_list
 async def _events(submission: Submission, tell: _Teller) -> AsyncIterator[bytes]:
     answer = Answer(0)
     try:
-        async for events in follow(submission, submission.interval):
+        async for events in follow(submission):
             written = []
             for deltas in events:
                 answer.deltas += deltas

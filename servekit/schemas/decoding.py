@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -38,11 +39,11 @@ def is_for_tgi(body: bytes) -> bool:
         return False
 
 
-def decode(body: bytes, kind: type[Body]) -> Body:
-    """The body as a checked value. Raises InvalidRequest that names the field."""
+def decode(body: bytes, kind: type[Body], strict: bool = True) -> Body:
+    """The body as a checked value; if not strict, numbers may be written as text. Raises InvalidRequest by field."""
     try:
         body.decode()  # msgspec does not look at the text in what it skips or leaves raw
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=kind, strict=strict)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), body, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -53,13 +54,16 @@ def decode(body: bytes, kind: type[Body]) -> Body:
 
 def decode_query(query: dict[str, list[str]], kind: type[Body]) -> Body:
     """A query string as the body it stands for: `?prompt=Hello&max_tokens=5&stop=a&stop=b`. Raises InvalidRequest."""
-    properties = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
+    properties = _properties(kind)
     values = {name: _read_text(properties.get(name, {}), texts) for name, texts in query.items()}
-    body = msgspec.json.encode(values)
-    try:
-        return msgspec.json.decode(body, type=kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error), body, kind) from None
+    return decode(msgspec.json.encode(values), kind, strict=False)
+
+
+@lru_cache
+def _properties(kind: type[Struct]) -> dict[str, Any]:
+    """A body's fields as JSON schemas, which take milliseconds to put together."""
+    properties: dict[str, Any] = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
+    return properties
 
 
 def _read_text(schema: dict[str, Any], texts: list[str]) -> Any:
@@ -68,7 +72,9 @@ def _read_text(schema: dict[str, Any], texts: list[str]) -> Any:
     if "array" in kinds:
         return texts
     if "object" in kinds:
-        with contextlib.suppress(msgspec.DecodeError):  # what is wrong with it is told like anything else
+        with contextlib.suppress(
+            msgspec.DecodeError, RecursionError
+        ):  # what is wrong with it is told like anything else
             return msgspec.json.decode(texts[0])
     return texts[0] if len(texts) == 1 else texts
 

@@ -6,7 +6,7 @@ greedy with `do_sample: false`; unlike there, leaving it out means what the mode
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import UNSET, Raw, Struct, UnsetType
 
@@ -139,12 +139,12 @@ class TgiStreamEvent(Struct):
     details: TgiStreamDetails | None = None
 
 
-ERROR_TYPES: dict[str, Any] = {
+# TGI's words for the types of errors.
+ERROR_TYPES = {
     "invalid_request_error": "validation",
     "overloaded_error": "overloaded",
     "server_error": "generation",
 }
-"""TGI's words for the types of errors."""
 
 _OWN_NAMES = {"max_tokens": "max_new_tokens", "logprobs": "top_n_tokens"}
 

@@ -669,6 +669,7 @@ def test_one_of_a_list_in_a_query_string_is_a_list() -> None:
         ({"prompt": ["a"], "max_tokens": ["5.5"]}, "invalid_value", "max_tokens", "= '5.5': expected int"),
         ({"prompt": ["a"], "seed": ["9" * 5000]}, "invalid_value", "seed", "out of range"),
         ({"prompt": ["a"], "stop": [""]}, "invalid_value", "stop[0]", "stop[0]: expected str of length >= 1"),
+        ({"prompt": ["a"], "logit_bias": ["[" * 60_000]}, "invalid_value", "logit_bias", "expected object"),
         ({"prompt": ["a"], "logit_bias": ["[]"]}, "invalid_value", "logit_bias", "expected object"),
         ({"prompt": ["a"], "grammar": ["json"]}, "invalid_value", "grammar", "expected object"),
         ({"prompt": ["a"], "tempo": ["1"]}, "unknown_field", "tempo", "unknown field 'tempo'; the fields are"),
