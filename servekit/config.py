@@ -12,13 +12,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from servekit.errors import ConfigError
 
 DEMO_MODEL = "demo"
 ENVIRONMENT_PREFIX = "SERVEKIT_"
+SECRETS = frozenset({"api_key"})  # settings that are never told
 
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
+Seconds = Annotated[float, Meta(gt=0.0, le=86400.0)]
 Milliseconds = Annotated[float, Meta(gt=0.0, le=60_000.0)]
 
 
@@ -78,16 +81,51 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_num_queued_reqs: Annotated[Positive, Meta(description="sequences that may wait; more are refused with 503")] = (
         4096
     )
+    max_num_queued_tokens: Annotated[
+        Positive, Meta(description="prompt tokens that may wait for their first step; more are refused with 503")
+    ] = 2**22
     max_client_batch_size: Annotated[
         int, Meta(ge=1, le=65536, description="answers that one request may have computed")
     ] = 1024
     max_body_bytes: Annotated[Positive, Meta(description="largest request body")] = 8 * 2**20
-    step_timeout: Annotated[
-        float, Meta(gt=0.0, le=86400.0, description="seconds after which a worker that does not answer is given up")
-    ] = 300.0
-    load_timeout: Annotated[float, Meta(gt=0.0, le=86400.0, description="seconds that loading a model may take")] = (
-        1800.0
+    max_connections: Annotated[
+        int, Meta(ge=1, le=1_000_000, description="connections that may be open; more are refused with 503")
+    ] = 8192
+    max_header_bytes: Annotated[
+        int, Meta(ge=1024, le=2**20, description="largest request head: its first line and its headers")
+    ] = 2**15
+    header_timeout: Annotated[Seconds, Meta(description="seconds that a connection gets to send a request's head")] = (
+        5.0
     )
+    body_timeout: Annotated[Seconds, Meta(description="seconds that a request gets to send its body")] = 30.0
+    send_timeout: Annotated[
+        Seconds, Meta(description="seconds that a client may leave its answer unread before it is given up")
+    ] = 30.0
+    keep_alive_timeout: Annotated[
+        Seconds, Meta(description="seconds that an idle connection is kept; longer than the load balancers before it")
+    ] = 75.0
+
+    api_key: Annotated[
+        str | None, Meta(description="keys that clients may show, separated by commas; without any, nobody needs one")
+    ] = None
+    api_keys_file: Annotated[
+        str | None, Meta(description="TOML file with keys, their tenants and their limits (docs/security.md)")
+    ] = None
+    cors_origins: Annotated[
+        str | None, Meta(description="origins whose pages may call, separated by commas, or *; none by default")
+    ] = None
+
+    step_timeout: Annotated[
+        Seconds, Meta(description="most seconds for a step; a worker that takes longer is replaced")
+    ] = 300.0
+    heartbeat_timeout: Annotated[Seconds, Meta(description="seconds of silence after which a worker is replaced")] = 3.0
+    max_worker_restarts: Annotated[
+        int, Meta(ge=0, le=1000, description="workers in a row that may end without one step before the server ends")
+    ] = 5
+    worker_restart_timeout: Annotated[
+        Seconds, Meta(description="seconds without a worker after which those who wait are told so")
+    ] = 300.0
+    load_timeout: Annotated[Seconds, Meta(description="seconds that loading a model may take")] = 1800.0
     shutdown_timeout: Annotated[
         float, Meta(ge=0.0, le=86400.0, description="seconds that running requests get to finish after SIGTERM")
     ] = 30.0
@@ -110,6 +148,12 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         int, Meta(ge=2**24, le=2**40, description="memory that rendering a chat or compiling a grammar may take")
     ] = 2**29
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="how much to log")] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="lines to read, or one JSON object for each line; never prompts")
+    ] = "text"
+    otlp_endpoint: Annotated[
+        str | None, Meta(description="where to send OpenTelemetry traces, http://host:4318; needs servekit[otel]")
+    ] = None
 
     @property
     def model_name(self) -> str:
@@ -210,8 +254,9 @@ def _explain(message: str, values: Mapping[str, Any]) -> str:
         unknown = message.split("`")[1]
         return f"unknown setting {unknown!r}; {nearest(unknown, list(known))}"
     setting = known[path.rstrip("`")]
+    value = "***" if setting.name in SECRETS else values[setting.name]
     return (
-        f"{setting.name} = {values[setting.name]!r} is not accepted ({setting.flag}, {setting.environment_name}): "
+        f"{setting.name} = {value!r} is not accepted ({setting.flag}, {setting.environment_name}): "
         f"it takes {setting.accepts}; {setting.description}"
     )
 
@@ -230,13 +275,17 @@ def doubts(config: ServeConfig) -> list[str]:
             f"max_num_batched_tokens = {config.max_num_batched_tokens} is less than max_num_seqs = "
             f"{config.max_num_seqs}: no more sequences than that get a token in a step, the others wait in their seats"
         )
-    if config.scheduling_policy == "fair":
-        found.append("scheduling_policy = 'fair': there are no API keys yet, so all requests are one tenant's")
+    if config.scheduling_policy == "fair" and config.api_keys_file is None:
+        found.append("scheduling_policy = 'fair': without an api_keys_file all requests are one tenant's")
     return found
 
 
 def non_default(config: ServeConfig) -> dict[str, Any]:
     """The settings that differ from their defaults: what a log should show first."""
-    return {
-        setting.name: value for setting in settings() if (value := getattr(config, setting.name)) != setting.default
-    }
+    told = redacted(config)
+    return {setting.name: value for setting in settings() if (value := getattr(told, setting.name)) != setting.default}
+
+
+def redacted(config: ServeConfig) -> ServeConfig:
+    """As others may see it."""
+    return replace(config, **{name: "***" for name in SECRETS if getattr(config, name) is not None})

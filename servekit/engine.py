@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from servekit import __version__
+from servekit.caller import ANYBODY, Caller
 from servekit.client_queue import ClientQueue, TokenDelta
 from servekit.config import ServeConfig
 from servekit.detokenizer import Detokenizer
@@ -50,11 +51,17 @@ class Submission:
     """A request that was admitted: read its `queue`, or `abort` it."""
 
     def __init__(
-        self, engine: LLMEngine, request: GenerationRequest, generations: list[Generation], queue: ClientQueue
+        self,
+        engine: LLMEngine,
+        request: GenerationRequest,
+        caller: Caller,
+        generations: list[Generation],
+        queue: ClientQueue,
     ) -> None:
         self._engine = engine
         self._generations = generations
         self.request = request
+        self.caller = caller
         self.queue = queue
         self.interval = request.stream_interval or engine.config.stream_interval
 
@@ -338,7 +345,9 @@ class LLMEngine:
         """On the clock that deadlines are measured with."""
         return self._clock()
 
-    async def submit(self, request: GenerationRequest, arrival_s: float | None = None) -> Submission:
+    async def submit(
+        self, request: GenerationRequest, caller: Caller = ANYBODY, arrival_s: float | None = None
+    ) -> Submission:
         """Admit all prompts of a request, or none. Raises RequestError or WorkerError.
 
         Deadlines count from `arrival_s`, which is now unless the request has been seen to before.
@@ -356,13 +365,13 @@ class LLMEngine:
         generations = [
             generation
             for index, prompt in enumerate(prepared)
-            for generation in self._make_generations(request, prompt, index * request.best_of, queue, arrival_s)
+            for generation in self._make_generations(request, caller, prompt, index * request.best_of, queue, arrival_s)
         ]
         for generation in generations:
             self._admit(generation)
         self._watch_deadlines()
         self._work_arrived.set()
-        return Submission(self, request, generations, queue)
+        return Submission(self, request, caller, generations, queue)
 
     def _time_left_s(self, request: GenerationRequest, arrival_s: float) -> float | None:
         """Until the first of the request's deadlines, if it has any."""
@@ -393,7 +402,13 @@ class LLMEngine:
             )
 
     def _make_generations(
-        self, request: GenerationRequest, prompt: PreparedPrompt, first: int, queue: ClientQueue, arrival_s: float
+        self,
+        request: GenerationRequest,
+        caller: Caller,
+        prompt: PreparedPrompt,
+        first: int,
+        queue: ClientQueue,
+        arrival_s: float,
     ) -> Iterator[Generation]:
         """The answers to one prompt, numbered from `first` on; the first one computes it for all."""
         leader: Sequence | None = None
@@ -403,6 +418,7 @@ class LLMEngine:
                 prompt.token_ids,
                 sampling,
                 arrival_s,
+                tenant=caller.tenant,
                 priority=request.priority,
                 ttft_deadline_s=_deadline(arrival_s, request.ttft_ms),
                 deadline_s=_deadline(arrival_s, request.deadline_ms),

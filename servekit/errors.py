@@ -4,14 +4,18 @@
     ├─ RequestError          the caller's doing
     │  ├─ InvalidRequest        400  the body is not what the endpoint takes
     │  ├─ ContextTooLong        400  prompt plus answer can never fit this server
+    │  ├─ Unauthorized          401  no key, or one that the server does not know
     │  ├─ ModelNotFound         404  the server has no model of that name
+    │  ├─ RequestTimeout        408  the body did not come in time
     │  ├─ RequestTooLarge       413  the body is over the size limit
+    │  ├─ RateLimited           429  the key's own limit is reached
     │  ├─ DeadlineExceeded      504  the request's own deadline passed before it was ready to wait
     │  └─ QueueFull             503  too much is waiting already; try again later
     ├─ WorkerError           a process's doing
     │  ├─ WorkerNotReady        503  the model is still loading, or the server is going down
-    │  ├─ WorkerLost            503  the worker process ended
-    │  └─ WorkerTimeout         503  the worker process did not answer in time
+    │  ├─ WorkerLost            503  the worker process ended, and no other took its place
+    │  ├─ WorkerTimeout         503  the worker process did not answer in time
+    │  └─ RequestCrashesWorker  500  workers ended again and again over this very request
     ├─ ConfigError           the operator's doing; the process ends with exit code 2
     └─ InternalError         our bug, 500
 
@@ -60,6 +64,14 @@ class ContextTooLong(RequestError):
     code = "context_length_exceeded"
 
 
+class Unauthorized(RequestError):
+    """The request shows no key, or one that the server does not know."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
 class ModelNotFound(RequestError):
     """The request names a model that is not served."""
 
@@ -67,11 +79,26 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
 
 
+class RequestTimeout(RequestError):
+    """The body did not come in time."""
+
+    status = 408
+    code = "request_timeout"
+
+
 class RequestTooLarge(RequestError):
     """The body is over the size limit."""
 
     status = 413
     code = "request_too_large"
+
+
+class RateLimited(RequestError):
+    """The limit of the request's own key is reached."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
 
 
 class DeadlineExceeded(RequestError):
@@ -106,6 +133,13 @@ class WorkerLost(WorkerError):
 
 class WorkerTimeout(WorkerError):
     """The worker process did not answer within its deadline."""
+
+
+class RequestCrashesWorker(WorkerError):
+    """Workers ended again and again while they computed this request, the last one while it computed nothing else."""
+
+    status = 500
+    code = "request_crashes_worker"
 
 
 class ConfigError(ServekitError):

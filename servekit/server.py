@@ -41,7 +41,7 @@ async def _serve(config: ServeConfig) -> int:
             log_config=None,
             log_level="warning",
             access_log=False,
-            timeout_keep_alive=75,  # longer than the load balancers before us
+            timeout_keep_alive=int(config.keep_alive_timeout),
         ),
         engine,
     )

@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from servekit import __version__
 from servekit.api.http import Endpoint, engine_of, respond
+from servekit.config import redacted
 
 
 async def health(request: Request) -> Response:
@@ -37,7 +38,7 @@ async def info(request: Request) -> Response:
             "model_name": engine.config.model_name,
             "max_total_tokens": manager.max_total_tokens,
             "worker": engine.worker,
-            "settings": engine.config,
+            "settings": redacted(engine.config),
             # What TGI's clients look for.
             "model_id": engine.config.model,
             "max_input_tokens": manager.max_total_tokens - 1,

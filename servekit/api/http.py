@@ -17,8 +17,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from servekit.api.answers import Answer, collect
+from servekit.caller import ANYBODY, Caller
 from servekit.engine import LLMEngine, Submission
 from servekit.errors import RequestTooLarge, ServekitError
+from servekit.generation_request import GenerationRequest
 from servekit.schemas.decoding import encode
 from servekit.schemas.tgi import ERROR_TYPES, name_of
 
@@ -47,6 +49,17 @@ class Endpoint:
 def engine_of(request: Request) -> LLMEngine:
     engine: LLMEngine = request.app.state.engine
     return engine
+
+
+async def submit(request: Request, wanted: GenerationRequest, arrival_s: float | None = None) -> Submission:
+    """Admit it in its caller's name. Raises RequestError, WorkerError, or ClientDisconnect if nobody waits now."""
+    engine = engine_of(request)
+    return await unless_disconnected(request, engine.submit(wanted, caller_of(request), arrival_s))
+
+
+def caller_of(request: Request) -> Caller:
+    caller: Caller = getattr(request.state, "caller", ANYBODY)
+    return caller
 
 
 def respond(value: Any, status: int = 200) -> Response:

@@ -21,7 +21,7 @@ from servekit.api.http import (
     read_body,
     respond,
     respond_at_length,
-    unless_disconnected,
+    submit,
 )
 from servekit.client_queue import TokenDelta
 from servekit.engine import Submission
@@ -76,7 +76,7 @@ async def basic_generate(request: Request) -> Response:
     for param in ("ttft_ms", "deadline_ms", "logprobs", "prompt_logprobs"):
         if getattr(asked, param) is not None:
             raise InvalidRequest(f"this route's answer has no room for {param}; POST /generate has", param=param)
-    submission = await unless_disconnected(request, engine_of(request).submit(asked.read()))
+    submission = await submit(request, asked.read())
     ((answer,),) = await answers_to(request, submission)
     return respond(BasicGenerateResponse(answer.text))
 
@@ -91,7 +91,7 @@ def _one_text(asked: GenerateRequest) -> GenerateRequest:
 
 async def _answer(request: Request, asked: GenerateRequest) -> Response:
     engine = engine_of(request)
-    submission = await unless_disconnected(request, engine.submit(asked.read()))
+    submission = await submit(request, asked.read())
     prompts = await answers_to(request, submission)
     tell = Teller(submission, engine.tokenizer)
     return await respond_at_length(lambda: tell.response(prompts, asked.gives_one_text), length(submission, prompts))
@@ -105,7 +105,7 @@ async def _stream(request: Request, asked: GenerateRequest, has_ids: bool = Fals
             f"best_of = {wanted.best_of}: which of them is best is known only at the end; POST /generate can wait",
             param="best_of",
         )
-    submission = await unless_disconnected(request, engine.submit(wanted))
+    submission = await submit(request, wanted)
     return EventStream(request, submission, _events(submission, Teller(submission, engine.tokenizer), has_ids))
 
 

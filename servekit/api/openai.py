@@ -21,6 +21,7 @@ from servekit.api.http import (
     read_body,
     respond,
     respond_at_length,
+    submit,
     unless_disconnected,
 )
 from servekit.config import ServeConfig
@@ -47,7 +48,7 @@ async def completions(request: Request) -> Response:
     engine = engine_of(request)
     asked = decode(await read_body(request), CompletionRequest)
     check_model(engine.config, asked.model)
-    submission = await unless_disconnected(request, engine.submit(asked.read()))
+    submission = await submit(request, asked.read())
     tell = CompletionTeller(asked, submission, engine.tokenizer, new_id("cmpl"), engine.config.model_name)
     return await _answer(request, asked, submission, tell)
 
@@ -58,21 +59,21 @@ async def chat_completions(request: Request) -> Response:
     asked = decode(await read_body(request), ChatCompletionRequest)
     check_model(engine.config, asked.model)
     asked.check()
-    submission = await unless_disconnected(request, _submit_chat(engine, asked))
+    arrival_s = engine.now()  # its deadlines do not wait for the template
+    rendered = await unless_disconnected(request, _render(engine, asked))
+    submission = await submit(request, asked.read(rendered), arrival_s)
     tell = ChatTeller(asked, submission, engine.tokenizer, new_id("chatcmpl"), engine.config.model_name)
     return await _answer(request, asked, submission, tell)
 
 
-async def _submit_chat(engine: LLMEngine, asked: ChatCompletionRequest) -> Submission:
-    arrival_s = engine.now()  # its deadlines do not wait for the template
-    rendered = await engine.intake.render_chat(
+async def _render(engine: LLMEngine, asked: ChatCompletionRequest) -> str:
+    return await engine.intake.render_chat(
         [message.read(index) for index, message in enumerate(asked.messages)],
         asked.chat_template,
         asked.chat_template_kwargs,
         asked.add_generation_prompt is not False,
         bool(asked.continue_final_message),
     )
-    return await engine.submit(asked.read(rendered), arrival_s)
 
 
 async def _answer(request: Request, asked: OpenAIFields, submission: Submission, tell: Teller) -> Response:

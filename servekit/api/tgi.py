@@ -20,7 +20,7 @@ from servekit.api.http import (
     read_body,
     respond_at_length,
     speaks_tgi,
-    unless_disconnected,
+    submit,
 )
 from servekit.client_queue import TokenDelta
 from servekit.engine import Submission
@@ -57,7 +57,7 @@ async def answer(request: Request, body: bytes, streams: bool = False, in_a_list
             f"best_of = {wanted.best_of}: which of them is best is known only at the end; leave out stream",
             param="parameters.best_of",
         )
-    submission = await unless_disconnected(request, engine.submit(wanted))
+    submission = await submit(request, wanted)
     tell = _Teller(asked, submission, engine.tokenizer)
     if streams:
         return EventStream(request, submission, _events(submission, tell))
