@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+from array import array
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -15,6 +17,7 @@ from servekit.errors import InvalidRequest
 
 MAX_VALUE_TOLD = 40  # characters of a wrong value that an error repeats
 LARGEST_BODY_READ_TWICE = 2**16  # bytes
+MAX_JSON_DEPTH = 64  # objects and lists within each other; a schema adds two for each of its objects
 MAX_EXPECTED_TOLD = 200  # of what was expected, which may repeat a value too
 
 # msgspec's words. A path comes last and has no backticks; what a client wrote may stand before it.
@@ -43,13 +46,35 @@ def decode(body: bytes, kind: type[Body], strict: bool = True) -> Body:
     """The body as a checked value; if not strict, numbers may be written as text. Raises InvalidRequest by field."""
     try:
         body.decode()  # msgspec does not look at the text in what it skips or leaves raw
-        return msgspec.json.decode(body, type=kind, strict=strict)
+        value = msgspec.json.decode(body, type=kind, strict=strict)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), body, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+    except RecursionError:  # some hundred levels are too much for msgspec itself
+        raise _too_deep() from None
+    if not is_shallow(body):
+        raise _too_deep()
+    return value
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest(
+        f"the body is nested too deeply; at most {MAX_JSON_DEPTH} levels are taken", code="invalid_json"
+    )
+
+
+_STEPS = bytes.maketrans(b"[{]}", b"\1\1\xff\xff")  # one level in, one level out, as signed bytes
+_NO_STEPS = bytes(set(range(256)) - set(b'[{]}"'))
+
+
+def is_shallow(body: bytes) -> bool:
+    """Whether no value of valid JSON stands deeper than MAX_JSON_DEPTH. Most bodies are done with counting brackets."""
+    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
+        return True
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside_texts = unescaped.translate(_STEPS, _NO_STEPS).split(b'"')[::2]
+    return max(accumulate(array("b", b"".join(outside_texts)))) <= MAX_JSON_DEPTH
 
 
 def decode_query(query: dict[str, list[str]], kind: type[Body]) -> Body:
@@ -72,9 +97,8 @@ def _read_text(schema: dict[str, Any], texts: list[str]) -> Any:
     if "array" in kinds:
         return texts
     if "object" in kinds:
-        with contextlib.suppress(
-            msgspec.DecodeError, RecursionError
-        ):  # what is wrong with it is told like anything else
+        # What is wrong with it is told like anything else.
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
             return msgspec.json.decode(texts[0])
     return texts[0] if len(texts) == 1 else texts
 

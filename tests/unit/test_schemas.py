@@ -15,7 +15,7 @@ from scripts import tables as documented
 from servekit.errors import InvalidRequest
 from servekit.generation_request import GenerationRequest, Grammar, GrammarKind, Prompt
 from servekit.schemas import openai, tgi
-from servekit.schemas.decoding import decode, decode_query, encode, is_for_tgi
+from servekit.schemas.decoding import MAX_JSON_DEPTH, decode, decode_query, encode, is_for_tgi, is_shallow
 from servekit.schemas.native import GenerateRequest
 from servekit.schemas.openai import ChatCompletionRequest, CompletionRequest
 from servekit.schemas.tgi import TgiParameters, TgiRequest, name_of
@@ -69,6 +69,39 @@ def test_bad_body_is_refused_by_field(body: bytes, code: str, param: str | None)
         read(body)
     assert (refusal.value.answer_code, refusal.value.param) == (code, param)
     assert refusal.value.status == 400
+
+
+@pytest.mark.parametrize("depth", [MAX_JSON_DEPTH, MAX_JSON_DEPTH + 1, 990, 100_000])
+@pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}")])
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        (CompletionRequest, b'{"prompt": "a", "unknown": ', b"}"),
+        (ChatCompletionRequest, b'{"messages": [{"role": "a"}], "chat_template_kwargs": {"a": ', b"}}"),
+        (GenerateRequest, b'{"prompt": "a", "grammar": {"type": "json", "value": {"a": ', b"}}}"),
+        (TgiRequest, b'{"inputs": "a", "options": {"a": ', b"}}"),
+    ],
+)
+def test_a_body_has_at_most_64_levels(
+    depth: int, opening: bytes, closing: bytes, kind: Any, before: bytes, after: bytes
+) -> None:
+    within = depth - after.count(b"}")
+    body = before + opening * within + b"0" + closing * within + after
+    if depth <= MAX_JSON_DEPTH:
+        decode(body, kind)
+        return
+    with pytest.raises(InvalidRequest, match="nested too deeply; at most 64 levels") as refusal:
+        decode(body, kind)
+    assert refusal.value.answer_code == "invalid_json"
+
+
+@pytest.mark.parametrize("text", ["[" * 100, "\\" * 99 + "[{" * 99, '"' * 3 + "]" * 200, '\\"[' * 100, "[\u001f\\"])
+def test_brackets_in_texts_are_no_levels(text: str) -> None:
+    assert is_shallow(encode({text: [text] * 100}))
+    value: Any = text
+    for _ in range(MAX_JSON_DEPTH):
+        value = {text: value}
+    assert is_shallow(encode(value)) and not is_shallow(encode([value]))
 
 
 def test_texts_are_called_what_the_client_calls_them() -> None:
@@ -827,20 +860,6 @@ def test_a_key_that_is_no_token_id_is_refused_under_the_fields_name(biases: byte
     refusal = refusal_of("`/generate`", b'{"prompt": "a", "logit_bias": ' + biases + b"}")
     assert refusal is not None and refusal.param == "logit_bias"
     assert refusal.message.startswith("logit_bias") and "`" not in refusal.message
-
-
-@pytest.mark.parametrize(
-    ("door", "fields"),
-    [
-        (COMPLETIONS, b'"prompt": "a", "unknown": '),
-        (CHAT, b'"messages": [{"role": "a"}], "chat_template_kwargs": {"a": '),
-        ("TGI", b'"inputs": "a", "options": {"a": '),
-    ],
-)
-def test_a_body_that_is_nested_too_deeply_is_refused(door: str, fields: bytes) -> None:
-    refusal = refusal_of(door, b"{" + fields + b"[" * 100_000)
-    assert refusal is not None and refusal.answer_code == "invalid_json"
-    assert refusal.message == "the body is nested too deeply"
 
 
 def test_of_a_field_that_is_given_twice_the_last_counts() -> None:
