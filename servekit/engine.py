@@ -36,7 +36,7 @@ log = logging.getLogger("servekit")
 class Generation:
     """One sequence as its client sees it: the text so far, and where it goes."""
 
-    __slots__ = ("detokenizer", "index", "is_fork", "last_token_s", "queue", "sequence")
+    __slots__ = ("detokenizer", "first_token_s", "index", "is_fork", "last_token_s", "queue", "sequence")
 
     def __init__(self, sequence: Sequence, index: int, detokenizer: Detokenizer, queue: ClientQueue) -> None:
         self.sequence = sequence
@@ -44,6 +44,7 @@ class Generation:
         self.index = index
         self.detokenizer = detokenizer
         self.queue = queue
+        self.first_token_s: float | None = None
         self.last_token_s: float | None = None
 
 
@@ -110,7 +111,7 @@ class LLMEngine:
 
     def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
-        self.metrics = Metrics(config.model_name, __version__)
+        self.metrics = Metrics(config, __version__)
         self.worker: WorkerReady | None = None  # what the worker told of itself; None until it is ready
         self.failure: ServekitError | None = None  # why the main loop ended, if it did
         self._clock = clock
@@ -158,7 +159,7 @@ class LLMEngine:
         self._manager = manager = WorkloadManager(self._scheduler_config(self.worker))
         self._intake = Intake(self.config, path, self._tokenizer, template, self.worker.model, manager)
         self._intake.start()
-        self.metrics.watch(lambda: _snapshot(manager))
+        self.metrics.watch(lambda: _snapshot(manager, self._sequences(), self._clock()))
         self._main_loop = asyncio.create_task(self._run(manager), name="servekit main loop")
 
     async def stop(self) -> None:
@@ -228,12 +229,15 @@ class LLMEngine:
         """One turn: wait for work, dispatch what there is, take in one result."""
         if not manager.has_work:
             self._work_arrived.clear()
+            self.metrics.idle_began(self._clock())
             await self._work_arrived.wait()
+            self.metrics.idle_ended(self._clock())
         started = self._clock()
         self._expire(manager, started)
         while (plan := manager.plan(started)) is not None:
+            sent_s = self._clock()
             self._executor.send(plan.with_grammars_apart())
-            self.metrics.iteration_tokens.observe(plan.num_tokens)
+            self.metrics.step_sent(plan, sent_s, is_alone=manager.num_in_flight == 1)
         if not manager.num_in_flight:
             assert not manager.has_work, "there is work, nothing is in flight, and no step was planned"
             return
@@ -242,9 +246,7 @@ class LLMEngine:
         for token in manager.commit(result, now):
             self._deliver(token, now)
         self._warn_if_out_of_reach(manager)
-        self.metrics.scheduler_steps.inc()
-        self.metrics.step_duration.observe(result.step_time_s)
-        self.metrics.step_overhead.observe(max(0.0, self._clock() - started - result.step_time_s))
+        self.metrics.step_done(result, now, turn_s=self._clock() - started)
 
     def _warn_if_out_of_reach(self, manager: WorkloadManager) -> None:
         if manager.pacer.is_out_of_reach and not self._warned_of_target:
@@ -319,12 +321,7 @@ class LLMEngine:
             sequence.num_output_tokens,
             1e3 * (now - sequence.arrival_s),
         )
-        self.metrics.finished(reason)
-        # Who never had a seat waited until now; leaving them out would flatter a long line.
-        seated_s = now if sequence.first_scheduled_s is None else sequence.first_scheduled_s
-        self.metrics.request_queue_time.observe(seated_s - sequence.arrival_s)
-        self.metrics.e2e_request_latency.observe(now - sequence.arrival_s)
-        self.metrics.request_generation_tokens.observe(sequence.num_output_tokens)
+        self.metrics.ended(sequence, reason, now, generation.first_token_s, generation.last_token_s)
 
     def finish(self, generation: Generation, reason: FinishReason) -> None:
         """End one generation early. Does nothing if it has ended already."""
@@ -437,19 +434,19 @@ class LLMEngine:
     def _admit(self, generation: Generation) -> None:
         self.manager.add(generation.sequence)
         self._generations[generation.sequence.sequence_id] = generation
-        if not generation.is_fork:
-            self.metrics.prompt_tokens.inc(generation.sequence.prompt_length)
-        self.metrics.request_prompt_tokens.observe(generation.sequence.prompt_length)
+        self.metrics.admitted(generation.sequence)
 
     # -- what operators see -------------------------------------------------------------------------------------------
 
+    def _sequences(self) -> list[Sequence]:
+        return [generation.sequence for generation in self._generations.values()]
+
     def _observe_token(self, generation: Generation, now: float) -> None:
-        sequence = generation.sequence
-        self.metrics.generation_tokens.inc()
         if generation.last_token_s is None:
-            self.metrics.time_to_first_token.observe(now - sequence.arrival_s)
+            generation.first_token_s = now
+            self.metrics.first_token(now - generation.sequence.arrival_s)
         else:
-            self.metrics.inter_token_latency.observe(now - generation.last_token_s)
+            self.metrics.next_token(now - generation.last_token_s)
         generation.last_token_s = now
 
 
@@ -457,10 +454,15 @@ def _deadline(arrival_s: float, milliseconds: int | None) -> float:
     return NEVER if milliseconds is None else arrival_s + milliseconds / 1e3
 
 
-def _snapshot(manager: WorkloadManager) -> Snapshot:
+def _snapshot(manager: WorkloadManager, sequences: list[Sequence], now: float) -> Snapshot:
     return Snapshot(
+        now_s=now,
         num_running=manager.num_running,
         num_waiting=manager.num_waiting,
+        num_deferred=sum(each.waits_for_leader for each in sequences),
+        num_waiting_tokens=sum(
+            each.prompt_length for each in sequences if each.first_scheduled_s is None and each.leader is None
+        ),
         num_preemptions=manager.num_preemptions,
         num_stale_results=manager.num_stale_results,
         num_blocks=manager.memory.pool.num_blocks,

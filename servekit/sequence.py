@@ -154,6 +154,12 @@ class Sequence:
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
+    def waits_for_leader(self) -> bool:
+        """Whether another sequence has yet to compute the prompt that they share."""
+        leader = self.leader if self.status is Status.WAITING else None
+        return leader is not None and leader.status is not Status.FINISHED and leader.first_sampled_step_id is None
+
+    @property
     def num_shareable(self) -> int:
         """Positions of which nothing but their KV is wanted, so that somebody else's will do.
 
