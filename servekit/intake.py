@@ -28,6 +28,11 @@ from servekit.workload_manager import WorkloadManager
 MAX_GRAMMARS_KEPT = 256
 MAX_BAD_WORD_TOKENS = 1024
 MAX_LOGPROBS_TOLD = 2**23  # values in the answers to one request; each takes some hundred bytes
+# What a chat template is told by us, by fields of their own or not at all: no variables of a request.
+NO_TEMPLATE_VARIABLES = {
+    *("add_generation_prompt", "continue_final_message", "conversations", "messages"),
+    *("chat_template", "return_assistant_tokens_mask", "tokenize", "tools"),
+}
 MAX_GRAMMAR_CHARACTERS = 2**16  # it travels to the worker within a step's plan
 
 Value = TypeVar("Value")
@@ -97,6 +102,11 @@ class Intake:
             raise InvalidRequest(
                 "this server takes no chat_template from a request (--trust-request-chat-template)",
                 param="chat_template",
+            )
+        for name in NO_TEMPLATE_VARIABLES.intersection(variables or ()):
+            raise InvalidRequest(
+                f"chat_template_kwargs has {name!r}, which is no variable of a template; leave it out",
+                param="chat_template_kwargs",
             )
         source = template or self._template.source
         if source is None:

@@ -1,0 +1,82 @@
+"""Claims about what nobody should send: some thousand requests, each answered at once with its exact status.
+
+The table is in bad_inputs.py. What is refused is refused in the one schema of errors; and when all of it is over the
+server is at rest, and its log has neither a traceback nor a word of what was sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal
+
+import httpx2
+import msgspec
+import pytest
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from tests.e2e.bad_inputs import CANARY, GROUPS, BadInput
+from tests.server_process import ServerProcess
+
+MAX_ANSWER_BYTES = 4000  # what was sent is not sent back
+
+
+class ErrorDetail(Struct, forbid_unknown_fields=True):
+    message: Annotated[str, Meta(min_length=1, max_length=1500)]
+    type: Literal["invalid_request_error"]
+    param: Annotated[str, Meta(min_length=1, max_length=200)] | None
+    code: Annotated[str, Meta(pattern="^[a-z_]+$")]
+
+
+class Refusal(Struct, forbid_unknown_fields=True):
+    error: ErrorDetail
+    error_type: Literal["validation"] | UnsetType = UNSET
+
+
+def ask(server: ServerProcess, case: BadInput) -> tuple[httpx2.Response, float]:
+    """The answer, and in how many seconds it came."""
+    started_s = time.perf_counter()
+    response = server.client.request(case.method, case.path, content=case.content, headers=case.headers)
+    return response, time.perf_counter() - started_s
+
+
+def complaints(server: ServerProcess, case: BadInput) -> Iterator[str]:
+    response, elapsed_s = ask(server, case)
+    if response.status_code != case.status:
+        yield f"{response.status_code} instead of {case.status}: {response.text[:200]}"
+    elif case.status != 200 and not is_refusal(response):
+        yield f"not in the schema of errors: {response.text[:300]}"
+    for _ in range(2):  # whoever else uses the machine is no fault of ours
+        if elapsed_s > case.limit_s:
+            elapsed_s = ask(server, case)[1]
+    if elapsed_s > case.limit_s:
+        yield f"took {1e3 * elapsed_s:.0f} ms; at most {1e3 * case.limit_s:.0f} are fine"
+
+
+def is_refusal(response: httpx2.Response) -> bool:
+    try:
+        msgspec.json.decode(response.content, type=Refusal)
+    except msgspec.DecodeError:
+        return False
+    return response.headers["content-type"] == "application/json" and len(response.content) <= MAX_ANSWER_BYTES
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+def test_what_nobody_should_send_is_answered_at_once_and_by_the_table(
+    server: ServerProcess, group: Callable[[], Iterator[BadInput]]
+) -> None:
+    logged = server.log.stat().st_size
+    worker_pids = server.worker_pids()
+    found = [f"{case}\n    {said}" for case in group() for said in complaints(server, case)]
+    assert not found, f"{len(found)} of them:\n" + "\n".join(found[:20])
+    server.wait_until_at_rest()
+    assert server.worker_pids() == worker_pids
+    log = server.log.read_text()[logged:]
+    assert "Traceback" not in log and CANARY not in log, log[-2000:]
+    assert len(log) < 10_000, "nobody fills a disk with bad requests"
+
+
+def test_there_are_enough_of_them() -> None:
+    refused = [case for group in GROUPS for case in group() if case.status != 200]
+    assert len(refused) >= 400
+    assert len({(case.method, case.path, case.content, str(case.headers)) for case in refused}) > 0.98 * len(refused)
