@@ -15,6 +15,8 @@ from servekit.api.http import CLIENT_CLOSED_REQUEST, Endpoint, engine_of, refuse
 from servekit.engine import LLMEngine
 from servekit.errors import InternalError, ServekitError
 
+MAX_PATH_TOLD = 100  # characters of a path that an error repeats
+
 ENDPOINTS: list[Endpoint] = [
     *native.ENDPOINTS,
     *tgi.ENDPOINTS,
@@ -53,7 +55,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: no such route, no such method."""
     assert isinstance(error, HTTPException)
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {request.url.path[:MAX_PATH_TOLD]}: {error.detail}"
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
     response = respond(body, error.status_code)
     response.headers.update(error.headers or {})
