@@ -6,11 +6,14 @@
     │  ├─ ContextTooLong        400  prompt plus answer can never fit this server
     │  ├─ Unauthorized          401  no key, or one that the server does not know
     │  ├─ ModelNotFound         404  the server has no model of that name
-    │  ├─ RequestTimeout        408  the body did not come in time
+    │  ├─ RequestTimeout        408  the head or the body did not come in time
     │  ├─ RequestTooLarge       413  the body is over the size limit
+    │  ├─ UnsupportedEncoding   415  the body is compressed
     │  ├─ RateLimited           429  the key's own limit is reached
+    │  ├─ HeadersTooLarge       431  the request's head is over the size limit
     │  ├─ DeadlineExceeded      504  the request's own deadline passed before it was ready to wait
-    │  └─ QueueFull             503  too much is waiting already; try again later
+    │  ├─ QueueFull             503  too much is waiting already; try again later
+    │  └─ TooManyConnections    503  as many connections are open as may be
     ├─ WorkerError           a process's doing
     │  ├─ WorkerNotReady        503  the model is still loading, or the server is going down
     │  ├─ WorkerLost            503  the worker process ended, and no other took its place
@@ -80,7 +83,7 @@ class ModelNotFound(RequestError):
 
 
 class RequestTimeout(RequestError):
-    """The body did not come in time."""
+    """The head or the body did not come in time."""
 
     status = 408
     code = "request_timeout"
@@ -93,12 +96,26 @@ class RequestTooLarge(RequestError):
     code = "request_too_large"
 
 
+class UnsupportedEncoding(RequestError):
+    """The body is compressed; what it grows to would be known only by unpacking it."""
+
+    status = 415
+    code = "unsupported_encoding"
+
+
 class RateLimited(RequestError):
     """The limit of the request's own key is reached."""
 
     status = 429
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
+
+
+class HeadersTooLarge(RequestError):
+    """The request's head is over the size limit."""
+
+    status = 431
+    code = "headers_too_large"
 
 
 class DeadlineExceeded(RequestError):
@@ -114,6 +131,14 @@ class QueueFull(RequestError):
     status = 503
     type = "overloaded_error"
     code = "overloaded"
+
+
+class TooManyConnections(RequestError):
+    """As many connections are open as may be."""
+
+    status = 503
+    type = "overloaded_error"
+    code = "too_many_connections"
 
 
 class WorkerError(ServekitError):

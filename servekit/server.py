@@ -17,6 +17,7 @@ from servekit.api import create_app
 from servekit.config import ServeConfig, doubts, non_default
 from servekit.engine import LLMEngine
 from servekit.errors import ConfigError, WorkerNotReady
+from servekit.http_protocol import limited_protocol
 from servekit.logs import configure_logging
 
 log = logging.getLogger("servekit")
@@ -37,11 +38,12 @@ async def _serve(config: ServeConfig) -> int:
     server = Server(
         uvicorn.Config(
             create_app(engine),
+            http=limited_protocol(config, engine.metrics.refused),
+            ws="none",
             lifespan="off",  # the engine's life is managed here, where its failure has an exit code
             log_config=None,
             log_level="warning",
             access_log=False,
-            timeout_keep_alive=int(config.keep_alive_timeout),
         ),
         engine,
     )

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from servekit.api.answers import Answer, collect
 from servekit.caller import ANYBODY, Caller
 from servekit.engine import LLMEngine, Submission
-from servekit.errors import RequestTooLarge, ServekitError
+from servekit.errors import RequestTimeout, RequestTooLarge, ServekitError, UnsupportedEncoding
 from servekit.generation_request import GenerationRequest
 from servekit.schemas.decoding import encode
 from servekit.schemas.tgi import ERROR_TYPES, name_of
@@ -80,8 +80,23 @@ def length(submission: Submission, prompts: list[list[Answer]]) -> int:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises RequestTooLarge as soon as it is over the limit, declared or not."""
-    limit = engine_of(request).config.max_body_bytes
+    """The whole body. Raises RequestTooLarge as soon as it is over the limit, declared or not, UnsupportedEncoding for
+    a compressed one, and RequestTimeout for one that takes too long."""
+    config = engine_of(request).config
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise UnsupportedEncoding(
+            f"the body has content-encoding {encoding[:40]!r}; send it uncompressed", param="content-encoding"
+        )
+    try:
+        async with asyncio.timeout(config.body_timeout):
+            return await _read_up_to(config.max_body_bytes, request)
+    except TimeoutError:
+        message = f"the body did not come within {config.body_timeout:g} s (body_timeout); send it at once"
+        raise RequestTimeout(message) from None
+
+
+async def _read_up_to(limit: int, request: Request) -> bytes:
     declared = request.headers.get("content-length", "0")
     body = bytearray()
     if declared.isdecimal() and int(declared) <= limit:
@@ -177,4 +192,6 @@ def refuse(request: Request, error: ServekitError) -> Response:
     response = respond(error_body(error, getattr(request.state, "for_tgi", False)), error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, RequestTimeout):
+        response.headers["Connection"] = "close"  # the rest of the body will not come, either
     return response
