@@ -15,8 +15,9 @@ import time
 
 from servekit.messages import StepResult
 from servekit.sampling_params import SamplingParams
+from servekit.scheduler_config import SchedulerConfig
 from servekit.sequence import Sequence
-from servekit.workload_manager import SchedulerConfig, WorkloadManager
+from servekit.workload_manager import WorkloadManager
 
 PROMPT_LENGTH = 100
 BLOCK_SIZE = 16

@@ -16,8 +16,8 @@ import random
 import statistics
 
 from servekit.policy import Fair
+from servekit.scheduler_config import SchedulerConfig
 from servekit.simulation import Arrival, Client, Scenario, Simulation
-from servekit.workload_manager import SchedulerConfig
 
 STEP_BASE_S, STEP_TOKEN_S = 8e-3, 25e-6
 LONG_PROMPT = 10_000

@@ -120,7 +120,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = 300.0
     heartbeat_timeout: Annotated[Seconds, Meta(description="seconds of silence after which a worker is replaced")] = 3.0
     max_worker_restarts: Annotated[
-        int, Meta(ge=0, le=1000, description="workers in a row that may end without one step before the server ends")
+        int, Meta(ge=0, le=1000, description="starts of a worker in a row that may fail before the server ends")
     ] = 5
     worker_restart_timeout: Annotated[
         Seconds, Meta(description="seconds without a worker after which those who wait are told so")

@@ -17,93 +17,35 @@ from servekit.caller import ANYBODY, Caller
 from servekit.client_queue import ClientQueue, TokenDelta
 from servekit.config import ServeConfig
 from servekit.detokenizer import Detokenizer
-from servekit.errors import DeadlineExceeded, InternalError, InvalidRequest, QueueFull, ServekitError, WorkerNotReady
+from servekit.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    RequestCrashesWorker,
+    ServekitError,
+    WorkerError,
+    WorkerNotReady,
+)
 from servekit.generation_request import GenerationRequest
 from servekit.intake import Intake, PreparedPrompt
-from servekit.messages import LoadModel, TokenLogprobs, WorkerReady
+from servekit.messages import StepFailed, WorkerReady
 from servekit.metrics import Metrics, Snapshot
-from servekit.model_executor import ModelExecutor
+from servekit.model_executor import ModelExecutor, load_message
 from servekit.model_files import find_chat_template, find_model
+from servekit.proof import Proof
 from servekit.sampling_params import SamplingParams
+from servekit.scheduler_config import scheduler_config
 from servekit.sequence import NEVER, FinishReason, Sequence
+from servekit.step import SequenceToken
+from servekit.submission import Generation, Submission
 from servekit.threads import in_daemon_thread
 from servekit.tokenizer import Tokenizer, load_tokenizer
-from servekit.workload_manager import SchedulerConfig, SequenceToken, WorkloadManager
+from servekit.waiting_room import WaitingRoom
+from servekit.workload_manager import WorkloadManager
 
 log = logging.getLogger("servekit")
 
-
-class Generation:
-    """One sequence as its client sees it: the text so far, and where it goes."""
-
-    __slots__ = ("detokenizer", "first_token_s", "index", "is_fork", "last_token_s", "queue", "sequence")
-
-    def __init__(self, sequence: Sequence, index: int, detokenizer: Detokenizer, queue: ClientQueue) -> None:
-        self.sequence = sequence
-        self.is_fork = sequence.leader is not None  # its prompt is computed, and counted, with another one
-        self.index = index
-        self.detokenizer = detokenizer
-        self.queue = queue
-        self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
-
-
-class Submission:
-    """A request that was admitted: read its `queue`, or `abort` it."""
-
-    def __init__(
-        self,
-        engine: LLMEngine,
-        request: GenerationRequest,
-        caller: Caller,
-        generations: list[Generation],
-        queue: ClientQueue,
-    ) -> None:
-        self._engine = engine
-        self._generations = generations
-        self.request = request
-        self.caller = caller
-        self.queue = queue
-        self.interval = request.stream_interval or engine.config.stream_interval
-
-    @property
-    def num_answers(self) -> int:
-        """That are computed."""
-        return len(self._generations)
-
-    def prompt_token_ids(self, index: int) -> list[int]:
-        """Of the request's prompt at `index`."""
-        sequence = self._leader(index)
-        return sequence.token_ids[: sequence.prompt_length]
-
-    def prompt_logprobs(self, index: int) -> list[TokenLogprobs]:
-        """Of all its tokens but the first; there when its first answer has begun."""
-        return self._leader(index).prompt_logprobs
-
-    def seed(self, index: int) -> int:
-        """Of the sequence at `index`."""
-        return self._generations[index].sequence.sampling.seed
-
-    def _leader(self, index: int) -> Sequence:
-        return self._generations[index * self.request.best_of].sequence
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Each prompt once, however many answers it gets."""
-        return sum(sequence.prompt_length for sequence in self._leaders())
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens whose KV was there already."""
-        return sum(sequence.num_cached_tokens or 0 for sequence in self._leaders())
-
-    def _leaders(self) -> Iterator[Sequence]:
-        return (generation.sequence for generation in self._generations if not generation.is_fork)
-
-    def abort(self) -> None:
-        """Free everything that this request still holds. Does not await, so that it may run in a `finally`."""
-        for generation in self._generations:
-            self._engine.finish(generation, FinishReason.ABORT)
+TOLD_TO_COME_BACK_S = 5  # where nothing is known of when
 
 
 class LLMEngine:
@@ -115,13 +57,17 @@ class LLMEngine:
         self.worker: WorkerReady | None = None  # what the worker told of itself; None until it is ready
         self.failure: ServekitError | None = None  # why the main loop ended, if it did
         self._clock = clock
-        self._executor = ModelExecutor(config.log_level)
+        self._wake = asyncio.Event()  # for a main loop that has nothing to do
+        self._executor = ModelExecutor(config, on_loss=self._wake.set)
         self._tokenizer: Tokenizer | None = None
         self._manager: WorkloadManager | None = None
         self._intake: Intake | None = None
         self._generations: dict[int, Generation] = {}
         self._next_sequence_id = 0
-        self._work_arrived = asyncio.Event()
+        self._waiting_room = WaitingRoom(config)
+        self._proof = Proof(self._sample_one, clock)
+        self._is_draining = False
+        self._outage: ServekitError | None = None  # there has been no worker for longer than anybody should wait
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._warned_of_target = False
         self._main_loop: asyncio.Task[None] | None = None
@@ -129,37 +75,87 @@ class LLMEngine:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     @property
-    def is_ready(self) -> bool:
-        return self._main_loop is not None and not self._main_loop.done()
+    def state(self) -> str:
+        """loading | ready | recovering | draining | failed."""
+        if self.failure is not None:
+            return "failed"
+        if self._is_draining:
+            return "draining"
+        if self._main_loop is None:
+            return "loading"
+        return "ready" if self._executor.is_ready else "recovering"
+
+    @property
+    def stage(self) -> str:
+        """What a server that is not ready is doing."""
+        return self._executor.stage if self.worker is None or not self._executor.is_ready else "serving"
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether there is nothing that only a new process could mend. Loading is healthy, and so is a short outage."""
+        return self.failure is None and self._outage is None
 
     @property
     def manager(self) -> WorkloadManager:
-        if self._manager is None or not self.is_ready:
-            raise self.failure or WorkerNotReady("the model is not ready to serve", retry_after_s=1)
+        if self._manager is None or self._main_loop is None or self._main_loop.done():
+            raise self._not_ready()
         return self._manager
 
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise WorkerNotReady("the model is not ready to serve", retry_after_s=1)
+            raise self._not_ready()
         return self._tokenizer
 
     @property
     def intake(self) -> Intake:
-        if self._intake is None or not self.is_ready:
-            raise self.failure or WorkerNotReady("the model is not ready to serve", retry_after_s=1)
+        if self._intake is None or self._main_loop is None or self._main_loop.done():
+            raise self._not_ready()
         return self._intake
+
+    def _not_ready(self) -> ServekitError:
+        return self.failure or WorkerNotReady(
+            f"the model is not ready to serve: {self.stage}", retry_after_s=TOLD_TO_COME_BACK_S
+        )
+
+    def _check_open(self) -> None:
+        """Raise WorkerNotReady where nobody is let in."""
+        if self._is_draining:
+            raise WorkerNotReady(
+                "the server is shutting down; please send the request again", retry_after_s=TOLD_TO_COME_BACK_S
+            )
+        if self._outage is not None:
+            raise self._outage
+
+    async def prove(self) -> bool:
+        """Whether it serves: a token was sampled lately, or is now, for a question of its own."""
+        return self.state == "ready" and await self._proof.obtain() and self.state == "ready"
+
+    async def _sample_one(self) -> None:
+        """One token, as a client would get it; in the line like everybody else's."""
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        sequence = Sequence(self._next_sequence_id, [0], sampling, self._clock())
+        self._next_sequence_id += 1
+        generation = Generation(sequence, 0, self._detokenizer(sampling), ClientQueue(), is_probe=True)
+        self._admit(generation)
+        self._wake.set()
+        try:
+            await generation.queue.get()
+        finally:
+            self.finish(generation, FinishReason.ABORT)
 
     async def start(self) -> None:
         """Load the model and begin to serve. Raises ConfigError or WorkerError."""
         path = await in_daemon_thread(find_model, self.config.model)
         self._tokenizer = await in_daemon_thread(load_tokenizer, path)
         template = find_chat_template(path, self.config.chat_template)
-        self.worker = await self._executor.start(self._load_message(str(path)), self.config.load_timeout)
-        self._manager = manager = WorkloadManager(self._scheduler_config(self.worker))
+        self.worker = await self._executor.start(load_message(self.config, str(path)))
+        self._manager = manager = WorkloadManager(scheduler_config(self.config, self.worker))
         self._intake = Intake(self.config, path, self._tokenizer, template, self.worker.model, manager)
         self._intake.start()
-        self.metrics.watch(lambda: _snapshot(manager, self._sequences(), self._clock()))
+        self.metrics.watch(lambda: _snapshot(manager, self._clock()))
+        self.metrics.workers_alive.set(1)
+        self._proof.given(self._clock())  # the worker has compared its logits just now
         self._main_loop = asyncio.create_task(self._run(manager), name="servekit main loop")
 
     async def stop(self) -> None:
@@ -168,6 +164,7 @@ class LLMEngine:
             self._main_loop.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._main_loop
+        self._proof.stop()
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         self.fail_all(WorkerNotReady("the server is shutting down", retry_after_s=5))
@@ -177,46 +174,25 @@ class LLMEngine:
         if self._tokenizer is not None:
             self._tokenizer.close()
 
+    def drain(self) -> None:
+        """Let nobody in from now on; those who are in go on."""
+        self._is_draining = True
+        self.metrics.draining.set(1)
+
     async def wait_until_failed(self) -> None:
         """Return when the main loop has ended by itself, which it does only on failure."""
         if self._main_loop is not None:
             await asyncio.wait([self._main_loop])
-
-    def _load_message(self, path: str) -> LoadModel:
-        config = self.config
-        return LoadModel(
-            model_path=path,
-            dtype=config.dtype,
-            device=config.device,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            num_kv_blocks=config.num_kv_blocks,
-            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-        )
-
-    def _scheduler_config(self, worker: WorkerReady) -> SchedulerConfig:
-        return SchedulerConfig(
-            num_blocks=worker.num_blocks,
-            block_size=self.config.block_size,
-            max_model_len=worker.model.max_model_len,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            eos_token_ids=frozenset(worker.model.eos_token_ids),
-            max_steps_in_flight=self.config.max_steps_in_flight,
-            enable_prefix_caching=self.config.enable_prefix_caching,
-            scheduling_policy=self.config.scheduling_policy,
-            itl_target_s=None if self.config.itl_target_ms is None else self.config.itl_target_ms / 1e3,
-        )
 
     # -- the main loop ------------------------------------------------------------------------------------------------
 
     async def _run(self, manager: WorkloadManager) -> None:
         try:
             while True:
-                await self._step(manager)
+                try:
+                    await self._step(manager)
+                except WorkerError as loss:
+                    await self._replace_worker(manager, loss)
         except ServekitError as error:
             self.failure = error
         except Exception as error:
@@ -226,27 +202,92 @@ class LLMEngine:
         self.fail_all(self.failure)
 
     async def _step(self, manager: WorkloadManager) -> None:
-        """One turn: wait for work, dispatch what there is, take in one result."""
+        """One turn: wait for work, dispatch what there is, take in one result. Raises WorkerError for a lost worker."""
+        if self._executor.loss is not None:
+            raise self._executor.loss
         if not manager.has_work:
-            self._work_arrived.clear()
+            self._wake.clear()
             self.metrics.idle_began(self._clock())
-            await self._work_arrived.wait()
+            await self._wake.wait()
             self.metrics.idle_ended(self._clock())
+            return
         started = self._clock()
         self._expire(manager, started)
         while (plan := manager.plan(started)) is not None:
-            sent_s = self._clock()
-            self._executor.send(plan.with_grammars_apart())
-            self.metrics.step_sent(plan, sent_s, is_alone=manager.num_in_flight == 1)
+            self._executor.send(plan)
+            self.metrics.step_sent(plan, self._clock(), manager.num_in_flight == 1)
         if not manager.num_in_flight:
             assert not manager.has_work, "there is work, nothing is in flight, and no step was planned"
             return
-        result = await self._executor.receive(self.config.step_timeout)
+        result = await self._executor.receive()
         now = self._clock()
-        for token in manager.commit(result, now):
+        if isinstance(result, StepFailed):
+            self._retry_smaller(manager, result)
+            return
+        try:
+            tokens = manager.commit(result, now)
+        except WorkerError:
+            raise self._executor.lose("sent a result that does not fit its step") from None
+        for token in tokens:
             self._deliver(token, now)
+        if tokens:
+            self._proof.given(now)
         self._warn_if_out_of_reach(manager)
-        self.metrics.step_done(result, now, turn_s=self._clock() - started)
+        self.metrics.step_done(result, now, self._clock() - started)
+
+    # -- workers that are lost ----------------------------------------------------------------------------------------
+
+    async def _replace_worker(self, manager: WorkloadManager, loss: WorkerError) -> None:
+        """All there is goes on with the next worker, from its tokens. Raises WorkerLost if there is to be none."""
+        lost_s = self._clock()
+        log.error("%s; %d sequences go on with the next worker", loss.message, len(self._generations))
+        self.metrics.workers_alive.set(0)
+        self.metrics.worker_restarted(self._executor.cause)
+        self._begin_again(manager)
+        telling = asyncio.get_running_loop().call_later(self.config.worker_restart_timeout, self._tell_of_outage, loss)
+        try:
+            await self._executor.replace()
+        finally:
+            telling.cancel()
+        now = self._clock()
+        self._outage = None
+        self._proof.given(now)
+        self.metrics.workers_alive.set(1)
+        self.metrics.worker_recovery.observe(now - lost_s)
+        log.info("the next worker is ready after %.1f s", now - lost_s)
+
+    def _retry_smaller(self, manager: WorkloadManager, failed: StepFailed) -> None:
+        """The device's memory did not hold a step: all begin again, in smaller ones."""
+        if failed.epoch != manager.epoch:
+            return  # the step behind one that failed
+        self._begin_again(manager, is_out_of_memory=True)
+        log.error("%s; steps have at most %d tokens for a while", failed.message, manager.step_token_limit)
+
+    def _begin_again(self, manager: WorkloadManager, is_out_of_memory: bool = False) -> None:
+        """What the worker held counts for nothing. Who loses workers ends here, with all of its request."""
+        what = "ran out of memory" if is_out_of_memory else "was lost"
+        for sequence in manager.restart(is_out_of_memory):
+            queue = self._generations[sequence.sequence_id].queue
+            queue.fail(
+                RequestCrashesWorker(
+                    f"{sequence.num_losses} times the model worker {what} over this request, the last time with "
+                    "nothing else to do; it is not tried again"
+                )
+            )
+            for generation in [each for each in self._generations.values() if each.queue is queue]:
+                log.error("sequence %d is given up: workers are lost over it", generation.sequence.sequence_id)
+                self._forget(generation, FinishReason.ERROR, self._clock())
+        self.metrics.suspects.set(len(manager.quarantine))
+        self.metrics.step_token_limit.set(manager.step_token_limit)
+
+    def _tell_of_outage(self, loss: WorkerError) -> None:
+        """There has been no worker for too long: nobody waits any longer, and nobody is let in until there is one."""
+        self._outage = WorkerNotReady(
+            f"there has been no model worker for {self.config.worker_restart_timeout:g} s (worker_restart_timeout): "
+            f"{loss.message}",
+            retry_after_s=TOLD_TO_COME_BACK_S,
+        )
+        self._fail_generations(self._outage)
 
     def _warn_if_out_of_reach(self, manager: WorkloadManager) -> None:
         if manager.pacer.is_out_of_reach and not self._warned_of_target:
@@ -321,7 +362,9 @@ class LLMEngine:
             sequence.num_output_tokens,
             1e3 * (now - sequence.arrival_s),
         )
-        self.metrics.ended(sequence, reason, now, generation.first_token_s, generation.last_token_s)
+        self._waiting_room.left(now)
+        if not generation.is_probe:
+            self.metrics.ended(sequence, reason, now, generation.first_token_s, generation.last_token_s)
 
     def finish(self, generation: Generation, reason: FinishReason) -> None:
         """End one generation early. Does nothing if it has ended already."""
@@ -332,6 +375,9 @@ class LLMEngine:
         """Tell every client, and those who are still being made ready; there is no way back from here."""
         if self._intake is not None:
             self._intake.give_up()
+        self._fail_generations(error)
+
+    def _fail_generations(self, error: ServekitError) -> None:
         for generation in list(self._generations.values()):
             generation.queue.fail(error)
             self._forget(generation, FinishReason.ERROR, self._clock())
@@ -351,14 +397,21 @@ class LLMEngine:
         """
         if arrival_s is None:
             arrival_s = self._clock()
-        self._check_room(request)
+        self._check_open()
+        self._waiting_room.check_answers(request, self.manager.num_waiting, self._clock())
         try:
             async with asyncio.timeout(self._time_left_s(request, arrival_s)):
                 prepared = await self.intake.prepare(request)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the prompt or the grammar was prepared") from None
-        self._check_room(request)  # others may have come meanwhile; from here on nothing awaits
-        queue = ClientQueue(request.stream_interval or self.config.stream_interval)
+        self._check_open()
+        # Others may have come meanwhile; from here on nothing awaits.
+        now, manager = self._clock(), self.manager
+        self._waiting_room.check_answers(request, manager.num_waiting, now)
+        num_tokens = sum(len(prompt.token_ids) * len(prompt.sampling) for prompt in prepared)
+        self._waiting_room.check_tokens(num_tokens, manager.num_queued_tokens, manager.num_waiting, now)
+        interval = request.stream_interval or self.config.stream_interval
+        queue = ClientQueue(interval)
         generations = [
             generation
             for index, prompt in enumerate(prepared)
@@ -367,36 +420,13 @@ class LLMEngine:
         for generation in generations:
             self._admit(generation)
         self._watch_deadlines()
-        self._work_arrived.set()
-        return Submission(self, request, caller, generations, queue)
+        self._wake.set()
+        return Submission(request, caller, generations, queue, interval, self.finish)
 
     def _time_left_s(self, request: GenerationRequest, arrival_s: float) -> float | None:
         """Until the first of the request's deadlines, if it has any."""
         deadlines = [each for each in (request.ttft_ms, request.deadline_ms) if each is not None]
         return max(0.0, arrival_s + min(deadlines) / 1e3 - self._clock()) if deadlines else None
-
-    def _check_room(self, request: GenerationRequest) -> None:
-        num_answers, limit = request.num_sequences, self.config.max_client_batch_size
-        param = (
-            "n" if request.n > 1 else "best_of" if request.best_of > 1 else request.prompts[0].param.partition("[")[0]
-        )
-        if num_answers > limit:
-            raise InvalidRequest(
-                f"{num_answers} answers to one request (prompts times n, or best_of); at most {limit} are computed "
-                "(max_client_batch_size)",
-                param=param,
-            )
-        num_waiting, most = self.manager.num_waiting, self.config.max_num_queued_reqs
-        if num_answers > most:
-            raise InvalidRequest(
-                f"{num_answers} answers to one request; at most {most} may wait (max_num_queued_reqs)", param=param
-            )
-        if num_waiting + num_answers > most:
-            raise QueueFull(
-                f"{num_waiting} sequences are waiting and {num_answers} more came; at most {most} may wait. "
-                "Please try again later.",
-                retry_after_s=1,
-            )
 
     def _make_generations(
         self,
@@ -434,18 +464,17 @@ class LLMEngine:
     def _admit(self, generation: Generation) -> None:
         self.manager.add(generation.sequence)
         self._generations[generation.sequence.sequence_id] = generation
-        self.metrics.admitted(generation.sequence)
+        if not generation.is_probe:
+            self.metrics.admitted(generation.sequence)
 
     # -- what operators see -------------------------------------------------------------------------------------------
 
-    def _sequences(self) -> list[Sequence]:
-        return [generation.sequence for generation in self._generations.values()]
-
     def _observe_token(self, generation: Generation, now: float) -> None:
-        if generation.last_token_s is None:
+        if generation.first_token_s is None:
             generation.first_token_s = now
-            self.metrics.first_token(now - generation.sequence.arrival_s)
-        else:
+            if not generation.is_probe:
+                self.metrics.first_token(now - generation.sequence.arrival_s)
+        elif generation.last_token_s is not None:
             self.metrics.next_token(now - generation.last_token_s)
         generation.last_token_s = now
 
@@ -454,15 +483,13 @@ def _deadline(arrival_s: float, milliseconds: int | None) -> float:
     return NEVER if milliseconds is None else arrival_s + milliseconds / 1e3
 
 
-def _snapshot(manager: WorkloadManager, sequences: list[Sequence], now: float) -> Snapshot:
+def _snapshot(manager: WorkloadManager, now: float) -> Snapshot:
     return Snapshot(
         now_s=now,
         num_running=manager.num_running,
         num_waiting=manager.num_waiting,
-        num_deferred=sum(each.waits_for_leader for each in sequences),
-        num_waiting_tokens=sum(
-            each.prompt_length for each in sequences if each.first_scheduled_s is None and each.leader is None
-        ),
+        num_deferred=manager.num_deferred,
+        num_waiting_tokens=manager.num_queued_tokens,
         num_preemptions=manager.num_preemptions,
         num_stale_results=manager.num_stale_results,
         num_blocks=manager.memory.pool.num_blocks,

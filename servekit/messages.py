@@ -52,6 +52,19 @@ class WorkerReady(Struct, frozen=True, tag="worker_ready"):
     load_time_s: float
 
 
+class Loading(Struct, frozen=True, tag="loading"):
+    """How far the worker has come with its first message."""
+
+    stage: str
+
+
+class Heartbeat(Struct, frozen=True, tag="heartbeat"):
+    """The worker is there, whatever it is computing; said every `HEARTBEAT_S`, from a thread of its own."""
+
+
+HEARTBEAT_S = 1.0
+
+
 class WorkerFailed(Struct, frozen=True, tag="worker_failed"):
     """The worker cannot go on; `is_config_error` says the operator can mend it."""
 
@@ -155,9 +168,17 @@ class StepResult(Struct, frozen=True, tag="step_result"):
     failures: tuple[tuple[int, str], ...] = ()  # (index into `token_ids`, why that one means nothing)
 
 
+class StepFailed(Struct, frozen=True, tag="step_failed"):
+    """The device's memory does not hold a step's intermediate values, not even in small pieces; the worker lives."""
+
+    epoch: int
+    step_id: int
+    message: str
+
+
 class Shutdown(Struct, frozen=True, tag="shutdown"):
     """Last message of a worker's life."""
 
 
 ToWorker = LoadModel | StepPlan | Shutdown
-FromWorker = WorkerReady | WorkerFailed | StepResult
+FromWorker = Loading | WorkerReady | WorkerFailed | Heartbeat | StepResult | StepFailed

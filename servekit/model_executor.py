@@ -1,145 +1,152 @@
-"""Start the worker process, carry step plans to it and results back, and notice when it is gone."""
+"""Keep one worker running: start it, carry plans to it and results back, and put another in its place when it ends."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import subprocess
-import sys
+from collections import deque
+from collections.abc import Callable
 
-import msgspec
+from msgspec.structs import replace
 
-from servekit.errors import ConfigError, WorkerError, WorkerLost, WorkerTimeout
-from servekit.messages import FromWorker, LoadModel, Shutdown, StepResult, ToWorker, WorkerFailed, WorkerReady
-from servekit.queues import MessageReceiver, MessageSender, make_pipe
+from servekit.config import ServeConfig
+from servekit.errors import ServekitError, WorkerLost
+from servekit.messages import LoadModel, StepFailed, StepPlan, StepResult, WorkerReady
+from servekit.patience import StepPatience, backoff_s
+from servekit.worker_process import WorkerProcess
 
 log = logging.getLogger("servekit")
 
-# How long a worker that was told to stop gets before it is killed. It holds nothing worth waiting for.
-STOP_TIMEOUT_S = 2.0
-
-# What the worker's environment gets unless the operator has set it.
-WORKER_ENVIRONMENT = {
-    # OpenMP's threads (libgomp's, in torch for Linux) spin while they wait for each other: for milliseconds unless told
-    # otherwise, and when a neighbour has taken a core away, all of that in vain. Not to spin at all makes a quiet
-    # machine pay for every sleep. This many turns, some ten microseconds, is about the pause between two kernels.
-    # Measured in one run on two cores, tokens/s of 32 requests to the demo model, alone | beside a busy torch process:
-    # spinning 2,101 | 240, never 1,956 | 1,233, this 2,979 | 1,480. To compare: `GOMP_SPINCOUNT=300000 make bench`.
-    "GOMP_SPINCOUNT": "3000",
-}
-
 
 class ModelExecutor:
-    """One worker process, with fresh queues that live and die with it.
+    """One worker after another. Call everything from the event loop's thread, which must be the main one."""
 
-    Call everything from the event loop's thread, `start` from the main one: the worker asks the kernel to die with
-    the thread that started it.
-    """
+    def __init__(self, config: ServeConfig, on_loss: Callable[[], None]) -> None:
+        """`on_loss` is called when the worker is lost, also while nobody waits for it."""
+        self.ready: WorkerReady | None = None  # what the first worker told of itself; the others must say the same
+        self._config = config
+        self._on_loss = on_loss
+        self._model: LoadModel | None = None
+        self._process: WorkerProcess | None = None
+        self._is_ready = False
+        self._patience = StepPatience(config.step_timeout)
+        self._sent: deque[int] = deque()  # tokens of the steps that are not answered yet
+        self._num_losses = 0  # in a row, without a step between them
 
-    def __init__(self, log_level: str = "info") -> None:
-        self._log_level = log_level
-        self._is_loaded = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._tasks: MessageSender[ToWorker] | None = None
-        self._results: MessageReceiver[FromWorker] | None = None
-        # The worker answers each message once, and few are in flight; more would be garbage.
-        self._inbox: asyncio.Queue[FromWorker | WorkerError] = asyncio.Queue(maxsize=64)
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a worker that takes steps, as far as anybody knows."""
+        return self._is_ready and self.loss is None
 
-    async def start(self, model: LoadModel, timeout_s: float) -> WorkerReady:
-        """Spawn the worker and load the model. Raises ConfigError, WorkerLost or WorkerTimeout."""
-        self._spawn()
-        self.send(model)
-        message = await self._receive(timeout_s)
-        assert isinstance(message, WorkerReady), f"the worker answered {type(message).__name__} to its first message"
-        self._is_loaded = True
+    @property
+    def stage(self) -> str:
+        """What a worker that is not ready is doing."""
+        return "starting the worker" if self._process is None else self._process.stage
+
+    @property
+    def loss(self) -> ServekitError | None:
+        """Why the worker is lost, if it is."""
+        return None if self._process is None else self._process.loss
+
+    @property
+    def cause(self) -> str:
+        """The loss in a word, for metrics."""
+        return "other" if self._process is None else self._process.cause
+
+    async def start(self, model: LoadModel) -> WorkerReady:
+        """Start a worker and load the model. Raises ConfigError, WorkerLost or WorkerTimeout."""
+        self._model = model
+        arguments = ["--log-level", self._config.log_level, "--log-format", self._config.log_format]
+        self._process = WorkerProcess(arguments, self._config.heartbeat_timeout, self._on_loss)
+        self._process.send(model)
+        message = await self._process.receive(self._config.load_timeout)
+        if not isinstance(message, WorkerReady):
+            raise self.lose(f"answered {type(message).__name__} to its first message")
+        self.ready = self.ready or message
+        # Its successors' sequences go on where the first one's were: in as many blocks, with the same vocabulary.
+        if (message.model, message.num_blocks) != (self.ready.model, self.ready.num_blocks):
+            raise self.lose("found another model than the one before it; the files have changed")
+        self._is_ready = True
         return message
 
-    def send(self, message: ToWorker) -> None:
-        """Hand the worker a message. It does not wait: a plan fits in the pipe."""
-        assert self._tasks is not None, "the worker was not started"
-        # A broken pipe means that the worker is gone; the result queue reports it, once and in one place.
-        with contextlib.suppress(BrokenPipeError):
-            self._tasks.send(message)
+    def send(self, plan: StepPlan) -> None:
+        """Hand the worker a step. Does not wait."""
+        assert self._process is not None
+        self._sent.append(plan.num_tokens)
+        self._process.send(plan.with_grammars_apart())
 
-    async def receive(self, timeout_s: float) -> StepResult:
-        """The next step's result. Raises WorkerLost or WorkerTimeout."""
-        message = await self._receive(timeout_s)
-        assert isinstance(message, StepResult), f"the worker answered {type(message).__name__} to a step plan"
+    async def receive(self) -> StepResult | StepFailed:
+        """What came of the oldest step that was sent. Raises WorkerLost or WorkerTimeout."""
+        assert self._process is not None and self.ready is not None
+        num_tokens = self._sent[0]
+        message = await self._process.receive(self._patience.limit_s(num_tokens))
+        self._sent.popleft()
+        if isinstance(message, StepFailed):
+            return message
+        if not isinstance(message, StepResult):
+            raise self.lose(f"answered {type(message).__name__} to a step plan")
+        if (
+            message.token_ids
+            and not 0 <= min(message.token_ids) <= max(message.token_ids) < self.ready.model.vocab_size
+        ):
+            raise self.lose("sampled a token that its vocabulary does not have")
+        self._patience.observe(num_tokens, message.step_time_s)
+        self._num_losses = 0
         return message
+
+    async def replace(self) -> None:
+        """End the worker, whatever is left of it, and start others until one is ready.
+
+        Raises WorkerLost when `max_worker_restarts` of them in a row did not get that far.
+        """
+        assert self._process is not None and self._model is not None and self.ready is not None
+        self._is_ready = False
+        # As many blocks as before, whatever a measurement would give now: the old process's memory may not be free yet.
+        model, num_failures = replace(self._model, num_kv_blocks=self.ready.num_blocks), 0
+        while True:
+            self._sent.clear()
+            loss = self.loss
+            await self._process.end()
+            if num_failures >= self._config.max_worker_restarts:
+                raise WorkerLost(
+                    f"{num_failures} workers in a row did not start (max_worker_restarts); the last one: "
+                    f"{loss.message if loss else 'unknown'}"
+                )
+            self._num_losses += 1
+            await asyncio.sleep(backoff_s(self._num_losses))
+            try:
+                await self.start(model)
+                return
+            except (ServekitError, OSError) as error:
+                num_failures += 1
+                log.error("no new worker: %s", error)
 
     async def stop(self) -> None:
         """End the worker, kindly and then not."""
-        if self._process is None:
-            return
-        self.send(Shutdown())
-        try:
-            await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
-        self._close()
-        self._process = None
+        self._is_ready = False
+        if self._process is not None:
+            await self._process.end(kindly=True)
+            self._process = None
 
-    def _spawn(self) -> None:
-        task_reader, task_writer = make_pipe()
-        result_reader, result_writer = make_pipe()
-        command = [sys.executable, "-P", "-m", "servekit.worker"]  # -P: a local `workers` folder must not hide ours
-        command += ["--task-fd", str(task_reader.fileno()), "--result-fd", str(result_writer.fileno())]
-        command += ["--parent-pid", str(os.getpid()), "--log-level", self._log_level]
-        self._process = subprocess.Popen(
-            command,
-            pass_fds=(task_reader.fileno(), result_writer.fileno()),
-            stdin=subprocess.DEVNULL,
-            env={**WORKER_ENVIRONMENT, **os.environ},
-            start_new_session=True,  # a terminal's Ctrl-C is for the server, which tells its workers itself
-        )
-        # Ours must be the only open ends, or the death of the worker would not read as EOF.
-        task_reader.close()
-        result_writer.close()
-        self._tasks = MessageSender(task_writer)
-        self._results = MessageReceiver(result_reader, FromWorker)
-        asyncio.get_running_loop().add_reader(result_reader.fileno(), self._on_readable)
-
-    def _on_readable(self) -> None:
-        """Something has come: a message, several, or a piece of one."""
-        assert self._results is not None
-        try:
-            for message in self._results.receive_ready():
-                self._inbox.put_nowait(message)
-        except (EOFError, OSError, ValueError, msgspec.DecodeError) as error:
-            self._stop_reading()
-            self._inbox.put_nowait(WorkerLost(self._describe_loss(error)))
-
-    def _describe_loss(self, error: Exception) -> str:
+    def lose(self, what: str) -> ServekitError:
+        """Take the worker for lost, because of what it did; gives the loss, for whoever wants to raise it."""
         assert self._process is not None
-        what = f"closed its result queue ({type(error).__name__})"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            what = f"ended (exit code {self._process.wait(timeout=0.05)})"
-        if not self._is_loaded:
-            return f"the model worker {what} before the model was loaded; its log is above"
-        return f"the model worker {what}; its requests were lost, please send them again"
+        self._process.lose(WorkerLost(f"the model worker {what}"), "garbage")
+        assert self._process.loss is not None
+        return self._process.loss
 
-    async def _receive(self, timeout_s: float) -> FromWorker:
-        try:
-            async with asyncio.timeout(timeout_s):
-                message = await self._inbox.get()
-        except TimeoutError:
-            raise WorkerTimeout(f"the model worker did not answer within {timeout_s:g} s") from None
-        if isinstance(message, WorkerError):
-            raise message
-        if isinstance(message, WorkerFailed):
-            raise (ConfigError if message.is_config_error else WorkerLost)(message.message)
-        return message
 
-    def _stop_reading(self) -> None:
-        if self._results is not None:
-            asyncio.get_running_loop().remove_reader(self._results.fileno())
-
-    def _close(self) -> None:
-        self._stop_reading()
-        assert self._tasks is not None and self._results is not None
-        self._tasks.close()
-        self._results.close()
-        self._tasks = self._results = None
+def load_message(config: ServeConfig, path: str) -> LoadModel:
+    """What a worker is told first."""
+    return LoadModel(
+        model_path=path,
+        dtype=config.dtype,
+        device=config.device,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        num_kv_blocks=config.num_kv_blocks,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+    )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
+import resource
 import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+# Makes a worker write what each of its threads is doing, also one that holds the interpreter's lock in a kernel.
+DUMP_SIGNAL = signal.SIGUSR2
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -26,3 +30,13 @@ def ignore_signals() -> None:
     """Supervisors signal every process of a service; when a child stops is the server's decision alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def leave_traces() -> None:
+    """Write the stacks to standard error when this process crashes, or is asked to by DUMP_SIGNAL.
+
+    And no core dump: with the weights in it, writing it takes longer than starting the successor, which waits for it.
+    """
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -33,10 +33,30 @@ class MessageSender(Generic[Message]):
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection = connection
         self._encode = msgspec.msgpack.Encoder().encode
+        self._unsent = bytearray()
 
     def send(self, message: Message) -> None:
-        """Write one message. Raises BrokenPipeError when the reader is gone."""
+        """Write one message, however long it takes. Raises BrokenPipeError when the reader is gone."""
         self._connection.send_bytes(self._encode(message))
+
+    def send_ready(self, message: Message) -> bool:
+        """Write as much of it as the pipe takes now, for an event loop, which waits for nobody; True if that was all.
+
+        The pipe must be non-blocking, and what is left goes with `flush`, when there is room. Raises like `send`.
+        """
+        frame = self._encode(message)
+        self._unsent += len(frame).to_bytes(HEADER_BYTES, "big", signed=True) + frame
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Write as much of what is left as the pipe takes now; True if that was all."""
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: os.write(self.fileno(), self._unsent)]
+        return not self._unsent
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
 
     def close(self) -> None:
         self._connection.close()

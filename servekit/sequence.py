@@ -59,10 +59,12 @@ class Sequence:
         "num_cached_tokens",
         "num_computed",
         "num_found_blocks",
+        "num_losses",
         "num_missing",
         "num_pending",
         "num_preemptions",
         "num_published",
+        "num_tokens_at_loss",
         "priority",
         "prompt_length",
         "prompt_logprobs",
@@ -117,6 +119,8 @@ class Sequence:
         # Tokens to compute, as far as was known when it lined up or was seated.
         self.num_missing = len(prompt_token_ids)
         self.num_preemptions = 0
+        self.num_losses = 0  # workers lost in a row while it was under way, with no new token between
+        self.num_tokens_at_loss = 0  # of the last one
         # Counts the times it lost its seat. A result of an earlier incarnation is ignored by construction.
         self.incarnation = -1
         self.stop_set: frozenset[int] = frozenset()  # tokens that end it; the manager knows the model's own
@@ -152,12 +156,6 @@ class Sequence:
     def num_needed(self) -> int:
         """How many positions must be computed before the next unknown token can be sampled."""
         return len(self.token_ids) + self.num_pending - self.num_computed
-
-    @property
-    def waits_for_leader(self) -> bool:
-        """Whether another sequence has yet to compute the prompt that they share."""
-        leader = self.leader if self.status is Status.WAITING else None
-        return leader is not None and leader.status is not Status.FINISHED and leader.first_sampled_step_id is None
 
     @property
     def num_shareable(self) -> int:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Iterator
+from ipaddress import ip_address
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import uvicorn
 import uvloop
@@ -18,14 +23,21 @@ from servekit.config import ServeConfig, doubts, non_default
 from servekit.engine import LLMEngine
 from servekit.errors import ConfigError, WorkerNotReady
 from servekit.http_protocol import limited_protocol
+from servekit.keys import Key, parse_keys_file
 from servekit.logs import configure_logging
+from servekit.process_metrics import watch_event_loop, watch_processes
+
+if TYPE_CHECKING:
+    from servekit.tracing import Tracing
 
 log = logging.getLogger("servekit")
+
+LAST_WORDS_TIMEOUT_S = 2  # to write what is left to be said when time is up
 
 
 def serve(config: ServeConfig) -> int:
     """Serve until a signal or a failure; returns the exit code. Raises ServekitError."""
-    configure_logging(config.log_level)
+    configure_logging(config.log_level, config.log_format)
     # sse-starlette would cut every stream at the first signal; uvicorn lets them finish, up to shutdown_timeout.
     AppStatus.disable_automatic_graceful_drain()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -33,11 +45,13 @@ def serve(config: ServeConfig) -> int:
 
 
 async def _serve(config: ServeConfig) -> int:
+    keys_of_file = read_keys(config)
+    tracing = _connect_tracing(config)
     listener = _bind(config)
     engine = LLMEngine(config)
     server = Server(
         uvicorn.Config(
-            create_app(engine),
+            create_app(engine, keys_of_file, None if tracing is None else tracing.record),
             http=limited_protocol(config, engine.metrics.refused),
             ws="none",
             lifespan="off",  # the engine's life is managed here, where its failure has an exit code
@@ -50,12 +64,17 @@ async def _serve(config: ServeConfig) -> int:
     # The socket answers while the model loads, so that /ready can say so.
     http = asyncio.create_task(server.serve(sockets=[listener]))
     supervisor = asyncio.create_task(_supervise(engine, server, listener))
+    watch_processes(engine.metrics.registry)
+    lag = asyncio.create_task(watch_event_loop(engine.metrics.event_loop_lag), name="event loop lag")
     try:
         await http
     finally:
+        lag.cancel()
         supervisor.cancel()
         await asyncio.wait([supervisor])
         await engine.stop()
+        if tracing is not None:
+            await tracing.close()
     if not supervisor.cancelled():
         supervisor.result()
     log.info("stopped")
@@ -79,32 +98,83 @@ async def _supervise(engine: LLMEngine, server: Server, listener: socket.socket)
 class Server(uvicorn.Server):
     """uvicorn, except that a signal is an order to finish and not a reason to die of it afterwards.
 
-    Requests that run get `shutdown_timeout` to finish; after that each is told so, and its stream ends properly.
+    After the first signal the server drains: it still listens, so that whoever comes is told so and balancers see it at
+    /ready, but lets nobody in. When all answers are written, or `shutdown_timeout` is over and everybody was told, it
+    ends. A second signal ends it at once.
     """
 
     def __init__(self, config: uvicorn.Config, engine: LLMEngine) -> None:
         super().__init__(config)
         self._engine = engine
+        self._drains_until_s: float | None = None
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second, before and while it drains."""
+        if self._drains_until_s is not None:
+            is_late = time.monotonic() >= self._drains_until_s
+            self.should_exit = self.should_exit or is_late or not self.server_state.tasks
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        error = WorkerNotReady("the server is shutting down; please send the request again", retry_after_s=5)
-        timeout_s = self._engine.config.shutdown_timeout
-        deadline = asyncio.get_running_loop().call_later(timeout_s, self._engine.fail_all, error)
-        # Answers are written within moments of the deadline, but a client may not read: for it uvicorn waits no longer.
-        self.config.timeout_graceful_shutdown = int(timeout_s) + 2
-        try:
-            await super().shutdown(sockets)
-        finally:
-            deadline.cancel()
+        """Tell everybody who is left, and close."""
+        self._engine.fail_all(
+            WorkerNotReady("the server is shutting down; please send the request again", retry_after_s=5)
+        )
+        # Answers are written within moments, but a client may not read: for it uvicorn waits no longer.
+        self.config.timeout_graceful_shutdown = LAST_WORDS_TIMEOUT_S
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self.should_exit:
-            log.info(
-                "shutting down: running requests get %g s to finish; a second signal ends them now",
-                self._engine.config.shutdown_timeout,
+        if self._drains_until_s is None:
+            timeout_s = self._engine.config.shutdown_timeout
+            log.info("draining: running requests get %g s to finish; a second signal ends them now", timeout_s)
+            self._engine.drain()
+            self._drains_until_s = time.monotonic() + timeout_s
+        else:
+            self.force_exit = self.should_exit = True
+
+
+def read_keys(config: ServeConfig) -> list[Key]:
+    """Those in --api-keys-file. Raises ConfigError."""
+    path = config.api_keys_file
+    if path is None:
+        if config.api_key is None and not is_loopback(config.host):
+            log.warning(
+                "whoever reaches %s may use this server: there is no --api-key and no --api-keys-file", config.host
             )
-        self.force_exit = self.should_exit
-        self.should_exit = True
+        return []
+    try:
+        return parse_keys_file(Path(path).read_bytes(), path)
+    except OSError as error:
+        raise ConfigError(f"api_keys_file = {path!r}: {error.strerror}") from None
+
+
+def _connect_tracing(config: ServeConfig) -> Tracing | None:
+    """What sends traces to --otlp-endpoint, if that is given. Raises ConfigError where OpenTelemetry is missing."""
+    if (endpoint := config.otlp_endpoint) is None:
+        return None
+    address = urlsplit(endpoint)
+    if address.scheme not in ("http", "https") or not address.netloc:
+        raise ConfigError(f"otlp_endpoint = {endpoint!r} is no address; it looks like http://host:4318")
+    try:
+        from servekit.tracing import Tracing
+    except ImportError as error:
+        raise ConfigError(
+            f"otlp_endpoint = {endpoint!r} needs OpenTelemetry ({error}): pip install 'servekit[otel]', "
+            "or leave --otlp-endpoint out"
+        ) from None
+    path = "" if address.path.strip("/") else "/v1/traces"  # as the SDK's own variable has it
+    return Tracing(endpoint.rstrip("/") + path, config.model_name, __version__)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _bind(config: ServeConfig) -> socket.socket:

@@ -22,10 +22,13 @@ from msgspec.structs import replace
 from servekit.admission import OutputForecast
 from servekit.messages import StepPlan, StepResult, TokenLogprobs
 from servekit.policy import Fair, Shortest
+from servekit.quarantine import CONVICTING
 from servekit.sampling_params import SamplingParams
+from servekit.scheduler_config import SchedulerConfig
 from servekit.sequence import NEVER, FinishReason, Sequence, Status
 from servekit.simulated_worker import VOCAB_SIZE, NaiveReference, SimulatedWorker, Violation
-from servekit.workload_manager import SchedulerConfig, SequenceToken, WorkloadManager
+from servekit.step import SequenceToken
+from servekit.workload_manager import WorkloadManager
 
 # -- the world --------------------------------------------------------------------------------------------------------
 
@@ -46,13 +49,14 @@ class Arrival(Struct, frozen=True, kw_only=True, omit_defaults=True):
     forks: int | None = None  # the name of the arrival with the same prompt that this one is forked from
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    crashes_at: int | None = None  # a worker that computes this position of it ends
 
 
 class Fault(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Something goes wrong."""
 
     at_s: float
-    kind: str  # abort | duplicate | forge | reorder | delay | kill
+    kind: str  # abort | duplicate | forge | reorder | delay | kill | memory
     target: int = 0  # of an abort: whose
 
 
@@ -95,6 +99,15 @@ class Client:
         self.token_times_s: list[float] = []
 
 
+class _Dispatched(Struct, frozen=True):
+    """A step on its way through the worker."""
+
+    done_s: float
+    plan: StepPlan
+    in_use: set[int]  # blocks that it writes to or copies
+    crashes: bool
+
+
 class Simulation:
     """Plays one scenario. After `run`, `clients` holds who received what, and when."""
 
@@ -107,12 +120,14 @@ class Simulation:
         self.manager = WorkloadManager(scenario.scheduler, forecast)
         self.worker = self._new_worker()
         self._check = check
+        self._is_struck_by_chance = any(fault.kind in ("kill", "memory") for fault in scenario.faults)
         self._watch_lag = watch_lag
         self._reference = NaiveReference(scenario.scheduler.eos_token_ids)
         events: list[Arrival | Fault] = [*scenario.arrivals, *scenario.faults]
         self._events = deque(sorted(events, key=lambda event: event.at_s))
         self._alive: dict[int, Client] = {}  # by sequence_id
-        self._in_flight: deque[tuple[float, StepPlan, set[int]]] = deque()  # when it is done, and the blocks it uses
+        self._in_flight: deque[_Dispatched] = deque()
+        self.num_convicted = 0
         self._held: list[StepResult] = []  # results that will come late
         self._armed: list[str] = []  # what happens to the next results
         self._delay_s = 0.0  # of the next step
@@ -136,7 +151,8 @@ class Simulation:
     def _most_steps(self) -> int:
         """More than any schedule needs, so that whoever exceeds it has come to a standstill or runs in circles."""
         config = self.scenario.scheduler
-        num_kills = sum(fault.kind == "kill" for fault in self.scenario.faults)
+        num_kills = sum(fault.kind in ("kill", "memory") for fault in self.scenario.faults)
+        num_kills += sum(CONVICTING for arrival in self.scenario.arrivals if arrival.crashes_at is not None)
         num_tokens = sum(len(arrival.prompt) + arrival.max_tokens for arrival in self.scenario.arrivals)
         return 100 + num_tokens * (2 + config.max_preemptions + num_kills)
 
@@ -162,19 +178,28 @@ class Simulation:
                 manager.check()
                 self._promise.after_plan(plan, now, self._alive.values())
                 in_use = self._blocks_in_use(plan)
-            started_s = max(now, self._in_flight[-1][0] if self._in_flight else now)
+            started_s = max(now, self._in_flight[-1].done_s if self._in_flight else now)
             duration_s = self.scenario.step_base_s + self.scenario.step_token_s * plan.num_tokens
-            self._in_flight.append((started_s + duration_s + self._delay_s, plan, in_use))
+            done_s = started_s + duration_s + self._delay_s
+            self._in_flight.append(_Dispatched(done_s, plan, in_use, self._crashes(plan)))
             self._delay_s = 0.0
         if not self._in_flight and self._alive:
             raise Violation(f"at a standstill: {[client.sequence for client in self._alive.values()]}")
 
     def _wait(self) -> None:
         """Until the next thing happens."""
-        if self._in_flight and (not self._events or self._in_flight[0][0] < self._events[0].at_s):
-            done_s, plan, _ = self._in_flight.popleft()
-            self.now_s = max(self.now_s, done_s)
-            self._deliver(self.worker.execute(plan))
+        if self._in_flight and (not self._events or self._in_flight[0].done_s < self._events[0].at_s):
+            step = self._in_flight.popleft()
+            self.now_s = max(self.now_s, step.done_s)
+            if step.crashes:
+                self.num_steps += 1
+                self._lose_worker()
+            elif "memory" in self._armed:
+                self._armed.remove("memory")
+                self.num_steps += 1
+                self._restart(is_out_of_memory=True)
+            else:
+                self._deliver(self.worker.execute(step.plan))
         elif self._events:
             event = self._events.popleft()
             self.now_s = max(self.now_s, event.at_s)
@@ -220,14 +245,39 @@ class Simulation:
         elif fault.kind == "kill":
             # Half of what was under way is done, and its result is on the way; the rest is lost.
             if self._in_flight and fault.target % 2:
-                self._held.append(self.worker.execute(self._in_flight[0][1]))
-            self._in_flight.clear()
-            self.worker = self._new_worker()
-            self.manager.restart()
+                self._held.append(self.worker.execute(self._in_flight[0].plan))
+            self._lose_worker()
         elif fault.kind == "delay":
             self._delay_s = 50 * self.scenario.step_base_s
         else:
             self._armed.append(fault.kind)
+
+    def _lose_worker(self) -> None:
+        self.worker = self._new_worker()
+        self._restart()
+
+    def _restart(self, is_out_of_memory: bool = False) -> None:
+        self._in_flight.clear()
+        for sequence in self.manager.restart(is_out_of_memory):
+            self.num_convicted += 1
+            client = self._alive.pop(sequence.sequence_id)
+            # Who loses a worker while somebody has it alone cannot be told from who was hit by chance.
+            if client.arrival.crashes_at is None and not self._is_struck_by_chance:
+                raise Violation(f"{sequence} was convicted, and is innocent")
+            self.manager.finish(sequence, FinishReason.ERROR)
+            self._check_end(client)
+
+    def _crashes(self, plan: StepPlan) -> bool:
+        """Whether the worker will not survive this step."""
+        deadly = {
+            client.sequence.slot: client.arrival.crashes_at
+            for client in self._alive.values()
+            if client.arrival.crashes_at is not None
+        }
+        return any(
+            (position := deadly.get(row.slot)) is not None and row.start <= position < row.start + row.num_tokens
+            for row in plan.rows
+        )
 
     def _deliver(self, result: StepResult) -> None:
         self.num_steps += 1
@@ -285,8 +335,8 @@ class Simulation:
             in_use.update(sequence.block_table[row.start // block_size : last + 1])
             if row.new_block_ids:  # a seat's first ones are shared, and may well be under way
                 taken += row.new_block_ids[sequence.num_found_blocks if row.slot in seats else 0 :]
-        for _, _, others in self._in_flight:
-            if not others.isdisjoint(taken):
+        for step in self._in_flight:
+            if not step.in_use.isdisjoint(taken):
                 raise Violation(f"{plan} takes a block that a step in flight uses")
         return in_use
 
@@ -352,12 +402,16 @@ class _Promise:
         self._lag = lag
         self._policy = manager.config.scheduling_policy
         self._first: Sequence | None = None
+        self._is_judging = False
         self._oldest: Sequence | None = None
         self._num_passed = self._longest = 0
 
     def before_plan(self, clients: Iterable[Client]) -> None:
         running = [client.sequence for client in clients if client.sequence.status is Status.RUNNING]
-        self._first = min(running, key=self._manager.line.rank) if running else None
+        # Suspects take turns, whatever their rank, and nobody else has one.
+        is_judging = bool(self._manager.quarantine)
+        self._first = min(running, key=self._manager.line.rank) if running and not is_judging else None
+        self._is_judging = is_judging
 
     def after_plan(self, plan: StepPlan, now: float, clients: Iterable[Client]) -> None:
         if self._first is not None and self._first.status is Status.WAITING:
@@ -377,7 +431,7 @@ class _Promise:
             most = Fair.max_lag(self._manager.config.max_num_seqs, self._manager.max_total_tokens)
             if self._lag.worst > most:
                 raise Violation(f"two tenants drifted {self._lag.worst} tokens apart, the bound is {most}")
-        elif not seated or not waiting:
+        elif not seated or not waiting or self._is_judging:
             return
         elif self._policy == "shortest":
             self._check_patience(seated, waiting)

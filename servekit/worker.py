@@ -15,7 +15,7 @@ import servekit
 from servekit.errors import ConfigError
 from servekit.logs import configure_logging
 from servekit.messages import FromWorker, ToWorker, WorkerFailed
-from servekit.processes import die_with_parent, ignore_signals
+from servekit.processes import die_with_parent, ignore_signals, leave_traces
 from servekit.queues import MessageReceiver, MessageSender, adopt_reader, adopt_writer
 
 
@@ -26,10 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--result-fd", type=int, required=True, help="file descriptor to write results to")
     parser.add_argument("--parent-pid", type=int, required=True, help="the manager; the worker dies with it")
     parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", default="text")
     arguments = parser.parse_args(argv)
-    configure_logging(arguments.log_level)
+    configure_logging(arguments.log_level, arguments.log_format)
     die_with_parent(arguments.parent_pid)
     ignore_signals()
+    leave_traces()
     tasks = MessageReceiver[ToWorker](adopt_reader(arguments.task_fd), ToWorker)
     results = MessageSender[FromWorker](adopt_writer(arguments.result_fd))
     try:

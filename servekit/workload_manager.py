@@ -31,61 +31,18 @@ from __future__ import annotations
 from bisect import insort
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-
-from msgspec import Struct
 
 from servekit.admission import OutputForecast
 from servekit.deadlines import Deadlines
 from servekit.errors import ContextTooLong
 from servekit.kv_memory import Beginning, KVMemory
-from servekit.messages import Row, Seat, StepPlan, StepResult, TokenLogprobs
+from servekit.messages import Row, Seat, StepPlan, StepResult
 from servekit.pacing import Pacer
 from servekit.policy import POLICIES
+from servekit.quarantine import Quarantine
+from servekit.scheduler_config import SchedulerConfig
 from servekit.sequence import FinishReason, Sequence, Status
-
-
-class SchedulerConfig(Struct, frozen=True, kw_only=True):
-    """The limits that the plan keeps."""
-
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    eos_token_ids: frozenset[int] = frozenset()
-    max_steps_in_flight: int = 1
-    enable_prefix_caching: bool = True
-    scheduling_policy: str = "fcfs"
-    itl_target_s: float | None = None
-    max_preemptions: int = 4
-
-
-class SequenceToken(Struct, frozen=True, gc=False):
-    """One committed token, and what it did to its sequence."""
-
-    sequence: Sequence
-    token_id: int
-    finish_reason: FinishReason | None
-    logprobs: TokenLogprobs | None = None  # if asked for
-    failure: str | None = None  # why there is no token, where the worker could not choose one
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step, from its planning until its result is committed."""
-
-    step_id: int
-    planned_s: float
-    budget: int  # tokens that may still be scheduled
-    seats: list[Seat] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    sampled: list[tuple[Sequence, int]] = field(default_factory=list)  # who samples, in which incarnation
-    explained: dict[int, tuple[Sequence, int]] = field(default_factory=dict)  # by row: whose prompt, alike
-    num_decodes: int = 0
-    num_prefill_tokens: int = 0
-    result: StepResult | None = None  # when it has come before its turn
+from servekit.step import SequenceToken, Step
 
 
 class WorkloadManager:
@@ -101,10 +58,13 @@ class WorkloadManager:
         self.memory = self._new_memory()
         self.line = POLICIES[config.scheduling_policy]()
         self.pacer = Pacer(config.itl_target_s, config.max_num_batched_tokens)
+        self.quarantine = Quarantine(config.max_steps_in_flight)
+        self.step_token_limit = config.max_num_batched_tokens  # less for a while when a step did not fit into memory
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # looked up in the prefix cache, and how many of them were found
         self.num_cached_tokens = 0
         self.num_stale_results = 0
+        self.num_queued_tokens = 0  # prompt tokens of those who were never seated
         self._sequences: dict[int, Sequence] = {}  # alive: running, in line, or behind their leader
         self._running: list[Sequence] = []  # by rank
         self._followers: defaultdict[int, list[Sequence]] = defaultdict(list)  # wait for their leader's prompt
@@ -112,7 +72,7 @@ class WorkloadManager:
         self._misfit: Sequence | None = None  # first in line, and found too large since anybody gave up blocks
         self._deadlines = Deadlines()
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[Step] = deque()
         self._next_step_id = 0
         self._last_commit_s = 0.0
 
@@ -125,6 +85,11 @@ class WorkloadManager:
     @property
     def num_waiting(self) -> int:
         return len(self._sequences) - len(self._running)
+
+    @property
+    def num_deferred(self) -> int:
+        """Of those who wait: for their leader's prompt, and not for a turn."""
+        return sum(map(len, self._followers.values()))
 
     @property
     def num_in_flight(self) -> int:
@@ -169,6 +134,7 @@ class WorkloadManager:
         sequence.stop_set = eos.union(sequence.sampling.stop_token_ids)
         self._sequences[sequence.sequence_id] = sequence
         self._deadlines.add(sequence)
+        self.num_queued_tokens += sequence.prompt_length
         leader = sequence.leader
         if leader is not None and leader.sequence_id in self._sequences and leader.first_sampled_step_id is None:
             self._followers[leader.sequence_id].append(sequence)
@@ -185,15 +151,22 @@ class WorkloadManager:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to dispatch. Advances `computed` as if it were done."""
-        if len(self._in_flight) >= self.config.max_steps_in_flight:
+        if len(self._in_flight) >= (1 if self.quarantine else self.config.max_steps_in_flight):
             return None
         assert self.next_deadline_s > now, "expired work is never computed: `expire` comes before `plan`"
         while self._leaders_ready:
             self._release_followers(self._leaders_ready.pop())
-        step = _Step(self._next_step_id, now, self.config.max_num_batched_tokens)
+        if (acquitted := self.quarantine.acquit()) is not None and self.quarantine:
+            self._running.remove(acquitted)  # the next one needs the worker for itself
+            self._unseat(acquitted)
+            self._line_up(acquitted)
+        step = Step(self._next_step_id, now, self.step_token_limit)
         prefills = self._schedule_decodes(step)
         step.budget = min(step.budget, self.pacer.prefill_limit())
-        self._schedule_prefills(step, prefills)
+        if self.quarantine:
+            self._schedule_suspect(step, prefills)
+        else:
+            self._schedule_prefills(step, prefills)
         if not step.rows:
             return None
         self._next_step_id += 1
@@ -201,11 +174,15 @@ class WorkloadManager:
         return StepPlan(self.epoch, step.step_id, tuple(step.seats), tuple(step.rows), tuple(step.copies))
 
     def commit(self, result: StepResult, now: float) -> list[SequenceToken]:
-        """Take in what a step sampled. Each result counts once; one from another epoch, or a second one, is dropped."""
+        """Take in what a step sampled. Each result counts once; one from another epoch, or a second one, is dropped.
+
+        Raises WorkerLost for one that is no answer to its step.
+        """
         step = next((step for step in self._in_flight if step.step_id == result.step_id), None)
         if step is None or step.result is not None or result.epoch != self.epoch:
             self.num_stale_results += 1
             return []
+        step.check_fits(result)
         step.result = result
         tokens: list[SequenceToken] = []
         # Steps are executed in order, and their results come in order; should that change, they are applied in order.
@@ -228,13 +205,24 @@ class WorkloadManager:
         if was_running:
             self._running.remove(sequence)
             self._unseat(sequence)
-        else:
+        elif sequence not in self.quarantine:
             self.line.discard(sequence)
+        if sequence.first_scheduled_s is None:
+            self.num_queued_tokens -= sequence.prompt_length
+        self.quarantine.discard(sequence)
         self._release_followers(sequence)
         return True
 
-    def restart(self) -> None:
-        """The worker is gone, and all it held with it. Its successor computes everything again, token for token."""
+    def restart(self, is_out_of_memory: bool = False) -> list[Sequence]:
+        """What the worker held is gone, and maybe the worker; everything is computed again, token for token.
+
+        Gives those that are not, because they are what workers are lost over: finish them. When the step did not fit
+        into memory the worker lives, and steps are half as large from now on; each one that fits adds a token.
+        """
+        if is_out_of_memory:
+            self.step_token_limit = max(1, self.step_token_limit // 2)
+        under_way = [s for s in self._running if self._in_flight and s.last_step_id >= self._in_flight[0].step_id]
+        convicted = self.quarantine.judge(under_way)
         self.epoch += 1
         self._in_flight.clear()
         self._misfit = None
@@ -243,7 +231,11 @@ class WorkloadManager:
         displaced, self._running = self._running, []
         for sequence in displaced:
             sequence.forget_seat()
-            self._line_up(sequence)
+            if sequence in self.quarantine:
+                sequence.status = Status.WAITING
+            else:
+                self._line_up(sequence)
+        return convicted
 
     def _new_memory(self) -> KVMemory:
         config = self.config
@@ -253,7 +245,7 @@ class WorkloadManager:
 
     # -- one step -------------------------------------------------------------------------------------------------
 
-    def _schedule_decodes(self, step: _Step) -> list[Sequence]:
+    def _schedule_decodes(self, step: Step) -> list[Sequence]:
         """One position for everybody who is past the prompt; returns those who are not.
 
         The one loop that costs something for each running sequence in each step, hence flat. `_grow` preempts from
@@ -291,7 +283,7 @@ class WorkloadManager:
                 self.line.charge(sequence, 1)
         return prefills
 
-    def _schedule_prefills(self, step: _Step, prefills: list[Sequence]) -> None:
+    def _schedule_prefills(self, step: Step, prefills: list[Sequence]) -> None:
         """What is left of the budget, for prompts: by rank, whether they are seated or in line.
 
         Where the policy has a share for short prompts, those that need less than the first one go before it, but
@@ -312,14 +304,23 @@ class WorkloadManager:
         self._serve(step, prefills)
         self._seat_waiting(step)
 
-    def _serve(self, step: _Step, sequences: list[Sequence], reserve: int = 0) -> None:
+    def _schedule_suspect(self, step: Step, prefills: list[Sequence]) -> None:
+        """All of the step for the first suspect; others have no seats while there are suspects."""
+        suspect = self.quarantine.first
+        if suspect.status is Status.WAITING:
+            self._seat(step, suspect, self.memory.find_beginning(suspect, step.step_id))
+            self._schedule(step, suspect, min(suspect.num_needed, step.budget), suspect.block_table)
+        else:
+            self._serve(step, prefills)
+
+    def _serve(self, step: Step, sequences: list[Sequence], reserve: int = 0) -> None:
         """A chunk for each of the seated, as long as more than `reserve` tokens are left."""
         for sequence in sequences:
             if step.budget > reserve and sequence.last_step_id != step.step_id:
                 self._schedule(step, sequence, min(sequence.num_needed, step.budget - reserve))
 
     def _seat_waiting(
-        self, step: _Step, reserve: int = 0, shorter_than: int | None = None, ahead_of: Sequence | None = None
+        self, step: Step, reserve: int = 0, shorter_than: int | None = None, ahead_of: Sequence | None = None
     ) -> None:
         """Seats for those that the line proposes, as long as there are seats, tokens and memory.
 
@@ -339,7 +340,7 @@ class WorkloadManager:
             self._seat(step, sequence, beginning)
             self._schedule(step, sequence, min(sequence.num_needed, step.budget - reserve), sequence.block_table)
 
-    def _schedule(self, step: _Step, sequence: Sequence, num_tokens: int, new_blocks: Iterable[int] = ()) -> None:
+    def _schedule(self, step: Step, sequence: Sequence, num_tokens: int, new_blocks: Iterable[int] = ()) -> None:
         """Put positions [num_computed, num_computed + num_tokens) of a prompt into the step."""
         assert sequence.slot is not None
         start, stop = sequence.num_computed, sequence.num_computed + num_tokens
@@ -363,12 +364,13 @@ class WorkloadManager:
         self.line.charge(sequence, num_tokens)
         self.memory.publish(sequence)
 
-    def _settle(self, step: _Step, now: float, tokens: list[SequenceToken]) -> None:
+    def _settle(self, step: Step, now: float, tokens: list[SequenceToken]) -> None:
         """Apply a step's result: append what it sampled to `tokens` and to the sequences, and see who ends with it."""
         assert step.result is not None
         # From the moment the worker could begin with it: when it was sent, or when the step before it was done.
         self.pacer.observe(step.num_prefill_tokens, step.num_decodes, now - max(step.planned_s, self._last_commit_s))
         self._last_commit_s = now
+        self.step_token_limit = min(self.config.max_num_batched_tokens, self.step_token_limit + 1)
         if self.memory.num_fenced:
             self.memory.settle(step.step_id)
             self._misfit = None
@@ -406,7 +408,7 @@ class WorkloadManager:
 
     # -- seats ----------------------------------------------------------------------------------------------------
 
-    def _seat(self, step: _Step, sequence: Sequence, beginning: Beginning) -> None:
+    def _seat(self, step: Step, sequence: Sequence, beginning: Beginning) -> None:
         """Give a sequence a slot, what is there of it already, and blocks for the rest."""
         self.memory.move_in(sequence, beginning)
         if beginning.partial is not None:
@@ -415,6 +417,7 @@ class WorkloadManager:
             step.copies.append((beginning.partial, sequence.block_table[sequence.num_found_blocks]))
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = step.planned_s
+            self.num_queued_tokens -= sequence.prompt_length
             sequence.num_cached_tokens = beginning.num_tokens
             if sequence.leader is None and self.config.enable_prefix_caching:
                 self.num_prompt_tokens += sequence.prompt_length

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from servekit.errors import ConfigError
@@ -20,6 +21,7 @@ from workers.kv_cache import KVCache, kv_bytes_per_token
 from workers.logprobs import prompt_logprobs, sampled_logprobs
 from workers.model_manager import LoadedModel, attention_switched, output_recorded, output_replayed
 from workers.penalties import adjust
+from workers.pieces import LEAST_TOKENS, OutOfMemory, in_pieces, is_out_of_memory, joined, release_memory
 from workers.sampler import sample
 
 log = logging.getLogger("servekit.worker")
@@ -46,16 +48,48 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute the step's rows, and let those that sample choose a token each."""
+        """Compute the step's rows, and let those that sample choose a token each.
+
+        In pieces if memory does not hold it at once. Raises OutOfMemory if that does not help.
+        """
         started = time.monotonic()
         if plan.copies:
             sources, targets = torch.tensor(plan.copies, device=self.loaded.device).T
             self.cache.copy_blocks(sources, targets)
         batch = make_batch(plan, self.table)
+        try:
+            result = self._execute(plan, batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            told = str(error).partition("\n")[0]
+            result = None
+        # Outside of the handler, which would keep the failed attempt's tensors.
+        result = result or self._execute_in_pieces(plan, told)
+        return replace(result, step_time_s=time.monotonic() - started)
+
+    def _execute_in_pieces(self, plan: StepPlan, told: str) -> StepResult:
+        """The same in smaller and smaller pieces, for the reason told. Raises OutOfMemory."""
+        most_tokens = plan.num_tokens
+        while most_tokens > LEAST_TOKENS:
+            most_tokens = max(LEAST_TOKENS, most_tokens // 2)
+            release_memory()
+            try:
+                pieces = in_pieces(plan, most_tokens)
+                result = joined([(self._execute(piece, make_batch(piece, self.table)), rows) for piece, rows in pieces])
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            else:
+                log.warning("%s; computed %d tokens in pieces of %d", told, plan.num_tokens, most_tokens)
+                return result
+        release_memory()
+        raise OutOfMemory(f"a step of {plan.num_tokens} tokens does not fit, not even in pieces: {told}")
+
+    def _execute(self, plan: StepPlan, batch: Batch) -> StepResult:
         raw, of_prompts = self._compute(batch)
         sampled, of_sampled, failures = self._choose(raw, batch) if batch.sampling else ((), (), ())
-        elapsed_s = time.monotonic() - started
-        return StepResult(plan.epoch, plan.step_id, sampled, elapsed_s, of_sampled, of_prompts, failures)
+        return StepResult(plan.epoch, plan.step_id, sampled, 0.0, of_sampled, of_prompts, failures)
 
     def _choose(
         self, raw: Tensor, batch: Batch

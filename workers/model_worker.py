@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from pathlib import Path
 
 from servekit.errors import ConfigError
 from servekit.messages import (
+    HEARTBEAT_S,
     FromWorker,
+    Heartbeat,
+    Loading,
     LoadModel,
     Shutdown,
+    StepFailed,
     StepPlan,
     StepResult,
     ToWorker,
@@ -20,6 +26,7 @@ from servekit.messages import (
 from servekit.queues import MessageReceiver, MessageSender
 from workers.model_manager import ModelManager
 from workers.model_runner import ModelRunner
+from workers.pieces import OutOfMemory
 
 log = logging.getLogger("servekit.worker")
 
@@ -30,23 +37,36 @@ class ModelWorker:
     def __init__(self, tasks: MessageReceiver[ToWorker], results: MessageSender[FromWorker]) -> None:
         self._tasks = tasks
         self._results = results
+        self._sending = threading.Lock()  # answers and heartbeats share the queue
         self._runner: ModelRunner | None = None
 
     def run(self) -> int:
         """Serve until told to stop, or until the manager is gone; returns the exit code."""
+        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
         try:
             while not isinstance(message := self._tasks.receive(), Shutdown):
-                self._results.send(self._handle(message))
+                self._send(self._handle(message))
         except (EOFError, BrokenPipeError):
             log.warning("the manager is gone")
         except ConfigError as error:
-            self._results.send(WorkerFailed(error.message, is_config_error=True))
+            self._send(WorkerFailed(error.message, is_config_error=True))
             return 2
         except Exception as error:
             log.exception("the worker failed")
-            self._results.send(WorkerFailed(f"{type(error).__name__}: {error}"))
+            self._send(WorkerFailed(f"the model worker failed: {type(error).__name__}: {error}"))
             return 1
         return 0
+
+    def _send(self, message: FromWorker) -> None:
+        with self._sending:
+            self._results.send(message)
+
+    def _beat(self) -> None:
+        """Say that this process is there, also while a step takes its time."""
+        with contextlib.suppress(OSError):
+            while True:
+                time.sleep(HEARTBEAT_S)
+                self._send(Heartbeat())
 
     def _handle(self, message: LoadModel | StepPlan) -> FromWorker:
         match message:
@@ -57,8 +77,11 @@ class ModelWorker:
 
     def _load(self, settings: LoadModel) -> WorkerReady:
         started = time.monotonic()
+        self._send(Loading("loading the weights"))
         loaded = ModelManager(settings.device).load(Path(settings.model_path), settings.dtype, settings.max_model_len)
+        self._send(Loading("making room for the KV cache"))
         self._runner = ModelRunner(loaded, settings)
+        self._send(Loading("comparing paged with plain attention"))
         distance = self._runner.self_check()
         self._runner.constraints.warm_up()
         elapsed_s = time.monotonic() - started
@@ -77,6 +100,9 @@ class ModelWorker:
             load_time_s=elapsed_s,
         )
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _execute(self, plan: StepPlan) -> StepResult | StepFailed:
         assert self._runner is not None, "a step before the model was loaded"
-        return self._runner.execute(plan.with_grammars_back())
+        try:
+            return self._runner.execute(plan.with_grammars_back())
+        except OutOfMemory as error:
+            return StepFailed(plan.epoch, plan.step_id, str(error))

@@ -11,15 +11,16 @@ from servekit.config import redacted
 
 
 async def health(request: Request) -> Response:
-    """Alive, or 503 once the engine has failed. Loading counts as alive."""
-    return Response(status_code=200 if engine_of(request).failure is None else 503)
+    """Alive: 503 once there is nothing left to hope for but a new process. Loading counts as alive."""
+    return Response(status_code=200 if engine_of(request).is_healthy else 503)
 
 
 async def ready(request: Request) -> Response:
-    """200 when requests are served, 503 with the reason otherwise."""
+    """200 when a token was sampled lately, or is for this very question; 503 with the reason otherwise."""
     engine = engine_of(request)
-    status = "ready" if engine.is_ready else "failed" if engine.failure else "loading"
-    return respond({"status": status}, 200 if engine.is_ready else 503)
+    is_ready = await engine.prove()
+    state = "ready" if is_ready else "silent" if engine.state == "ready" else engine.state
+    return respond({"status": state, "stage": engine.stage}, 200 if is_ready else 503)
 
 
 async def version(_: Request) -> Response:

@@ -6,8 +6,8 @@ import secrets
 from collections.abc import AsyncIterator
 
 from servekit.client_queue import TokenDelta
-from servekit.engine import Submission
 from servekit.sequence import FinishReason
+from servekit.submission import Submission
 
 
 class Answer:

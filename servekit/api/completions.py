@@ -12,7 +12,6 @@ from msgspec import UNSET, Struct, UnsetType
 
 from servekit.api.answers import Answer
 from servekit.client_queue import TokenDelta
-from servekit.engine import Submission
 from servekit.messages import TokenLogprobs
 from servekit.schemas.openai import (
     ChatAnswer,
@@ -35,6 +34,7 @@ from servekit.schemas.openai import (
     TopLogprob,
     finish_reason,
 )
+from servekit.submission import Submission
 from servekit.tokenizer import Tokenizer
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]

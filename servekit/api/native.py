@@ -24,7 +24,6 @@ from servekit.api.http import (
     submit,
 )
 from servekit.client_queue import TokenDelta
-from servekit.engine import Submission
 from servekit.errors import InvalidRequest, ServekitError
 from servekit.messages import TokenLogprobs
 from servekit.schemas.decoding import decode, decode_query, is_for_tgi
@@ -39,6 +38,7 @@ from servekit.schemas.native import (
     TopToken,
 )
 from servekit.schemas.tgi import TgiRequest, TgiResponse, TgiStreamEvent
+from servekit.submission import Submission
 from servekit.tokenizer import Tokenizer
 
 

@@ -25,7 +25,7 @@ from servekit.api.http import (
     unless_disconnected,
 )
 from servekit.config import ServeConfig
-from servekit.engine import LLMEngine, Submission
+from servekit.engine import LLMEngine
 from servekit.errors import ModelNotFound, ServekitError
 from servekit.schemas.decoding import decode
 from servekit.schemas.openai import (
@@ -38,6 +38,7 @@ from servekit.schemas.openai import (
     ModelList,
     OpenAIFields,
 )
+from servekit.submission import Submission
 
 # What clients send that were made for servers with one model: huggingface_hub's, TGI's own.
 ANY_MODEL = ("", "dummy", "tgi")

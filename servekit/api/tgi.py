@@ -23,7 +23,6 @@ from servekit.api.http import (
     submit,
 )
 from servekit.client_queue import TokenDelta
-from servekit.engine import Submission
 from servekit.errors import InvalidRequest, ServekitError
 from servekit.schemas.decoding import decode
 from servekit.schemas.tgi import (
@@ -37,6 +36,7 @@ from servekit.schemas.tgi import (
     TgiToken,
     finish_reason,
 )
+from servekit.submission import Submission
 from servekit.tokenizer import Tokenizer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,14 +85,36 @@ def test_at_the_shutdown_timeout_clients_are_told(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_a_killed_worker_is_told_to_its_clients_and_ends_the_server(streaming: Any) -> None:
+def test_a_killed_worker_costs_its_clients_a_pause_and_no_token(streaming: Any) -> None:
     server, received, reader = streaming
     (worker,) = server.worker_pids()
     os.kill(worker, signal.SIGKILL)
-    reader.join(10)
+    assert server.client.get("/health").status_code == 200, "a short outage is nothing to end the process for"
+    reader.join(60)
+    undisturbed = server.stream("Once upon a time", max_tokens=NUM_TOKENS, ignore_eos=True)
+    assert [event["token"] for event in received] == [event["token"] for event in undisturbed]
+    (successor,) = server.worker_pids()
+    assert successor != worker
+    server.wait_until_at_rest()
+    assert server.metric("servekit_worker_restarts_total") == 1
+
+
+def test_a_worker_that_will_not_come_back_ends_the_server(tmp_path: Path) -> None:
+    """Nothing is left to be done here; whoever started the process gets its exit code, and each client the reason."""
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL_PATH, model)
+    received: list[dict[str, Any]] = []
+    started = threading.Event()
+    with serving(str(model), "--max-worker-restarts", "1", log=tmp_path / "log") as server:
+        reader = threading.Thread(target=read_stream, args=(server, received, started))
+        reader.start()
+        assert started.wait(30)
+        (model / "model.safetensors").unlink()
+        os.kill(server.worker_pids()[0], signal.SIGKILL)
+        assert server.process.wait(60) == 1
+        reader.join(10)
     assert received[-1]["error"]["code"] == "worker_unavailable"
-    assert "exit code -9" in received[-1]["error"]["message"]
-    assert server.process.wait(10) == 1
+    assert "1 workers in a row did not start" in received[-1]["error"]["message"]
 
 
 def test_a_worker_dies_with_its_server(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import msgspec
 
+from servekit.scheduler_config import SchedulerConfig
 from servekit.simulation import Arrival, Fault, Scenario, Simulation
-from servekit.workload_manager import SchedulerConfig
 
-FAULTS = ("abort", "abort", "abort", "duplicate", "forge", "reorder", "delay", "kill")
+FAULTS = ("abort", "abort", "abort", "duplicate", "forge", "reorder", "delay", "kill", "memory")
 
 Part = TypeVar("Part", Arrival, Fault)
 
@@ -41,6 +41,7 @@ def make_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
     outputs = rng.choice([[2, 10], [room], [1, room], [room // 2]])
     impatient = rng.choice([0.0, 0.0, 0.2])
     curious = rng.choice([0.0, 0.0, 0.4])  # how many ask what the model thinks of their prompt, or of their answer
+    deadly = rng.choice([0.0, 0.0, 0.0, 0.03])  # how many a worker does not survive
     arrivals: list[Arrival] = []
     at_s = 0.0
     for name in range(num_arrivals):
@@ -66,6 +67,7 @@ def make_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
                 forks=forks,
                 logprobs=rng.randrange(3) if rng.random() < curious else None,
                 prompt_logprobs=rng.randrange(3) if rng.random() < curious else None,
+                crashes_at=rng.randrange(len(prompt) + 4) if rng.random() < deadly else None,
             )
         )
     num_faults = rng.choice([0, num_arrivals // 6, num_arrivals // 2])
@@ -134,7 +136,7 @@ def _plainer(arrival: Arrival) -> Iterator[dict[str, object]]:
     if len(arrival.prompt) > 1 and arrival.forks is None:
         yield {"prompt": arrival.prompt[: len(arrival.prompt) // 2]}
         yield {"prompt": arrival.prompt[:-1]}
-    nothing = dict.fromkeys(["ttft_s", "deadline_s", "forks", "logprobs", "prompt_logprobs"])
+    nothing = dict.fromkeys(["ttft_s", "deadline_s", "forks", "logprobs", "prompt_logprobs", "crashes_at"])
     defaults = {**nothing, "priority": 0, "tenant": "", "ignore_eos": False}
     for name, value in defaults.items():
         if getattr(arrival, name) != value:

@@ -13,10 +13,11 @@ from servekit.deadlines import Deadlines
 from servekit.kv_memory import KVMemory
 from servekit.messages import PromptLogprobs, Row, StepPlan, StepResult
 from servekit.policy import Fair, FirstComeFirstServed, Shortest
+from servekit.scheduler_config import SchedulerConfig
 from servekit.sequence import FinishReason, Sequence, Status
 from servekit.simulated_worker import SimulatedWorker, Violation
 from servekit.simulation import Arrival, Scenario, Simulation
-from servekit.workload_manager import SchedulerConfig, WorkloadManager
+from servekit.workload_manager import WorkloadManager
 from tests.sim.scenarios import failure, make_scenario
 
 MOST_STEPS = 100_000

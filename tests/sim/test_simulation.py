@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import scheduling
 from servekit.policy import Fair
+from servekit.scheduler_config import SchedulerConfig
 from servekit.simulation import Arrival, Scenario, Simulation
-from servekit.workload_manager import SchedulerConfig
 from tests.sim.scenarios import failure, make_scenario, shrink
 from tests.sim.simulate import CORPUS
 

@@ -8,7 +8,7 @@ from servekit.messages import PromptLogprobs
 from servekit.sampling_params import SamplingParams
 from servekit.sequence import Sequence
 from servekit.simulated_worker import NaiveReference
-from servekit.workload_manager import SequenceToken
+from servekit.step import SequenceToken
 from tests.unit.test_workload_manager import make_manager, make_sequence, make_worker, run
 
 PROMPT = [*range(20, 38)]  # 18 tokens: four blocks of four, and two tokens

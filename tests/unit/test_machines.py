@@ -9,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from servekit.messages import StepPlan, StepResult
 from servekit.prefix_cache import PrefixCache, chain_hash, salt_hash
 from servekit.sampling_params import SamplingParams
+from servekit.scheduler_config import SchedulerConfig
 from servekit.sequence import NEVER, FinishReason, Sequence, Status
 from servekit.simulation import NaiveReference, RecklessForecast, SimulatedWorker
-from servekit.workload_manager import SchedulerConfig, WorkloadManager
+from servekit.workload_manager import WorkloadManager
 
 NUM_BLOCKS = 6
 

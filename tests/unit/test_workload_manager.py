@@ -10,10 +10,11 @@ from servekit.messages import StepResult
 from servekit.pacing import LEAST_PREFILL
 from servekit.policy import SHORT_SHARE
 from servekit.sampling_params import SamplingParams
+from servekit.scheduler_config import SchedulerConfig
 from servekit.sequence import FinishReason, Sequence, Status
 from servekit.simulated_worker import NaiveReference, SimulatedWorker
 from servekit.simulation import RecklessForecast
-from servekit.workload_manager import SchedulerConfig, WorkloadManager
+from servekit.workload_manager import WorkloadManager
 
 EOS = frozenset({7, 42})  # 2 % of the simulated vocabulary: answers end by themselves after about 50 tokens
 

@@ -1,0 +1,40 @@
+"""The limits that the scheduler keeps, and how it chooses."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from servekit.config import ServeConfig
+from servekit.messages import WorkerReady
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True):
+    """The limits that the plan keeps."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    max_steps_in_flight: int = 1
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    itl_target_s: float | None = None
+    max_preemptions: int = 4
+
+
+def scheduler_config(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:
+    """What the operator chose and what the worker has."""
+    return SchedulerConfig(
+        num_blocks=worker.num_blocks,
+        block_size=config.block_size,
+        max_model_len=worker.model.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        eos_token_ids=frozenset(worker.model.eos_token_ids),
+        max_steps_in_flight=config.max_steps_in_flight,
+        enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy,
+        itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1e3,
+    )
