@@ -1,4 +1,4 @@
-"""The tables in docs/ that are made from the code: every setting, and every parameter with the doors it works through.
+"""The tables in docs/ that are made from the code: settings, metrics, and parameters with the doors they work through.
 
 `python scripts/tables.py` writes them into the pages, between two comments; a test holds that they are up to date.
 """
@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from servekit.config import settings
+from servekit.config import ServeConfig, settings
+from servekit.metrics import Metrics, Snapshot
 from servekit.schemas.native import GenerateRequest
 from servekit.schemas.openai import ChatCompletionRequest, CompletionRequest
 from servekit.schemas.tgi import TgiParameters
@@ -76,12 +77,32 @@ def _cell(fields: dict[str, str], name: str, own: str) -> str:
     return "✓" if own == name else f"`{own}`"
 
 
-TABLES = {"settings.md": ("settings", settings_table), "parameters.md": ("parameters", parameters_table)}
+def metrics_table() -> Iterator[str]:
+    """One row for each metric of a server that has nothing to do; `model_name`, which nearly all have, left out."""
+    metrics = Metrics(ServeConfig(), "")
+    metrics.watch(lambda: Snapshot(**dict.fromkeys(Snapshot.__struct_fields__, 1)))
+    metrics.refused("")
+    metrics.http_request("", "", 0)
+    yield "| metric | type | labels | meaning |"
+    yield "|---|---|---|---|"
+    for family in sorted(metrics.registry.collect(), key=lambda family: family.name):
+        told = {"config_info": "some settings"}.get(family.name.removeprefix("servekit_")) or ", ".join(
+            f"`{label}`" for label in family.samples[0].labels if label not in ("model_name", "le")
+        )
+        name = family.name + ("_total" if family.type == "counter" else "")
+        yield f"| `{name}` | {family.type} | {told} | {family.documentation} |"
 
 
-def with_table(text: str, name: str, lines: Iterator[str]) -> str:
+TABLES = {
+    "operations.md": ("metrics", metrics_table),
+    "settings.md": ("settings", settings_table),
+    "parameters.md": ("parameters", parameters_table),
+}
+
+
+def with_table(text: str, name: str, lines: Iterator[str], maker: str = "scripts/tables.py") -> str:
     """The page with a fresh table between its two comments."""
-    begin, end = f"<!-- {name}: made by scripts/tables.py -->", f"<!-- end of {name} -->"
+    begin, end = f"<!-- {name}: made by {maker} -->", f"<!-- end of {name} -->"
     table = "\n".join([begin, *lines, end])
     assert begin in text and end in text, f"the page has no place for the table {name}"
     return re.sub(re.escape(begin) + ".*" + re.escape(end), lambda _: table, text, flags=re.DOTALL)

@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from msgspec import Struct
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from servekit.config import ServeConfig
 from servekit.messages import StepPlan, StepResult
 from servekit.sequence import FinishReason, Sequence
+
+disable_created_metrics()  # the time at which each of them was made: as many series again, of which nobody asks
 
 # vLLM's buckets start at 10 ms between tokens, too coarse for small models.
 _LATENCY_BUCKETS = (
@@ -81,7 +83,9 @@ class _SnapshotCollector(Collector):
         reasons.add_metric([self._model_name, "capacity"], now.num_waiting - now.num_deferred)
         reasons.add_metric([self._model_name, "deferred"], now.num_deferred)
         yield reasons
-        yield self._gauge("num_tokens_waiting", "Prompt tokens that wait for their first step.", now.num_waiting_tokens)
+        yield self._gauge(
+            "num_tokens_waiting", "Prompt tokens of sequences that wait for their first step.", now.num_waiting_tokens
+        )
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used)
         yield self._gauge("kv_blocks_total", "KV blocks in the pool.", now.num_blocks)
         yield self._gauge("kv_blocks_free", "KV blocks that a sequence can have.", now.num_free_blocks)
@@ -144,7 +148,9 @@ class Metrics:
         self._e2e_request_latency = self._histogram(
             "e2e_request_latency_seconds", "From arrival to the end, whatever it was."
         )
-        self._queue_time = self._histogram("request_queue_time_seconds", "From arrival to the first step.")
+        self._queue_time = self._histogram(
+            "request_queue_time_seconds", "From arrival to the first step, with the making ready of the prompt."
+        )
         self._prefill_time = self._histogram(
             "request_prefill_time_seconds", "From the first step to the first token, of those that got one."
         )
@@ -191,7 +197,7 @@ class Metrics:
             "From noticing that a worker is gone until another has the model loaded.",
             _RECOVERY_BUCKETS,
         )
-        self.suspects = self._gauge("num_requests_suspected", "Sequences in whose steps a worker has died.")
+        self.suspects = self._gauge("num_requests_suspected", "Sequences that run alone: workers were lost over them.")
         self.step_token_limit = self._gauge(
             "step_token_limit",
             "Tokens that a step may carry; fewer than max_num_batched_tokens after memory ran out.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from servekit.sampling_params import SamplingParams
-from servekit.sequence import Sequence, Status
+from servekit.sequence import Sequence
 
 
 def test_a_sequence_says_what_it_is() -> None:
@@ -19,16 +19,3 @@ def test_a_fork_has_its_leaders_prompt_and_tenant() -> None:
         Sequence(1, [1, 3], SamplingParams(max_tokens=4), tenant="a", leader=leader)
     with pytest.raises(AssertionError, match="same request"):
         Sequence(1, [1, 2], SamplingParams(max_tokens=4), tenant="b", leader=leader)
-
-
-def test_a_fork_waits_for_its_leader_until_that_one_has_the_prompt_or_is_gone() -> None:
-    leader = Sequence(0, [1, 2], SamplingParams(max_tokens=4))
-    fork = Sequence(1, [1, 2], SamplingParams(max_tokens=4), leader=leader)
-    assert fork.waits_for_leader
-    assert not leader.waits_for_leader
-    leader.first_sampled_step_id = 3
-    assert not fork.waits_for_leader
-    leader.first_sampled_step_id, leader.status = None, Status.FINISHED
-    assert not fork.waits_for_leader
-    leader.status, fork.status = Status.WAITING, Status.RUNNING
-    assert not fork.waits_for_leader

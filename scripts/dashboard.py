@@ -1,0 +1,363 @@
+"""The Grafana dashboard, deploy/grafana/servekit.json: what is on it, in what order, and from which metrics.
+
+`python scripts/dashboard.py` writes the file; a test holds that it is up to date and that all of its metrics exist.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parents[1] / "deploy" / "grafana" / "servekit.json"
+
+WIDTH = 24  # of Grafana's grid
+TILE_WIDTH, TILE_HEIGHT, GRAPH_WIDTH, GRAPH_HEIGHT = 3, 4, 8, 8
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+PLACE = 'job=~"$job",instance=~"$instance"'  # all that a process's own metrics have
+SERVER = f'{PLACE},model_name=~"$model_name"'
+ROUTINE = 'handler!~"/health|/ready|/metrics"'
+QUANTILES = (0.5, 0.95, 0.99)
+
+
+def rate(name: str, more: str = "", where: str = SERVER) -> str:
+    return f"rate(servekit_{name}{{{where}{',' if more else ''}{more}}}[$__rate_interval])"
+
+
+def total(name: str, more: str = "") -> str:
+    return f"sum({rate(name, more)})"
+
+
+def by(label: str, name: str, more: str = "") -> str:
+    return f"sum by ({label}) ({rate(name, more)})"
+
+
+def gauge(name: str) -> str:
+    return f"sum(servekit_{name}{{{SERVER}}})"
+
+
+def quantile(share: float, name: str) -> str:
+    return f"histogram_quantile({share}, sum by (le) ({rate(name + '_bucket')}))"
+
+
+def process(name: str) -> str:
+    return f"{name}{{{PLACE}}}"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A tile (`stat`) or a graph; `curves` are expressions with what the legend calls them."""
+
+    title: str
+    text: str
+    curves: tuple[tuple[str, str], ...]
+    unit: str = "short"
+    kind: str = "timeseries"
+    most: float | None = None
+
+    @property
+    def description(self) -> str:
+        """What it shows, and the names of its metrics."""
+        found = re.findall(
+            r"\b(?:servekit_\w+|process_\w+|up\b)", " ".join(expression for expression, _ in self.curves)
+        )
+        return f"{self.text} Metrics: {', '.join(f'`{name}`' for name in dict.fromkeys(found))}."
+
+
+def tile(title: str, text: str, expression: str, unit: str) -> Panel:
+    return Panel(title, text, ((expression, title),), unit, kind="stat")
+
+
+def quantiles(title: str, text: str, name: str) -> Panel:
+    return Panel(title, text, tuple((quantile(share, name), f"p{share * 100:g}") for share in QUANTILES), "s")
+
+
+def ratio(part: str, whole: str) -> str:
+    """Also where nothing of the part has ever happened, and has no series."""
+    return f"({part} or vector(0)) / {whole}"
+
+
+ROWS: dict[str, list[Panel]] = {
+    "At a glance": [
+        tile("Requests/s", "Without probes and scrapes.", total("http_requests_total", ROUTINE), "reqps"),
+        tile("Input tokens/s", "Prompt tokens admitted.", total("prompt_tokens_total"), "short"),
+        tile("Output tokens/s", "Tokens generated.", total("generation_tokens_total"), "short"),
+        tile(
+            "Error ratio",
+            "Answers with a 5xx status, of all but probes.",
+            ratio(total("http_requests_total", f'{ROUTINE},status=~"5.."'), total("http_requests_total", ROUTINE)),
+            "percentunit",
+        ),
+        tile("TTFT p95", "From arrival to the first token.", quantile(0.95, "time_to_first_token_seconds"), "s"),
+        tile("ITL p95", "Between two tokens of a sequence.", quantile(0.95, "inter_token_latency_seconds"), "s"),
+        tile("E2E p95", "From arrival to the end.", quantile(0.95, "e2e_request_latency_seconds"), "s"),
+        tile("Unreachable", "Servers that cannot be scraped.", f"count({process('up')} == 0) or vector(0)", "short"),
+    ],
+    "Latency": [
+        quantiles("Time to first token", "From arrival to the first token.", "time_to_first_token_seconds"),
+        quantiles("Inter-token latency", "Between two tokens of a sequence.", "inter_token_latency_seconds"),
+        quantiles("End to end", "From arrival to the end, whatever it was.", "e2e_request_latency_seconds"),
+        Panel(
+            "Phases, p95",
+            "Where a request's time goes.",
+            tuple((quantile(0.95, f"request_{phase}_time_seconds"), phase) for phase in ("queue", "prefill", "decode")),
+            "s",
+        ),
+        quantiles(
+            "Time per output token",
+            "Each request's mean; the first is left out.",
+            "request_time_per_output_token_seconds",
+        ),
+        Panel(
+            "Lengths, p50 and p95",
+            "What is asked, and what is answered.",
+            tuple(
+                (quantile(share, f"request_{what}_tokens"), f"{what} p{share * 100:g}")
+                for what in ("prompt", "generation")
+                for share in (0.5, 0.95)
+            ),
+        ),
+    ],
+    "Queue and batch": [
+        Panel(
+            "Sequences",
+            "Running, and waiting for a seat or for the prompt they share; the limit is max_num_queued_reqs.",
+            (
+                (gauge("num_requests_running"), "running"),
+                (f"sum by (reason) (servekit_num_requests_waiting_by_reason{{{SERVER}}})", "waiting: {{reason}}"),
+                (gauge("num_requests_waiting_limit"), "limit of those who wait"),
+            ),
+        ),
+        Panel(
+            "Prompt tokens in line",
+            "Of those who wait for their first step; the limit is max_num_queued_tokens.",
+            ((gauge("num_tokens_waiting"), "waiting"), (gauge("num_tokens_waiting_limit"), "limit")),
+        ),
+        Panel(
+            "Newest step",
+            "Sequences in it, and the tokens that it computes for decodes and for prefill.",
+            (
+                (gauge("scheduler_batch_size"), "sequences"),
+                (f"sum by (phase) (servekit_scheduler_batch_tokens{{{SERVER}}})", "{{phase}} tokens"),
+            ),
+        ),
+        Panel(
+            "Tokens in a step",
+            "Close to max_num_batched_tokens means that prefill is what there is to do.",
+            tuple((quantile(share, "iteration_tokens"), f"p{share * 100:g}") for share in QUANTILES),
+        ),
+        Panel(
+            "Ends",
+            "Sequences that ended, by reason.",
+            ((by("finished_reason", "request_success_total"), "{{finished_reason}}"),),
+            "ops",
+        ),
+        Panel(
+            "Prefill allowed",
+            "Tokens of prefill that the next step may carry: less than max_num_batched_tokens while it keeps "
+            "--itl-target-ms.",
+            ((gauge("prefill_limit_tokens"), "prefill"), (gauge("step_token_limit"), "all of a step")),
+        ),
+    ],
+    "KV cache": [
+        Panel(
+            "KV use",
+            "Share of the blocks that somebody needs; what is only cached counts as free.",
+            ((f"max by (instance) (servekit_kv_cache_usage_perc{{{SERVER}}})", "{{instance}}"),),
+            "percentunit",
+            most=1,
+        ),
+        Panel("KV blocks", "In the pool.", ((gauge("kv_blocks_total"), "all"), (gauge("kv_blocks_free"), "free"))),
+        Panel(
+            "Preemptions",
+            "Sequences that lost their blocks to an older one and are computed again.",
+            ((total("num_preemptions_total"), "preemptions"),),
+            "ops",
+        ),
+        Panel(
+            "Prefix cache",
+            "Share of prompt tokens that were there already.",
+            ((ratio(total("prefix_cache_hits_total"), total("prefix_cache_queries_total")), "hit ratio"),),
+            "percentunit",
+            most=1,
+        ),
+        Panel(
+            "Prompt tokens",
+            "Admitted, and of these not computed because they were cached.",
+            ((total("prompt_tokens_total"), "all"), (total("prompt_tokens_cached_total"), "cached")),
+        ),
+    ],
+    "What the scheduler costs": [
+        quantiles("Step", "Execution in the worker.", "step_duration_seconds"),
+        quantiles(
+            "Overhead of a step", "What overlap does not hide of planning and plumbing.", "step_overhead_seconds"
+        ),
+        quantiles(
+            "Round trip", "Two queues and two wakings, of steps sent to an idle worker.", "ipc_roundtrip_seconds"
+        ),
+        quantiles("Event-loop lag", "How late timers are.", "api_event_loop_lag_seconds"),
+        Panel("Steps/s", "Executed.", ((total("scheduler_steps_total"), "steps"),), "ops"),
+        Panel(
+            "Idle",
+            "Share of the time in which there was nothing to do.",
+            ((f"avg({rate('scheduler_idle_seconds_total')})", "idle"),),
+            "percentunit",
+            most=1,
+        ),
+    ],
+    "Workers": [
+        Panel(
+            "Alive",
+            "Workers that answer, and servers that drain.",
+            ((gauge("workers_alive"), "workers"), (gauge("draining"), "draining")),
+        ),
+        Panel(
+            "Replaced",
+            "Workers that ended or hung, by cause.",
+            (
+                (
+                    f"sum by (cause) (increase(servekit_worker_restarts_total{{{SERVER}}}[$__rate_interval]))",
+                    "{{cause}}",
+                ),
+            ),
+        ),
+        quantiles("Recovery", "From a worker's loss until the next one is ready.", "worker_recovery_seconds"),
+        Panel(
+            "Suspects",
+            "Sequences that run alone, because workers were lost over them.",
+            ((gauge("num_requests_suspected"), "suspects"),),
+        ),
+        Panel(
+            "Stale results",
+            "Answers of workers that were replaced, dropped.",
+            ((total("stale_results_total"), "stale results"),),
+            "ops",
+        ),
+    ],
+    "HTTP": [
+        Panel(
+            "By route",
+            "All of them.",
+            ((by("handler, method", "http_requests_total"), "{{method}} {{handler}}"),),
+            "reqps",
+        ),
+        Panel(
+            "By status",
+            "499 is a client that left before its answer began.",
+            ((by("status", "http_requests_total", ROUTINE), "{{status}}"),),
+            "reqps",
+        ),
+        Panel("Refused", "By error code.", ((by("reason", "admission_rejections_total"), "{{reason}}"),), "reqps"),
+    ],
+    "Process": [
+        Panel("Memory", "Resident.", ((process("process_resident_memory_bytes"), "{{instance}}"),), "bytes"),
+        Panel(
+            "File descriptors",
+            "Open, and how many may be.",
+            ((process("process_open_fds"), "{{instance}}"), (process("process_max_fds"), "{{instance}} limit")),
+        ),
+        Panel(
+            "CPU",
+            "Cores that the server's process keeps busy; its worker's are not among them.",
+            ((f"rate({process('process_cpu_seconds_total')}[$__rate_interval])", "{{instance}}"),),
+        ),
+        Panel("Version", "Running.", ((f"count by (version) ({process('servekit_build_info')})", "{{version}}"),)),
+        Panel(
+            "Settings",
+            "Those of the scheduler, of each server.",
+            ((f"servekit_config_info{{{SERVER}}}", "{{instance}}: {{scheduling_policy}}, {{max_num_seqs}} sequences"),),
+        ),
+    ],
+}
+
+
+def panels() -> Iterator[dict[str, Any]]:
+    """With a heading for each row, laid out from left to right."""
+    number, y = 0, 0
+    for heading, row in ROWS.items():
+        number += 1
+        yield {
+            "id": number,
+            "type": "row",
+            "title": heading,
+            "collapsed": False,
+            "panels": [],
+            "gridPos": {"h": 1, "w": WIDTH, "x": 0, "y": y},
+        }
+        x, y = 0, y + 1
+        for panel in row:
+            width, height = (TILE_WIDTH, TILE_HEIGHT) if panel.kind == "stat" else (GRAPH_WIDTH, GRAPH_HEIGHT)
+            if x + width > WIDTH:
+                x, y = 0, y + height
+            number += 1
+            yield _panel(panel, number, {"h": height, "w": width, "x": x, "y": y})
+            x += width
+        y += height
+
+
+def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+    limits = {"min": 0} | ({} if panel.most is None else {"max": panel.most})
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": DATASOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": panel.unit, **limits}, "overrides": []},
+        "options": {"reduceOptions": {"calcs": ["lastNotNull"]}}
+        if panel.kind == "stat"
+        else {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "targets": [
+            {"refId": chr(ord("A") + index), "datasource": DATASOURCE, "expr": expression, "legendFormat": legend}
+            for index, (expression, legend) in enumerate(panel.curves)
+        ],
+    }
+
+
+def variables() -> Iterator[dict[str, Any]]:
+    yield {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"}
+    for name, query in {
+        "job": "label_values(servekit_build_info, job)",
+        "model_name": 'label_values(servekit_config_info{job=~"$job"}, model_name)',
+        "instance": 'label_values(servekit_build_info{job=~"$job"}, instance)',
+    }.items():
+        yield {
+            "name": name,
+            "type": "query",
+            "datasource": DATASOURCE,
+            "definition": query,
+            "refresh": 2,
+            "sort": 1,
+            "query": {"query": query, "refId": name},
+            "includeAll": True,
+            "multi": True,
+            "allValue": ".*",
+            "current": {"text": "All", "value": "$__all"},
+        }
+
+
+def dashboard() -> dict[str, Any]:
+    return {
+        "uid": "servekit",
+        "title": "servekit",
+        "tags": ["servekit"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "browser",
+        "templating": {"list": list(variables())},
+        "panels": list(panels()),
+    }
+
+
+def text() -> str:
+    return json.dumps(dashboard(), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text())

@@ -1,0 +1,27 @@
+"""What the server's process tells of itself: memory, file descriptors, CPU time, and how late its event loop is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
+
+LAG_INTERVAL_S = 0.25
+
+NO_PROCESS = 0  # /proc has no such folder, so nothing is reported
+
+
+def watch_processes(registry: CollectorRegistry, worker_pid: Callable[[], int | None] = lambda: None) -> None:
+    """Report `process_*` of this process and `servekit_worker_process_*` of the worker, read at each scrape."""
+    ProcessCollector(registry=registry)
+    ProcessCollector("servekit_worker", pid=lambda: worker_pid() or NO_PROCESS, registry=registry)
+
+
+async def watch_event_loop(lag: Histogram) -> None:
+    """Set a timer again and again, and observe how late each one is; until cancelled."""
+    while True:
+        due_s = time.monotonic() + LAG_INTERVAL_S
+        await asyncio.sleep(LAG_INTERVAL_S)
+        lag.observe(max(0.0, time.monotonic() - due_s))  # uvloop's timers know milliseconds, and may be early by one

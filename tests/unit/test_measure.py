@@ -1,0 +1,99 @@
+"""Claims about how requests are counted, over a real application whose engine has not started."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import string
+import time
+
+import pytest
+from prometheus_client import CollectorRegistry, Histogram
+from starlette.types import Message, Receive, Scope, Send
+
+from servekit.api import create_app
+from servekit.api.measure import METHODS, Measure
+from servekit.config import ServeConfig
+from servekit.engine import LLMEngine
+from servekit.process_metrics import watch_event_loop, watch_processes
+from servekit.request_trace import RequestTrace
+
+
+def make_scope(method: str, path: str) -> Scope:
+    return {"type": "http", "method": method, "path": path, "query_string": b"", "headers": [], "server": ("host", 1)}
+
+
+async def gone() -> Message:
+    return {"type": "http.disconnect"}
+
+
+async def nowhere(_: Message) -> None:
+    pass
+
+
+def counted(engine: LLMEngine) -> list[dict[str, str]]:
+    family = next(each for each in engine.metrics.registry.collect() if each.name == "servekit_http_requests")
+    return [sample.labels for sample in family.samples if sample.name.endswith("_total")]
+
+
+async def test_a_thousand_hostile_requests_make_no_series_of_their_own() -> None:
+    engine, chance = LLMEngine(ServeConfig()), random.Random(0)
+    app = create_app(engine)
+    for _ in range(1000):
+        method = "".join(chance.choices(string.ascii_uppercase, k=5))
+        path = "/" + "".join(chance.choices(string.printable, k=8))
+        await app(make_scope(chance.choice([method, "GET"]), path), gone, nowhere)
+    series = counted(engine)
+    assert {labels["handler"] for labels in series} <= {"other", "/"}
+    assert {labels["method"] for labels in series} <= {*METHODS, "other"}
+    assert len(series) <= 6
+    assert sum(family.name.startswith("servekit") for family in engine.metrics.registry.collect()) < 100
+
+
+async def test_a_path_with_a_name_in_it_counts_as_its_route() -> None:
+    engine = LLMEngine(ServeConfig())
+    app = create_app(engine)
+    for name in ("a", "b"):
+        await app(make_scope("GET", f"/v1/models/{name}"), gone, nowhere)
+    assert [labels["handler"].partition("{")[0] for labels in counted(engine)] == ["/v1/models/"]
+
+
+@pytest.mark.parametrize(("listens", "status"), [(True, "499"), (False, "500")])
+async def test_a_request_without_an_answer_is_the_clients_doing_or_ours(listens: bool, status: str) -> None:
+    async def app(_: Scope, receive: Receive, __: Send) -> None:
+        if listens:
+            await receive()
+        raise RuntimeError
+
+    engine = LLMEngine(ServeConfig())
+    with pytest.raises(RuntimeError):
+        await Measure(app, engine, [])(make_scope("GET", "/"), gone, nowhere)
+    assert [labels["status"] for labels in counted(engine)] == [status]
+
+
+async def test_probes_and_strangers_make_no_trace() -> None:
+    engine, traces = LLMEngine(ServeConfig()), list[RequestTrace]()
+    app = create_app(engine, record=traces.append)
+    for method, path in (("GET", "/health"), ("GET", "/metrics"), ("POST", "/nowhere"), ("POST", "/generate")):
+        await app(make_scope(method, path), gone, nowhere)
+    assert [trace.route for trace in traces] == ["/generate"]
+
+
+async def test_a_loop_that_is_held_up_is_seen_to_lag() -> None:
+    lag = Histogram("lag", "", registry=CollectorRegistry(), buckets=(0.1, 1.0))
+    watching = asyncio.create_task(watch_event_loop(lag))
+    await asyncio.sleep(0.05)
+    time.sleep(0.45)  # noqa: ASYNC251 -- it is what the test is about
+    await asyncio.sleep(0.05)
+    watching.cancel()
+    told = {sample.labels.get("le"): sample.value for sample in next(iter(lag.collect())).samples}
+    assert told["0.1"] == 0 and told["1.0"] == 1
+
+
+def test_a_worker_that_is_not_there_has_no_memory() -> None:
+    registry, pids = CollectorRegistry(), [None, "self"]
+    watch_processes(registry, lambda: pids[-1])  # type: ignore[arg-type,return-value]
+    names = [family.name for family in registry.collect()]
+    assert "process_resident_memory_bytes" in names and "servekit_worker_process_resident_memory_bytes" in names
+    pids.append(None)
+    assert not any(family.name.startswith("servekit_worker") for family in registry.collect())
