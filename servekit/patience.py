@@ -35,5 +35,5 @@ class StepPatience:
 
 
 def backoff_s(num_losses: int) -> float:
-    """Before another start, after so many losses in a row with no step in between: 0, 0.5, 1, 2, … 30 s."""
+    """Before another start, after so many losses in a row with no step in between: 0, 1, 2, 4, … 30 s."""
     return min(30.0, 2.0 ** (num_losses - 2)) if num_losses > 1 else 0.0

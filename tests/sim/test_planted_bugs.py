@@ -13,6 +13,7 @@ from servekit.deadlines import Deadlines
 from servekit.kv_memory import KVMemory
 from servekit.messages import PromptLogprobs, Row, StepPlan, StepResult
 from servekit.policy import Fair, FirstComeFirstServed, Shortest
+from servekit.quarantine import Quarantine
 from servekit.scheduler_config import SchedulerConfig
 from servekit.sequence import FinishReason, Sequence, Status
 from servekit.simulated_worker import SimulatedWorker, Violation
@@ -293,6 +294,41 @@ def logprobs_of_somebody_else(patch: Patch) -> None:
     patch(WorkloadManager, "commit", commit)
 
 
+def everybody_is_convicted(patch: Patch) -> None:
+    """Two losses will do, without anybody having been alone."""
+
+    def judge(self: Quarantine, under_way: list[Sequence]) -> list[Sequence]:
+        original(self, under_way)
+        return [sequence for sequence in under_way if sequence.num_losses > 1]
+
+    original = Quarantine.judge
+    patch(Quarantine, "judge", judge)
+
+
+def nobody_is_convicted(patch: Patch) -> None:
+    def judge(self: Quarantine, under_way: list[Sequence]) -> list[Sequence]:
+        original(self, under_way)
+        return []
+
+    original = Quarantine.judge
+    patch(Quarantine, "judge", judge)
+
+
+def suspects_are_computed_together(patch: Patch) -> None:
+    """The suspects are in line like everybody else, so whoever is beside the guilty one is guilty too."""
+
+    def plan(self: WorkloadManager, now: float) -> Any:
+        while self.quarantine:
+            suspect = self.quarantine.first
+            self.quarantine.discard(suspect)
+            if suspect.status is Status.WAITING:
+                self._line_up(suspect)
+        return original(self, now)
+
+    original = WorkloadManager.plan
+    patch(WorkloadManager, "plan", plan)
+
+
 BUGS = [
     double_free,
     stale_result_applied,
@@ -323,6 +359,9 @@ BUGS = [
     prompt_explained_with_holes,
     the_token_behind_a_chunk_forgotten,
     logprobs_of_somebody_else,
+    everybody_is_convicted,
+    nobody_is_convicted,
+    suspects_are_computed_together,
 ]
 
 

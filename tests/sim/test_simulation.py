@@ -51,7 +51,9 @@ def test_a_scenario_plays_the_same_way_every_time() -> None:
 
 def test_seeds_meet_everything_that_can_happen() -> None:
     """A simulation in which nothing happens proves nothing."""
-    seen = dict.fromkeys(["preemptions", "stale results", "cached tokens", "copies", "deadlines", "aborts", "kills"], 0)
+    kinds = ["preemptions", "stale results", "cached tokens", "copies", "deadlines", "aborts", "losses"]
+    seen = dict.fromkeys([*kinds, "suspects", "smaller steps"], 0)
+    num_convicted = 0
     policies = set()
     for seed in range(200):
         scenario = make_scenario(seed)
@@ -68,12 +70,16 @@ def test_seeds_meet_everything_that_can_happen() -> None:
         seen["preemptions"] += simulation.manager.num_preemptions
         seen["stale results"] += simulation.manager.num_stale_results
         seen["cached tokens"] += simulation.manager.num_cached_tokens
-        seen["kills"] += simulation.manager.epoch
+        seen["losses"] += simulation.manager.epoch
+        num_convicted += simulation.num_convicted
+        seen["suspects"] += sum(client.sequence.num_tokens_at_loss > 0 for client in simulation.clients.values())
+        seen["smaller steps"] += sum(fault.kind == "memory" for fault in scenario.faults)
         reasons = [client.sequence.finish_reason for client in simulation.clients.values()]
         seen["deadlines"] += reasons.count("deadline")  # type: ignore[arg-type]
         seen["aborts"] += reasons.count("abort")  # type: ignore[arg-type]
     assert policies == {"fcfs", "priority", "shortest", "fair"}
     assert min(seen.values()) > 150, seen
+    assert num_convicted > 50
 
 
 def test_a_failing_scenario_shrinks_to_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:

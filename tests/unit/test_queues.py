@@ -47,3 +47,23 @@ def test_garbage_is_known_by_its_length(length: int) -> None:
         MessageReceiver[FromWorker](reader, FromWorker).receive_ready()
     writer.close()
     reader.close()
+
+
+def test_what_the_pipe_does_not_take_goes_later_and_nobody_waits() -> None:
+    """A worker that is stopped reads nothing; the event loop goes on, and the plan arrives whole in the end."""
+    results = [StepResult(0, number, (7,) * size, 0.5) for number, size in enumerate([10, 3_000_000, 10])]
+    reader, writer = make_pipe()
+    os.set_blocking(writer.fileno(), False)
+    os.set_blocking(reader.fileno(), False)
+    sender, receiver = MessageSender[FromWorker](writer), MessageReceiver[FromWorker](reader, FromWorker)
+    assert [sender.send_ready(result) for result in results] == [True, False, False]
+    received = receiver.receive_ready()
+    while not sender.flush():
+        received += receiver.receive_ready()
+    while len(received) < len(results):
+        received += receiver.receive_ready()
+    assert received == results
+    reader.close()
+    with pytest.raises(BrokenPipeError):
+        sender.send_ready(results[0])
+    sender.close()
