@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -30,7 +29,9 @@ class ModelExecutor:
         self._process: WorkerProcess | None = None
         self._is_ready = False
         self._patience = StepPatience(config.step_timeout)
-        self._sent: deque[int] = deque()  # tokens of the steps that are not answered yet
+        self._sent: dict[
+            tuple[int, int], int
+        ] = {}  # tokens of the steps, by (epoch, step_id), that are not answered yet
         self._num_losses = 0  # in a row, without a step between them
 
     @property
@@ -72,26 +73,27 @@ class ModelExecutor:
     def send(self, plan: StepPlan) -> None:
         """Hand the worker a step. Does not wait."""
         assert self._process is not None
-        self._sent.append(plan.num_tokens)
+        self._sent[plan.epoch, plan.step_id] = plan.num_tokens
         self._process.send(plan.with_grammars_apart())
 
     async def receive(self) -> StepResult | StepFailed:
-        """What came of the oldest step that was sent. Raises WorkerLost or WorkerTimeout."""
+        """The next result, normally of the oldest step that was sent. Raises WorkerLost or WorkerTimeout.
+
+        Whether anybody waits for it is the manager's to say: a worker may repeat itself.
+        """
         assert self._process is not None and self.ready is not None
-        num_tokens = self._sent[0]
-        message = await self._process.receive(self._patience.limit_s(num_tokens))
-        self._sent.popleft()
+        oldest = next(iter(self._sent.values()), 1)
+        message = await self._process.receive(self._patience.limit_s(oldest))
+        if not isinstance(message, StepResult | StepFailed):
+            raise self.lose(f"answered {type(message).__name__} to a step plan")
+        num_tokens = self._sent.pop((message.epoch, message.step_id), None)
         if isinstance(message, StepFailed):
             return message
-        if not isinstance(message, StepResult):
-            raise self.lose(f"answered {type(message).__name__} to a step plan")
-        if (
-            message.token_ids
-            and not 0 <= min(message.token_ids) <= max(message.token_ids) < self.ready.model.vocab_size
-        ):
+        if not all(0 <= token_id < self.ready.model.vocab_size for token_id in message.token_ids):
             raise self.lose("sampled a token that its vocabulary does not have")
-        self._patience.observe(num_tokens, message.step_time_s)
-        self._num_losses = 0
+        if num_tokens is not None:
+            self._patience.observe(num_tokens, message.step_time_s)
+            self._num_losses = 0
         return message
 
     async def replace(self) -> None:
