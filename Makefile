@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Changes when the code's requirements do, not when the code does.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve test simulate coverage check format bench bench-manager bench-grammar bench-scheduling demo-model demo-model-eval clean help
+.PHONY: serve test simulate torture coverage check format bench bench-manager bench-grammar bench-scheduling demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ format: $(INSTALLED)  ## format the code
 
 simulate: $(INSTALLED)  ## hunt for scheduler bugs with seeds that nobody has tried; SECONDS=60
 	$(BIN)/python -m tests.sim.simulate --seconds $(or $(SECONDS),60) $(ARGS)
+
+torture: $(INSTALLED)  ## kill, starve, flood and soak a real server (3 hours); ARGS="workers --scale 0.1"
+	$(BIN)/python -m tests.torture $(ARGS)
 
 bench: $(INSTALLED)  ## output tokens/s against a loop of transformers' generate
 	$(BIN)/python benchmarks/against_generate.py $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -24,13 +25,15 @@ def free_port() -> int:
 class ServerProcess:
     """`servekit serve ARGUMENTS` on a free port, and a client for it."""
 
-    def __init__(self, *arguments: str, log: Path) -> None:
+    def __init__(self, *arguments: str, log: Path, environment: dict[str, str] | None = None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         command = [sys.executable, "-m", "servekit", "serve", *arguments, "--port", str(self.port)]
         with log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+            )
         self.client = httpx2.Client(base_url=self.url, timeout=120)
 
     def wait_until_ready(self, timeout_s: float = 90) -> float:
@@ -83,8 +86,23 @@ class ServerProcess:
 
     def child_pids(self, module: str) -> list[int]:
         """The server's own children that run this module."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(pid) for pid in children.split() if module in Path(f"/proc/{pid}/cmdline").read_text()]
+        children = _read(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in children.split() if module in _read(f"/proc/{pid}/cmdline")]
+
+    def started_pids(self) -> list[int]:
+        """Every process that names the server as the one that started it, whoever its parent is now."""
+        mark = f"--parent-pid\0{self.process.pid}\0"
+        return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if mark in _read(f"{folder}/cmdline")]
+
+    def num_open_files(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+
+def _read(file: str) -> str:
+    """Nothing of a process that is gone."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(file).read_text()
+    return ""
 
 
 def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
@@ -94,9 +112,9 @@ def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def serving(*arguments: str, log: Path) -> Iterator[ServerProcess]:
+def serving(*arguments: str, log: Path, environment: dict[str, str] | None = None) -> Iterator[ServerProcess]:
     """A server that is ready, ended afterwards whatever happens."""
-    server = ServerProcess(*arguments, log=log)
+    server = ServerProcess(*arguments, log=log, environment=environment)
     try:
         server.wait_until_ready()
         yield server

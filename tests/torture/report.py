@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from msgspec import Struct
+
+BUILD = Path(__file__).parents[2] / "build" / "torture"  # results, and the logs of the servers that were hurt
 
 
 class Finding(Struct, frozen=True):

@@ -1,0 +1,139 @@
+"""`python -m tests.torture`: hurt a real server in every way that is known, and tell what its clients noticed.
+
+Parts may be named; all of them at full scale take about three hours on two cores. Results go to build/torture, and with
+`--write` into docs/reliability.md. The exit code is 1 if anything that is promised was not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import inspect
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from scripts.tables import with_table
+from tests.torture.report import BUILD, Finding, table
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reliability.md"
+MAKER = "python -m tests.torture"
+
+
+class Part(Struct, frozen=True):
+    """A module of this package with `run(amount)`, and the amount at full scale."""
+
+    module: str
+    amount: float
+    unit: str
+
+
+PARTS = {
+    "workers": Part("workers", 50, "times each"),
+    "parent": Part("parent", 50, "times"),
+    "drain": Part("drain", 50, "times"),
+    "clients": Part("clients", 500, "times each"),
+    "raw_http": Part("raw_http", 100_000, "cases"),
+    "schemas": Part("schemas", 5_000, "cases for each endpoint"),
+    "overload": Part("overload", 60, "s"),
+    "soak": Part("soak", 30, "minutes"),
+}
+
+
+class Report(Struct, frozen=True):
+    """What one part found, and where."""
+
+    part: str
+    findings: list[Finding]
+    date: str
+    commit: str
+    command: str
+    machine: str
+    wall_time_s: float
+
+    @property
+    def is_kept(self) -> bool:
+        return all(finding.is_kept is not False for finding in self.findings)
+
+    def lines(self) -> list[str]:
+        """As the page has it."""
+        took = f"{self.wall_time_s / 60:.0f} minutes" if self.wall_time_s > 120 else f"{self.wall_time_s:.0f} s"
+        told = f"`{self.command}` on {self.date}, at {self.commit}, in {took}. {self.machine}."
+        return ["", told, "", table(self.findings), ""]
+
+
+def run_part(name: str, scale: float, seed: int) -> Report:
+    """One part, from beginning to end."""
+    part = PARTS[name]
+    amount = part.amount * scale
+    amount = max(1, round(amount)) if part.unit != "minutes" else max(1.0, amount)
+    print(f"{name}: {amount:g} {part.unit}", flush=True)
+    run = importlib.import_module(f"tests.torture.{part.module}").run
+    started_s = time.monotonic()
+    findings = run(amount, seed=seed) if "seed" in inspect.signature(run).parameters else run(amount)
+    arguments = [name, *(["--scale", f"{scale:g}"] if scale != 1 else []), *(["--seed", str(seed)] if seed else [])]
+    return Report(
+        part=name,
+        findings=findings,
+        date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        commit=_commit(),
+        command=" ".join([MAKER, *arguments]),
+        machine=_machine(),
+        wall_time_s=time.monotonic() - started_s,
+    )
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(ROOT)]
+    asked = [["describe", "--always", "--abbrev=10"], ["status", "--porcelain", "--", "servekit", "workers"]]
+    commit, changed = (
+        subprocess.run([*git, *each], capture_output=True, text=True, check=False).stdout.strip() for each in asked
+    )
+    return f"commit {commit or 'unknown'}" + (" with changes" if changed else "")
+
+
+def _machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    cores = len(os.sched_getaffinity(0))
+    python = f"Python {platform.python_version()}, torch {version('torch')}"
+    return f"{cores} cores ({model}), Linux {platform.release()}, {python}"
+
+
+def main() -> int:
+    """Run what is asked for; returns the exit code."""
+    parser = argparse.ArgumentParser(prog=MAKER, description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}; all by default")
+    parser.add_argument("--scale", type=float, default=1.0, help="0.1 does a tenth of it")
+    parser.add_argument("--seed", type=int, default=0, help="for other random moments")
+    parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.relative_to(ROOT)}")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - PARTS.keys():
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    broken = []
+    for name in arguments.parts or PARTS:
+        report = run_part(name, arguments.scale, arguments.seed)
+        (BUILD / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+        print("\n".join(report.lines()), flush=True)
+        if arguments.write:
+            PAGE.write_text(with_table(PAGE.read_text(), name, iter(report.lines()), MAKER))
+        if not report.is_kept:
+            broken.append(name)
+    print(f"not kept: {', '.join(broken)}" if broken else "everything that is promised was kept", flush=True)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Faults that a worker is made to have by a signal. Python imports this by its name from PYTHONPATH, in every process.
+
+So the server needs no hook for it: a server that is started with this folder in PYTHONPATH has workers that do what
+they are told, and everything else about them is as in production.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import sys
+import time
+
+NAMES = (
+    "exit",
+    "raise",
+    "random bytes",
+    "over-long header",
+    "half a frame",
+    "unknown message",
+    "stale result",
+    "sleep 1 s",
+    "sleep 4 s",
+    "hold the GIL",
+)
+SIGNALS = {name: signal.SIGRTMIN + number for number, name in enumerate(NAMES, 1)}
+
+HOLD_S = 20
+
+
+def _write(frame: bytes) -> None:
+    """To the result queue, as if the worker's own code had."""
+    os.write(int(sys.orig_argv[sys.orig_argv.index("--result-fd") + 1]), frame)
+
+
+def _framed(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "big") + payload
+
+
+def _stale_result() -> bytes:
+    """Of a step that a worker before this one was given."""
+    import msgspec
+
+    result = {"type": "step_result", "epoch": 0, "step_id": 0, "token_ids": [1, 2, 3], "step_time_s": 0.1}
+    return _framed(msgspec.msgpack.encode(result))
+
+
+def _strike(number: int, frame: object) -> None:
+    match NAMES[number - signal.SIGRTMIN - 1]:
+        case "exit":
+            os._exit(0)
+        case "raise":
+            raise RuntimeError("a planted fault")
+        case "random bytes":
+            _write(random.randbytes(random.randrange(1, 4096)))
+        case "over-long header":
+            _write((2**31 - 1).to_bytes(4, "big") + b"garbage")
+        case "half a frame":
+            _write((1000).to_bytes(4, "big") + bytes(500))
+            os._exit(0)
+        case "unknown message":
+            _write(_framed(b"\x81\xa4type\xa5strange"))
+        case "stale result":
+            _write(_stale_result())
+        case "sleep 1 s":
+            time.sleep(1)
+        case "sleep 4 s":
+            time.sleep(4)
+        case "hold the GIL":
+            ctypes.PyDLL(None).usleep(HOLD_S * 1_000_000)
+
+
+if "servekit.worker" in sys.orig_argv:
+    for _number in SIGNALS.values():
+        signal.signal(_number, _strike)

@@ -1,0 +1,138 @@
+"""Half an hour of everything at once: what grows, would grow without end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from pathlib import Path
+
+from msgspec import Struct
+
+from tests.server_process import serving
+from tests.torture.crowd import References, requests
+from tests.torture.load import Item, Offer, Window, offered
+from tests.torture.overload import peak_of, resident_mib
+from tests.torture.report import BUILD, Finding, percentile
+from tests.torture.streams import Asked
+
+LOAD = 0.7
+WINDOW_S = 5.0
+WARM_UP = 1 / 3  # of the time: allocators and caches fill
+MOST_MIB_PER_HOUR = 1.0
+MOST_ITL = 1.2  # of the last part, against the first
+
+BAD = [
+    Asked("not a number", "/generate", {"prompt": "a", "temperature": "hot"}),
+    Asked("unknown field", "/generate_stream", {"prompt": "a", "temprature": 1}),
+    Asked("too long", "/generate", {"prompt": "word " * 4000}),
+    Asked("bad grammar", "/generate", {"prompt": "a", "grammar": {"type": "regex", "value": "(" * 30}}),
+]
+
+
+class Sample(Struct, frozen=True):
+    """The server at one moment."""
+
+    at_s: float
+    server_mib: float
+    worker_mib: float
+    num_files: int
+    num_threads: int
+
+
+def slope_mib_per_hour(samples: list[Sample], name: str) -> float:
+    """Of the line that fits best."""
+    times = [sample.at_s / 3600 for sample in samples]
+    values = [float(getattr(sample, name)) for sample in samples]
+    mean_time, mean_value = sum(times) / len(times), sum(values) / len(values)
+    spread = sum((moment - mean_time) ** 2 for moment in times)
+    both = sum((moment - mean_time) * (value - mean_value) for moment, value in zip(times, values, strict=True))
+    return both / spread if spread else 0.0
+
+
+def mix(references: References) -> list[Item]:
+    """Whole answers, clients that leave in the middle, and requests that are refused."""
+    whole = [Item(asked, references.answers[asked.name]) for asked in references.asked]
+    streams = [asked for asked in references.asked if asked.path == "/generate_stream"]
+    leaving = [Item(asked, None, leaves_after=5, weight=0.15 * len(whole) / len(streams)) for asked in streams]
+    refused = [Item(asked, None, status=400, weight=0.05 * len(whole) / len(BAD)) for asked in BAD]
+    return [*whole, *leaving, *refused]
+
+
+def run(minutes: float, seed: int = 0) -> list[Finding]:
+    """So long at 70 % of the load that the server can bear."""
+    seconds = 60 * minutes
+    samples, windows = [], []
+    with serving(log=BUILD / "soak.log") as server:
+        references = References()
+        asyncio.run(references.take(server.port, requests(2048)))
+        items = mix(references)
+        peak = peak_of(server.port, items)
+        rate = LOAD * peak.num_begun / peak.seconds
+        print(f"  peak: {peak.num_begun / peak.seconds:.1f} requests/s; {rate:.1f} for {minutes:g} minutes", flush=True)
+        pid, worker = server.process.pid, server.worker_pids()[0]
+        start_s = time.monotonic()
+        offer = Offer(server.port, items, seconds, rate=rate, window_s=WINDOW_S, patience_s=60, seed=seed)
+        for window in offered(offer):
+            windows.append(window)
+            threads = len(list(Path(f"/proc/{pid}/task").iterdir()))
+            now_s = time.monotonic() - start_s
+            samples.append(Sample(now_s, resident_mib(pid), resident_mib(worker), server.num_open_files(), threads))
+            if len(windows) % 12 == 0:
+                print(f"  {now_s / 60:.0f} min: {samples[-1]}, ITL p99 {1e3 * window.itl_p99_s:.0f} ms", flush=True)
+        server.wait_until_at_rest()
+        same_worker = server.worker_pids() == [worker]
+    return _findings(samples[:-1], windows, rate, same_worker)
+
+
+def _findings(samples: list[Sample], windows: list[Window], rate: float, same_worker: bool) -> list[Finding]:
+    warm = samples[int(WARM_UP * len(samples)) :]
+    wrongs = sum((Counter(window.wrongs) for window in windows), Counter[str]())
+    statuses = sum((Counter(window.statuses) for window in windows), Counter[str]())
+    for window in windows:
+        for example in window.examples:
+            print(f"  {example}", flush=True)
+    third = max(1, len(windows) // 3)
+    first, last = (
+        percentile([window.itl_p99_s for window in part], 0.5) for part in (windows[:third], windows[-third - 1 : -1])
+    )
+    found = [
+        Finding(
+            "requests",
+            "",
+            f"{sum(statuses.values()):,} ({rate:.1f}/s, {100 * LOAD:.0f} % of the peak): "
+            + ", ".join(f"{status}: {count:,}" for status, count in statuses.items()),
+        ),
+        Finding("wrong, cut, stuck", "0", f"{wrongs.total():,}", not wrongs),
+        Finding("worker", "the same at the end", "the same" if same_worker else "another one", same_worker),
+    ]
+    for name in ("server", "worker"):
+        slope = slope_mib_per_hour(warm, f"{name}_mib")
+        most = max(getattr(sample, f"{name}_mib") for sample in warm)
+        found.append(
+            Finding(
+                f"memory of the {name} after {100 * WARM_UP:.0f} % of the time",
+                f"at most {MOST_MIB_PER_HOUR:g} MiB/h",
+                f"{slope:+.2f} MiB/h, {most:.0f} MiB at most",
+                slope <= MOST_MIB_PER_HOUR,
+            )
+        )
+    for name, what in (("num_files", "open files"), ("num_threads", "threads")):
+        early, late = (
+            percentile([float(getattr(sample, name)) for sample in part], 0.5)
+            for part in (warm[: len(warm) // 2], warm[len(warm) // 2 :])
+        )
+        found.append(
+            Finding(
+                f"{what}, median of each half after that", "flat", f"{early:.0f}, {late:.0f}", late <= 1.2 * early + 2
+            )
+        )
+    found.append(
+        Finding(
+            "p99 inter-token latency, first and last third",
+            f"the last at most {MOST_ITL:g} times the first",
+            f"{1e3 * first:.0f} ms, {1e3 * last:.0f} ms",
+            last <= MOST_ITL * first,
+        )
+    )
+    return found
