@@ -10,6 +10,7 @@ class Caller(Struct, frozen=True):
 
     tenant: str = ""
     request_id: str = ""
+    min_priority: int = -1000  # as soon as its requests may ask to be served; this is as soon as any may
 
 
 ANYBODY = Caller()

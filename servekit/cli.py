@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from servekit import __version__
-from servekit.config import ServeConfig, Setting, load_config, nearest, settings, unknown_variables
+from servekit.config import (
+    ENVIRONMENT_PREFIX,
+    SECRETS,
+    ServeConfig,
+    Setting,
+    load_config,
+    nearest,
+    settings,
+    unknown_variables,
+)
 from servekit.errors import ConfigError, ServekitError
+from servekit.logs import is_for_programs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,12 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _version() if arguments.pop("command") == "version" else _serve(arguments)
     except KeyboardInterrupt:  # while modules are still being imported; later on the server handles it
         return 130
-    except ConfigError as error:
-        print(f"servekit: {error.message}", file=sys.stderr)
-        return 2
     except ServekitError as error:
-        print(f"servekit: {error.message}", file=sys.stderr)
-        return 1
+        _complain(error.message)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def _complain(message: str) -> None:
+    if is_for_programs():
+        logging.getLogger("servekit").critical("%s", message)
+    else:
+        print(f"servekit: {message}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,7 +110,11 @@ def _configure(arguments: dict[str, str]) -> ServeConfig:
         toml = Path(path).read_bytes() if path else None
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
-    return load_config(arguments, os.environ, toml)
+    config = load_config(arguments, os.environ, toml)
+    for name in SECRETS:
+        # The processes that the server starts inherit the rest, and what clients write runs in some of them.
+        os.environ.pop(ENVIRONMENT_PREFIX + name.upper(), None)
+    return config
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -11,9 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from servekit.api import about, native, openai, openapi, tgi, tokens
+from servekit.api.access import guard
 from servekit.api.http import CLIENT_CLOSED_REQUEST, Endpoint, engine_of, refuse, respond
+from servekit.api.measure import Measure
 from servekit.engine import LLMEngine
 from servekit.errors import InternalError, ServekitError
+from servekit.keys import Key, Keyring, parse_api_key
+from servekit.request_trace import RequestTrace
 
 MAX_PATH_TOLD = 100  # characters of a path that an error repeats
 
@@ -26,8 +31,15 @@ ENDPOINTS: list[Endpoint] = [
 ]
 
 
-def create_app(engine: LLMEngine) -> Starlette:
-    """All routes, over one engine."""
+def create_app(
+    engine: LLMEngine, keys_of_file: Sequence[Key] = (), record: Callable[[RequestTrace], None] | None = None
+) -> Starlette:
+    """All routes, over one engine, for who has a key: one of --api-key, or of the file that was read from
+    --api-keys-file. `record` gets a trace of each request that has ended. Raises ConfigError.
+    """
+    config = engine.config
+    assert keys_of_file or config.api_keys_file is None, "the keys file was not read: nobody would need a key"
+    keys_of_setting = [] if config.api_key is None else parse_api_key(config.api_key)
     app = Starlette(
         routes=[
             *(Route(endpoint.path, endpoint.handler, methods=[endpoint.method]) for endpoint in ENDPOINTS),
@@ -42,6 +54,9 @@ def create_app(engine: LLMEngine) -> Starlette:
     )
     app.state.engine = engine
     app.state.created_s = int(time.time())  # what /v1/models tells
+    # Outside of Starlette's own layers, so that what these answer passes the guard too.
+    guarded = guard(app.build_middleware_stack(), config, Keyring([*keys_of_setting, *keys_of_file]))
+    app.middleware_stack = Measure(guarded, engine, app.routes, record)
     return app
 
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -18,11 +19,12 @@ from starlette.types import Receive, Scope, Send
 
 from servekit.api.answers import Answer, collect
 from servekit.caller import ANYBODY, Caller
-from servekit.engine import LLMEngine, Submission
+from servekit.engine import LLMEngine
 from servekit.errors import RequestTimeout, RequestTooLarge, ServekitError, UnsupportedEncoding
 from servekit.generation_request import GenerationRequest
 from servekit.schemas.decoding import encode
 from servekit.schemas.tgi import ERROR_TYPES, name_of
+from servekit.submission import Submission
 
 Result = TypeVar("Result")
 
@@ -53,8 +55,12 @@ def engine_of(request: Request) -> LLMEngine:
 
 async def submit(request: Request, wanted: GenerationRequest, arrival_s: float | None = None) -> Submission:
     """Admit it in its caller's name. Raises RequestError, WorkerError, or ClientDisconnect if nobody waits now."""
-    engine = engine_of(request)
-    return await unless_disconnected(request, engine.submit(wanted, caller_of(request), arrival_s))
+    engine, caller = engine_of(request), caller_of(request)
+    if wanted.priority < caller.min_priority:
+        wanted = replace(wanted, priority=caller.min_priority)
+    submission = await unless_disconnected(request, engine.submit(wanted, caller, arrival_s))
+    request.state.submission = submission  # for its key's account, and its line in the log
+    return submission
 
 
 def caller_of(request: Request) -> Caller:
@@ -192,6 +198,8 @@ def refuse(request: Request, error: ServekitError) -> Response:
     response = respond(error_body(error, getattr(request.state, "for_tgi", False)), error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, RequestTimeout):
         response.headers["Connection"] = "close"  # the rest of the body will not come, either
     return response

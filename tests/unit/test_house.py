@@ -9,6 +9,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*ROOT.glob("servekit/**/*.py"), *ROOT.glob("workers/*.py")])
+# Where the wall clock is read.
+FOR_PEOPLE = {
+    "servekit/api/__init__.py": {"time.time"},
+    "servekit/api/completions.py": {"time.time"},
+    "servekit/logs.py": {"time.localtime"},
+    "servekit/tracing.py": {"time.time_ns"},
+}
 # Anything that turns bytes into code, or files into pickled objects.
 FORBIDDEN = {"pickle", "cloudpickle", "marshal", "dill", "shelve", "eval", "exec"}
 
@@ -39,6 +46,14 @@ def test_nothing_unpickles_and_no_model_brings_code(path: Path) -> None:
             for keyword in node.keywords:
                 if keyword.arg == "trust_remote_code":
                     assert isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}.{path.stem}")
+def test_nothing_is_measured_with_a_clock_that_can_be_set(path: Path) -> None:
+    """What the wall clock says is for people: dates in answers, traces and logs."""
+    calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+    asked = calls & {"time", "time.time", "time.time_ns", "time.localtime", "datetime.now", "datetime.utcnow"}
+    assert asked == FOR_PEOPLE.get(path.relative_to(ROOT).as_posix(), set())
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}.{path.stem}")

@@ -1,0 +1,222 @@
+"""Who may come in, in whose name, how much, and what the log says of it: the layers round all routes.
+
+    RequestLog       gives a request its id, and a line in the log when it has ended
+    CORSMiddleware   Starlette's: answers browsers that ask before they ask, for which they have no key
+    KeyCheck         lets nobody by without a key, or over the limits of theirs
+    Starlette        its own 500s, the routes, and what is said where there is none
+
+All are plain ASGI, and see each message as it comes: what wraps handlers in tasks of its own delays streams and hides
+that a client has left.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from servekit.api.http import engine_of, refuse
+from servekit.caller import ANYBODY, Caller
+from servekit.config import ServeConfig
+from servekit.errors import ConfigError, RateLimited, ServekitError, Unauthorized
+from servekit.keys import Key, Keyring
+from servekit.logs import fields
+from servekit.rate_limits import Allowance
+from servekit.submission import Submission
+
+log = logging.getLogger("servekit")
+
+# What those who start, watch and route may ask without a key. Whatever is not here needs one, if there are any.
+PUBLIC = frozenset((method, path) for method in ("GET", "HEAD") for path in ("/health", "/ready"))
+
+ROUTINE = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds, for ever
+MAX_LOGGED_PATH = 200
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
+
+
+def guard(app: ASGIApp, config: ServeConfig, keyring: Keyring) -> ASGIApp:
+    """The application with the layers round it that the settings want. Raises ConfigError."""
+    if keyring.keys:
+        app = KeyCheck(app, keyring)
+    if config.cors_origins is not None:
+        app = CORSMiddleware(
+            app,
+            allow_origins=_origins(config.cors_origins),
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),  # clients' libraries send many of their own
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+    return RequestLog(app)
+
+
+def _origins(setting: str) -> list[str]:
+    origins = [origin.strip() for origin in setting.split(",")]
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"cors_origins: {origin!r} is no origin; they look like https://example.org or http://localhost:3000, "
+                "without a path, or all of them are *"
+            )
+    return origins
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+class KeyCheck:
+    """Lets in who shows a key, in the name of its tenant and within its limits; everybody to what is public."""
+
+    def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
+        self._app = app
+        self._keyring = keyring
+        now = time.monotonic()
+        self._allowances = {key.digest: Allowance(key.limits, now) for key in keyring.keys}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The router looks at the same `path`, so a path that is public by another spelling is still the public one.
+        is_public = scope["type"] == "http" and (scope["method"], scope["path"]) in PUBLIC
+        if is_public or scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        try:
+            key = self._find(scope)
+            caller: Caller = scope["state"].get("caller", ANYBODY)
+            scope["state"]["caller"] = replace(caller, tenant=key.tenant, min_priority=key.min_priority)
+            allowance = self._allowances[key.digest]
+            allowance.enter(time.monotonic())
+        except (Unauthorized, RateLimited) as error:
+            await _refuse(error, scope, receive, send)
+            return
+        # From here to the response's very end, however it comes, the request is one of the key's.
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            submission: Submission | None = scope["state"].get("submission")
+            num_tokens = submission.num_prompt_tokens + submission.num_generated_tokens if submission else 0
+            allowance.leave(num_tokens, time.monotonic())
+
+    def _find(self, scope: Scope) -> Key:
+        is_any_shown = False
+        for shown in _keys_shown(Headers(scope=scope)):
+            is_any_shown = True
+            if (key := self._keyring.find(shown)) is not None:
+                return key
+        if is_any_shown:
+            raise Unauthorized("the API key is none that this server knows")
+        raise Unauthorized("this server wants an API key; send it in a header, `Authorization: Bearer KEY`")
+
+
+def _keys_shown(headers: Headers) -> Iterator[bytes]:
+    for value in headers.getlist("authorization"):
+        scheme, _, credentials = value.partition(" ")
+        if scheme.lower() == "bearer":
+            yield credentials.strip().encode("latin-1")
+    for value in headers.getlist("x-api-key"):
+        yield value.strip().encode("latin-1")
+
+
+async def _refuse(error: ServekitError, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] != "http":  # a WebSocket, of which there are none: closed before it is open
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    request = Request(scope)
+    engine_of(request).metrics.refused(error.answer_code)
+    await refuse(request, error)(scope, receive, send)
+
+
+# -- the log -----------------------------------------------------------------------------------------------------------
+
+
+class RequestLog:
+    """Gives each request its id, and a line in the log when it has ended. What was asked and answered is not in it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        scope["state"]["caller"] = Caller(request_id=request_id)
+        exchange = _Exchange(request_id, receive, send)
+        started_s = time.monotonic()
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        except Exception:
+            # The client has been told as far as it could be, by the layers below. If its answer is not whole, the
+            # protocol closes the connection.
+            log.exception("a request failed", extra=fields(request_id=request_id))
+        finally:
+            _log_end(scope, exchange, time.monotonic() - started_s)
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's, if nobody could be harmed by it."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return str(value, "ascii")
+    return secrets.token_hex(16)
+
+
+class _Exchange:
+    """One request's messages, in both directions, and what they say of how it goes."""
+
+    def __init__(self, request_id: str, receive: Receive, send: Send) -> None:
+        self._id_header = (b"x-request-id", request_id.encode())
+        self._receive = receive
+        self._send = send
+        self.status: int | None = None
+        self.is_whole = False
+        self.has_client_left = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        # After the end of a response it only says that there is nothing more to come.
+        if message["type"] == "http.disconnect" and not self.is_whole:
+            self.has_client_left = True
+        return message
+
+    async def send(self, message: Message) -> None:
+        is_last = False
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), self._id_header]
+        elif message["type"] == "http.response.body":
+            is_last = not message.get("more_body", False)
+        await self._send(message)
+        self.is_whole = self.is_whole or is_last
+
+
+def _log_end(scope: Scope, exchange: _Exchange, duration_s: float) -> None:
+    path, status = scope["path"], exchange.status
+    level = logging.DEBUG if path in ROUTINE and status in (200, 503) else logging.INFO
+    if not log.isEnabledFor(level):
+        return
+    caller: Caller = scope["state"]["caller"]
+    told = {
+        "method": scope["method"],
+        "path": path[:MAX_LOGGED_PATH],  # not the query, where prompts can be
+        "status": status,
+        "duration_ms": round(1e3 * duration_s, 1),
+        "client_left": exchange.has_client_left,
+        "tenant": caller.tenant,
+        "request_id": caller.request_id,
+    }
+    submission: Submission | None = scope["state"].get("submission")
+    if submission is not None:
+        told["prompt_tokens"] = submission.num_prompt_tokens
+        told["generated_tokens"] = submission.num_generated_tokens
+        told["finish_reasons"] = submission.finish_reasons
+    log.log(level, "request", extra=fields(**told))

@@ -1,0 +1,275 @@
+"""Claims about a server that asks for keys: tenants, limits, what is open, and what stands in its log."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server_process import ServerProcess, events, serving
+
+KEY, OTHER, SAME, NARROW, METERED = (f"canary-{name}" for name in ("search", "other", "same", "narrow", "metered"))
+KEYS = f"""
+[[key]]
+key = "{KEY}"
+tenant = "search"
+[[key]]
+key = "{OTHER}"
+tenant = "other"
+[[key]]
+key = "{SAME}"
+tenant = "search"
+[[key]]
+key = "{NARROW}"
+tenant = "other"
+max_concurrent_requests = 2
+[[key]]
+key = "{METERED}"
+tenant = "other"
+tokens_per_minute = 300
+"""
+FROM_THE_ENVIRONMENT = "canary-from-the-environment"
+PROMPT = "The canary sings of a prompt that nobody logs. " * 8
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("locked")
+    (folder / "keys.toml").write_text(KEYS)
+    flags = ["--api-keys-file", str(folder / "keys.toml"), "--log-format", "json", "--log-level", "debug"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SERVEKIT_API_KEY", FROM_THE_ENVIRONMENT)
+        with serving(*flags, log=folder / "log") as server:
+            server.client.headers["authorization"] = f"Bearer {KEY}"
+            yield server
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def ask(server: ServerProcess, key: str, **fields: Any) -> Any:
+    body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, **fields}
+    return server.client.post("/generate", json=body, headers=bearer(key))
+
+
+def requests_logged(server: ServerProcess) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in server.log.read_text().splitlines()]
+    return [entry for entry in entries if entry["message"] == "request"]
+
+
+def request_logged(server: ServerProcess, request_id: str, timeout_s: float = 5) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = [entry for entry in requests_logged(server) if entry["request_id"] == request_id]
+        if found:
+            assert len(found) == 1
+            return found[0]
+        assert time.monotonic() < deadline, f"{request_id} is not in the log"
+        time.sleep(0.02)
+
+
+def test_what_one_tenant_asked_is_cached_for_it_and_for_nobody_else(locked: ServerProcess) -> None:
+    first, again, colleague, stranger = (ask(locked, key) for key in (KEY, KEY, SAME, OTHER))
+    cached = [answer.json()["usage"]["cached_tokens"] for answer in (first, again, colleague, stranger)]
+    assert cached[0] == 0 and cached[1] > 50
+    assert cached[2] == cached[1], "another key of the same tenant"
+    assert cached[3] == 0, "how long an answer takes tells nothing of what others asked"
+    texts = {answer.json()["generated_text"] for answer in (first, again, colleague, stranger)}
+    assert len(texts) == 1
+
+
+def test_every_door_is_locked_also_by_its_other_names(locked: ServerProcess) -> None:
+    host = f"127.0.0.1:{locked.port}"
+    lines = [
+        *(
+            "GET /info",
+            "GET //generate",
+            "GET /health/../info",
+            "GET /HEALTH",
+            "GET /health/",
+            "GET /%69nfo",
+            "GET /docs",
+        ),
+        *("GET /health%2f..%2finfo", "GET /health%00", "GET /health%0d%0a", "GET /metrics?x=/health", "OPTIONS *"),
+        *(
+            f"GET http://{host}/info",
+            f"GET http://{host}/health/../info",
+            "POST /health",
+            "TRACE /info",
+            "PATCH /ready",
+        ),
+    ]
+    for line in lines:
+        status, head = raw(locked, f"{line} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        assert status == 401, line
+        assert "www-authenticate: Bearer" in head and "x-request-id: " in head, line
+    for line in (f"CONNECT {host}", "GET"):
+        status, _ = raw(locked, f"{line} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        assert status in (400, 401), line
+    for line in ("GET /health", "GET /ready", "HEAD /health", f"GET http://{host}/health"):
+        status, _ = raw(locked, f"{line} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        assert status == 200, line
+    upgrade = (
+        "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n\r\n"
+    )
+    status, _ = raw(locked, f"GET /generate_stream HTTP/1.1\r\nHost: {host}\r\n{upgrade}".encode())
+    assert status in (400, 401, 403)
+
+
+def raw(server: ServerProcess, request: bytes) -> tuple[int, str]:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        connection.sendall(request)
+        answer = connection.recv(65536)
+    head = answer.partition(b"\r\n\r\n")[0].decode()
+    return int(head.split()[1]), head
+
+
+def test_a_streams_line_in_the_log_says_what_it_took_and_nothing_of_what_was_said(locked: ServerProcess) -> None:
+    headers = {"x-request-id": "a-stream"}
+    body = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
+    with locked.client.stream("POST", "/generate_stream", json=body, headers=headers) as response:
+        assert response.headers["x-request-id"] == "a-stream"
+        last = list(events(response.iter_lines()))[-1]
+    told = request_logged(locked, "a-stream")
+    assert told["generated_tokens"] == 5 and told["prompt_tokens"] == last["usage"]["prompt_tokens"]
+    assert told["finish_reasons"] == ["length"] and told["status"] == 200 and told["tenant"] == "search"
+    assert told["client_left"] is False
+    assert 0 < told["duration_ms"] < 60_000
+
+
+def leave_a_stream(server: ServerProcess, key: str, request_id: str) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}).encode()
+    head = f"POST /generate_stream HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nX-Request-Id: {request_id}\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        read = b""
+        while b"data: " not in read:
+            read += connection.recv(4096)
+
+
+def leave_before_the_answer(server: ServerProcess, key: str, request_id: str) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nX-Request-Id: {request_id}\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(0.05)
+
+
+def leave_with_half_a_body(server: ServerProcess, key: str, request_id: str) -> None:
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nX-Request-Id: {request_id}\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(f"{head}Content-Length: 1000\r\n\r\n".encode() + b'{"prompt": "a')
+
+
+def test_a_client_that_leaves_gives_its_place_back_once(locked: ServerProcess) -> None:
+    """With two places: none is left if one leaks, and three can be had if one is given back twice."""
+    for number, leave in enumerate([leave_a_stream, leave_before_the_answer, leave_with_half_a_body] * 3):
+        leave(locked, NARROW, f"gone-{number}")
+        told = request_logged(locked, f"gone-{number}")
+        assert told["client_left"] is True and told["tenant"] == "other"
+        if leave is leave_a_stream:
+            assert told["status"] == 200 and told["finish_reasons"] == ["abort"] and told["generated_tokens"] > 0
+    assert ask(locked, NARROW).status_code == 200
+    assert ask(locked, NARROW, max_tokens=0.5).status_code == 400
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda _: ask(locked, NARROW, max_tokens=100), range(3)))
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 429]
+    (refused,) = (answer for answer in answers if answer.status_code == 429)
+    assert refused.headers["retry-after"] == "1" and refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert "2 at the same time (max_concurrent_requests)" in refused.json()["error"]["message"]
+
+
+def test_tokens_are_paid_as_usage_tells_them_also_by_those_who_leave(locked: ServerProcess) -> None:
+    started_s = time.monotonic()
+    leave_a_stream(locked, METERED, "left-in-debt")
+    told = request_logged(locked, "left-in-debt")
+    spent = told["prompt_tokens"] + told["generated_tokens"]
+    for _ in range(20):
+        answer = ask(locked, METERED, n=2)
+        if answer.status_code == 429:
+            break
+        spent += answer.json()["usage"]["total_tokens"]
+    debt_s = (spent - 300) / (300 / 60)
+    passed_s = time.monotonic() - started_s
+    assert debt_s - passed_s <= int(answer.headers["retry-after"]) <= debt_s + 1
+
+
+def test_it_listens_on_one_address_and_its_processes_on_none(locked: ServerProcess) -> None:
+    assert listening(locked.process.pid) == [("0100007F", locked.port)], "127.0.0.1, as the kernel writes it"
+    for pid in [*locked.worker_pids(), *locked.sandbox_pids()]:
+        assert listening(pid) == []
+
+
+def listening(pid: int) -> list[tuple[str, int]]:
+    """(address, port) of each socket that the process listens on."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(descriptor)))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            (
+                _,
+                local,
+                _,
+                state,
+                *_,
+            ) = fields = line.split()
+            if state == "0A" and fields[9] in inodes:
+                address, _, port = local.rpartition(":")
+                found.append((address, int(port, 16)))
+    return found
+
+
+def test_the_processes_that_it_starts_do_not_inherit_the_key(locked: ServerProcess) -> None:
+    children = [*locked.worker_pids(), *locked.sandbox_pids()]
+    assert len(children) == 3
+    for pid in children:
+        told = Path(f"/proc/{pid}/environ").read_bytes() + Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert b"PATH=" in told and b"canary" not in told
+    assert locked.client.get("/version", headers=bearer(FROM_THE_ENVIRONMENT)).status_code == 200
+
+
+def test_neither_prompts_nor_keys_are_in_the_log_whatever_its_level(locked: ServerProcess) -> None:
+    """After all that was asked above, and at debug level."""
+    query = {"prompt": PROMPT, "max_tokens": "2"}
+    assert locked.client.get("/generate_stream", params=query, headers={"x-request-id": "query"}).status_code == 200
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2}
+    assert locked.client.post("/v1/chat/completions", json=chat).status_code == 200
+    assert locked.client.post("/v1/completions", json={"prompt": [PROMPT] * 2, "temperature": "hot"}).status_code == 400
+    assert locked.client.post("/generate", json={"prompt": PROMPT * 500}).status_code == 400
+    assert locked.client.post("/tokenize", content=PROMPT).status_code == 400
+    for number in range(200):
+        locked.client.get("/info", headers=bearer(f"{KEY}{number}"))
+    request_logged(locked, "query")
+    info = locked.client.get("/info").text
+    log = locked.log.read_text()
+    for line in log.splitlines():
+        entry = json.loads(line)
+        assert {"time", "level", "logger", "message"} <= entry.keys()
+    assert any(" from " in json.loads(line)["message"] for line in log.splitlines()), "the worker's lines are there"
+    assert len(requests_logged(locked)) > 200
+    assert "canary" not in log and "canary" not in info
+    assert log.replace("\n", "").isprintable()
+
+
+def test_a_wrong_keys_file_ends_the_start_with_2_and_without_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(f"[[key]]\nkey = '{KEY}'\ntenant = 'a'\n[[key]]\nkey = '{KEY} '\ntenant = 'b'\n")
+    command = [sys.executable, "-m", "servekit", "serve", "--api-keys-file", str(path), "--log-format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    (told,) = map(json.loads, done.stderr.splitlines())
+    assert told["message"].startswith(f"{path}: [[key]] 2: key is empty")
+    assert KEY not in done.stderr

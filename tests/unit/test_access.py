@@ -1,0 +1,543 @@
+"""Claims about who may come in and what the log says of it: the whole application, asked without a socket between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from io import StringIO
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from servekit.api import create_app
+from servekit.api.http import caller_of
+from servekit.caller import Caller
+from servekit.config import ServeConfig
+from servekit.engine import LLMEngine
+from servekit.errors import ConfigError, QueueFull
+from servekit.generation_request import GenerationRequest
+from servekit.keys import parse_keys_file
+from servekit.logs import JsonFormatter, TextFormatter
+from servekit.server import read_keys
+
+KEY = "canary-key"
+FILE = f"""
+[[key]]
+key = "{KEY}"
+tenant = "search"
+[[key]]
+key = "narrow"
+tenant = "batch"
+max_concurrent_requests = 2
+min_priority = 7
+[[key]]
+key = "slow"
+tenant = "batch"
+requests_per_minute = 3
+"""
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "QUERY", "PROPFIND", "get"]
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        told: dict[str, Any] = json.loads(self.body)["error"]
+        return told
+
+
+def make_app(**settings: Any) -> Starlette:
+    """Its engine is not started: whatever is let in is told that the model is not ready."""
+    return create_app(LLMEngine(ServeConfig(**settings)))
+
+
+def guarded(**settings: Any) -> Starlette:
+    keys = parse_keys_file(FILE.encode(), "keys.toml")
+    return create_app(LLMEngine(ServeConfig(api_keys_file="keys.toml", **settings)), keys)
+
+
+@cache
+def shared() -> Starlette:
+    """For those who leave it as it was: making one takes a tenth of a second."""
+    return guarded()
+
+
+def make_scope(method: str, path: str, *headers: tuple[str, str]) -> Scope:
+    return {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode("utf-8", "replace"),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "http_version": "1.1",
+        "headers": [(name.encode(), value.encode("latin-1")) for name, value in headers],
+        "server": ("127.0.0.1", 8000),
+        "client": ("127.0.0.1", 1),
+    }
+
+
+async def ask(app: Starlette, method: str, path: str, *headers: tuple[str, str], body: bytes = b"") -> Answer:
+    sent: list[Message] = []
+
+    to_receive: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if to_receive:
+            return to_receive.pop()
+        await asyncio.Event().wait()  # the client waits for its answer
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app(make_scope(method, path, *headers), receive, send)
+    start = sent[0]
+    told = {name.decode(): value.decode() for name, value in start["headers"]}
+    assert len(told) == len(start["headers"]), "a header came twice"
+    return Answer(start["status"], told, b"".join(message.get("body", b"") for message in sent[1:]))
+
+
+def bearer(key: str) -> tuple[str, str]:
+    return "authorization", f"Bearer {key}"
+
+
+# -- without a key -----------------------------------------------------------------------------------------------------
+
+
+async def test_no_route_answers_without_a_key_but_health_and_ready() -> None:
+    app = shared()
+    assert all(type(route) is Route for route in app.routes), "a mounted application has routes that are not asked here"
+    paths = {re.sub(r"\{.*?\}", "x", route.path) for route in app.routes if isinstance(route, Route)}
+    assert len(paths) >= 17
+    open_to_all = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/ready"), ("HEAD", "/ready")}
+    for path in paths | {"/nowhere", "", "*", "/admin/../info"}:
+        for method in METHODS:
+            answer = await ask(app, method, path)
+            if (method, path) in open_to_all:
+                assert answer.status in (200, 503), (method, path)
+                continue
+            assert answer.status == 401, (method, path)
+            assert answer.error["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("//health", "/health/", "/HEALTH", "/health//", "/health/.", "/health/../generate", "/generate/../health"),
+        *("//generate", "/./health", "/health;x", "/health?", "/health#", "/health\x00", "/health\n", "/health ", " "),
+        *("health", "http://127.0.0.1/health", "/ready/../info", "/\u2028health", "/health%2f..%2finfo", "/\\health"),
+    ],
+)
+async def test_what_looks_like_a_public_path_is_none(path: str) -> None:
+    assert (await ask(shared(), "GET", path)).status == 401
+
+
+async def test_what_is_mounted_or_added_later_wants_a_key_too() -> None:
+    app = guarded()
+    reached: list[str] = []
+
+    async def anything(scope: Scope, receive: Receive, send: Send) -> None:
+        reached.append(scope["path"])
+
+    app.mount("/health", anything)
+    app.mount("/console", anything)
+    for path in ("/health/x", "/console", "/console/health"):
+        assert (await ask(app, "GET", path)).status == 401
+    assert reached == []
+
+
+async def test_a_websocket_is_closed_before_it_is_open() -> None:
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    for path in ("/generate_stream", "/health"):
+        await shared()({**make_scope("GET", path), "type": "websocket"}, receive, send)
+    assert sent == [{"type": "websocket.close", "code": 1008}] * 2
+
+
+async def test_without_keys_nobody_needs_one() -> None:
+    assert (await ask(make_app(), "GET", "/version")).status == 200
+
+
+def test_a_keys_file_that_nobody_read_stops_the_server_rather_than_opening_it() -> None:
+    with pytest.raises(AssertionError, match="nobody would need a key"):
+        make_app(api_keys_file="keys.toml")
+
+
+# -- with one ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        ("authorization", f"Bearer {KEY}"),
+        ("authorization", f"bearer {KEY}"),
+        ("authorization", f"BEARER  {KEY} "),
+        ("x-api-key", KEY),
+    ],
+)
+async def test_a_key_opens_in_either_header(header: tuple[str, str]) -> None:
+    app = shared()
+    assert (await ask(app, "GET", "/version", header)).status == 200
+    assert (await ask(app, "GET", "/nowhere", header)).status == 404
+    beside_a_proxys = await ask(app, "GET", "/version", ("authorization", "Basic eDp5"), ("x-api-key", KEY))
+    assert beside_a_proxys.status == 200
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(("authorization", value) for value in ("", "Bearer", "Bearer ", KEY, f"Basic {KEY}", f"Bearer{KEY}")),
+        *(("authorization", value) for value in (f"Bearer {KEY}x", f"Bearer {KEY.upper()}", f"Bearer x, Bearer {KEY}")),
+        *(("x-api-key", value) for value in ("", f"Bearer {KEY}", "\xff" * 50, f"{KEY},{KEY}")),
+        *((("cookie", f"key={KEY}"), ("api-key", KEY), ("proxy-authorization", f"Bearer {KEY}"))),
+    ],
+)
+async def test_anything_else_does_not(header: tuple[str, str]) -> None:
+    answer = await ask(shared(), "GET", "/version", header)
+    assert answer.status == 401
+    assert KEY not in answer.body.decode()
+
+
+async def test_both_the_settings_and_the_files_keys_open() -> None:
+    app = create_app(
+        LLMEngine(ServeConfig(api_key="one,two", api_keys_file="keys.toml")),
+        parse_keys_file(FILE.encode(), "keys.toml"),
+    )
+    for key in ("one", "two", KEY):
+        assert (await ask(app, "GET", "/version", bearer(key))).status == 200
+    assert (await ask(app, "GET", "/version", bearer("one,two"))).status == 401
+
+
+async def test_the_caller_is_the_keys_and_not_the_requests() -> None:
+    app, callers = guarded(), []
+
+    async def whoami(request: Request) -> Response:
+        callers.append(caller_of(request))
+        return Response()
+
+    app.add_route("/whoami", whoami)
+    claims = (("x-tenant", "root"), ("x-request-id", "trace-1"))
+    for key in (KEY, "narrow"):
+        await ask(app, "GET", "/whoami", bearer(key), *claims)
+    assert callers == [Caller("search", "trace-1"), Caller("batch", "trace-1", 7)]
+
+
+async def test_a_request_goes_no_sooner_than_its_key_may() -> None:
+    app, priorities = guarded(), []
+
+    async def submit(wanted: GenerationRequest, caller: Caller, arrival_s: float | None) -> None:
+        priorities.append((caller.tenant, wanted.priority))
+        raise QueueFull("enough was seen")
+
+    app.state.engine.submit = submit
+    for key in ("narrow", KEY):
+        for priority in (-1000, 0, 9):
+            body = json.dumps({"prompt": "a", "priority": priority}).encode()
+            assert (await ask(app, "POST", "/generate", bearer(key), body=body)).status == 503
+    assert priorities == [("batch", 7), ("batch", 7), ("batch", 9), ("search", -1000), ("search", 0), ("search", 9)]
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+async def test_over_a_limit_is_429_with_the_seconds_to_wait() -> None:
+    app = guarded()
+    for _ in range(3):
+        assert (await ask(app, "GET", "/version", bearer("slow"))).status == 200
+    answer = await ask(app, "GET", "/version", bearer("slow"))
+    assert answer.status == 429
+    assert answer.headers["retry-after"] == "20"
+    assert answer.error["code"] == "rate_limit_exceeded" and answer.error["type"] == "rate_limit_error"
+    assert "3 a minute (requests_per_minute)" in answer.error["message"]
+    assert (await ask(app, "GET", "/version", bearer("narrow"))).status == 200, "another key of the same tenant"
+    assert (await ask(app, "GET", "/health", bearer("slow"))).status == 200, "public is public"
+
+
+async def test_a_request_counts_until_its_response_has_ended_however_it_does() -> None:
+    app = guarded()
+    let_go = asyncio.Event()
+
+    async def wait(_: Request) -> Response:
+        await let_go.wait()
+        return Response()
+
+    async def fail(_: Request) -> Response:
+        raise RuntimeError("a bug")
+
+    app.add_route("/wait", wait)
+    app.add_route("/fail", fail)
+    narrow = bearer("narrow")
+    waiting = [asyncio.create_task(ask(app, "GET", "/wait", narrow)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert (await ask(app, "GET", "/version", narrow)).status == 429
+    waiting[0].cancel()
+    await asyncio.gather(waiting[0], return_exceptions=True)
+    for _ in range(5):
+        assert (await ask(app, "GET", "/fail", narrow)).status == 500
+        assert (await ask(app, "GET", "/nowhere", narrow)).status == 404
+        assert (await ask(app, "DELETE", "/version", narrow)).status == 405
+        assert (await ask(app, "POST", "/generate", narrow)).status in (400, 503)
+    let_go.set()
+    assert (await waiting[1]).status == 200
+    let_go.clear()
+    waiting = [asyncio.create_task(ask(app, "GET", "/wait", narrow)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert (await ask(app, "GET", "/version", narrow)).status == 429, "none was given back twice"
+    let_go.set()
+    assert [answer.status for answer in await asyncio.gather(*waiting)] == [200, 200]
+
+
+# -- ids and the log ---------------------------------------------------------------------------------------------------
+
+HOSTILE = [
+    "",
+    " ",
+    "a b",
+    "a\tb",
+    "x" * 65,
+    "x" * 65536,
+    "\x1b[31m",
+    "id\u0085",
+    "\xe9",
+    "a/b",
+    '"},{"',
+    "a\x00",
+    "%0a",
+]
+
+
+async def test_a_harmless_request_id_is_kept_and_any_other_replaced() -> None:
+    app = shared()
+    for request_id in ("a", "A-1_b.c", "x" * 64):
+        answer = await ask(app, "GET", "/version", ("x-request-id", request_id))
+        assert answer.headers["x-request-id"] == request_id
+    made = [await ask(app, "GET", "/version", ("x-request-id", hostile)) for hostile in [*HOSTILE, "two\nlines"]]
+    ids = [answer.headers["x-request-id"] for answer in made]
+    assert all(re.fullmatch("[0-9a-f]{32}", request_id) for request_id in ids)
+    assert len(set(ids)) == len(ids)
+
+
+async def test_every_answer_has_its_id() -> None:
+    app = guarded(cors_origins="*")
+
+    async def fail(_: Request) -> Response:
+        raise RuntimeError("a bug")
+
+    app.add_route("/fail", fail)
+    named = ("x-request-id", "mine")
+    asked = [("GET", "/health"), ("GET", "/version"), ("GET", "/nowhere"), ("PUT", "/version"), ("GET", "/fail")]
+    statuses = []
+    for method, path in asked:
+        answer = await ask(app, method, path, bearer(KEY), named)
+        statuses.append(answer.status)
+        assert answer.headers["x-request-id"] == "mine"
+    assert statuses == [200, 200, 404, 405, 500]
+    preflight = await ask(
+        app, "OPTIONS", "/generate", named, ("origin", "a:b"), ("access-control-request-method", "GET")
+    )
+    assert preflight.headers["x-request-id"] == "mine"
+
+
+class Log:
+    """What was logged by everybody, as a formatter writes it."""
+
+    def __init__(self, formatter: logging.Formatter) -> None:
+        self._stream = StringIO()
+        self.handler = logging.StreamHandler(self._stream)
+        self.handler.setFormatter(formatter)
+
+    @property
+    def text(self) -> str:
+        return self._stream.getvalue()
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.text.splitlines()]
+
+
+def logging_to(formatter: logging.Formatter) -> Iterator[Log]:
+    log, root = Log(formatter), logging.getLogger()
+    level = root.level
+    root.addHandler(log.handler)
+    root.setLevel(logging.DEBUG)
+    yield log
+    root.removeHandler(log.handler)
+    root.setLevel(level)
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    yield from logging_to(JsonFormatter())
+
+
+@pytest.fixture
+def text_log() -> Iterator[Log]:
+    yield from logging_to(TextFormatter())
+
+
+async def test_a_request_is_one_line_that_says_who_what_and_how_it_went(log: Log) -> None:
+    app = shared()
+    await ask(app, "GET", "/version", bearer(KEY), ("x-request-id", "a-1"))
+    await ask(app, "POST", "/generate", ("x-request-id", "a-2"))
+    await ask(app, "GET", "/metrics", bearer(KEY))
+    await ask(app, "GET", "/metrics")
+    first, denied, routine, denied_routine = (line for line in log.lines if line["message"] == "request")
+    assert first.pop("duration_ms") < 1000
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first.pop("time"))
+    assert first == {
+        "level": "info",
+        "logger": "servekit",
+        "message": "request",
+        "method": "GET",
+        "path": "/version",
+        "status": 200,
+        "client_left": False,
+        "tenant": "search",
+        "request_id": "a-1",
+    }
+    assert (denied["request_id"], denied["status"], denied["tenant"]) == ("a-2", 401, "")
+    assert routine["level"] == "debug" and denied_routine["level"] == "info"
+
+
+async def test_a_bug_is_one_entry_with_its_request_id(log: Log, text_log: Log) -> None:
+    app = guarded()
+
+    async def fail(_: Request) -> Response:
+        raise RuntimeError("two\n2026-01-01 00:00:00 INFO    servekit  forged\x1b[2J")
+
+    app.add_route("/fail", fail)
+    assert (await ask(app, "GET", "/fail", bearer(KEY), ("x-request-id", "a-1"))).status == 500
+    (bug,) = [line for line in log.lines if line["level"] == "error"]
+    assert bug["request_id"] == "a-1" and "Traceback" in bug["exception"] and "forged" in bug["exception"]
+    assert "\x1b" not in text_log.text
+    for line in text_log.text.splitlines():
+        assert line.startswith("    ") or re.match(r"\d\d:\d\d:\d\d (DEBUG|INFO|ERROR) ", line), line
+
+
+async def test_hostile_ids_and_paths_end_no_line_and_forge_no_field(log: Log, text_log: Log) -> None:
+    app = shared()
+    paths = [
+        "/a\r\nb",
+        "/\x1b[31m",
+        "/\u2028x",
+        "/\u0085x",
+        "/ status=200 x=",
+        '/","level":"x',
+        "/" + "x" * 70000,
+    ]
+    for hostile in HOSTILE:
+        await ask(app, "GET", "/version", ("x-request-id", hostile))
+    for path in paths:
+        await ask(app, "GET", path)
+        await ask(app, "G\nX", path, bearer(KEY))
+    entries = [line for line in log.lines if line["message"] == "request"]
+    assert len(entries) == len(HOSTILE) + 2 * len(paths)
+    lines = [line for line in text_log.text.splitlines() if " request " in line]
+    assert len(lines) == len(entries)
+    for text in (log.text, text_log.text):
+        assert text.replace("\n", "").isprintable()
+        assert max(map(len, text.splitlines())) < 2500
+    for line in lines:
+        assert len(re.findall(r"(?:^| )status=(\d+)", re.sub(r'"(?:\\.|[^"\\])*"', "", line))) == 1
+
+
+async def test_a_key_is_in_no_log_and_no_answer(log: Log, text_log: Log) -> None:
+    app = shared()
+    for number in range(500):
+        shown = bearer(KEY), bearer(f"{KEY}-{number}"), ("x-api-key", f"{number}{KEY}"), ("authorization", KEY)
+        answer = await ask(app, "GET", ("/info", "/nowhere")[number % 2], shown[number % 4])
+        assert KEY.encode() not in answer.body
+        answer = await ask(app, "POST", "/generate", shown[number // 2 % 4], ("x-request-id", f"{number}"))
+        assert KEY.encode() not in answer.body
+    assert len(log.lines) >= 1000
+    assert KEY not in log.text and KEY not in text_log.text
+
+
+# -- pages of other origins --------------------------------------------------------------------------------------------
+
+PREFLIGHT = (
+    ("access-control-request-method", "POST"),
+    ("access-control-request-headers", "authorization,x-stainless-os"),
+)
+
+
+async def test_pages_of_other_origins_may_not_call_unless_told_otherwise() -> None:
+    app = shared()
+    answer = await ask(app, "GET", "/version", bearer(KEY), ("origin", "https://a.example"))
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+    assert (await ask(app, "OPTIONS", "/generate", ("origin", "https://a.example"), *PREFLIGHT)).status == 401
+
+
+async def test_a_page_may_ask_before_it_asks_and_reads_its_refusals() -> None:
+    app = guarded(cors_origins="https://a.example, http://localhost:3000")
+    origin = ("origin", "http://localhost:3000")
+    answer = await ask(app, "OPTIONS", "/generate", origin, *PREFLIGHT)
+    assert answer.status == 200
+    assert answer.headers["access-control-allow-origin"] == "http://localhost:3000"
+    assert answer.headers["access-control-allow-headers"] == "authorization,x-stainless-os"
+    for _ in range(4):
+        refused = await ask(app, "GET", "/version", bearer("slow"), origin)
+    denied = await ask(app, "GET", "/version", origin)
+    assert (refused.status, denied.status) == (429, 401)
+    for told in (refused, denied):
+        assert told.headers["access-control-allow-origin"] == "http://localhost:3000"
+        assert told.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After"
+    stranger = ("origin", "https://b.example")
+    assert (await ask(app, "OPTIONS", "/generate", stranger, *PREFLIGHT)).status == 400
+    answer = await ask(app, "GET", "/version", bearer(KEY), stranger)
+    assert "access-control-allow-origin" not in answer.headers
+    assert (await ask(app, "OPTIONS", "/generate", origin)).status == 401, "no preflight: a request like any other"
+
+
+async def test_all_origins_may_be_let_in_but_none_with_cookies() -> None:
+    answer = await ask(guarded(cors_origins="*"), "GET", "/version", bearer(KEY), ("origin", "null"))
+    assert answer.headers["access-control-allow-origin"] == "*"
+    assert "access-control-allow-credentials" not in answer.headers
+
+
+@pytest.mark.parametrize("setting", ["", "example.org", "https://a.example/", "https://a.example,", "https://a b"])
+def test_what_is_no_origin_is_refused_at_the_start(setting: str) -> None:
+    with pytest.raises(ConfigError, match="cors_origins: "):
+        make_app(cors_origins=setting)
+
+
+def test_keys_are_refused_at_the_start_if_there_is_none() -> None:
+    with pytest.raises(ConfigError, match="api_key: key 1 of 1 is empty"):
+        make_app(api_key="")
+    with pytest.raises(ConfigError, match=r"'/nowhere/keys.toml': No such file"):
+        read_keys(ServeConfig(api_keys_file="/nowhere/keys.toml"))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "a.example", ""])  # noqa: S104
+def test_a_server_that_others_can_reach_warns_that_it_asks_for_no_key(log: Log, host: str) -> None:
+    read_keys(ServeConfig(host=host))
+    (warning,) = log.lines
+    assert warning["level"] == "warning" and "--api-key" in warning["message"]
+    read_keys(ServeConfig(host=host, api_key="a"))
+    for loopback in ("localhost", "127.0.0.1", "127.9.9.9", "::1"):
+        read_keys(ServeConfig(host=loopback))
+    assert len(log.lines) == 1
