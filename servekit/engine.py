@@ -177,7 +177,7 @@ class LLMEngine:
     def drain(self) -> None:
         """Let nobody in from now on; those who are in go on."""
         self._is_draining = True
-        self.metrics.draining.set(1)
+        self.metrics.is_draining = True
 
     async def wait_until_failed(self) -> None:
         """Return when the main loop has ended by itself, which it does only on failure."""

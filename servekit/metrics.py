@@ -205,7 +205,9 @@ class Metrics:
         self.step_token_limit.set(config.max_num_batched_tokens)
 
         # -- the server
-        self.draining = self._gauge("draining", "1 while the server ends and takes no new requests.")
+        self.is_draining = False  # set by a signal's handler, which must not wait for a metric's lock
+        draining = self._gauge("draining", "1 while the server ends and takes no new requests.")
+        draining.set_function(lambda: float(self.is_draining))
         self.event_loop_lag = self._histogram(
             "api_event_loop_lag_seconds", "How late a timer of the event loop is.", _STEP_BUCKETS
         )

@@ -163,6 +163,14 @@ def test_no_number_of_error_codes_makes_more_series_than_a_hundred() -> None:
     assert refused["admission_rejections_total", "other"] == 900
 
 
+def test_a_drain_that_begins_in_the_midst_of_a_scrape_is_told() -> None:
+    """A signal's handler runs between any two instructions, also where a lock is held that it would wait for."""
+    metrics = make_metrics()
+    assert samples(metrics)["draining",] == 0
+    metrics.is_draining = True
+    assert samples(metrics)["draining",] == 1
+
+
 def test_secrets_are_in_no_label() -> None:
     metrics = make_metrics(api_key="hunter2", max_num_seqs=17)
     metrics.http_request("/generate", "POST", 200)
