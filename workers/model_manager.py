@@ -6,6 +6,7 @@ differ by family, but seen: one forward pass with an attention function that rec
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from servekit.errors import ConfigError
 from servekit.messages import ModelInfo
 from workers.attention import PAGED_ATTENTION
+from workers.checkpoint import WEIGHTS, check_num_layers, check_num_parameters, find_weights
 from workers.kv_cache import LayerShape
 
 log = logging.getLogger("servekit.worker")
@@ -63,11 +65,11 @@ class ModelManager:
     def load(self, path: Path, dtype: str, max_model_len: int | None) -> LoadedModel:
         """Load the model in `path`. Raises ConfigError, by name, for what cannot be served."""
         config = _read_config(path)
-        architecture = (config.architectures or [config.model_type])[0]
-        if not any(path.glob("*.safetensors")):
-            raise ConfigError(f"{path} holds no .safetensors weights; servekit loads no other format")
+        architecture = str((config.architectures or [config.model_type])[0])
+        files = find_weights(path)
         log.info("loading %s from %s", architecture, path)
         with _refusals(architecture):
+            _check_extent(config, files)
             # With loading info it answers a pair, which its annotations do not know.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -98,9 +100,22 @@ class ModelManager:
 
 def _read_config(path: Path) -> Any:
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} holds no model configuration that can be served: {_first_line(error)}") from None
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever transformers makes of a file that is not what it should be
+        raise ConfigError(f"{path} holds no model configuration that can be served: {_in_a_line(error)}") from None
+    if getattr(config, "transformers_weights", WEIGHTS) not in (None, WEIGHTS):
+        raise ConfigError(f"{path / 'config.json'} has transformers_weights; the weights must be in {WEIGHTS}")
+    return config
+
+
+def _check_extent(config: Any, files: list[Path]) -> None:
+    """Refuse what the files cannot hold: transformers would take the memory for it, and hours to fill it with noise."""
+    check_num_layers(files, config.get_text_config().num_hidden_layers)
+    with torch.device("meta"):
+        described = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
+        )
+    check_num_parameters(files, described.num_parameters())
 
 
 def _check_complete(report: Mapping[str, Any], path: Path) -> None:
@@ -110,8 +125,10 @@ def _check_complete(report: Mapping[str, Any], path: Path) -> None:
         raise ConfigError(f"{path} lacks {len(missing)} of the model's weights, among them {', '.join(missing[:3])}")
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _in_a_line(error: Exception) -> str:
+    """What it says, and what it is where that is not said in transformers' own words."""
+    said = " ".join(str(error).split())[:300]
+    return said if said and isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {said}"
 
 
 @contextmanager
@@ -119,12 +136,19 @@ def _refusals(architecture: str) -> Iterator[None]:
     """Turn what transformers says about a model it cannot run our way into a refusal by name."""
     try:
         yield
-    except KeyError as error:  # older model files choose among attention classes of their own, by name
-        raise _refusal(architecture, "it brings its own attention") from error
+    except ConfigError:
+        raise
     except SafetensorError as error:
-        raise ConfigError(f"the model's weights are damaged or incomplete: {_first_line(error)}") from error
+        raise ConfigError(f"the model's weights are damaged or incomplete: {error}") from error
     except (ImportError, OSError, ValueError, NotImplementedError) as error:
-        raise _refusal(architecture, _first_line(error)) from error
+        raise _refusal(architecture, _in_a_line(error)) from error
+    except Exception as error:
+        # Older model files choose among attention classes of their own, by name.
+        if isinstance(error, KeyError) and error.args[0] in (PAGED_ATTENTION, RECORDING_ATTENTION):
+            raise _refusal(architecture, "it brings its own attention") from error
+        if "ignore_mismatched_sizes" in str(error):
+            raise ConfigError("the model's weights have other shapes than its configuration describes") from error
+        raise ConfigError(f"the model's files do not make a model: {_in_a_line(error)}") from error
 
 
 def _refusal(architecture: str, why: str) -> ConfigError:
@@ -277,17 +301,29 @@ def _describe(model: PreTrainedModel, architecture: str, path: Path, max_model_l
         num_parameters=model.num_parameters(),
         vocab_size=config.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=_as_tuple(generation.eos_token_id) or _as_tuple(config.eos_token_id),
-        default_temperature=_default_temperature(generation),
-        default_top_k=getattr(generation, "top_k", None) or 0,
-        default_top_p=getattr(generation, "top_p", None) or 1.0,
+        eos_token_ids=tuple(
+            int(_within("eos_token_id", token_id, 0, 2**31 - 1))
+            for token_id in _as_tuple(generation.eos_token_id) or _as_tuple(config.eos_token_id)
+        ),
+        default_temperature=_within("temperature", _default_temperature(generation), 0, 100),
+        default_top_k=int(_within("top_k", getattr(generation, "top_k", None) or 0, -1, 2**31 - 1)),
+        default_top_p=_within("top_p", getattr(generation, "top_p", None) or 1.0, 0, 1),
     )
+
+
+def _within(name: str, value: Any, lowest: float, highest: float) -> float:
+    """A number that the model's makers recommend. Raises ConfigError for one that no request could ask for."""
+    if not isinstance(value, int | float) or not lowest <= value <= highest:
+        raise ConfigError(f"the model's {name} = {str(value)[:40]!r} is no number from {lowest} to {highest}")
+    return value
 
 
 def _resolve_max_model_len(config: Any, wanted: int | None) -> int:
     trained: int | None = getattr(config, "max_position_embeddings", None)
     if trained is None and wanted is None:
         raise ConfigError("the model does not tell its context length; set --max-model-len")
+    if trained is not None and trained < 1:
+        raise ConfigError(f"the model's configuration tells of a context of {trained} tokens")
     if trained is not None and wanted is not None and wanted > trained:
         raise ConfigError(f"max_model_len = {wanted} exceeds the model's context of {trained} tokens")
     return wanted or trained or 0
@@ -319,7 +355,7 @@ def _generation_config(path: Path) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path / 'generation_config.json'}: {_first_line(error)}") from None
+        raise ConfigError(f"{path / 'generation_config.json'}: {_in_a_line(error)}") from None
 
 
 def _default_temperature(generation: GenerationConfig) -> float:

@@ -1,0 +1,353 @@
+"""Claims about models from strangers: nothing in their directory is run, and what is no model is refused in a sentence.
+
+A canary is a file that any of their code would make.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from servekit.chat_template import render_chat
+from servekit.errors import ConfigError
+from servekit.model_files import DEMO_MODEL_PATH, find_chat_template
+from servekit.sandbox_jobs import Done, RenderChat
+from servekit.tokenizer import load_tokenizer
+from tests.e2e.bad_inputs import INJECTIONS
+from tests.inprocess import load
+from tests.tiny_models import ARCHITECTURES, make_model
+from tests.torture.model_files import run
+from tests.torture.report import table
+from workers.checkpoint import INDEX, WEIGHTS
+
+TENSOR = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model(path, *ARCHITECTURES["llama"])
+    return path
+
+
+@pytest.fixture
+def copied(model: Path, tmp_path: Path) -> Path:
+    shutil.copytree(model, tmp_path / "model")
+    return tmp_path / "model"
+
+
+class Bomb:
+    """Makes the canary when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.canary,)
+
+
+def configure(path: Path, file: str = "config.json", **fields: Any) -> None:
+    known = json.loads((path / file).read_text())
+    (path / file).write_text(json.dumps(known | fields))
+
+
+def index(path: Path, name: str) -> None:
+    tensors = dict.fromkeys(load_file(path / WEIGHTS), name) if (path / WEIGHTS).exists() else {TENSOR: name}
+    (path / WEIGHTS).unlink(missing_ok=True)
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": tensors}))
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def only_a_pickle(path: Path, bomb: bytes) -> None:
+    (path / WEIGHTS).unlink()
+    (path / "pytorch_model.bin").write_bytes(bomb)
+
+
+def a_pickle_by_another_name(path: Path, bomb: bytes) -> None:
+    (path / WEIGHTS).write_bytes(bomb)
+
+
+def torchs_format_by_another_name(path: Path, _: bytes) -> None:
+    torch.save(load_file(path / WEIGHTS), path / "new")
+    (path / "new").rename(path / WEIGHTS)
+
+
+def an_index_of_a_pickle(path: Path, bomb: bytes) -> None:
+    index(path, "evil.bin")
+    (path / "evil.bin").write_bytes(bomb)
+
+
+def an_index_of_torchs_format(path: Path, _: bytes) -> None:
+    torch.save(load_file(path / WEIGHTS), path / "weights.pt")
+    index(path, "weights.pt")
+
+
+def an_index_of_somewhere_else(path: Path, _: bytes) -> None:
+    shutil.copy(path / WEIGHTS, path.parent / "other.safetensors")
+    index(path, "../other.safetensors")
+
+
+def an_index_of_an_absolute_path(path: Path, _: bytes) -> None:
+    shutil.copy(path / WEIGHTS, path.parent / "other.safetensors")
+    index(path, str(path.parent / "other.safetensors"))
+
+
+def an_index_of_nothing(path: Path, _: bytes) -> None:
+    index(path, "nowhere.safetensors")
+
+
+def an_index_that_is_none(path: Path, _: bytes) -> None:
+    (path / WEIGHTS).unlink()
+    (path / INDEX).write_bytes(b'{"weight_map": ' + b"[" * 10**5)
+
+
+def an_adapter_of_another_model(path: Path, _: bytes) -> None:
+    (path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/", "peft_type": "LORA"}))
+
+
+def weights_of_a_name_in_the_configuration(path: Path, bomb: bytes) -> None:
+    (path / "adapter_model.bin").write_bytes(bomb)
+    configure(path, transformers_weights="adapter_model.bin")
+
+
+def an_empty_file(path: Path, _: bytes) -> None:
+    (path / WEIGHTS).write_bytes(b"")
+
+
+def a_header_of_a_terabyte(path: Path, _: bytes) -> None:
+    (path / WEIGHTS).write_bytes((2**40).to_bytes(8, "little") + b"{}")
+
+
+WEIGHTS_OF_STRANGERS = [
+    only_a_pickle,
+    a_pickle_by_another_name,
+    torchs_format_by_another_name,
+    an_index_of_a_pickle,
+    an_index_of_torchs_format,
+    an_index_of_somewhere_else,
+    an_index_of_an_absolute_path,
+    an_index_of_nothing,
+    an_index_that_is_none,
+    an_adapter_of_another_model,
+    weights_of_a_name_in_the_configuration,
+    an_empty_file,
+    a_header_of_a_terabyte,
+]
+
+
+@pytest.mark.parametrize("put", WEIGHTS_OF_STRANGERS, ids=lambda put: put.__name__)
+def test_only_safetensors_of_the_directory_itself_are_opened(
+    copied: Path, tmp_path: Path, put: Callable[[Path, bytes], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpickled: list[Any] = []
+    monkeypatch.setattr(torch, "load", lambda *arguments, **_: unpickled.append(arguments))
+    canary = tmp_path / "canary"
+    put(copied, pickle.dumps({TENSOR: Bomb(canary)}))
+    with pytest.raises(ConfigError) as refusal:
+        load(copied)
+    assert len(refusal.value.message) < 600 and "\n" not in refusal.value.message
+    assert not canary.exists() and not unpickled
+
+
+def test_a_pickle_beside_the_weights_is_left_alone(copied: Path, tmp_path: Path) -> None:
+    (copied / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "canary")))
+    load(copied)
+    assert not (tmp_path / "canary").exists()
+    pickle.loads((copied / "pytorch_model.bin").read_bytes())  # noqa: S301
+    assert (tmp_path / "canary").exists(), "the test of the test"
+
+
+def test_weights_in_several_files_are_loaded(copied: Path) -> None:
+    tensors = load_file(copied / WEIGHTS)
+    names = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    for file in set(names.values()):
+        save_file({name: tensors[name] for name in names if names[name] == file}, copied / file, {"format": "pt"})
+    (copied / WEIGHTS).unlink()
+    (copied / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": names}))
+    assert load(copied).info.num_parameters == sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_tampered_headers_are_refused_soon_and_cost_no_memory() -> None:
+    findings = run(500)
+    assert all(finding.is_kept for finding in findings), table(findings)
+
+
+# -- code --------------------------------------------------------------------------------------------------------------
+
+CODE_FILES = [
+    "modeling_x",
+    "configuration_x",
+    "tokenization_x",
+    "processing_x",
+    "modeling_llama",
+    "custom_generate.generate",
+]
+AUTO_MAP = {
+    "AutoConfig": "configuration_x.X",
+    "AutoModelForCausalLM": "modeling_x.X",
+    "AutoModel": "modeling_x.X",
+    "AutoTokenizer": ["tokenization_x.X", None],
+    "AutoProcessor": "processing_x.X",
+}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "x"])
+def test_no_code_of_a_model_is_run(copied: Path, tmp_path: Path, model_type: str) -> None:
+    canary = tmp_path / "canary"
+    for name in CODE_FILES:
+        file = copied / f"{name.replace('.', '/')}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"import pathlib; pathlib.Path({str(canary)!r}).touch()\nclass X: pass\n")
+    shutil.copy(DEMO_MODEL_PATH / "tokenizer.json", copied)
+    tokenizer_config = {"auto_map": {"AutoTokenizer": ["tokenization_x.X", None]}, "tokenizer_class": "X"}
+    (copied / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    configure(copied, auto_map=AUTO_MAP, model_type=model_type, architectures=["X"], _attn_implementation="evil/kernel")
+    configure(copied, "generation_config.json", custom_generate="evil/repository")
+    load_tokenizer(copied).close()
+    find_chat_template(copied)
+    if model_type == "llama":
+        load(copied)
+    else:
+        with pytest.raises(ConfigError, match="no model configuration that can be served"):
+            load(copied)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("template", INJECTIONS)
+def test_a_template_reaches_nothing_but_its_conversation(template: str) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    outcome = render_chat(RenderChat(template, messages, True, False, {}))
+    text = outcome.text if isinstance(outcome, Done) else ""
+    for leak in ("<class", "<module", "<built-in", "<function", "<code", "uid=", "root:", "__globals__': "):
+        assert leak not in text, text
+
+
+# -- what is no model --------------------------------------------------------------------------------------------------
+
+NO_CONFIGURATIONS: list[dict[str, Any]] = [
+    {"hidden_size": 2**40},
+    {"hidden_size": 6 * 2**40},
+    {"hidden_size": 10**30},
+    {"hidden_size": -6},
+    {"hidden_size": 1.5},
+    {"hidden_size": "48"},
+    {"hidden_size": None},
+    {"vocab_size": 2**40},
+    {"vocab_size": 2**24},
+    {"vocab_size": 0},
+    {"vocab_size": -5},
+    {"intermediate_size": 2**40},
+    {"num_hidden_layers": 2**20},
+    {"num_hidden_layers": 0},
+    {"num_hidden_layers": -1},
+    {"num_hidden_layers": 4},
+    {"num_attention_heads": 0},
+    {"num_key_value_heads": 0},
+    {"num_key_value_heads": 5},
+    {"head_dim": 2**31},
+    {"head_dim": 0},
+    {"max_position_embeddings": 0},
+    {"max_position_embeddings": -1},
+    {"hidden_act": "os.system"},
+    {"rms_norm_eps": "x"},
+    {"model_type": "../x"},
+    {"model_type": None},
+    {"rope_parameters": {"rope_type": "evil", "rope_theta": 1}},
+    {"dtype": "os"},
+    {"layer_types": ["x"]},
+    {"pad_token_id": 10**9},
+    {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    {"tie_word_embeddings": "x"},
+]
+NO_DEFAULTS: list[dict[str, Any]] = [
+    {"temperature": -1.0, "do_sample": True},
+    {"temperature": 1e300, "do_sample": True},
+    {"temperature": "x", "do_sample": True},
+    {"top_p": 7.0, "do_sample": True},
+    {"top_k": -9, "do_sample": True},
+    {"top_k": 2**70, "do_sample": True},
+    {"eos_token_id": -2},
+    {"eos_token_id": 2**70},
+    {"eos_token_id": ["x"]},
+]
+NO_JSON = [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"a":' * 10**5, b'{"model_type": NaN}', b"\0" * 1000]
+
+
+def refused(path: Path) -> None:
+    """Within a second, in a line, and without taking memory for it."""
+    before, started_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    with pytest.raises(ConfigError) as refusal:
+        load(path)
+    assert time.perf_counter() - started_s < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
+    assert len(refusal.value.message) < 700 and "\n" not in refusal.value.message
+
+
+@pytest.mark.parametrize("fields", NO_CONFIGURATIONS, ids=str)
+def test_a_configuration_that_describes_no_such_model_is_refused(copied: Path, fields: dict[str, Any]) -> None:
+    configure(copied, **fields)
+    refused(copied)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "fields"), [("mlp", {"intermediate_size": 2**40}), ("embed", {"vocab_size": 2**24}), ("mlp", {})]
+)
+def test_what_is_not_in_the_files_is_not_made_up(copied: Path, lacks: str, fields: dict[str, Any]) -> None:
+    """transformers would, in whatever size the configuration tells, and fill it with noise."""
+    tensors = {name: tensor for name, tensor in load_file(copied / WEIGHTS).items() if lacks not in name}
+    save_file(tensors, copied / "new", {"format": "pt"})  # the other one is mapped into memory
+    (copied / "new").rename(copied / WEIGHTS)
+    configure(copied, **fields)
+    refused(copied)
+
+
+@pytest.mark.parametrize("fields", NO_DEFAULTS, ids=str)
+def test_defaults_that_no_request_could_ask_for_are_refused(copied: Path, fields: dict[str, Any]) -> None:
+    configure(copied, "generation_config.json", **fields)
+    refused(copied)
+
+
+@pytest.mark.parametrize("content", NO_JSON, ids=lambda content: repr(content[:12]))
+def test_files_that_are_no_json_are_refused(copied: Path, content: bytes) -> None:
+    for file in ("generation_config.json", "config.json"):
+        whole = (copied / file).read_bytes()
+        (copied / file).write_bytes(content)
+        if (file, content) != ("generation_config.json", b'{"model_type": NaN}'):  # which is a way to say nothing
+            refused(copied)
+        (copied / file).write_bytes(whole)
+    (copied / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"tokenizer"):
+        load_tokenizer(copied)
+
+
+def test_a_tokenizer_that_is_garbage_is_refused_or_works(tmp_path: Path) -> None:
+    whole = (DEMO_MODEL_PATH / "tokenizer.json").read_bytes()
+    dice = random.Random(5)
+    refusals = 0
+    for _ in range(200):
+        content = bytearray(whole)
+        for _ in range(dice.randrange(1, 4)):
+            content[dice.randrange(2000 if dice.random() < 0.5 else len(content))] = dice.randrange(256)
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        try:
+            tokenizer = load_tokenizer(tmp_path)
+        except ConfigError:
+            refusals += 1
+            continue
+        (token_ids,) = tokenizer.encode_now(["What color is the sky?"])
+        tokenizer.decode(token_ids)
+        tokenizer.close()
+    assert 20 < refusals < 200, "some bytes matter, and some do not"
