@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -15,8 +15,18 @@ from starlette.routing import Route
 
 from servekit import __version__
 from servekit.api.http import Endpoint, respond
+from servekit.errors import InternalError, RequestError, ServekitError, WorkerError
 
 _REFERENCE = "#/components/schemas/{name}"
+# Refusals that not every route knows.
+_OF_WISHES = {400, 504}  # where there is something to ask for
+_OF_BODIES = {404, 413, 415}
+_TELLS_MORE = {  # a header that comes with a refusal
+    401: {"WWW-Authenticate": {"schema": {"type": "string"}, "description": "how to show a key"}},
+    429: (_LATER := {"Retry-After": {"schema": {"type": "integer"}, "description": "try again after so many seconds"}}),
+    503: _LATER,
+}
+_STATES = ("/health", "/ready")  # open to everybody, and their 503 is an answer
 Json = dict[str, Any]
 
 
@@ -64,32 +74,61 @@ def _operation(endpoint: Endpoint, components: Json) -> Json:
     if endpoint.takes and endpoint.method == "GET":
         fields = components[endpoint.takes[0].__name__]["properties"]
         parameters += [
-            {"name": field, "in": "query", "schema": schema}
+            {"name": field, "in": "query", **_in_query(schema)}
             for field, schema in fields.items()
             if field not in endpoint.not_in_query
         ]
     elif endpoint.takes:
-        content = {"schema": _one_of(endpoint.takes), "example": endpoint.example}
+        content = {"schema": _any_of(endpoint.takes), "example": endpoint.example}
         operation["requestBody"] = {"required": True, "content": {"application/json": content}}
     if parameters:
         operation["parameters"] = parameters
     answers: Json = {}
     if endpoint.gives:
-        answers["application/json"] = {"schema": _one_of(endpoint.gives)}
+        answers["application/json"] = {"schema": _any_of(endpoint.gives)}
     if endpoint.streams:
-        answers["text/event-stream"] = {"schema": _one_of(endpoint.streams)}
-    refused = {"description": "Refused", "content": {"application/json": {"schema": _one_of((ErrorResponse,))}}}
+        answers["text/event-stream"] = {"schema": _any_of(endpoint.streams)}
     operation["responses"] = {
         "200": {"description": "OK", **({"content": answers} if answers else {})},
-        "4XX": refused,
-        "5XX": refused,
+        **dict(_refusals(endpoint)),
     }
     return operation
 
 
-def _one_of(kinds: tuple[Any, ...]) -> Json:
+def _in_query(schema: Json) -> Json:
+    """A field of the query string: lists by repetition, and an object written as JSON."""
+    is_object = any("$ref" in kind or kind.get("type") == "object" for kind in schema.get("anyOf", [schema]))
+    return {"content": {"application/json": {"schema": schema}}} if is_object else {"schema": schema}
+
+
+def _any_of(kinds: tuple[Any, ...]) -> Json:
+    """The schema of what is of one kind or another. What is of one may by chance be of another, too."""
     schemas, _ = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
-    return schemas[0] if len(schemas) == 1 else {"oneOf": list(schemas)}
+    return schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
+
+
+def _refusals(endpoint: Endpoint) -> Iterator[tuple[str, Json]]:
+    """(status, what it means) of each with which a route may refuse: what servekit.errors says, of whom it concerns."""
+    content = {"application/json": {"schema": _any_of((ErrorResponse,))}}
+    kinds: list[type[ServekitError]] = [*_leaves(RequestError), *_leaves(WorkerError), InternalError]
+    for status in sorted({kind.status for kind in kinds}):
+        if status in _OF_WISHES and not endpoint.takes:
+            continue
+        if status in _OF_BODIES and endpoint.method != "POST" and not (status == 404 and "{" in endpoint.path):
+            continue
+        if endpoint.path in _STATES and status in (401, 429, 503):
+            if status == 503:
+                yield "503", {"description": "Not now."}
+            continue
+        meanings = [(inspect.getdoc(kind) or "").split("\n")[0] for kind in kinds if kind.status == status]
+        told = {"description": " ".join(meanings), "content": content}
+        yield str(status), told | ({"headers": _TELLS_MORE[status]} if status in _TELLS_MORE else {})
+
+
+def _leaves(kind: type[ServekitError]) -> Iterator[type[ServekitError]]:
+    """The errors below one of the tree that stand for themselves."""
+    below = kind.__subclasses__()
+    yield from (leaf for inner in below for leaf in _leaves(inner)) if below else (kind,)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,174 @@
+"""Requests that Schemathesis makes of the server's own /openapi.json, thousands for each route that takes anything.
+
+Half of them are what the document allows and half what it forbids. A real server with a context of a few tokens gets
+them one after the other, so that what it accepts is short; making a case takes longer than answering it, and both go on
+at the same time, on a core each. Whatever the answer, its status must be documented and none of the server's own
+failures, and its body what the document says of that status.
+
+    python -m tests.torture.schemas --cases 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx2
+import jsonschema_rs
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import GenerationMode
+
+from tests.server_process import ServerProcess, serving
+from tests.torture.report import Finding, table
+
+Json = dict[str, Any]
+
+SEED = 20261121
+TINY = ("--max-model-len", "32", "--max-client-batch-size", "4", "--num-kv-blocks", "64", "--sandbox-timeout", "1")
+# What the server may say of itself: that a request's own deadline has passed, and that there is too much to do.
+FAIR = {(504, "deadline_exceeded"), (503, "overloaded")}
+MAX_TOLD = 5
+MAX_QUERY = 20_000  # characters; longer ones are cut, for they would meet the bound on heads and nothing else
+
+
+def run(cases_per_endpoint: int) -> list[Finding]:
+    """For each endpoint, what was sent and what came back; all of it again, from a seed, at the next call."""
+    return list(_findings(cases_per_endpoint))
+
+
+def _findings(cases_per_endpoint: int) -> Iterator[Finding]:
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory, "log")
+        with serving(*TINY, log=log) as server:
+            yield from _fuzz(server, cases_per_endpoint)
+            server.wait_until_at_rest()
+        _, found, traceback = log.read_text().partition("Traceback")
+        yield Finding("tracebacks in the server's log", "none", traceback[-300:] or "none", not found)
+
+
+def _fuzz(server: ServerProcess, cases_per_endpoint: int) -> Iterator[Finding]:
+    api = server.client.get("/openapi.json").json()
+    for result in schemathesis.openapi.from_dict(api).get_all_operations():
+        operation = result.ok()
+        if not (operation.body or operation.query):
+            continue
+        answers = Answers(api, api["paths"][operation.path][operation.method])
+        started_s = time.monotonic()
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+            for sent in _requests(operation, mode, cases_per_endpoint // 2):
+                answers.check(sent, server.client.request(**sent))
+        yield answers.finding(f"{operation.method.upper()} {operation.path}", time.monotonic() - started_s)
+
+
+def _requests(operation: Any, mode: GenerationMode, num_cases: int) -> list[Json]:
+    """Requests as httpx takes them."""
+    content = operation.definition.raw.get("requestBody", {}).get("content", {})
+    example: Json = content.get("application/json", {}).get("example", {})
+    made: list[Json] = []
+
+    @seed(SEED)
+    @settings(
+        max_examples=num_cases,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(operation.as_strategy(generation_mode=mode))
+    def collect(case: Any) -> None:
+        sent = case.as_transport_kwargs(base_url="")
+        for header in ("User-Agent", "Accept-Encoding", "X-Schemathesis-TestCaseId"):
+            sent["headers"].pop(header, None)
+        body = sent.pop("json", None)
+        if body is not None or "data" not in sent:
+            # What names no prompt is refused for that, and nothing else of it is looked at; so half of them get one.
+            if isinstance(body, dict) and len(made) % 2:
+                body = example | body
+            sent["data"] = json.dumps(body).encode() if content else None
+        sent["content"] = sent.pop("data", None)
+        sent["params"] = _cut(sent["params"])
+        made.append({name: value for name, value in sent.items() if value and name != "cookies"})
+
+    collect()
+    return made
+
+
+def _cut(params: Json) -> Json:
+    room, kept = MAX_QUERY, {}
+    for name, value in params.items():
+        room -= len(quote(f"{name}={value}"))
+        if room > 0:
+            kept[name] = value
+    return kept
+
+
+class Answers:
+    """What one operation answered, and what of it was not as documented."""
+
+    def __init__(self, api: Json, operation: Json) -> None:
+        self._statuses: Counter[int] = Counter()
+        self._wrong: list[str] = []
+        self._validators = {
+            (status, kind): jsonschema_rs.validator_for({"components": api["components"], **content["schema"]})
+            for status, told in operation["responses"].items()
+            for kind, content in told.get("content", {}).items()
+        }
+
+    def check(self, sent: Json, response: httpx2.Response) -> None:
+        self._statuses[response.status_code] += 1
+        for said in self._complaints(response):
+            told = {name: value for name, value in sent.items() if name in ("params", "content")}
+            self._wrong.append(f"{said}; asked with {str(told)[:1500]}")
+
+    def _complaints(self, response: httpx2.Response) -> Iterator[str]:
+        status, kind = response.status_code, response.headers.get("content-type", "").partition(";")[0]
+        validator = self._validators.get((str(status), kind))
+        if validator is None:
+            yield f"{status} as {kind} is not documented: {response.text[:200]}"
+            return
+        refusals = self._validators["400", "application/json"]
+        bodies = list(_events(response)) if kind == "text/event-stream" else [response.json()]
+        if not bodies:
+            yield "a stream of nothing"
+        for body in bodies:
+            refusal = body.get("error") if isinstance(body, dict) else None
+            used = validator if refusal is None else refusals
+            yield from (f"{status}: {error.message[:200]} in {str(body)[:200]}" for error in used.iter_errors(body))
+            if status >= 500 and (status, refusal["code"]) not in FAIR:
+                yield f"{status}: {refusal['message']}"
+            if refusal is not None and refusal["code"] == "internal_error":
+                yield f"an internal error: {refusal['message']}"
+
+    def finding(self, what: str, elapsed_s: float) -> Finding:
+        num_cases = self._statuses.total()
+        counts = ", ".join(f"{count:,} x {status}" for status, count in sorted(self._statuses.items()))
+        measured = f"{len(self._wrong)} of {num_cases:,} cases ({counts}; {num_cases / elapsed_s:.0f}/s)"
+        for said in self._wrong[:MAX_TOLD]:
+            measured += f"\n    {said}"
+        return Finding(f"{what}: answers that are not as documented", "0", measured, not self._wrong)
+
+
+def _events(response: httpx2.Response) -> Iterator[Any]:
+    """The JSON of each server-sent event."""
+    for line in response.text.split("\n"):
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.torture.schemas", description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=1000, help="for each endpoint")
+    for finding in _findings(parser.parse_args().cases):
+        print("\n".join(table([finding]).split("\n")[2:]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

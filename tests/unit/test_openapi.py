@@ -1,0 +1,74 @@
+"""Claims about /openapi.json: every refusal is told where it can be met, and no schema is stricter than the server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from servekit.api import ENDPOINTS
+from servekit.api.openapi import document
+from servekit.errors import ConfigError, ServekitError
+from servekit.schemas.decoding import encode
+from servekit.schemas.native import GenerateResponse, Usage
+from servekit.sequence import FinishReason
+
+API: dict[str, Any] = json.loads(encode(document(ENDPOINTS)))
+
+
+def errors(kind: type[ServekitError] = ServekitError) -> Iterator[type[ServekitError]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from errors(below)
+
+
+def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    return ((method, path, told) for path, methods in API["paths"].items() for method, told in methods.items())
+
+
+def test_whoever_sends_a_body_is_told_of_every_refusal() -> None:
+    statuses = {str(kind.status) for kind in errors() if kind is not ConfigError}
+    for method, path, told in operations():
+        if method == "post":
+            assert told["responses"].keys() == {"200", *statuses}, path
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "known", "unknown"),
+    [
+        ("get", "/health", {"200", "503"}, {"401", "429", "400", "413"}),
+        ("get", "/metrics", {"200", "401", "429"}, {"400", "404", "413", "504"}),
+        ("get", "/v1/models/{model}", {"401", "404"}, {"400", "413"}),
+        ("get", "/generate_stream", {"400", "504"}, {"404", "413", "415"}),
+    ],
+)
+def test_a_route_tells_of_no_refusal_that_it_does_not_know(
+    method: str, path: str, known: set[str], unknown: set[str]
+) -> None:
+    told = API["paths"][path][method]["responses"].keys()
+    assert known <= told and not unknown & told
+
+
+def test_refusals_have_one_schema_and_say_when_to_come_back() -> None:
+    for _, path, told in operations():
+        for status, response in told["responses"].items():
+            assert response["description"]
+            if status != "200" and "content" in response:
+                assert response["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorResponse"), path
+                assert ("Retry-After" in response.get("headers", {})) == (status in ("429", "503"))
+
+
+def test_an_answer_of_one_kind_may_look_like_another() -> None:
+    """A whole answer of ours has all that TGI's has; `oneOf` would forbid that."""
+    schema = API["paths"]["/generate"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    answer = GenerateResponse("gen-1", "Hello", FinishReason.STOP, None, Usage(1, 1, 2, 0))
+    jsonschema.validate(json.loads(encode(answer)), schema | {"components": API["components"]})
+
+
+def test_an_object_in_a_query_string_is_json() -> None:
+    parameters = {told["name"]: told for told in API["paths"]["/generate_stream"]["get"]["parameters"]}
+    assert {name for name, told in parameters.items() if "content" in told} == {"logit_bias", "grammar"}
+    assert all(("schema" in told) != ("content" in told) for told in parameters.values())
