@@ -158,8 +158,8 @@ class LLMEngine:
         self._proof.given(self._clock())  # the worker has compared its logits just now
         self._main_loop = asyncio.create_task(self._run(manager), name="servekit main loop")
 
-    async def stop(self) -> None:
-        """End the main loop and the worker; what still runs is failed."""
+    async def stop(self, kindly: bool = True) -> None:
+        """End the main loop and the worker; if kindly, it gets a moment to end by itself. What still runs is failed."""
         if self._main_loop is not None:
             self._main_loop.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -168,7 +168,7 @@ class LLMEngine:
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         self.fail_all(WorkerNotReady("the server is shutting down", retry_after_s=5))
-        await self._executor.stop()
+        await self._executor.stop(kindly)
         if self._intake is not None:
             await self._intake.stop()
         if self._tokenizer is not None:

@@ -123,11 +123,11 @@ class ModelExecutor:
                 num_failures += 1
                 log.error("no new worker: %s", error)
 
-    async def stop(self) -> None:
-        """End the worker, kindly and then not."""
+    async def stop(self, kindly: bool = True) -> None:
+        """End the worker; kindly, it gets a moment to do so by itself."""
         self._is_ready = False
         if self._process is not None:
-            await self._process.end(kindly=True)
+            await self._process.end(kindly)
             self._process = None
 
     def lose(self, what: str) -> ServekitError:

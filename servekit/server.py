@@ -72,7 +72,7 @@ async def _serve(config: ServeConfig) -> int:
         lag.cancel()
         supervisor.cancel()
         await asyncio.wait([supervisor])
-        await engine.stop()
+        await engine.stop(kindly=not server.force_exit)
         if tracing is not None:
             await tracing.close()
     if not supervisor.cancelled():

@@ -1,0 +1,119 @@
+"""Claims about a service whose workers fail: what its clients, its balancers and its operators see of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.server_process import ServerProcess, serving
+
+POISON = 777
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server whose workers do not survive a certain token."""
+    environment = {"PYTHONPATH": str(Path(__file__).parent / "poison"), "POISON_TOKEN": str(POISON)}
+    log = tmp_path_factory.mktemp("poisoned") / "log"
+    with serving("--log-level", "debug", log=log, environment=environment) as server:
+        yield server
+
+
+def test_the_request_that_workers_are_lost_over_is_failed_and_nobody_else(poisoned: ServerProcess) -> None:
+    fields = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
+    prompts = [f"Count from {number}." for number in range(6)]
+    alone = [poisoned.generate(prompt, **fields)["generated_text"] for prompt in prompts]
+    with ThreadPoolExecutor(8) as threads:
+        others = [threads.submit(poisoned.generate, prompt, **fields) for prompt in prompts]
+        time.sleep(0.2)
+        body = {"prompt": [5, 6, POISON, 8], "max_tokens": 5, "n": 3}
+        asked = threads.submit(poisoned.client.post, "/v1/completions", json=body)
+        answer = asked.result()
+        assert [each.result()["generated_text"] for each in others] == alone
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "request_crashes_worker"
+    assert "3 times the model worker was lost over this request" in answer.json()["error"]["message"]
+    assert poisoned.metric("servekit_worker_restarts_total") == 3
+    poisoned.wait_until_at_rest()
+    assert poisoned.client.get("/ready").status_code == 200
+
+
+def test_a_stream_whose_request_is_given_up_ends_with_the_reason(poisoned: ServerProcess) -> None:
+    body = {"prompt": [POISON], "max_tokens": 5, "stream": True}
+    with poisoned.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = [line for line in response.iter_lines() if line.startswith("data:")]
+    assert '"code":"request_crashes_worker"' in lines[0] and lines[-1] == "data: [DONE]"
+
+
+def test_ready_says_what_is_so_while_a_worker_is_replaced(tmp_path: Path) -> None:
+    with serving("--worker-restart-timeout", "0.5", "--load-timeout", "60", log=tmp_path / "log") as server:
+        os.kill(server.worker_pids()[0], signal.SIGKILL)
+        time.sleep(0.1)
+        answer = server.client.get("/ready")
+        assert answer.status_code == 503 and answer.json()["status"] == "recovering"
+        assert server.client.get("/health").status_code == 200
+        waiting = server.client.post("/generate", json={"prompt": "a", "max_tokens": 1})
+        assert waiting.status_code == 503 and "no model worker for 0.5 s" in waiting.json()["error"]["message"]
+        assert int(waiting.headers["retry-after"]) > 0
+        assert server.client.get("/health").status_code == 503, "there was no worker for too long"
+        server.wait_until_ready()
+        assert server.client.get("/health").status_code == 200
+        assert server.generate("a", max_tokens=1)["finish_reason"] == "length"
+
+
+def test_while_it_drains_it_listens_and_lets_nobody_in(tmp_path: Path) -> None:
+    with serving("--shutdown-timeout", "120", log=tmp_path / "log") as server:
+        body = {"prompt": "Once", "max_tokens": 600, "ignore_eos": True}
+        with server.client.stream("POST", "/generate_stream", json=body) as running:
+            lines = running.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            with httpx2.Client(base_url=server.url, timeout=10) as newcomer:
+                ready = newcomer.get("/ready")
+                assert ready.status_code == 503 and ready.json()["status"] == "draining"
+                refusal = newcomer.post("/generate", json={"prompt": "a"})
+                assert refusal.status_code == 503 and "shutting down" in refusal.json()["error"]["message"]
+                assert int(refusal.headers["retry-after"]) > 0
+            assert '"finish_reason":"length"' in [line for line in lines if line.startswith("data:")][-1]
+        assert server.process.wait(10) == 0
+
+
+def test_a_second_signal_is_obeyed_at_once(tmp_path: Path) -> None:
+    with serving(log=tmp_path / "log") as server:
+        reader = threading.Thread(target=_read_to_the_end, args=(server,))
+        reader.start()
+        server.wait_for_metric("servekit_num_requests_running", 1)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0 and time.monotonic() - began < 2
+        reader.join(10)
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", server.port)):
+            pass
+
+
+def _read_to_the_end(server: ServerProcess) -> None:
+    body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True}
+    try:
+        with server.client.stream("POST", "/generate_stream", json=body) as response:
+            list(response.iter_lines())
+    except httpx2.TransportError:
+        pass
+
+
+def test_readiness_is_a_token_and_leaves_no_trace_in_the_figures(server: ServerProcess) -> None:
+    before = server.metric("servekit_request_success_total")
+    assert server.client.get("/ready").json()["status"] == "ready"
+    assert server.metric("servekit_request_success_total") == before
