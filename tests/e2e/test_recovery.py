@@ -57,8 +57,10 @@ def test_a_stream_whose_request_is_given_up_ends_with_the_reason(poisoned: Serve
 def test_ready_says_what_is_so_while_a_worker_is_replaced(tmp_path: Path) -> None:
     with serving("--worker-restart-timeout", "0.5", "--load-timeout", "60", log=tmp_path / "log") as server:
         os.kill(server.worker_pids()[0], signal.SIGKILL)
-        time.sleep(0.1)
-        answer = server.client.get("/ready")
+        killed_s = time.monotonic()
+        while (answer := server.client.get("/ready")).status_code == 200:
+            assert time.monotonic() < killed_s + 2, "the kernel takes a moment to end a process on a busy machine"
+        print(f"seen after {1e3 * (time.monotonic() - killed_s):.0f} ms")
         assert answer.status_code == 503 and answer.json()["status"] == "recovering"
         assert server.client.get("/health").status_code == 200
         waiting = server.client.post("/generate", json={"prompt": "a", "max_tokens": 1})
