@@ -214,7 +214,12 @@ def load_config(arguments: Mapping[str, Any], environment: Mapping[str, str], to
     file. Raises ConfigError that names the field and what is accepted.
     """
     names = {setting.environment_name: setting.name for setting in settings()}
-    from_environment = {names[name]: value for name, value in environment.items() if name in names}
+    from_environment = {
+        names[name]: value
+        for name, value in environment.items()
+        # For a service named `servekit`, Kubernetes sets SERVEKIT_PORT to its own address, which is no port.
+        if name in names and not value.startswith("tcp://")
+    }
     values = {**_read_toml(toml), **from_environment, **arguments}
     try:
         return msgspec.convert(values, ServeConfig, strict=False)

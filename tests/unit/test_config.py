@@ -49,6 +49,10 @@ def test_misspelt_names_are_refused_with_the_nearest_one() -> None:
         load_config({}, {}, b"port = ")
 
 
+def test_what_kubernetes_makes_of_a_services_name_is_no_setting() -> None:
+    assert load_config({}, {"SERVEKIT_PORT": "tcp://10.0.0.1:8000"}).port == ServeConfig().port
+
+
 def test_every_setting_is_described_and_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["serve", "--help"])
