@@ -241,7 +241,7 @@ def test_the_processes_that_it_starts_do_not_inherit_the_key(locked: ServerProce
     assert locked.client.get("/version", headers=bearer(FROM_THE_ENVIRONMENT)).status_code == 200
 
 
-def test_neither_prompts_nor_keys_are_in_the_log_whatever_its_level(locked: ServerProcess) -> None:
+def test_neither_prompts_nor_answers_nor_keys_are_in_the_log_whatever_its_level(locked: ServerProcess) -> None:
     """After all that was asked above, and at debug level."""
     query = {"prompt": PROMPT, "max_tokens": "2"}
     assert locked.client.get("/generate_stream", params=query, headers={"x-request-id": "query"}).status_code == 200
@@ -252,6 +252,7 @@ def test_neither_prompts_nor_keys_are_in_the_log_whatever_its_level(locked: Serv
     assert locked.client.post("/tokenize", content=PROMPT).status_code == 400
     for number in range(200):
         locked.client.get("/info", headers=bearer(f"{KEY}{number}"))
+    assert locked.stream("What color is the sky?")[-1]["generated_text"] == " The sky is blue."
     request_logged(locked, "query")
     info = locked.client.get("/info").text
     log = locked.log.read_text()
@@ -261,6 +262,7 @@ def test_neither_prompts_nor_keys_are_in_the_log_whatever_its_level(locked: Serv
     assert any(" from " in json.loads(line)["message"] for line in log.splitlines()), "the worker's lines are there"
     assert len(requests_logged(locked)) > 200
     assert "canary" not in log and "canary" not in info
+    assert "sky is blue" not in log
     assert log.replace("\n", "").isprintable()
 
 
