@@ -370,6 +370,8 @@ def bytes_of_all_kinds() -> Iterator[BadInput]:
     for content_type in ("application/xml", "multipart/form-data; boundary=x", "text/plain; charset=utf-16", "x" * 200):
         headers = {"Content-Type": content_type}
         yield BadInput("other content", NATIVE.path, b'--x\r\n\r\n{"prompt": "a"}\r\n--x--', headers=headers)
+    for encoding in ("gzip", "deflate", "br", "zstd", "gzip, gzip", "evil"):
+        yield BadInput("compressed", CHAT.path, CHAT.body({}), 415, headers={"Content-Encoding": encoding})
     odd = {
         "a field twice": b'{"prompt": "a", "prompt": "%s", "max_tokens": 1}' % CANARY.encode(),
         "NUL in a text": NATIVE.raw("prompt", '"a\\u0000b"'),
@@ -407,7 +409,7 @@ def routes() -> Iterator[BadInput]:
         "prompt=a&max_tokens=0", "prompt=a&max_tokens=1&max_tokens=2", "prompt=a&max_tokens=2049", "prompts=a",
         "prompt=a&n=2", "prompt=a&best_of=2", "prompt=a&n=0", "prompt=a&stream=maybe", "prompt=a&ignore_eos=2",
         "prompt=a&logit_bias=1", "prompt=a&logit_bias={", "prompt=a&logit_bias=[]", 'prompt=a&logit_bias={"x":1}',
-        "prompt=a&logit_bias=" + "[" * 9000, "prompt=a&logit_bias=" + '{"1":' * 4000, "prompt=a&stop=",
+        "prompt=a&logit_bias=" + "[" * 9000, "prompt=a&logit_bias=" + '{"1":' * 1000, "prompt=a&stop=",
         "prompt=a" + "&stop=x" * 17, "prompt=a&stop_token_ids=a", "prompt=a&stop_token_ids=-1", "prompt=a&grammar=a",
         'prompt=a&grammar={"type":"xml"}', 'prompt=a&grammar={"type":"regex"}', "prompt=a&bad_words=",
         "prompt=a&allowed_token_ids=99999", "prompt=a&inputs=b", "prompt=" + "word+" * 3000, "prompt=a&" + "x" * 9000,

@@ -6,6 +6,7 @@ server is at rest, and its log has neither a traceback nor a word of what was se
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
@@ -19,6 +20,7 @@ from tests.e2e.bad_inputs import CANARY, GROUPS, BadInput
 from tests.server_process import ServerProcess
 
 MAX_ANSWER_BYTES = 4000  # what was sent is not sent back
+MAX_LINE = 700  # characters of the log
 
 
 class ErrorDetail(Struct, forbid_unknown_fields=True):
@@ -73,7 +75,43 @@ def test_what_nobody_should_send_is_answered_at_once_and_by_the_table(
     assert server.worker_pids() == worker_pids
     log = server.log.read_text()[logged:]
     assert "Traceback" not in log and CANARY not in log, log[-2000:]
-    assert len(log) < 10_000, "nobody fills a disk with bad requests"
+    assert all(len(line) < MAX_LINE for line in log.splitlines()), "nobody fills a disk with bad requests"
+
+
+ADDRESSES = [  # of one port of this machine
+    *(
+        "http://127.0.0.1:{port}/a.png",
+        "http://localhost:{port}/a.png",
+        "http://2130706433:{port}/",
+        "http://0:{port}/",
+    ),
+    *("http://0x7f000001:{port}/", "http://0177.0.0.1:{port}/", "http://127.1:{port}/", "http://[::1]:{port}/"),
+    *("http://[::ffff:127.0.0.1]:{port}/", "http://a@127.0.0.1:{port}/", "http://127.0.0.1.nip.io:{port}/"),
+    *("https://127.0.0.1:{port}/", "ftp://127.0.0.1:{port}/", "gopher://127.0.0.1:{port}/_x", "//127.0.0.1:{port}/"),
+    *("HTTP://127.0.0.1:{port}/", "http:127.0.0.1:{port}", "dict://127.0.0.1:{port}/x", "ws://127.0.0.1:{port}/"),
+    *("file:///etc/passwd", "file://127.0.0.1:{port}/etc/passwd", "/etc/passwd", "data:image/png;base64,AAAA", ""),
+]
+KINDS = ["image_url", "video_url", "audio_url", "input_image", "input_file"]
+
+
+def test_no_address_in_a_request_is_ever_visited(server: ServerProcess) -> None:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as listener:
+        port = listener.getsockname()[1]
+        for address in (address.format(port=port) for address in ADDRESSES):
+            for kind in KINDS:
+                content = [{"type": "text", "text": CANARY}, {"type": kind, kind: {"url": address}, "url": address}]
+                body = {"messages": [{"role": "user", "content": content}]}
+                response = server.client.post("/v1/chat/completions", json=body)
+                assert (response.status_code, is_refusal(response)) == (400, True), (kind, address)
+                assert response.json()["error"]["param"] == "messages[0].content"
+        schema = {"$ref": f"http://127.0.0.1:{port}/schema.json"}
+        response = server.client.post("/v1/completions", json={"prompt": CANARY, "guided_json": schema})
+        assert response.status_code == 400
+        listener.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            listener.accept()
 
 
 def test_there_are_enough_of_them() -> None:

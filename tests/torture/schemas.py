@@ -71,7 +71,7 @@ def _fuzz(server: ServerProcess, cases_per_endpoint: int) -> Iterator[Finding]:
 def _requests(operation: Any, mode: GenerationMode, num_cases: int) -> list[Json]:
     """Requests as httpx takes them."""
     content = operation.definition.raw.get("requestBody", {}).get("content", {})
-    example: Json = content.get("application/json", {}).get("example", {})
+    example: Json = content.get("application/json", {}).get("example", {"prompt": "Hello", "max_tokens": 8})
     made: list[Json] = []
 
     @seed(SEED)
@@ -88,13 +88,13 @@ def _requests(operation: Any, mode: GenerationMode, num_cases: int) -> list[Json
         for header in ("User-Agent", "Accept-Encoding", "X-Schemathesis-TestCaseId"):
             sent["headers"].pop(header, None)
         body = sent.pop("json", None)
-        if body is not None or "data" not in sent:
-            # What names no prompt is refused for that, and nothing else of it is looked at; so half of them get one.
-            if isinstance(body, dict) and len(made) % 2:
-                body = example | body
-            sent["data"] = json.dumps(body).encode() if content else None
+        # What names no prompt is refused for that, and nothing else of it is looked at; so half of them get one.
+        least = example if len(made) % 2 else {}
+        if not content:
+            sent["params"] = _cut(least | sent["params"])
+        elif body is not None or "data" not in sent:
+            sent["data"] = json.dumps(least | body if isinstance(body, dict) else body).encode()
         sent["content"] = sent.pop("data", None)
-        sent["params"] = _cut(sent["params"])
         made.append({name: value for name, value in sent.items() if value and name != "cookies"})
 
     collect()
