@@ -214,4 +214,5 @@ def describe(engine: LLMEngine, url: str) -> Iterator[str]:
     if longest < worker.model.max_model_len:
         yield f"  that is less than the model's context of {worker.model.max_model_len:,}; more blocks would hold it"
     yield f"ready at {url}; try:"
-    yield f"""  curl {url}/generate -d '{{"prompt": "What color is the sky?"}}'"""
+    key = "" if config.api_key is None and config.api_keys_file is None else " -H 'Authorization: Bearer KEY'"
+    yield f"""  curl {url}/generate{key} -d '{{"prompt": "What color is the sky?"}}'"""

@@ -183,7 +183,7 @@ def test_a_client_that_leaves_gives_its_place_back_once(locked: ServerProcess) -
     assert ask(locked, NARROW).status_code == 200
     assert ask(locked, NARROW, max_tokens=0.5).status_code == 400
     with ThreadPoolExecutor(3) as pool:
-        answers = list(pool.map(lambda _: ask(locked, NARROW, max_tokens=100), range(3)))
+        answers = list(pool.map(lambda _: ask(locked, NARROW, max_tokens=40), range(3)))
     assert sorted(answer.status_code for answer in answers) == [200, 200, 429]
     (refused,) = (answer for answer in answers if answer.status_code == 429)
     assert refused.headers["retry-after"] == "1" and refused.json()["error"]["code"] == "rate_limit_exceeded"
