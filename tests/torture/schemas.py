@@ -1,9 +1,9 @@
 """Requests that Schemathesis makes of the server's own /openapi.json, thousands for each route that takes anything.
 
-Half of them are what the document allows and half what it forbids. A real server with a context of a few tokens gets
-them one after the other, so that what it accepts is short; making a case takes longer than answering it, and both go on
-at the same time, on a core each. Whatever the answer, its status must be documented and none of the server's own
-failures, and its body what the document says of that status.
+Half of them are what the document allows and half what it forbids. A real server gets them, over HTTP: making a case
+takes longer than answering it, and both go on at the same time, on a core each. Its context is a few tokens, so that what
+it accepts is short. Whatever the answer, its status must be documented and none of the server's own failures, and its
+body what the document says of that status.
 
     python -m tests.torture.schemas --cases 1000
 """
@@ -15,7 +15,9 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -30,11 +32,13 @@ from tests.server_process import ServerProcess, serving
 from tests.torture.report import Finding, table
 
 Json = dict[str, Any]
+Ask = Callable[..., "Future[httpx2.Response]"]
 
 SEED = 20261121
 TINY = ("--max-model-len", "32", "--max-client-batch-size", "4", "--num-kv-blocks", "64", "--sandbox-timeout", "1")
 # What the server may say of itself: that a request's own deadline has passed, and that there is too much to do.
 FAIR = {(504, "deadline_exceeded"), (503, "overloaded")}
+NUM_SENDERS = 4
 MAX_TOLD = 5
 MAX_QUERY = 20_000  # characters; longer ones are cut, for they would meet the bound on heads and nothing else
 
@@ -63,16 +67,20 @@ def _fuzz(server: ServerProcess, cases_per_endpoint: int) -> Iterator[Finding]:
         answers = Answers(api, api["paths"][operation.path][operation.method])
         started_s = time.monotonic()
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-            for sent in _requests(operation, mode, cases_per_endpoint // 2):
-                answers.check(sent, server.client.request(**sent))
+            with ThreadPoolExecutor(NUM_SENDERS) as senders:
+                ask = partial(senders.submit, server.client.request)
+                for sent, answer in _asked(operation, mode, cases_per_endpoint // 2, ask):
+                    answers.check(sent, answer.result())
         yield answers.finding(f"{operation.method.upper()} {operation.path}", time.monotonic() - started_s)
 
 
-def _requests(operation: Any, mode: GenerationMode, num_cases: int) -> list[Json]:
-    """Requests as httpx takes them."""
+def _asked(
+    operation: Any, mode: GenerationMode, num_cases: int, ask: Ask
+) -> list[tuple[Json, Future[httpx2.Response]]]:
+    """Requests as httpx takes them, and the answers to come."""
     content = operation.definition.raw.get("requestBody", {}).get("content", {})
     example: Json = content.get("application/json", {}).get("example", {"prompt": "Hello", "max_tokens": 8})
-    made: list[Json] = []
+    made: list[tuple[Json, Future[httpx2.Response]]] = []
 
     @seed(SEED)
     @settings(
@@ -95,7 +103,8 @@ def _requests(operation: Any, mode: GenerationMode, num_cases: int) -> list[Json
         elif body is not None or "data" not in sent:
             sent["data"] = json.dumps(least | body if isinstance(body, dict) else body).encode()
         sent["content"] = sent.pop("data", None)
-        made.append({name: value for name, value in sent.items() if value and name != "cookies"})
+        sent = {name: value for name, value in sent.items() if value and name != "cookies"}
+        made.append((sent, ask(**sent)))
 
     collect()
     return made
