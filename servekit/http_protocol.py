@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -108,6 +109,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     @staticmethod
     def _tell_of_departure(cycle: RequestResponseCycle) -> None:
         cycle.disconnected = True
+        cycle.waiting_for_100_continue = False  # uvicorn would invite the body of a client that has gone
         cycle.message_event.set()
 
     # -- what comes in -------------------------------------------------------------------------------------------------
@@ -215,6 +217,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._await_reader()
             return
         self.door.count_refusal("send_timeout")
+        # A reset: else the kernel goes on to offer what was not read, and keeps it.
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()  # the request is told that its client has gone
 
     # -- refusals ------------------------------------------------------------------------------------------------------
