@@ -181,7 +181,7 @@ class Intake:
 
     def _check_length(self, prompt: Prompt, truncate: int | None) -> None:
         """Refuse what is too long whatever its tokens are, before a thread spends seconds on encoding it."""
-        limit, content = self._manager.max_total_tokens, prompt.content
+        limit, content = self._manager.config.max_total_tokens, prompt.content
         num_tokens = len(content) // (self._tokenizer.max_token_bytes if isinstance(content, str) else 1)  # at least
         if num_tokens > limit and truncate is None:
             raise ContextTooLong(
@@ -239,7 +239,7 @@ class Intake:
                 f"{param} has token {max(token_ids)}, for which the model, with {vocab_size}, has no embedding",
                 param=param,
             )
-        room = self._manager.max_total_tokens - len(token_ids)
+        room = self._manager.config.max_total_tokens - len(token_ids)
         sampling = self._resolve(request, room, grammar, bad_words)
         if sampling.min_tokens > sampling.max_tokens:
             raise InvalidRequest(
@@ -247,7 +247,7 @@ class Intake:
                 param="min_tokens",
             )
         try:
-            self._manager.check_fits(len(token_ids), sampling.max_tokens)
+            self._manager.config.check_fits(len(token_ids), sampling.max_tokens)
         except ContextTooLong as error:
             error.param = param if room < 1 else "max_tokens"
             raise

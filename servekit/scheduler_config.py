@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from servekit.config import ServeConfig
+from servekit.errors import ContextTooLong
 from servekit.messages import WorkerReady
 
 
@@ -22,6 +23,26 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     scheduling_policy: str = "fcfs"
     itl_target_s: float | None = None
     max_preemptions: int = 4
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The longest sequence that could run alone: prompt and output together.
+
+        The last output token is never fed back, so it needs no KV position: hence the one more than the pool holds.
+        """
+        return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+
+    def check_fits(self, prompt_length: int, max_tokens: int) -> None:
+        """Raise ContextTooLong for what can never be served, so that the manager's `plan` never meets it."""
+        limit = self.max_total_tokens
+        if prompt_length + max_tokens <= limit:
+            return
+        # The first sentence and the last word are what clients of other servers search for.
+        raise ContextTooLong(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{prompt_length + max_tokens} tokens ({prompt_length} in the prompt, {max_tokens} for the output). "
+            "Please reduce the length of the prompt or max_tokens (context_length_exceeded)."
+        )
 
 
 def scheduler_config(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:

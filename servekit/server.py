@@ -209,7 +209,7 @@ def describe(engine: LLMEngine, url: str) -> Iterator[str]:
     yield "KV cache:"
     yield f"  {'blocks':<24} {worker.num_blocks:,} of {config.block_size} tokens"
     yield f"  {'tokens':<24} {num_tokens:,} of {worker.kv_bytes_per_token:,} bytes, {cache_mib:,.1f} MiB in all"
-    longest = manager.max_total_tokens
+    longest = manager.config.max_total_tokens
     yield f"  {'longest sequences':<24} {num_tokens / longest:.1f} of {longest:,} tokens"
     if longest < worker.model.max_model_len:
         yield f"  that is less than the model's context of {worker.model.max_model_len:,}; more blocks would hold it"

@@ -428,7 +428,7 @@ class _Promise:
             if sequence.status is Status.WAITING:
                 waiting.append(sequence)
         if self._policy == "fair":
-            most = Fair.max_lag(self._manager.config.max_num_seqs, self._manager.max_total_tokens)
+            most = Fair.max_lag(self._manager.config.max_num_seqs, self._manager.config.max_total_tokens)
             if self._lag.worst > most:
                 raise Violation(f"two tenants drifted {self._lag.worst} tokens apart, the bound is {most}")
         elif not seated or not waiting or self._is_judging:

@@ -34,7 +34,6 @@ from collections.abc import Iterable
 
 from servekit.admission import OutputForecast
 from servekit.deadlines import Deadlines
-from servekit.errors import ContextTooLong
 from servekit.kv_memory import Beginning, KVMemory
 from servekit.messages import Row, Seat, StepPlan, StepResult
 from servekit.pacing import Pacer
@@ -104,31 +103,11 @@ class WorkloadManager:
         """When `expire` has something to do; later than any clock if never."""
         return self._deadlines.next_s
 
-    @property
-    def max_total_tokens(self) -> int:
-        """The longest sequence that could run alone: prompt and output together.
-
-        The last output token is never fed back, so it needs no KV position: hence the one more than the pool holds.
-        """
-        return min(self.config.max_model_len, self.config.num_blocks * self.config.block_size + 1)
-
-    def check_fits(self, prompt_length: int, max_tokens: int) -> None:
-        """Raise ContextTooLong for what can never be served, so that `plan` never meets it."""
-        limit = self.max_total_tokens
-        if prompt_length + max_tokens <= limit:
-            return
-        # The first sentence and the last word are what clients of other servers search for.
-        raise ContextTooLong(
-            f"This model's maximum context length is {limit} tokens. However, you requested "
-            f"{prompt_length + max_tokens} tokens ({prompt_length} in the prompt, {max_tokens} for the output). "
-            "Please reduce the length of the prompt or max_tokens (context_length_exceeded)."
-        )
-
     # -- the verbs ------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence in; it starts when its turn comes. Raises ContextTooLong."""
-        self.check_fits(sequence.prompt_length, sequence.sampling.max_tokens)
+        self.config.check_fits(sequence.prompt_length, sequence.sampling.max_tokens)
         assert sequence.sequence_id not in self._sequences
         eos = self.config.eos_token_ids if sequence.sampling.ends_at_eos else frozenset()
         sequence.stop_set = eos.union(sequence.sampling.stop_token_ids)

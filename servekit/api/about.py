@@ -37,12 +37,12 @@ async def info(request: Request) -> Response:
             "name": "servekit",
             "version": __version__,
             "model_name": engine.config.model_name,
-            "max_total_tokens": manager.max_total_tokens,
+            "max_total_tokens": manager.config.max_total_tokens,
             "worker": engine.worker,
             "settings": redacted(engine.config),
             # What TGI's clients look for.
             "model_id": engine.config.model,
-            "max_input_tokens": manager.max_total_tokens - 1,
+            "max_input_tokens": manager.config.max_total_tokens - 1,
             "max_concurrent_requests": engine.config.max_num_queued_reqs,
             "max_client_batch_size": engine.config.max_client_batch_size,
         }

@@ -126,7 +126,9 @@ async def model(request: Request) -> Response:
 def _model(request: Request) -> Model:
     engine = engine_of(request)
     config = engine.config
-    return Model(config.model_name, request.app.state.created_s, engine.manager.max_total_tokens, root=config.model)
+    return Model(
+        config.model_name, request.app.state.created_s, engine.manager.config.max_total_tokens, root=config.model
+    )
 
 
 _CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "What color is the sky?"}], "max_tokens": 20}

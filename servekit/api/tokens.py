@@ -35,7 +35,7 @@ async def tokenize(request: Request) -> Response:
     check_model(engine.config, asked.model)
     engine.intake.check_text(asked.prompt, "prompt")
     (token_ids,) = await engine.tokenizer.encode([asked.prompt], asked.add_special_tokens is not False)
-    limit, decode_one = engine.manager.max_total_tokens, engine.tokenizer.decode
+    limit, decode_one = engine.manager.config.max_total_tokens, engine.tokenizer.decode
 
     def told() -> TokenizeResponse:
         texts = [decode_one([token_id]) for token_id in token_ids] if asked.return_token_strs else None

@@ -99,8 +99,8 @@ def test_random_arrivals_aborts_and_stale_results_lose_no_token(seed: int) -> No
     while len(sequences) < 40 or manager.has_work:
         assert worker.num_steps < 20_000, "no progress"
         if len(sequences) < 40 and rng.random() < 0.3:
-            prompt_length = rng.randint(1, max(1, manager.max_total_tokens - 1) // 2 + 1)
-            max_tokens = rng.randint(1, min(40, manager.max_total_tokens - prompt_length))
+            prompt_length = rng.randint(1, max(1, manager.config.max_total_tokens - 1) // 2 + 1)
+            max_tokens = rng.randint(1, min(40, manager.config.max_total_tokens - prompt_length))
             sequence = make_sequence(len(sequences), prompt_length, max_tokens, ignore_eos=rng.random() < 0.3)
             if sequences and rng.random() < 0.5:  # some begin as an earlier one did, output included
                 shared = rng.choice(sequences).token_ids[: rng.randint(0, prompt_length)]
