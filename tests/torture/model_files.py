@@ -1,11 +1,7 @@
-"""Weights whose headers were tampered with: thousands of seeded mutations, each opened as the worker opens it.
-
-python -m tests.torture.model_files --cases 10000
-"""
+"""Weights whose headers were tampered with: thousands of seeded mutations, each opened as the worker opens it."""
 
 from __future__ import annotations
 
-import argparse
 import random
 import resource
 import tempfile
@@ -18,7 +14,7 @@ from safetensors import SafetensorError
 
 from servekit.errors import ConfigError
 from tests.tiny_models import ARCHITECTURES, make_model
-from tests.torture.report import Finding, table
+from tests.torture.report import Finding
 from workers.checkpoint import check_num_layers
 from workers.model_manager import ModelManager
 
@@ -29,7 +25,7 @@ MANY_LOADED = 200  # of those that open, so many are loaded in full
 NUMBERS = [b"0", b"-1", b"1e9", b"9" * 19, b"18446744073709551615", b"4294967296", b"null", b'"a"', b"[]", b"1.5"]
 
 
-def run(num_mutations: int = 10_000) -> list[Finding]:
+def run(num_mutations: int, seed: int = 0) -> list[Finding]:
     """What opening them came to, how long the slowest took, and how much memory all of them did."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
@@ -38,7 +34,7 @@ def run(num_mutations: int = 10_000) -> list[Finding]:
         manager.load(path, "float32", None)
         counts: Counter[str] = Counter()
         slowest_s, before = 0.0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for content in mutations((path / "model.safetensors").read_bytes(), num_mutations):
+        for content in mutations((path / "model.safetensors").read_bytes(), num_mutations, seed):
             (path / "model.safetensors").write_bytes(content)
             started_s = time.perf_counter()
             counts[_outcome(manager, path, counts["loaded"] + counts["refused by the loader"] < MANY_LOADED)] += 1
@@ -71,9 +67,9 @@ def _outcome(manager: ModelManager, path: Path, in_full: bool) -> str:
     return "loaded"
 
 
-def mutations(whole: bytes, num: int) -> Iterator[bytes]:
+def mutations(whole: bytes, num: int, seed: int) -> Iterator[bytes]:
     """The file with its header's length, its bytes, its numbers or its end changed."""
-    dice = random.Random(SEED)
+    dice = random.Random(SEED + seed)
     header, data = whole[8 : 8 + int.from_bytes(whole[:8], "little")], whole[8 + int.from_bytes(whole[:8], "little") :]
     for _ in range(num):
         kind = dice.randrange(6)
@@ -102,13 +98,3 @@ def mutations(whole: bytes, num: int) -> Iterator[bytes]:
                     to = dice.randrange(len(changed))
                     changed[to:to] = piece
             yield len(changed).to_bytes(8, "little") + bytes(changed) + data
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.torture.model_files", description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=10_000)
-    print(table(run(parser.parse_args().cases)))
-
-
-if __name__ == "__main__":
-    main()

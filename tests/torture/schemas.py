@@ -1,35 +1,31 @@
 """Requests that Schemathesis makes of the server's own /openapi.json, thousands for each route that takes anything.
 
 Half of them are what the document allows and half what it forbids. A real server gets them, over HTTP: making a case
-takes longer than answering it, and both go on at the same time, on a core each. Its context is a few tokens, so that what
-it accepts is short. Whatever the answer, its status must be documented and none of the server's own failures, and its
-body what the document says of that status.
-
-    python -m tests.torture.schemas --cases 1000
+takes longer than answering it, and both go on at the same time, on a core each. Its context is a few tokens, so that
+what it accepts is short. Whatever the answer, its status must be documented and none of the server's own failures, and
+its body what the document says of that status.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import httpx2
 import jsonschema_rs
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as with_seed
 from schemathesis import GenerationMode
 
 from tests.server_process import ServerProcess, serving
-from tests.torture.report import Finding, table
+from tests.torture.report import BUILD, Finding
 
 Json = dict[str, Any]
 Ask = Callable[..., "Future[httpx2.Response]"]
@@ -43,22 +39,18 @@ MAX_TOLD = 5
 MAX_QUERY = 20_000  # characters; longer ones are cut, for they would meet the bound on heads and nothing else
 
 
-def run(cases_per_endpoint: int) -> list[Finding]:
-    """For each endpoint, what was sent and what came back; all of it again, from a seed, at the next call."""
-    return list(_findings(cases_per_endpoint))
+def run(cases_per_endpoint: int, seed: int = 0) -> list[Finding]:
+    """For each endpoint, what was sent and what came back; with the same seed, the same is sent."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    log = BUILD / "schemas.log"
+    with serving(*TINY, log=log) as server:
+        findings = list(_fuzz(server, cases_per_endpoint, seed))
+        server.wait_until_at_rest()
+    _, found, traceback = log.read_text().partition("Traceback")
+    return [*findings, Finding("tracebacks in the server's log", "none", traceback[-300:] or "none", not found)]
 
 
-def _findings(cases_per_endpoint: int) -> Iterator[Finding]:
-    with tempfile.TemporaryDirectory() as directory:
-        log = Path(directory, "log")
-        with serving(*TINY, log=log) as server:
-            yield from _fuzz(server, cases_per_endpoint)
-            server.wait_until_at_rest()
-        _, found, traceback = log.read_text().partition("Traceback")
-        yield Finding("tracebacks in the server's log", "none", traceback[-300:] or "none", not found)
-
-
-def _fuzz(server: ServerProcess, cases_per_endpoint: int) -> Iterator[Finding]:
+def _fuzz(server: ServerProcess, cases_per_endpoint: int, seed: int) -> Iterator[Finding]:
     api = server.client.get("/openapi.json").json()
     for result in schemathesis.openapi.from_dict(api).get_all_operations():
         operation = result.ok()
@@ -69,20 +61,20 @@ def _fuzz(server: ServerProcess, cases_per_endpoint: int) -> Iterator[Finding]:
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
             with ThreadPoolExecutor(NUM_SENDERS) as senders:
                 ask = partial(senders.submit, server.client.request)
-                for sent, answer in _asked(operation, mode, cases_per_endpoint // 2, ask):
+                for sent, answer in _asked(operation, mode, cases_per_endpoint // 2, seed, ask):
                     answers.check(sent, answer.result())
         yield answers.finding(f"{operation.method.upper()} {operation.path}", time.monotonic() - started_s)
 
 
 def _asked(
-    operation: Any, mode: GenerationMode, num_cases: int, ask: Ask
+    operation: Any, mode: GenerationMode, num_cases: int, seed: int, ask: Ask
 ) -> list[tuple[Json, Future[httpx2.Response]]]:
     """Requests as httpx takes them, and the answers to come."""
     content = operation.definition.raw.get("requestBody", {}).get("content", {})
     example: Json = content.get("application/json", {}).get("example", {"prompt": "Hello", "max_tokens": 8})
     made: list[tuple[Json, Future[httpx2.Response]]] = []
 
-    @seed(SEED)
+    @with_seed(SEED + seed)
     @settings(
         max_examples=num_cases,
         database=None,
@@ -161,7 +153,7 @@ class Answers:
         counts = ", ".join(f"{count:,} x {status}" for status, count in sorted(self._statuses.items()))
         measured = f"{len(self._wrong)} of {num_cases:,} cases ({counts}; {num_cases / elapsed_s:.0f}/s)"
         for said in self._wrong[:MAX_TOLD]:
-            measured += f"\n    {said}"
+            measured += f"<br>{said}"
         return Finding(f"{what}: answers that are not as documented", "0", measured, not self._wrong)
 
 
@@ -170,14 +162,3 @@ def _events(response: httpx2.Response) -> Iterator[Any]:
     for line in response.text.split("\n"):
         if line.startswith("data: ") and line != "data: [DONE]":
             yield json.loads(line.removeprefix("data: "))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.torture.schemas", description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=1000, help="for each endpoint")
-    for finding in _findings(parser.parse_args().cases):
-        print("\n".join(table([finding]).split("\n")[2:]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
