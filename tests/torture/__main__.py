@@ -44,6 +44,7 @@ PARTS = {
     "clients": Part("clients", 500, "times each"),
     "raw_http": Part("raw_http", 100_000, "cases"),
     "schemas": Part("schemas", 5_000, "cases for each endpoint"),
+    "model_files": Part("model_files", 10_000, "tampered headers"),
     "overload": Part("overload", 60, "s"),
     "soak": Part("soak", 30, "minutes"),
 }
