@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from servekit import __version__
 from servekit.caller import ANYBODY, Caller
 from servekit.client_queue import ClientQueue, TokenDelta
 from servekit.config import ServeConfig
-from servekit.detokenizer import Detokenizer
 from servekit.errors import (
     DeadlineExceeded,
     InternalError,
@@ -27,7 +27,7 @@ from servekit.errors import (
     WorkerNotReady,
 )
 from servekit.generation_request import GenerationRequest
-from servekit.intake import Intake, PreparedPrompt
+from servekit.intake import Intake
 from servekit.messages import StepFailed, WorkerReady
 from servekit.metrics import Metrics, Snapshot
 from servekit.model_executor import ModelExecutor, load_message
@@ -37,7 +37,7 @@ from servekit.sampling_params import SamplingParams
 from servekit.scheduler_config import scheduler_config
 from servekit.sequence import NEVER, FinishReason, Sequence
 from servekit.step import SequenceToken
-from servekit.submission import Generation, Submission
+from servekit.submission import Generation, Submission, make_sequences
 from servekit.threads import in_daemon_thread
 from servekit.tokenizer import Tokenizer, load_tokenizer
 from servekit.waiting_room import WaitingRoom
@@ -63,7 +63,7 @@ class LLMEngine:
         self._manager: WorkloadManager | None = None
         self._intake: Intake | None = None
         self._generations: dict[int, Generation] = {}
-        self._next_sequence_id = 0
+        self._ids = itertools.count()  # of sequences, in order of arrival
         self._waiting_room = WaitingRoom(config)
         self._proof = Proof(self._sample_one, clock)
         self._is_draining = False
@@ -134,9 +134,8 @@ class LLMEngine:
     async def _sample_one(self) -> None:
         """One token, as a client would get it; in the line like everybody else's."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        sequence = Sequence(self._next_sequence_id, [0], sampling, self._clock())
-        self._next_sequence_id += 1
-        generation = Generation(sequence, 0, self._detokenizer(sampling), ClientQueue(), is_probe=True)
+        sequence = Sequence(next(self._ids), [0], sampling, self._clock())
+        generation = Generation(sequence, 0, self.tokenizer.make_detokenizer(sampling), ClientQueue(), is_probe=True)
         self._admit(generation)
         self._wake.set()
         try:
@@ -207,6 +206,7 @@ class LLMEngine:
             raise self._executor.loss
         if not manager.has_work:
             self._wake.clear()
+            self._balance(manager)
             self.metrics.idle_began(self._clock())
             await self._wake.wait()
             self.metrics.idle_ended(self._clock())
@@ -234,6 +234,13 @@ class LLMEngine:
             self._proof.given(now)
         self._warn_if_out_of_reach(manager)
         self.metrics.step_done(result, now, self._clock() - started)
+
+    def _balance(self, manager: WorkloadManager) -> None:
+        """With nothing to do, everything is free. Were it not so, the mistake is ours, and the service outlives it."""
+        if (num_lost := manager.num_lost) != 0:
+            log.error("with nothing running, %d KV blocks or slots are not free; the accounts begin anew", num_lost)
+            self.metrics.accounting_faults.inc()
+            manager.restart()
 
     # -- workers that are lost ----------------------------------------------------------------------------------------
 
@@ -412,11 +419,13 @@ class LLMEngine:
         self._waiting_room.check_tokens(num_tokens, manager.num_queued_tokens, manager.num_waiting, now)
         interval = request.stream_interval or self.config.stream_interval
         queue = ClientQueue(interval)
-        generations = [
-            generation
-            for index, prompt in enumerate(prepared)
-            for generation in self._make_generations(request, caller, prompt, index * request.best_of, queue, arrival_s)
-        ]
+        generations: list[Generation] = []
+        for prompt in prepared:
+            first = len(generations)
+            sequences = make_sequences(request, caller, prompt.token_ids, prompt.sampling, arrival_s, self._ids)
+            for index, sequence in enumerate(sequences, first):
+                detokenizer = self.tokenizer.make_detokenizer(sequence.sampling)
+                generations.append(Generation(sequence, index, detokenizer, queue))
         for generation in generations:
             self._admit(generation)
         self._watch_deadlines()
@@ -427,39 +436,6 @@ class LLMEngine:
         """Until the first of the request's deadlines, if it has any."""
         deadlines = [each for each in (request.ttft_ms, request.deadline_ms) if each is not None]
         return max(0.0, arrival_s + min(deadlines) / 1e3 - self._clock()) if deadlines else None
-
-    def _make_generations(
-        self,
-        request: GenerationRequest,
-        caller: Caller,
-        prompt: PreparedPrompt,
-        first: int,
-        queue: ClientQueue,
-        arrival_s: float,
-    ) -> Iterator[Generation]:
-        """The answers to one prompt, numbered from `first` on; the first one computes it for all."""
-        leader: Sequence | None = None
-        for index, sampling in enumerate(prompt.sampling, first):
-            sequence = Sequence(
-                self._next_sequence_id,
-                prompt.token_ids,
-                sampling,
-                arrival_s,
-                tenant=caller.tenant,
-                priority=request.priority,
-                ttft_deadline_s=_deadline(arrival_s, request.ttft_ms),
-                deadline_s=_deadline(arrival_s, request.deadline_ms),
-                leader=leader,
-                has_length_bound=request.max_tokens is not None,
-            )
-            leader = leader or sequence
-            self._next_sequence_id += 1
-            yield Generation(sequence, index, self._detokenizer(sampling), queue)
-
-    def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
-        tokenizer = self.tokenizer
-        token_bytes = tokenizer.token_bytes if sampling.skip_special_tokens else tokenizer.token_bytes_with_special
-        return Detokenizer(token_bytes, sampling.stop, sampling.include_stop, sampling.min_tokens)
 
     def _admit(self, generation: Generation) -> None:
         self.manager.add(generation.sequence)
@@ -477,10 +453,6 @@ class LLMEngine:
         elif generation.last_token_s is not None:
             self.metrics.next_token(now - generation.last_token_s)
         generation.last_token_s = now
-
-
-def _deadline(arrival_s: float, milliseconds: int | None) -> float:
-    return NEVER if milliseconds is None else arrival_s + milliseconds / 1e3
 
 
 def _snapshot(manager: WorkloadManager, now: float) -> Snapshot:

@@ -198,6 +198,9 @@ class Metrics:
             _RECOVERY_BUCKETS,
         )
         self.suspects = self._gauge("num_requests_suspected", "Sequences that run alone: workers were lost over them.")
+        self.accounting_faults = self._counter(
+            "accounting_faults_total", "Times that blocks or slots were missing with nothing running: our bug."
+        )
         self.step_token_limit = self._gauge(
             "step_token_limit",
             "Tokens that a step may carry; fewer than max_num_batched_tokens after memory ran out.",

@@ -9,7 +9,8 @@ from servekit.client_queue import ClientQueue
 from servekit.detokenizer import Detokenizer
 from servekit.generation_request import GenerationRequest
 from servekit.messages import TokenLogprobs
-from servekit.sequence import FinishReason, Sequence
+from servekit.sampling_params import SamplingParams
+from servekit.sequence import NEVER, FinishReason, Sequence
 
 
 class Generation:
@@ -101,3 +102,34 @@ class Submission:
         """Free everything that this request still holds. Does not await, so that it may run in a `finally`."""
         for generation in self._generations:
             self._finish(generation, FinishReason.ABORT)
+
+
+def make_sequences(
+    request: GenerationRequest,
+    caller: Caller,
+    token_ids: list[int],
+    sampling: list[SamplingParams],
+    arrival_s: float,
+    ids: Iterator[int],
+) -> Iterator[Sequence]:
+    """One for each answer to a prompt; the first one computes it for all."""
+    leader: Sequence | None = None
+    for each in sampling:
+        sequence = Sequence(
+            next(ids),
+            token_ids,
+            each,
+            arrival_s,
+            tenant=caller.tenant,
+            priority=request.priority,
+            ttft_deadline_s=_deadline(arrival_s, request.ttft_ms),
+            deadline_s=_deadline(arrival_s, request.deadline_ms),
+            leader=leader,
+            has_length_bound=request.max_tokens is not None,
+        )
+        leader = leader or sequence
+        yield sequence
+
+
+def _deadline(arrival_s: float, milliseconds: int | None) -> float:
+    return NEVER if milliseconds is None else arrival_s + milliseconds / 1e3

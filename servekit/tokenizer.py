@@ -18,7 +18,9 @@ import msgspec
 from tokenizers import Encoding
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
+from servekit.detokenizer import Detokenizer
 from servekit.errors import ConfigError
+from servekit.sampling_params import SamplingParams
 
 # The word boundary of SentencePiece vocabularies.
 _METASPACE = "▁"
@@ -78,6 +80,11 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
+
+    def make_detokenizer(self, sampling: SamplingParams) -> Detokenizer:
+        """For one answer."""
+        token_bytes = self.token_bytes if sampling.skip_special_tokens else self.token_bytes_with_special
+        return Detokenizer(token_bytes, sampling.stop, sampling.include_stop, sampling.min_tokens)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

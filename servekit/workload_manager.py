@@ -99,6 +99,12 @@ class WorkloadManager:
         return bool(self._sequences or self._in_flight)
 
     @property
+    def num_lost(self) -> int:
+        """Blocks and slots that are not free. With no work, a law was broken if there are any."""
+        pool = self.memory.pool
+        return pool.num_blocks - pool.num_available + self.config.max_num_seqs - len(self._free_slots)
+
+    @property
     def next_deadline_s(self) -> float:
         """When `expire` has something to do; later than any clock if never."""
         return self._deadlines.next_s

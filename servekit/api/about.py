@@ -18,9 +18,10 @@ async def health(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """200 when a token was sampled lately, or is for this very question; 503 with the reason otherwise."""
     engine = engine_of(request)
-    is_ready = await engine.prove()
-    state = "ready" if is_ready else "silent" if engine.state == "ready" else engine.state
-    return respond({"status": state, "stage": engine.stage}, 200 if is_ready else 503)
+    if await engine.prove():
+        return respond({"status": "ready"})
+    state = "silent" if engine.state == "ready" else engine.state
+    return respond({"status": state, "stage": engine.stage}, 503)
 
 
 async def version(_: Request) -> Response:
