@@ -125,7 +125,7 @@ class Answers:
 
     def check(self, sent: Json, response: httpx2.Response) -> None:
         self._statuses[response.status_code] += 1
-        for said in self._complaints(response):
+        if (said := next(self._complaints(response), None)) is not None:
             told = {name: value for name, value in sent.items() if name in ("params", "content")}
             self._wrong.append(f"{said}; asked with {str(told)[:1500]}")
 
