@@ -12,6 +12,7 @@ import importlib
 import inspect
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -122,6 +123,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - PARTS.keys():
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # servers are ended on the way out
     BUILD.mkdir(parents=True, exist_ok=True)
     broken = []
     for name in arguments.parts or PARTS:

@@ -27,7 +27,6 @@ PROMPTS = (
     "A small cat and a big dog",
     "Name an animal that lives in the water.",
 )
-LONG = " ".join(PROMPTS)  # about 120 tokens
 
 
 def requests(longest: int, num_each: int = 8) -> list[Asked]:
@@ -41,7 +40,7 @@ def requests(longest: int, num_each: int = 8) -> list[Asked]:
     for number in range(num_each):
         prompt = PROMPTS[number % len(PROMPTS)]
         body: dict[str, Any] = {"prompt": prompt, "ignore_eos": True, "temperature": 0}
-        bound = {"max_tokens": chance.randrange(60, 200 if longest > 512 else 120)}
+        bound = {"max_tokens": chance.randrange(60, 200) if longest > 512 else chance.randrange(30, 90)}
         open_end = {} if longest <= 512 and number % 2 else bound
         found.append(Asked(f"greedy {number}", "/generate_stream", body | open_end))
         seeded = {"temperature": 1.0, "seed": number, "top_p": 0.95}
@@ -57,7 +56,10 @@ def requests(longest: int, num_each: int = 8) -> list[Asked]:
             digits = {"grammar": {"type": "regex", "value": "[0-9]{60}"}, "max_tokens": 60, "ignore_eos": False}
             found.append(Asked(f"grammar {number}", "/generate_stream", body | digits))
         if number % 4 == 1:
-            lengthy = {"prompt": f"{number} {LONG if longest <= 512 else ' '.join([LONG] * 8)}", "max_tokens": 30}
+            lengthy = {
+                "prompt": f"{number} {' '.join(PROMPTS[:6] if longest <= 512 else PROMPTS * 8)}",
+                "max_tokens": 30,
+            }
             found.append(Asked(f"long {number}", "/generate_stream", body | lengthy))
     return found
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -58,8 +58,8 @@ class Window(Struct):
     num_right: int = 0  # and within the patience
     num_late: int = 0  # right, but nobody would have waited
     num_right_tokens: int = 0
-    statuses: Counter[str] = field(default_factory=Counter)
-    wrongs: Counter[str] = field(default_factory=Counter)  # neither right, nor left, nor refused for lack of room
+    statuses: dict[str, int] = field(default_factory=dict)
+    wrongs: dict[str, int] = field(default_factory=dict)  # neither right, nor left, nor refused for lack of room
     num_without_retry_after: int = 0
     latency_p50_s: float = 0.0
     latency_p99_s: float = 0.0
@@ -124,7 +124,7 @@ class Generator:
 
     def _count(self, item: Item, reply: Reply) -> None:
         window = self._window
-        window.statuses[str(reply.status or reply.end)] += 1
+        _add(window.statuses, str(reply.status or reply.end))
         if reply.status in (429, 503):
             window.num_without_retry_after += "retry-after" not in reply.headers
             return
@@ -135,7 +135,7 @@ class Generator:
         if reply.end is End.LEFT and item.leaves_after is not None:
             return
         if reply.status != item.status or (item.answers is not None and reply.answers != item.answers):
-            window.wrongs[f"{item.asked.name}: {reply.end}"] += 1
+            _add(window.wrongs, f"{item.asked.name}: {reply.end}")
             window.examples.append(
                 f"{item.asked.name}: {reply.end} {reply.status} {reply.error} {reply.answers}"[:2000]
             )
@@ -170,6 +170,15 @@ class Generator:
         window.lateness_p99_s = percentile(self._latenesses_s, 0.99)
         window.examples = window.examples[:3]
         print(msgspec.json.encode(window).decode(), flush=True)
+
+
+def _add(counts: dict[str, int], name: str) -> None:
+    counts[name] = counts.get(name, 0) + 1
+
+
+def total(counts: Iterable[dict[str, int]]) -> Counter[str]:
+    """All of them together."""
+    return sum(map(Counter, counts), Counter[str]())
 
 
 def offered(offer: Offer) -> Iterator[Window]:
