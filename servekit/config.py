@@ -118,7 +118,9 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     step_timeout: Annotated[
         Seconds, Meta(description="most seconds for a step; a worker that takes longer is replaced")
     ] = 300.0
-    heartbeat_timeout: Annotated[Seconds, Meta(description="seconds of silence after which a worker is replaced")] = 3.0
+    heartbeat_timeout: Annotated[
+        Seconds, Meta(description="seconds of silence after which a worker is replaced; ten times that while it loads")
+    ] = 3.0
     max_worker_restarts: Annotated[
         int, Meta(ge=0, le=1000, description="starts of a worker in a row that may fail before the server ends")
     ] = 5

@@ -30,6 +30,8 @@ DUMP_TIMEOUT_S = 0.3
 # The kernel reaps what was killed at once, except out of a driver that is stuck.
 REAP_TIMEOUT_S = 10.0
 
+LOADING_PATIENCE = 10  # times the heartbeat_timeout, while the model loads
+
 # What the worker's environment gets unless the operator has set it.
 WORKER_ENVIRONMENT = {
     # OpenMP's threads (libgomp's, in torch for Linux) spin while they wait for each other: for milliseconds unless told
@@ -54,6 +56,7 @@ class WorkerProcess:
         self.stage = "starting the worker"
         self._on_loss = on_loss
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._has_spoken = False
         self._is_ready = False
         # Each message is answered once, and few are in flight; a worker that says more has gone mad.
         self._inbox: asyncio.Queue[FromWorker | None] = asyncio.Queue(maxsize=64)
@@ -164,6 +167,7 @@ class WorkerProcess:
         try:
             messages = self._results.receive_ready()
             self._num_silent_ticks = 0
+            self._has_spoken = True
             for message in messages:
                 self._take_in(message)
             return True
@@ -209,9 +213,11 @@ class WorkerProcess:
         Ticks and not time: had this process itself been stopped for a while, there would be silence and no fault.
         """
         self._num_silent_ticks += 1
-        # Before it is ready it may be importing, with no thread but one; that has a timeout of its own.
-        if self._is_ready and self._num_silent_ticks * HEARTBEAT_S > self._heartbeat_timeout_s:
-            what = f"gave no sign of life for {self._heartbeat_timeout_s:g} s (heartbeat_timeout)"
+        # Before its first word it imports, with no thread but one, and may take its time. While it loads, a library may
+        # hold the interpreter's lock for longer than any step does.
+        limit_s = self._heartbeat_timeout_s * (1 if self._is_ready else LOADING_PATIENCE)
+        if self._has_spoken and self._num_silent_ticks * HEARTBEAT_S > limit_s:
+            what = f"gave no sign of life for {limit_s:g} s (heartbeat_timeout)"
             self.lose(WorkerTimeout(f"the model worker {what}"), "silence")
         if self.loss is None:
             self._ticker = self._loop.call_later(HEARTBEAT_S, self._tick)

@@ -42,6 +42,8 @@ def main() -> None:
 
     tasks.receive()
     results.send(Loading("pretending"))
+    if told.does == "stops while it loads":
+        os.kill(os.getpid(), signal.SIGSTOP)
     results.send(READY)
     if told.does != "silent":
         threading.Thread(target=beat, daemon=True).start()

@@ -114,6 +114,15 @@ async def test_silence_is_noticed_and_the_stacks_are_in_the_log(
     assert "Current thread" in capfd.readouterr().err
 
 
+async def test_silence_while_the_model_loads_is_noticed_later(start: Start) -> None:
+    process = start("stops while it loads", silence_s=0.2)
+    began = time.monotonic()
+    error = await loss_of(process)
+    assert isinstance(error, WorkerTimeout) and "no sign of life for 2 s" in error.message
+    assert time.monotonic() - began > 2
+    await process.end()
+
+
 async def test_a_step_that_hangs_is_given_up_though_the_heart_beats(start: Start) -> None:
     process = start("hangs")
     assert await process.receive(20) == READY
