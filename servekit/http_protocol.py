@@ -12,6 +12,7 @@ client does that.
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import socket
 import struct
@@ -33,6 +34,8 @@ from servekit.errors import (
     TooManyConnections,
 )
 from servekit.schemas.decoding import encode
+
+log = logging.getLogger("servekit")
 
 MAX_HEADERS = 256  # each is some hundred bytes of objects, however few its own bytes are
 MAX_PIPELINED = 16  # requests behind the one that is answered; more than clients that pipeline at all would send
@@ -280,11 +283,13 @@ def connections_that_fit(max_connections: int) -> int:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + RESERVED_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return max_connections
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    if soft == resource.RLIM_INFINITY:
-        return max_connections
-    return min(max_connections, max(soft - RESERVED_FILES, soft // 4))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    fitting = min(max_connections, max(wanted - RESERVED_FILES, wanted // 4))
+    if fitting < max_connections:
+        told = "max_connections = %d, but this process may open %d files only (ulimit -n): %d connections are accepted"
+        log.warning(told, max_connections, wanted, fitting)
+    return fitting
