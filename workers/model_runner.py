@@ -40,9 +40,9 @@ class ModelRunner:
         self.kv_bytes_per_token = kv_bytes_per_token(loaded.layers, loaded.dtype)
         num_blocks = settings.num_kv_blocks or self._num_blocks_that_fit(settings)
         self.cache = KVCache(loaded.layers, num_blocks, settings.block_size, loaded.dtype, loaded.device)
-        self.table = SlotTable(
-            settings.max_num_seqs, loaded.info.max_model_len, num_blocks, settings.block_size, loaded.device
-        )
+        # No sequence is longer than the pool, whatever context the model claims.
+        longest = min(loaded.info.max_model_len, num_blocks * settings.block_size + 1)
+        self.table = SlotTable(settings.max_num_seqs, longest, num_blocks, settings.block_size, loaded.device)
         tokenizer_file = Path(settings.model_path) / "tokenizer.json"
         self.constraints = Constraints(tokenizer_file, loaded.info.vocab_size, loaded.info.eos_token_ids)
 
