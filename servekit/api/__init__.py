@@ -52,6 +52,7 @@ def create_app(
             Exception: _on_bug,
         },
     )
+    app.router.redirect_slashes = False  # it would build the address from the client's own Host header
     app.state.engine = engine
     app.state.created_s = int(time.time())  # what /v1/models tells
     # Outside of Starlette's own layers, so that what these answer passes the guard too.
