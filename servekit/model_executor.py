@@ -89,7 +89,8 @@ class ModelExecutor:
         num_tokens = self._sent.pop((message.epoch, message.step_id), None)
         if isinstance(message, StepFailed):
             return message
-        if not all(0 <= token_id < self.ready.model.vocab_size for token_id in message.token_ids):
+        token_ids = message.token_ids or (0,)
+        if min(token_ids) < 0 or max(token_ids) >= self.ready.model.vocab_size:
             raise self.lose("sampled a token that its vocabulary does not have")
         if num_tokens is not None:
             self._patience.observe(num_tokens, message.step_time_s)
