@@ -18,8 +18,8 @@ async def test_nine_faults_of_a_worker_and_no_client_notices_more_than_a_pause(t
     with workers.tortured("roomy", tmp_path / "log", "--heartbeat-timeout", "1") as server:
         await references.take(server.port, requests(2048, num_each=4))
         crowd = Crowd(server.port, references, NUM_CLIENTS, seed=0)
-        torturer = workers.Torturer(server, crowd, seed=0)
-        crowd.open()
+        torturer = workers.Torturer(server, crowd, seed=0, most_patience_s=0.3)
+        await torturer.begin()
         for fault in FAULTS:
             await torturer.strike(fault, "streaming", wounds)
         await torturer.check_at_rest(wounds, "at the end")

@@ -101,11 +101,18 @@ class ServerEndedError(Exception):
 class Torturer:
     """Strikes one server's workers while a crowd asks it."""
 
-    def __init__(self, server: ServerProcess, crowd: Crowd, seed: int) -> None:
+    def __init__(self, server: ServerProcess, crowd: Crowd, seed: int, most_patience_s: float = 1.0) -> None:
         self._server = server
         self._crowd = crowd
         self._chance = random.Random(seed)
-        self._num_files = server.num_open_files()
+        self._most_patience_s = most_patience_s  # before it strikes those who stream
+        self._num_files = 0
+
+    async def begin(self) -> None:
+        """Let the crowd in, once all is there that belongs to a server."""
+        await wait_until(lambda: len(self._server.sandbox_pids()) == 2, 20)
+        self._num_files = self._server.num_open_files()
+        self._crowd.open()
 
     async def strike(self, fault: Fault, moment: str, wounds: Wounds) -> None:
         """Once, at such a moment, and wait until tokens flow again. Raises ServerEndedError."""
@@ -116,7 +123,7 @@ class Torturer:
             self._crowd.open()
             await asyncio.sleep(self._chance.uniform(0, 0.05))
         elif moment == "streaming":
-            await asyncio.sleep(self._chance.uniform(0, 1))
+            await asyncio.sleep(self._chance.uniform(0, self._most_patience_s))
         elif moment == "loading":
             os.kill(pid, signal.SIGKILL)
             pid = await self._wait_for_worker(pid)
@@ -245,7 +252,7 @@ async def _torture(
     crowd.tally = tally
     torturer = Torturer(server, crowd, seed)
     try:
-        crowd.open()
+        await torturer.begin()
         for moment in moments:
             try:
                 await torturer.strike(fault, moment, wounds)
