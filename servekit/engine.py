@@ -46,6 +46,8 @@ from servekit.workload_manager import WorkloadManager
 log = logging.getLogger("servekit")
 
 TOLD_TO_COME_BACK_S = 5  # where nothing is known of when
+PROBE_ID = "servekit-probe"  # the server's own question has no client
+MOST_IDS_TOLD = 5  # of requests, in a line of the log
 
 
 class LLMEngine:
@@ -118,14 +120,18 @@ class LLMEngine:
             f"the model is not ready to serve: {self.stage}", retry_after_s=TOLD_TO_COME_BACK_S
         )
 
-    def _check_open(self) -> None:
-        """Raise WorkerNotReady where nobody is let in."""
+    def let_in(self) -> float:
+        """When a request came, on the clock that deadlines are measured with. Raises WorkerNotReady while nobody may.
+
+        To be asked once for each request, before anything is done for it: who is in stays in while the server drains.
+        """
         if self._is_draining:
             raise WorkerNotReady(
                 "the server is shutting down; please send the request again", retry_after_s=TOLD_TO_COME_BACK_S
             )
         if self._outage is not None:
             raise self._outage
+        return self._clock()
 
     async def prove(self) -> bool:
         """Whether it serves: a token was sampled lately, or is now, for a question of its own."""
@@ -135,7 +141,9 @@ class LLMEngine:
         """One token, as a client would get it; in the line like everybody else's."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         sequence = Sequence(next(self._ids), [0], sampling, self._clock())
-        generation = Generation(sequence, 0, self.tokenizer.make_detokenizer(sampling), ClientQueue(), is_probe=True)
+        generation = Generation(
+            sequence, 0, self.tokenizer.make_detokenizer(sampling), ClientQueue(), PROBE_ID, is_probe=True
+        )
         self._admit(generation)
         self._wake.set()
         try:
@@ -247,13 +255,13 @@ class LLMEngine:
     async def _replace_worker(self, manager: WorkloadManager, loss: WorkerError) -> None:
         """All there is goes on with the next worker, from its tokens. Raises WorkerLost if there is to be none."""
         lost_s = self._clock()
-        log.error("%s; %d sequences go on with the next worker", loss.message, len(self._generations))
+        log.error("%s; what goes on with the next worker: %s", loss.message, self._describe_work())
         self.metrics.workers_alive.set(0)
         self.metrics.worker_restarted(self._executor.cause)
         self._begin_again(manager)
         telling = asyncio.get_running_loop().call_later(self.config.worker_restart_timeout, self._tell_of_outage, loss)
         try:
-            await self._executor.replace()
+            await self._executor.replace(lambda: self.metrics.worker_restarted("no_start"))
         finally:
             telling.cancel()
         now = self._clock()
@@ -282,7 +290,7 @@ class LLMEngine:
                 )
             )
             for generation in [each for each in self._generations.values() if each.queue is queue]:
-                log.error("sequence %d is given up: workers are lost over it", generation.sequence.sequence_id)
+                log.error("request %s is given up: workers are lost over it", generation.request_id)
                 self._forget(generation, FinishReason.ERROR, self._clock())
         self.metrics.suspects.set(len(manager.quarantine))
         self.metrics.step_token_limit.set(manager.step_token_limit)
@@ -294,7 +302,14 @@ class LLMEngine:
             f"{loss.message}",
             retry_after_s=TOLD_TO_COME_BACK_S,
         )
+        log.error("%s; /health says 503 until there is one; told so: %s", self._outage.message, self._describe_work())
         self._fail_generations(self._outage)
+
+    def _describe_work(self) -> str:
+        """What is waiting or running, by the requests' ids."""
+        request_ids = list(dict.fromkeys(generation.request_id for generation in self._generations.values()))
+        told = ", ".join(request_ids[:MOST_IDS_TOLD]) + (", …" if len(request_ids) > MOST_IDS_TOLD else "")
+        return f"{len(self._generations)} sequences of {len(request_ids)} requests" + (f" ({told})" if told else "")
 
     def _warn_if_out_of_reach(self, manager: WorkloadManager) -> None:
         if manager.pacer.is_out_of_reach and not self._warned_of_target:
@@ -380,6 +395,8 @@ class LLMEngine:
 
     def fail_all(self, error: ServekitError) -> None:
         """Tell every client, and those who are still being made ready; there is no way back from here."""
+        if self._generations:
+            log.warning("cut off (%s): %s", error.message, self._describe_work())
         if self._intake is not None:
             self._intake.give_up()
         self._fail_generations(error)
@@ -391,27 +408,23 @@ class LLMEngine:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def now(self) -> float:
-        """On the clock that deadlines are measured with."""
-        return self._clock()
-
     async def submit(
         self, request: GenerationRequest, caller: Caller = ANYBODY, arrival_s: float | None = None
     ) -> Submission:
         """Admit all prompts of a request, or none. Raises RequestError or WorkerError.
 
-        Deadlines count from `arrival_s`, which is now unless the request has been seen to before.
+        Deadlines count from `arrival_s`, which `let_in` gave, unless this is the first that is done for the request.
         """
         if arrival_s is None:
-            arrival_s = self._clock()
-        self._check_open()
+            arrival_s = self.let_in()
         self._waiting_room.check_answers(request, self.manager.num_waiting, self._clock())
         try:
             async with asyncio.timeout(self._time_left_s(request, arrival_s)):
                 prepared = await self.intake.prepare(request)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the prompt or the grammar was prepared") from None
-        self._check_open()
+        if self._outage is not None:
+            raise self._outage
         # Others may have come meanwhile; from here on nothing awaits.
         now, manager = self._clock(), self.manager
         self._waiting_room.check_answers(request, manager.num_waiting, now)
@@ -425,7 +438,7 @@ class LLMEngine:
             sequences = make_sequences(request, caller, prompt.token_ids, prompt.sampling, arrival_s, self._ids)
             for index, sequence in enumerate(sequences, first):
                 detokenizer = self.tokenizer.make_detokenizer(sequence.sampling)
-                generations.append(Generation(sequence, index, detokenizer, queue))
+                generations.append(Generation(sequence, index, detokenizer, queue, caller.request_id))
         for generation in generations:
             self._admit(generation)
         self._watch_deadlines()
@@ -444,6 +457,10 @@ class LLMEngine:
             self.metrics.admitted(generation.sequence)
 
     # -- what operators see -------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """On the clock that everything here is measured with."""
+        return self._clock()
 
     def _observe_token(self, generation: Generation, now: float) -> None:
         if generation.first_token_s is None:

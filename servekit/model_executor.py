@@ -42,7 +42,9 @@ class ModelExecutor:
     @property
     def stage(self) -> str:
         """What a worker that is not ready is doing."""
-        return "starting the worker" if self._process is None else self._process.stage
+        if self._process is None:
+            return "looking at the model"
+        return self._process.stage if self._process.loss is None else "replacing the worker"
 
     @property
     def loss(self) -> ServekitError | None:
@@ -97,7 +99,7 @@ class ModelExecutor:
             self._num_losses = 0
         return message
 
-    async def replace(self) -> None:
+    async def replace(self, on_failed_start: Callable[[], None]) -> None:
         """End the worker, whatever is left of it, and start others until one is ready.
 
         Raises WorkerLost when `max_worker_restarts` of them in a row did not get that far.
@@ -105,24 +107,22 @@ class ModelExecutor:
         assert self._process is not None and self._model is not None and self.ready is not None
         self._is_ready = False
         # As many blocks as before, whatever a measurement would give now: the old process's memory may not be free yet.
-        model, num_failures = replace(self._model, num_kv_blocks=self.ready.num_blocks), 0
-        while True:
+        model, most = replace(self._model, num_kv_blocks=self.ready.num_blocks), self._config.max_worker_restarts
+        for attempt in range(1, most + 1):
             self._sent.clear()
-            loss = self.loss
             await self._process.end()
-            if num_failures >= self._config.max_worker_restarts:
-                raise WorkerLost(
-                    f"{num_failures} workers in a row did not start (max_worker_restarts); the last one: "
-                    f"{loss.message if loss else 'unknown'}"
-                )
             self._num_losses += 1
             await asyncio.sleep(backoff_s(self._num_losses))
             try:
                 await self.start(model)
                 return
             except (ServekitError, OSError) as error:
-                num_failures += 1
-                log.error("no new worker: %s", error)
+                on_failed_start()
+                wait_s = backoff_s(self._num_losses + 1)
+                log.error("no new worker, attempt %d of %d, the next in %g s: %s", attempt, most, wait_s, error)
+        await self._process.end()
+        # The reasons are in the log; they name files, which are nobody's business who is told this.
+        raise WorkerLost(f"the model worker was lost, and {most} others in a row did not start (max_worker_restarts)")
 
     async def stop(self, kindly: bool = True) -> None:
         """End the worker; kindly, it gets a moment to do so by itself."""

@@ -127,7 +127,11 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._drains_until_s is None:
             timeout_s = self._engine.config.shutdown_timeout
-            log.info("draining: running requests get %g s to finish; a second signal ends them now", timeout_s)
+            log.info(
+                "draining: %d requests get %g s to finish; a second signal ends them now",
+                len(self.server_state.tasks),
+                timeout_s,
+            )
             self._engine.drain()
             self._drains_until_s = time.monotonic() + timeout_s
         else:

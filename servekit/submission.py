@@ -16,16 +16,26 @@ from servekit.sequence import NEVER, FinishReason, Sequence
 class Generation:
     """One sequence as its client sees it: the text so far, and where it goes."""
 
-    __slots__ = ("detokenizer", "first_token_s", "index", "is_fork", "is_probe", "last_token_s", "queue", "sequence")
+    __slots__ = (
+        *("detokenizer", "first_token_s", "index", "is_fork", "is_probe", "last_token_s", "queue", "request_id"),
+        "sequence",
+    )
 
     def __init__(
-        self, sequence: Sequence, index: int, detokenizer: Detokenizer, queue: ClientQueue, is_probe: bool = False
+        self,
+        sequence: Sequence,
+        index: int,
+        detokenizer: Detokenizer,
+        queue: ClientQueue,
+        request_id: str = "",
+        is_probe: bool = False,
     ) -> None:
         self.sequence = sequence
         self.is_fork = sequence.leader is not None  # its prompt is computed, and counted, with another one
         self.index = index
         self.detokenizer = detokenizer
         self.queue = queue
+        self.request_id = request_id  # for the log
         self.is_probe = is_probe  # the server's own question, which no metric counts
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None

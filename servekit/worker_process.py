@@ -129,6 +129,7 @@ class WorkerProcess:
             await self._wait(STOP_TIMEOUT_S)
         self.lose(WorkerLost("the model worker was ended"), "other")
         if isinstance(self.loss, WorkerTimeout) and not self._ended.is_set():
+            log.warning("process %d is asked for its stacks; if none follow, it is stopped, or stuck below", self.pid)
             self._signal(DUMP_SIGNAL)
             await self._wait(DUMP_TIMEOUT_S)
         self._signal(signal.SIGKILL)
@@ -227,6 +228,8 @@ class WorkerProcess:
         if self.loss is not None:
             return
         self.loss, self.cause = error, cause
+        if self._is_ready and cause != "other":  # before, whoever starts it says so
+            log.error("worker process %d: %s", self.pid, error.message)
         self._ticker.cancel()
         self._loop.remove_reader(self._results.fileno())
         self._loop.remove_writer(self._tasks.fileno())

@@ -60,7 +60,7 @@ async def chat_completions(request: Request) -> Response:
     asked = decode(await read_body(request), ChatCompletionRequest)
     check_model(engine.config, asked.model)
     asked.check()
-    arrival_s = engine.now()  # its deadlines do not wait for the template
+    arrival_s = engine.let_in()  # its deadlines do not wait for the template
     rendered = await unless_disconnected(request, _render(engine, asked))
     submission = await submit(request, asked.read(rendered), arrival_s)
     tell = ChatTeller(asked, submission, engine.tokenizer, new_id("chatcmpl"), engine.config.model_name)

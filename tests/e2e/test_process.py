@@ -114,7 +114,7 @@ def test_a_worker_that_will_not_come_back_ends_the_server(tmp_path: Path) -> Non
         assert server.process.wait(60) == 1
         reader.join(10)
     assert received[-1]["error"]["code"] == "worker_unavailable"
-    assert "1 workers in a row did not start" in received[-1]["error"]["message"]
+    assert "1 others in a row did not start" in received[-1]["error"]["message"]
 
 
 def test_a_worker_dies_with_its_server(tmp_path: Path) -> None:
