@@ -73,11 +73,15 @@ def test_ready_says_what_is_so_while_a_worker_is_replaced(tmp_path: Path) -> Non
 
 
 def test_while_it_drains_it_listens_and_lets_nobody_in(tmp_path: Path) -> None:
-    with serving("--shutdown-timeout", "120", log=tmp_path / "log") as server:
+    log = tmp_path / "log"
+    with serving("--shutdown-timeout", "120", log=log) as server, ThreadPoolExecutor(1) as threads:
         body = {"prompt": "Once", "max_tokens": 600, "ignore_eos": True}
+        slow = {"type": "json_schema", "value": {"type": "integer", "multipleOf": 399_989}}  # takes seconds to refuse
         with server.client.stream("POST", "/generate_stream", json=body) as running:
             lines = running.iter_lines()
             next(lines)
+            in_preparation = threads.submit(server.client.post, "/generate", json={"prompt": "a", "grammar": slow})
+            time.sleep(0.3)
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
             with httpx2.Client(base_url=server.url, timeout=10) as newcomer:
@@ -87,7 +91,9 @@ def test_while_it_drains_it_listens_and_lets_nobody_in(tmp_path: Path) -> None:
                 assert refusal.status_code == 503 and "shutting down" in refusal.json()["error"]["message"]
                 assert int(refusal.headers["retry-after"]) > 0
             assert '"finish_reason":"length"' in [line for line in lines if line.startswith("data:")][-1]
+        assert in_preparation.result().status_code == 400, "who was let in stays in"
         assert server.process.wait(10) == 0
+    assert "draining: 2 requests get 120 s" in log.read_text()
 
 
 def test_a_second_signal_is_obeyed_at_once(tmp_path: Path) -> None:
