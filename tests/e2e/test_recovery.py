@@ -60,7 +60,6 @@ def test_ready_says_what_is_so_while_a_worker_is_replaced(tmp_path: Path) -> Non
         killed_s = time.monotonic()
         while (answer := server.client.get("/ready")).status_code == 200:
             assert time.monotonic() < killed_s + 2, "the kernel takes a moment to end a process on a busy machine"
-        print(f"seen after {1e3 * (time.monotonic() - killed_s):.0f} ms")
         assert answer.status_code == 503 and answer.json()["status"] == "recovering"
         assert server.client.get("/health").status_code == 200
         waiting = server.client.post("/generate", json={"prompt": "a", "max_tokens": 1})
