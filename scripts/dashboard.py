@@ -216,7 +216,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Replaced",
-            "Workers that ended or hung, by cause.",
+            "Workers that ended, hung or did not start, by cause.",
             (
                 (
                     f"sum by (cause) (increase(servekit_worker_restarts_total{{{SERVER}}}[$__rate_interval]))",
