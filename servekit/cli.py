@@ -15,10 +15,10 @@ from servekit.config import (
     SECRETS,
     ServeConfig,
     Setting,
+    ignored_variables,
     load_config,
     nearest,
     settings,
-    unknown_variables,
 )
 from servekit.errors import ConfigError, ServekitError
 from servekit.logs import is_for_programs
@@ -103,7 +103,7 @@ def _configure(arguments: dict[str, str]) -> ServeConfig:
         if "model" in arguments:
             raise ConfigError(f"model is given twice: {model!r} and --model {arguments['model']!r}")
         arguments["model"] = model
-    for warning in unknown_variables(os.environ):
+    for warning in ignored_variables(os.environ):
         print(f"servekit: {warning}", file=sys.stderr)
     path = arguments.pop("config", None)
     try:

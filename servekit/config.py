@@ -6,6 +6,7 @@ Precedence: command line > environment > TOML > default.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
@@ -23,6 +24,12 @@ SECRETS = frozenset({"api_key"})  # settings that are never told
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86400.0)]
 Milliseconds = Annotated[float, Meta(gt=0.0, le=60_000.0)]
+
+# What Kubernetes sets in every container for a service whose name begins with `servekit`: its addresses, in many forms.
+_SERVICE_LINK_NAME = re.compile(
+    r"SERVEKIT_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)"
+)
+_SERVICE_LINK = re.compile(r"SERVEKIT_(\w+_)?PORT=(tcp|udp|sctp)://.*", re.DOTALL)
 
 
 class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -219,8 +226,7 @@ def load_config(arguments: Mapping[str, Any], environment: Mapping[str, str], to
     from_environment = {
         names[name]: value
         for name, value in environment.items()
-        # For a service named `servekit`, Kubernetes sets SERVEKIT_PORT to its own address, which is no port.
-        if name in names and not value.startswith("tcp://")
+        if name in names and not _is_service_link(name, value)  # such as SERVEKIT_PORT
     }
     values = {**_read_toml(toml), **from_environment, **arguments}
     try:
@@ -229,17 +235,26 @@ def load_config(arguments: Mapping[str, Any], environment: Mapping[str, str], to
         raise ConfigError(_explain(str(error), values)) from None
 
 
-def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """What to say of SERVEKIT_* variables that are no setting.
-
-    Not an error: for a service named `servekit`, Kubernetes puts some of its own into every container.
-    """
+def ignored_variables(environment: Mapping[str, str]) -> list[str]:
+    """What to say of SERVEKIT_* variables that are no setting, or not meant as one: mistakes of people, not errors."""
     names = [setting.environment_name for setting in settings()]
-    return [
+    ours = {name: value for name, value in environment.items() if name.startswith(ENVIRONMENT_PREFIX)}
+    links = [name for name, value in ours.items() if _is_service_link(name, value)]
+    told = [
         f"ignoring the unknown environment variable {name}; {nearest(name, names)}"
-        for name in environment
-        if name.startswith(ENVIRONMENT_PREFIX) and name not in names
+        for name in ours
+        if name not in names and name not in links
     ]
+    if links:
+        told.append(
+            f"ignoring {', '.join(links)}: Kubernetes service links, made for a service whose name begins with "
+            "servekit; enableServiceLinks: false in the pod's spec leaves them out"
+        )
+    return told
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    return bool(_SERVICE_LINK_NAME.fullmatch(name) or _SERVICE_LINK.fullmatch(f"{name}={value}"))
 
 
 def _read_toml(toml: bytes | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from servekit.cli import main
-from servekit.config import ServeConfig, doubts, load_config, non_default, settings, unknown_variables
+from servekit.config import ServeConfig, doubts, ignored_variables, load_config, non_default, settings
 from servekit.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ def test_a_model_is_known_by_its_served_name() -> None:
 
 
 def test_misspelt_names_are_refused_with_the_nearest_one() -> None:
-    (warning,) = unknown_variables({"SERVEKIT_PRT": "1", "SERVEKIT_PORT": "1", "PATH": "/bin"})
+    (warning,) = ignored_variables({"SERVEKIT_PRT": "1", "SERVEKIT_PORT": "1", "PATH": "/bin"})
     assert "SERVEKIT_PRT; did you mean SERVEKIT_PORT" in warning, "not fatal: Kubernetes makes up such names"
     with pytest.raises(ConfigError, match="'prot'; did you mean port"):
         load_config({}, {}, b"prot = 1")
@@ -50,7 +50,25 @@ def test_misspelt_names_are_refused_with_the_nearest_one() -> None:
 
 
 def test_what_kubernetes_makes_of_a_services_name_is_no_setting() -> None:
-    assert load_config({}, {"SERVEKIT_PORT": "tcp://10.0.0.1:8000"}).port == ServeConfig().port
+    links = {
+        "SERVEKIT_SERVICE_HOST": "10.0.0.1",
+        "SERVEKIT_SERVICE_PORT": "8000",
+        "SERVEKIT_SERVICE_PORT_HTTP": "8000",
+        "SERVEKIT_PORT": "tcp://10.0.0.1:8000",
+        "SERVEKIT_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "SERVEKIT_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "SERVEKIT_CANARY_PORT": "udp://10.0.0.1:8000",  # of a service that is called servekit-canary
+        "SERVEKIT_CANARY_SERVICE_HOST": "10.0.0.1",
+    }
+    assert load_config({}, links) == ServeConfig()
+    (warning,) = ignored_variables({**links, "SERVEKIT_HOST": "::"})
+    assert "Kubernetes service links" in warning and "did you mean" not in warning
+    assert all(f" {name}," in warning or f" {name}:" in warning for name in links)
+    assert "SERVEKIT_HOST" not in warning
+    with pytest.raises(ConfigError, match="port = 'tcp'"):
+        load_config({}, {"SERVEKIT_PORT": "tcp"})
+    meant = load_config({}, {"SERVEKIT_OTLP_ENDPOINT": "tcp://host:4318"})
+    assert meant.otlp_endpoint == "tcp://host:4318", "wrong, which somebody else will say; not ignored"
 
 
 def test_every_setting_is_described_and_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
