@@ -44,7 +44,7 @@ class Offer(Struct, frozen=True):
     seconds: float
     num_clients: int = 0
     rate: float = 0.0  # requests per second
-    patience_s: float = 10.0
+    patience_s: float = 10.0  # then a client leaves
     window_s: float = 10.0
     seed: int = 0
 
@@ -55,8 +55,8 @@ class Window(Struct):
     start_s: float = 0.0
     seconds: float = 0.0
     num_begun: int = 0
-    num_right: int = 0  # and within the patience
-    num_late: int = 0  # right, but nobody would have waited
+    num_right: int = 0
+    num_given_up: int = 0  # by clients whose patience was over
     num_right_tokens: int = 0
     statuses: dict[str, int] = field(default_factory=dict)
     wrongs: dict[str, int] = field(default_factory=dict)  # neither right, nor left, nor refused for lack of room
@@ -119,7 +119,8 @@ class Generator:
     async def _ask(self) -> None:
         (item,) = self._chance.choices(self._offer.items, self._weights)
         self._window.num_begun += 1
-        reply = await ask(self._connections, item.asked, leaves_after=item.leaves_after)
+        patience_s = self._offer.patience_s
+        reply = await ask(self._connections, item.asked, leaves_after=item.leaves_after, patience_s=patience_s)
         self._count(item, reply)
 
     def _count(self, item: Item, reply: Reply) -> None:
@@ -129,18 +130,15 @@ class Generator:
             window.num_without_retry_after += "retry-after" not in reply.headers
             return
         self._gaps_s += [b - a for a, b in pairwise(reply.token_times_s)]
-        took_s = reply.ended_s - reply.started_s
         if reply.end is End.WHOLE:
-            self._latencies_s.append(took_s)
-        if reply.end is End.LEFT and item.leaves_after is not None:
-            return
-        if reply.status != item.status or (item.answers is not None and reply.answers != item.answers):
+            self._latencies_s.append(reply.ended_s - reply.started_s)
+        if reply.end is End.LEFT:
+            window.num_given_up += len(reply.token_times_s) != item.leaves_after
+        elif reply.status != item.status or (item.answers is not None and reply.answers != item.answers):
             _add(window.wrongs, f"{item.asked.name}: {reply.end}")
             window.examples.append(
                 f"{item.asked.name}: {reply.end} {reply.status} {reply.error} {reply.answers}"[:2000]
             )
-        elif took_s > self._offer.patience_s:
-            window.num_late += 1
         else:
             window.num_right += 1
             window.num_right_tokens += sum(map(len, reply.answers))

@@ -12,11 +12,12 @@ from msgspec.structs import replace
 from tests.server_process import serving
 from tests.torture.crowd import References, requests
 from tests.torture.load import Item, Offer, Window, offered, total
-from tests.torture.overload import NUM_KV_BLOCKS, peak_of, resident_mib
+from tests.torture.overload import peak_of, resident_mib
 from tests.torture.report import BUILD, Finding, percentile
 from tests.torture.streams import Asked
 
 LOAD = 0.7
+NUM_KV_BLOCKS = 2048  # whose pages are all touched while it warms up
 WINDOW_S = 5.0
 WARM_UP = 1 / 3  # of the time: allocators and caches fill
 MOST_MIB_PER_HOUR = 1.0
@@ -74,7 +75,7 @@ def run(minutes: float, seed: int = 0) -> list[Finding]:
         print(f"  peak: {peak.num_begun / peak.seconds:.1f} requests/s; {rate:.1f} for {minutes:g} minutes", flush=True)
         pid, worker = server.process.pid, server.worker_pids()[0]
         start_s = time.monotonic()
-        offer = Offer(server.port, items, seconds, rate=rate, window_s=WINDOW_S, patience_s=60, seed=seed)
+        offer = Offer(server.port, items, seconds, rate=rate, window_s=WINDOW_S, patience_s=120, seed=seed)
         for window in offered(offer):
             windows.append(window)
             threads = len(list(Path(f"/proc/{pid}/task").iterdir()))

@@ -89,10 +89,11 @@ async def ask(
     asked: Asked,
     on_token: Callable[[float], None] = lambda now_s: None,
     leaves_after: int | None = None,
-    stuck_s: float = STUCK_S,
+    patience_s: float = float("inf"),
 ) -> Reply:
-    """Send it and read the answer to its end, or leave after so many tokens. Raises nothing: the reply tells."""
+    """Send it and read the answer to its end, or leave after so many tokens or seconds. The reply tells what came."""
     reply = Reply(started_s=time.monotonic())
+    gives_up_s = reply.started_s + patience_s
     try:
         reader, writer = await connections.take()
     except OSError:
@@ -100,12 +101,12 @@ async def ask(
         return reply
     is_clean = False
     try:
-        async with asyncio.timeout(stuck_s) as deadline:
+        async with asyncio.timeout(min(STUCK_S, patience_s)) as deadline:
 
             def token(now_s: float) -> None:
                 reply.token_times_s.append(now_s)
                 on_token(now_s)
-                deadline.reschedule(asyncio.get_running_loop().time() + stuck_s)
+                deadline.reschedule(min(asyncio.get_running_loop().time() + STUCK_S, gives_up_s))
                 if len(reply.token_times_s) == leaves_after:
                     raise _LeftError
 
@@ -121,7 +122,7 @@ async def ask(
                 await _read_whole(reader, reply, token)
             is_clean = reply.headers.get("connection") != "close"
     except TimeoutError:
-        reply.end = End.STUCK
+        reply.end = End.LEFT if time.monotonic() > gives_up_s - 0.1 else End.STUCK
     except _LeftError:
         reply.end = End.LEFT
     except (OSError, EOFError):

@@ -29,7 +29,7 @@ NUM_CLIENTS = 64
 # What the worker is doing when it is struck. `loading` means that the struck one replaces one that was killed just now.
 MOMENTS = ("streaming", "prefill", "loading", "streaming", "idle", "streaming")
 # A worker that hangs while it loads is noticed by this alone.
-LOAD_TIMEOUT_S = 20
+LOAD_TIMEOUT_S = 12
 REPLACED_WITHIN_S = 45
 
 POOLS = {
