@@ -5,6 +5,7 @@
     │  ├─ InvalidRequest        400  the body is not what the endpoint takes
     │  ├─ ContextTooLong        400  prompt plus answer can never fit this server
     │  ├─ Unauthorized          401  no key, or one that the server does not know
+    │  ├─ Forbidden             403  the key is not for this
     │  ├─ ModelNotFound         404  the server has no model of that name
     │  ├─ RequestTimeout        408  the head or the body did not come in time
     │  ├─ RequestTooLarge       413  the body is over the size limit
@@ -73,6 +74,14 @@ class Unauthorized(RequestError):
     status = 401
     type = "authentication_error"
     code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    """The request's key does not open what it asks for."""
+
+    status = 403
+    type = "permission_error"
+    code = "permission_denied"
 
 
 class ModelNotFound(RequestError):

@@ -16,6 +16,7 @@ import logging
 import resource
 import socket
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -33,6 +34,7 @@ from servekit.errors import (
     ServekitError,
     TooManyConnections,
 )
+from servekit.logs import fields
 from servekit.schemas.decoding import encode
 
 log = logging.getLogger("servekit")
@@ -47,9 +49,10 @@ MAX_LINGERING = 64  # connections beyond the limit that are given time to read s
 MAX_UNSENT_BYTES = 2**16
 MIN_BYTES_TAKEN = 2**12  # of an answer in a send_timeout; whoever takes less does not read
 RESERVED_FILES = 192  # beside connections: pipes, models, sandboxes, what lingers
+LOG_INTERVAL_S = 1.0  # between lines about refusals; in between they are for the debug level only
 
 
-@dataclass(frozen=True)
+@dataclass
 class Door:
     """What all connections of a server share."""
 
@@ -57,6 +60,18 @@ class Door:
     max_connections: int
     count_refusal: Callable[[str], None]
     lingering: set[LimitedHttpProtocol] = field(default_factory=set)  # beyond max_connections
+    silent_until_s: float = 0.0
+
+    def note_refusal(self, code: str, client: tuple[str, int] | None, reason: str) -> None:
+        """Of what is refused here there is no request yet that could be in the log. Whoever connects often enough could
+        fill it, so most of a flood is told at the debug level."""
+        self.count_refusal(code)
+        now = time.monotonic()
+        level = logging.INFO if now >= self.silent_until_s else logging.DEBUG
+        if level == logging.INFO:
+            self.silent_until_s = now + LOG_INTERVAL_S
+        told = {} if client is None else {"client": client[0]}
+        log.log(level, "refused at the door: %s", reason, extra=fields(code=code, **told))
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -88,11 +103,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._arm_head_timer()
             return
         self.connections.discard(self)
+        limit = f"{self.door.max_connections} connections are open already (max_connections)"
         if len(self.door.lingering) >= MAX_LINGERING:
-            self.door.count_refusal(TooManyConnections.code)
+            self._note_refusal(TooManyConnections.code, limit)
             transport.abort()
             return
-        limit = f"{self.door.max_connections} connections are open already (max_connections)"
         self._refuse(TooManyConnections(f"{limit}; close idle ones, or try again later", retry_after_s=1))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -180,11 +195,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _on_head_timeout(self) -> None:
         self._head_timer = None
+        limit = f"{self.limits.header_timeout:g} s (header_timeout)"
         if self.cycle is None and self._num_untold_bytes == 0:
-            self.door.count_refusal(RequestTimeout.code)
+            self._note_refusal(RequestTimeout.code, f"nothing came within {limit}")
             self.transport.close()  # browsers open connections ahead of need, and would take a 408 for an answer
             return
-        limit = f"{self.limits.header_timeout:g} s (header_timeout)"
         self._refuse(RequestTimeout(f"the request's head did not come within {limit}; send it at once"))
 
     # -- what goes out -------------------------------------------------------------------------------------------------
@@ -219,12 +234,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.transport.get_write_buffer_size() <= self._num_unsent_bytes - MIN_BYTES_TAKEN:
             self._await_reader()
             return
-        self.door.count_refusal("send_timeout")
+        self._note_refusal(
+            "send_timeout", f"the answer was left unread for {self.limits.send_timeout:g} s (send_timeout)"
+        )
         # A reset: else the kernel goes on to offer what was not read, and keeps it.
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()  # the request is told that its client has gone
 
     # -- refusals ------------------------------------------------------------------------------------------------------
+
+    def _note_refusal(self, code: str, reason: str) -> None:
+        self.door.note_refusal(code, self.client, reason)
 
     def _refuse_headers(self, much: str) -> None:
         self._refuse(HeadersTooLarge(f"the request has headers {much}; send fewer or shorter ones"))
@@ -239,7 +259,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: ServekitError) -> None:
         """Answer, unless that would get into the midst of another answer; and read no further."""
-        self.door.count_refusal(error.answer_code)
+        self._note_refusal(error.answer_code, error.message)
         self._end_input()
         is_reading_body = self._answering is self.cycle and self.cycle is not None and self.cycle.more_body
         if is_reading_body and not self.cycle.response_started:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from hashlib import sha256
 from hmac import compare_digest
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -23,6 +23,14 @@ DEFAULT_TENANT = "default"  # whose the keys of --api-key are
 
 # What fits behind `Bearer` in a header: visible ASCII.
 _KEY = re.compile(r"[!-~]+")
+# A field that there is not is named if it looks like one; keys have digits, or are longer.
+_UNKNOWN_FIELD = re.compile(r"unknown field `([a-z_]{1,40})`")
+# What some fields take: a pattern is nothing for people, and what was given may be a key in the wrong place.
+_TAKES = {
+    "`$.only`": "only takes 'metrics', or is left out",
+    "`$.tenant`": "tenant takes 1 to 64 letters, digits, '.', '_' and '-'",
+    "`$.sha256`": "sha256 takes 64 hex digits, as `printf %s KEY | sha256sum` tells them",
+}
 
 
 class Key(Struct, frozen=True):
@@ -32,10 +40,11 @@ class Key(Struct, frozen=True):
     tenant: str = DEFAULT_TENANT
     limits: Limits = Limits()
     min_priority: int = ANYBODY.min_priority
+    only: Literal["metrics"] | None = None  # what it opens; None is everything
 
 
 class Keyring:
-    """All keys. Without any, nobody needs one."""
+    """All keys, which its owner may replace by others. Without any, nobody needs one."""
 
     def __init__(self, keys: Sequence[Key]) -> None:
         self.keys = list(keys)
@@ -64,6 +73,7 @@ class _Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
     min_priority: Annotated[int, Meta(ge=ANYBODY.min_priority, le=1000)] = ANYBODY.min_priority
+    only: Literal["metrics"] | None = None
 
 
 def parse_api_key(setting: str) -> list[Key]:
@@ -95,17 +105,22 @@ def _read(told: object, where: str) -> Key:
     try:
         entry = msgspec.convert(told, _Entry)
     except msgspec.ValidationError as error:
-        message = str(error)
-        if "unknown field" in message:  # and names it
-            message = "it has an unknown field; it takes " + ", ".join(_Entry.__struct_fields__)
-        raise ConfigError(f"{where}: {message}") from None
+        raise ConfigError(f"{where}: {_explain(str(error))}") from None
     if (entry.key is None) == (entry.sha256 is None):
         raise ConfigError(f"{where}: it takes either key or sha256")
     if entry.key is not None and not _KEY.fullmatch(entry.key):
         raise ConfigError(f"{where}: key is empty, or not of visible ASCII characters")
     digest = bytes.fromhex(entry.sha256) if entry.sha256 else _digest(entry.key or "")
     limits = Limits(entry.max_concurrent_requests, entry.requests_per_minute, entry.tokens_per_minute)
-    return Key(digest, entry.tenant, limits, entry.min_priority)
+    return Key(digest, entry.tenant, limits, entry.min_priority, entry.only)
+
+
+def _explain(message: str) -> str:
+    if "unknown field" in message:
+        name = _UNKNOWN_FIELD.search(message)
+        told = f" {name[1]!r}" if name else ""
+        return f"it has an unknown field{told}; it takes {', '.join(_Entry.__struct_fields__)}"
+    return _TAKES.get(message.rpartition(" - at ")[2], message)
 
 
 def _without_doubles(keys: list[Key], where: str) -> list[Key]:

@@ -55,14 +55,14 @@ class Allowance:
     """One key's limits, and what was taken of them. Each `enter` that returns wants one `leave`."""
 
     def __init__(self, limits: Limits, now: float) -> None:
-        self._limits = limits
+        self.limits = limits
         self._requests = None if limits.requests_per_minute is None else TokenBucket(limits.requests_per_minute, now)
         self._tokens = None if limits.tokens_per_minute is None else TokenBucket(limits.tokens_per_minute, now)
         self.num_running = 0
 
     def enter(self, now: float) -> None:
         """Let a request in. Raises RateLimited with the seconds until one would be, and then nothing is taken."""
-        limits, waits = self._limits, []
+        limits, waits = self.limits, []
         if limits.max_concurrent_requests is not None and self.num_running >= limits.max_concurrent_requests:
             # When one of them ends, nobody knows.
             waits.append((1.0, f"{limits.max_concurrent_requests} at the same time (max_concurrent_requests)"))

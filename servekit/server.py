@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -16,15 +17,17 @@ from urllib.parse import urlsplit
 import uvicorn
 import uvloop
 from sse_starlette.sse import AppStatus
+from starlette.applications import Starlette
 
 from servekit import __version__
-from servekit.api import create_app
+from servekit.api import create_app, renew_keys
+from servekit.caller import ANYBODY
 from servekit.config import ServeConfig, doubts, non_default
 from servekit.engine import LLMEngine
 from servekit.errors import ConfigError, WorkerNotReady
 from servekit.http_protocol import limited_protocol
 from servekit.keys import Key, parse_keys_file
-from servekit.logs import configure_logging
+from servekit.logs import configure_logging, fields, is_for_programs
 from servekit.process_metrics import watch_event_loop, watch_processes
 
 if TYPE_CHECKING:
@@ -49,9 +52,10 @@ async def _serve(config: ServeConfig) -> int:
     tracing = _connect_tracing(config)
     listener = _bind(config)
     engine = LLMEngine(config)
+    app = create_app(engine, keys_of_file, None if tracing is None else tracing.record)
     server = Server(
         uvicorn.Config(
-            create_app(engine, keys_of_file, None if tracing is None else tracing.record),
+            app,
             http=limited_protocol(config, engine.metrics.refused),
             ws="none",
             lifespan="off",  # the engine's life is managed here, where its failure has an exit code
@@ -61,6 +65,8 @@ async def _serve(config: ServeConfig) -> int:
         ),
         engine,
     )
+    if config.api_keys_file is not None or signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, app, server)
     # The socket answers while the model loads, so that /ready can say so.
     http = asyncio.create_task(server.serve(sockets=[listener]))
     supervisor = asyncio.create_task(_supervise(engine, server, listener))
@@ -86,8 +92,7 @@ async def _supervise(engine: LLMEngine, server: Server, listener: socket.socket)
     try:
         log.info("servekit %s loads %s", __version__, engine.config.model)
         await engine.start()
-        for line in describe(engine, _url(listener)):
-            log.info("%s", line)
+        _announce(engine, _url(listener))
         await engine.wait_until_failed()
         assert engine.failure is not None
         raise engine.failure
@@ -138,6 +143,22 @@ class Server(uvicorn.Server):
             self.force_exit = self.should_exit = True
 
 
+def _on_hangup(app: Starlette, server: Server) -> None:
+    """SIGHUP: read the keys file again. If there is none, a terminal is gone, and the server follows in good order."""
+    engine: LLMEngine = app.state.engine
+    if engine.config.api_keys_file is None:
+        if engine.state != "draining":  # shell and kernel may both tell of it, which is no second signal
+            server.handle_exit(signal.SIGHUP, None)
+        return
+    try:
+        keys = read_keys(engine.config)
+    except ConfigError as error:
+        log.error("the keys stay as they are: %s", error.message)
+        return
+    renew_keys(app, keys)
+    log.info("%s was read again and has %d keys now", engine.config.api_keys_file, len(keys))
+
+
 def read_keys(config: ServeConfig) -> list[Key]:
     """Those in --api-keys-file. Raises ConfigError."""
     path = config.api_keys_file
@@ -148,9 +169,12 @@ def read_keys(config: ServeConfig) -> list[Key]:
             )
         return []
     try:
-        return parse_keys_file(Path(path).read_bytes(), path)
+        keys = parse_keys_file(Path(path).read_bytes(), path)
     except OSError as error:
         raise ConfigError(f"api_keys_file = {path!r}: {error.strerror}") from None
+    if config.scheduling_policy != "priority" and any(key.min_priority != ANYBODY.min_priority for key in keys):
+        log.warning("%s: min_priority has no effect, for scheduling_policy is %r", path, config.scheduling_policy)
+    return keys
 
 
 def _connect_tracing(config: ServeConfig) -> Tracing | None:
@@ -196,6 +220,29 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def _announce(engine: LLMEngine, url: str) -> None:
+    """Say that the server is up, and as what: to programs in one object, to people in lines."""
+    config, worker = engine.config, engine.worker
+    assert worker is not None
+    for doubt in doubts(config):
+        log.warning("%s", doubt)
+    if not is_for_programs():
+        for line in describe(engine, url):
+            log.info("%s", line)
+        return
+    told = fields(
+        settings=non_default(config),
+        model=worker.model.architecture,
+        dtype=worker.dtype,
+        device=worker.device,
+        num_kv_blocks=worker.num_blocks,
+        block_size=config.block_size,
+        kv_bytes_per_token=worker.kv_bytes_per_token,
+        max_total_tokens=engine.manager.config.max_total_tokens,
+    )
+    log.info("ready at %s", url, extra=told)
+
+
 def describe(engine: LLMEngine, url: str) -> Iterator[str]:
     """What a person wants to see when the server is up."""
     config, worker, manager = engine.config, engine.worker, engine.manager
@@ -205,8 +252,6 @@ def describe(engine: LLMEngine, url: str) -> Iterator[str]:
         yield "settings that differ from their defaults:"
     for name, value in changed.items():
         yield f"  {name:<24} {value}"
-    for doubt in doubts(config):
-        yield f"note: {doubt}"
     num_tokens = worker.num_blocks * config.block_size
     cache_mib = num_tokens * worker.kv_bytes_per_token / 2**20
     yield f"model: {worker.model.architecture}, {worker.dtype} on {worker.device}"

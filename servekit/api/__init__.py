@@ -13,8 +13,9 @@ from starlette.routing import Route
 
 from servekit.api import about, native, openai, openapi, tgi, tokens
 from servekit.api.access import guard
-from servekit.api.http import CLIENT_CLOSED_REQUEST, Endpoint, engine_of, refuse, respond
+from servekit.api.http import CLIENT_CLOSED_REQUEST, Endpoint, engine_of, note_code, refuse, respond
 from servekit.api.measure import Measure
+from servekit.config import ServeConfig
 from servekit.engine import LLMEngine
 from servekit.errors import InternalError, ServekitError
 from servekit.keys import Key, Keyring, parse_api_key
@@ -39,7 +40,7 @@ def create_app(
     """
     config = engine.config
     assert keys_of_file or config.api_keys_file is None, "the keys file was not read: nobody would need a key"
-    keys_of_setting = [] if config.api_key is None else parse_api_key(config.api_key)
+    keyring = Keyring(_all_keys(config, keys_of_file))
     app = Starlette(
         routes=[
             *(Route(endpoint.path, endpoint.handler, methods=[endpoint.method]) for endpoint in ENDPOINTS),
@@ -54,11 +55,23 @@ def create_app(
     )
     app.router.redirect_slashes = False  # it would build the address from the client's own Host header
     app.state.engine = engine
+    app.state.keyring = keyring
     app.state.created_s = int(time.time())  # what /v1/models tells
     # Outside of Starlette's own layers, so that what these answer passes the guard too.
-    guarded = guard(app.build_middleware_stack(), config, Keyring([*keys_of_setting, *keys_of_file]))
+    guarded = guard(app.build_middleware_stack(), config, keyring)
     app.middleware_stack = Measure(guarded, engine, app.routes, record)
     return app
+
+
+def renew_keys(app: Starlette, keys_of_file: Sequence[Key]) -> None:
+    """From the next request on, the file has these keys; requests that were let in with others go on."""
+    assert keys_of_file, "without any key nobody would need one"
+    app.state.keyring.keys = _all_keys(app.state.engine.config, keys_of_file)
+
+
+def _all_keys(config: ServeConfig, keys_of_file: Sequence[Key]) -> list[Key]:
+    keys_of_setting = [] if config.api_key is None else parse_api_key(config.api_key)
+    return [*keys_of_setting, *keys_of_file]
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -72,6 +85,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
     message = f"{request.method} {request.url.path[:MAX_PATH_TOLD]}: {error.detail}"
+    note_code(request, code)
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
     response = respond(body, error.status_code)
     response.headers.update(error.headers or {})

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from servekit.api.http import engine_of, refuse
 from servekit.caller import ANYBODY, Caller
 from servekit.config import ServeConfig
-from servekit.errors import ConfigError, RateLimited, ServekitError, Unauthorized
+from servekit.errors import ConfigError, Forbidden, InternalError, RateLimited, ServekitError, Unauthorized
 from servekit.keys import Key, Keyring
 from servekit.logs import fields
 from servekit.rate_limits import Allowance
@@ -36,9 +36,11 @@ log = logging.getLogger("servekit")
 
 # What those who start, watch and route may ask without a key. Whatever is not here needs one, if there are any.
 PUBLIC = frozenset((method, path) for method in ("GET", "HEAD") for path in ("/health", "/ready"))
+METRICS = frozenset({("GET", "/metrics"), ("HEAD", "/metrics")})
 
 ROUTINE = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds, for ever
 MAX_LOGGED_PATH = 200
+MAX_LOGGED_ADDRESS = 64  # a proxy that uvicorn trusts tells it, and may tell anything
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
@@ -79,8 +81,7 @@ class KeyCheck:
     def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
         self._app = app
         self._keyring = keyring
-        now = time.monotonic()
-        self._allowances = {key.digest: Allowance(key.limits, now) for key in keyring.keys}
+        self._allowances: dict[bytes, Allowance] = {}  # by digest; also of keys that are no longer there
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The router looks at the same `path`, so a path that is public by another spelling is still the public one.
@@ -92,9 +93,11 @@ class KeyCheck:
             key = self._find(scope)
             caller: Caller = scope["state"].get("caller", ANYBODY)
             scope["state"]["caller"] = replace(caller, tenant=key.tenant, min_priority=key.min_priority)
-            allowance = self._allowances[key.digest]
+            if key.only == "metrics" and (scope.get("method"), scope["path"]) not in METRICS:
+                raise Forbidden("this API key is for GET /metrics and nothing else (only = 'metrics')")
+            allowance = self._allowance(key)
             allowance.enter(time.monotonic())
-        except (Unauthorized, RateLimited) as error:
+        except (Unauthorized, Forbidden, RateLimited) as error:
             await _refuse(error, scope, receive, send)
             return
         # From here to the response's very end, however it comes, the request is one of the key's.
@@ -104,6 +107,13 @@ class KeyCheck:
             submission: Submission | None = scope["state"].get("submission")
             num_tokens = submission.num_prompt_tokens + submission.num_generated_tokens if submission else 0
             allowance.leave(num_tokens, time.monotonic())
+
+    def _allowance(self, key: Key) -> Allowance:
+        """The key's account: the one it had, however often the file is read, unless its limits are others now."""
+        allowance = self._allowances.get(key.digest)
+        if allowance is None or allowance.limits != key.limits:
+            allowance = self._allowances[key.digest] = Allowance(key.limits, time.monotonic())
+        return allowance
 
     def _find(self, scope: Scope) -> Key:
         is_any_shown = False
@@ -158,6 +168,7 @@ class RequestLog:
             # The client has been told as far as it could be, by the layers below. If its answer is not whole, the
             # protocol closes the connection.
             log.exception("a request failed", extra=fields(request_id=request_id))
+            scope["state"]["error_code"] = InternalError.code
         finally:
             _log_end(scope, exchange, time.monotonic() - started_s)
 
@@ -201,7 +212,8 @@ class _Exchange:
 
 def _log_end(scope: Scope, exchange: _Exchange, duration_s: float) -> None:
     path, status = scope["path"], exchange.status
-    level = logging.DEBUG if path in ROUTINE and status in (200, 503) else logging.INFO
+    code: str | None = scope["state"].get("error_code")
+    level = _level(path, status, code)
     if not log.isEnabledFor(level):
         return
     caller: Caller = scope["state"]["caller"]
@@ -211,12 +223,25 @@ def _log_end(scope: Scope, exchange: _Exchange, duration_s: float) -> None:
         "status": status,
         "duration_ms": round(1e3 * duration_s, 1),
         "client_left": exchange.has_client_left,
-        "tenant": caller.tenant,
         "request_id": caller.request_id,
     }
+    if code is not None:
+        told["code"] = code
+    if caller.tenant:
+        told["tenant"] = caller.tenant
+    if (client := scope.get("client")) is not None:
+        told["client"] = client[0][:MAX_LOGGED_ADDRESS]
     submission: Submission | None = scope["state"].get("submission")
     if submission is not None:
         told["prompt_tokens"] = submission.num_prompt_tokens
         told["generated_tokens"] = submission.num_generated_tokens
         told["finish_reasons"] = submission.finish_reasons
     log.log(level, "request", extra=fields(**told))
+
+
+def _level(path: str, status: int | None, code: str | None) -> int:
+    if path in ROUTINE and status in (200, 503):
+        return logging.DEBUG
+    # A stream that failed began as 200.
+    has_failed = code is not None and (status is None or status == 200 or status >= 500)
+    return logging.WARNING if has_failed else logging.INFO

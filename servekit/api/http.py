@@ -56,7 +56,7 @@ def engine_of(request: Request) -> LLMEngine:
 async def submit(request: Request, wanted: GenerationRequest, arrival_s: float | None = None) -> Submission:
     """Admit it in its caller's name. Raises RequestError, WorkerError, or ClientDisconnect if nobody waits now."""
     engine, caller = engine_of(request), caller_of(request)
-    if wanted.priority < caller.min_priority:
+    if engine.config.scheduling_policy == "priority" and wanted.priority < caller.min_priority:
         wanted = replace(wanted, priority=caller.min_priority)
     submission = await unless_disconnected(request, engine.submit(wanted, caller, arrival_s))
     request.state.submission = submission  # for its key's account, and its line in the log
@@ -123,15 +123,18 @@ def event(value: Any) -> bytes:
 
 
 class EventStream(EventSourceResponse):
-    """A request's server-sent events as they come, with comments while there are none.
+    """A request's server-sent events as they come, with comments while there are none; if it fails, the last event says
+    why. `end` comes after everything.
 
     However the stream ends, even before its first event, the work for it ends too: a generator that nobody has begun to
     read would not notice.
     """
 
-    def __init__(self, request: Request, submission: Submission, events: AsyncIterator[bytes]) -> None:
+    def __init__(
+        self, request: Request, submission: Submission, events: AsyncIterator[bytes], end: bytes = b""
+    ) -> None:
         super().__init__(
-            events,
+            _to_the_end(request, events, end),
             sep="\n",  # naive clients split on a bare blank line
             ping=engine_of(request).config.sse_keep_alive_interval,
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
@@ -143,6 +146,16 @@ class EventStream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._submission.abort()
+
+
+async def _to_the_end(request: Request, events: AsyncIterator[bytes], end: bytes) -> AsyncIterator[bytes]:
+    try:
+        async for written in events:
+            yield written
+    except ServekitError as error:
+        yield event(_tell(request, error))
+    if end:
+        yield end
 
 
 # -- clients that leave ------------------------------------------------------------------------------------------------
@@ -194,8 +207,18 @@ def speaks_tgi(request: Request) -> None:
     request.state.for_tgi = True
 
 
+def _tell(request: Request, error: ServekitError) -> dict[str, Any]:
+    note_code(request, error.answer_code)
+    return error_body(error, getattr(request.state, "for_tgi", False))
+
+
+def note_code(request: Request, code: str) -> None:
+    """The request's line in the log is to have this error code."""
+    request.state.error_code = code
+
+
 def refuse(request: Request, error: ServekitError) -> Response:
-    response = respond(error_body(error, getattr(request.state, "for_tgi", False)), error.status)
+    response = respond(_tell(request, error), error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
     if error.status == 401:

@@ -15,7 +15,6 @@ from servekit.api.http import (
     EventStream,
     answers_to,
     engine_of,
-    error_body,
     event,
     length,
     read_body,
@@ -24,7 +23,7 @@ from servekit.api.http import (
     submit,
 )
 from servekit.client_queue import TokenDelta
-from servekit.errors import InvalidRequest, ServekitError
+from servekit.errors import InvalidRequest
 from servekit.messages import TokenLogprobs
 from servekit.schemas.decoding import decode, decode_query, is_for_tgi
 from servekit.schemas.fields import Usage
@@ -112,17 +111,14 @@ async def _stream(request: Request, asked: GenerateRequest, has_ids: bool = Fals
 async def _events(submission: Submission, tell: Teller, has_ids: bool) -> AsyncIterator[bytes]:
     """The stream's events as bytes; several at once where the client was slower than the model."""
     answer = Answer(0)
-    try:
-        async for events in follow(submission):
-            written = []
-            for deltas in events:
-                is_first = not answer.deltas
-                answer.deltas += deltas
-                head = b"id: %d\n" % answer.num_tokens if has_ids else b""
-                written.append(head + event(tell.stream_event(answer, deltas, is_first)))
-            yield b"".join(written)
-    except ServekitError as error:
-        yield event(error_body(error))
+    async for events in follow(submission):
+        written = []
+        for deltas in events:
+            is_first = not answer.deltas
+            answer.deltas += deltas
+            head = b"id: %d\n" % answer.num_tokens if has_ids else b""
+            written.append(head + event(tell.stream_event(answer, deltas, is_first)))
+        yield b"".join(written)
 
 
 class Teller:

@@ -15,7 +15,6 @@ from servekit.api.http import (
     EventStream,
     answers_to,
     engine_of,
-    error_body,
     event,
     length,
     read_body,
@@ -26,7 +25,7 @@ from servekit.api.http import (
 )
 from servekit.config import ServeConfig
 from servekit.engine import LLMEngine
-from servekit.errors import ModelNotFound, ServekitError
+from servekit.errors import ModelNotFound
 from servekit.schemas.decoding import decode
 from servekit.schemas.openai import (
     ChatCompletionChunk,
@@ -79,24 +78,22 @@ async def _render(engine: LLMEngine, asked: ChatCompletionRequest) -> str:
 
 async def _answer(request: Request, asked: OpenAIFields, submission: Submission, tell: Teller) -> Response:
     if asked.stream:
-        return EventStream(request, submission, _events(submission, tell))
+        return EventStream(request, submission, _events(submission, tell), DONE)
     prompts = await answers_to(request, submission)
     return await respond_at_length(lambda: tell.response(prompts), length(submission, prompts))
 
 
 async def _events(submission: Submission, tell: Teller) -> AsyncIterator[bytes]:
-    """Chunks, the usage where it is wanted, and the mark of the end; after an error too."""
-    try:
-        async for events in follow(submission):
-            chunks = [event(chunk) for deltas in events for chunk in tell.chunks(deltas)]
-            if chunks:
-                yield b"".join(chunks)
-        yield b"".join(map(event, tell.last_chunks())) + DONE
-    except ServekitError as error:
-        yield event(error_body(error)) + DONE
+    """Chunks, and the usage where it is wanted."""
+    async for events in follow(submission):
+        chunks = [event(chunk) for deltas in events for chunk in tell.chunks(deltas)]
+        if chunks:
+            yield b"".join(chunks)
+    if last := b"".join(map(event, tell.last_chunks())):
+        yield last
 
 
-DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"  # the mark of the end, after an error too
 
 # -- models ------------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from servekit.api.http import (
     EventStream,
     answers_to,
     engine_of,
-    error_body,
     event,
     length,
     read_body,
@@ -23,7 +22,7 @@ from servekit.api.http import (
     submit,
 )
 from servekit.client_queue import TokenDelta
-from servekit.errors import InvalidRequest, ServekitError
+from servekit.errors import InvalidRequest
 from servekit.schemas.decoding import decode
 from servekit.schemas.tgi import (
     TgiDetails,
@@ -72,15 +71,12 @@ async def answer(request: Request, body: bytes, streams: bool = False, in_a_list
 
 async def _events(submission: Submission, tell: _Teller) -> AsyncIterator[bytes]:
     answer = Answer(0)
-    try:
-        async for events in follow(submission):
-            written = []
-            for deltas in events:
-                answer.deltas += deltas
-                written.append(event(tell.stream_event(answer, deltas)))
-            yield b"".join(written)
-    except ServekitError as error:
-        yield event(error_body(error, for_tgi=True))
+    async for events in follow(submission):
+        written = []
+        for deltas in events:
+            answer.deltas += deltas
+            written.append(event(tell.stream_event(answer, deltas)))
+        yield b"".join(written)
 
 
 class _Teller:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -264,6 +265,48 @@ def test_neither_prompts_nor_answers_nor_keys_are_in_the_log_whatever_its_level(
     assert "canary" not in log and "canary" not in info
     assert "sky is blue" not in log
     assert log.replace("\n", "").isprintable()
+
+
+def test_on_a_hangup_the_keys_are_read_again_and_a_wrong_file_changes_nothing(locked: ServerProcess) -> None:
+    path = locked.log.parent / "keys.toml"
+    assert ask(locked, METERED + "-2").status_code == 401
+    for text, told, statuses in (
+        (KEYS.replace(METERED, METERED + "-2"), "was read again and has 5 keys now", (401, 200)),
+        (KEYS + "[[key]]", "the keys stay as they are: ", (401, 200)),
+        (KEYS, "was read again and has 5 keys now", (200, 401)),
+    ):
+        seen = locked.log.read_text().count(told)
+        path.write_text(text)
+        locked.process.send_signal(signal.SIGHUP)
+        deadline = time.monotonic() + 5
+        while locked.log.read_text().count(told) == seen:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        asked = (locked.client.get("/version", headers=bearer(key)) for key in (METERED + "-2", METERED))
+        # That one is in debt since a test above, and its account outlived two readings of the file.
+        assert tuple({429: 200}.get(answer.status_code, answer.status_code) for answer in asked) == statuses[::-1]
+
+
+def test_who_is_refused_at_the_door_is_in_the_log_with_its_address(locked: ServerProcess) -> None:
+    hello = bytes.fromhex("16030100c8010000c40303") + bytes(190)  # TLS
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", locked.port), timeout=5) as connection:
+            connection.sendall(hello)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
+    entries = [json.loads(line) for line in locked.log.read_text().splitlines()]
+    refused = [entry for entry in entries if entry["message"].startswith("refused at the door: this is not HTTP/1.1")]
+    assert len(refused) >= 5
+    assert all((entry["code"], entry["client"]) == ("invalid_http", "127.0.0.1") for entry in refused)
+    levels = [entry["level"] for entry in refused]
+    assert "info" in levels and levels.count("debug") >= 3, "a flood does not fill the log"
+
+
+def test_programs_are_told_in_one_line_that_it_is_ready_and_as_what(locked: ServerProcess) -> None:
+    entries = [json.loads(line) for line in locked.log.read_text().splitlines()]
+    (ready,) = [entry for entry in entries if entry["message"].startswith("ready at http://127.0.0.1:")]
+    assert ready["settings"]["log_format"] == "json" and ready["settings"]["api_key"] == "***"
+    assert ready["num_kv_blocks"] > 0 and ready["device"] == "cpu" and ready["max_total_tokens"] == 2048
+    assert not [entry for entry in entries if "curl" in entry["message"] or entry["message"].startswith(" ")]
 
 
 def test_a_wrong_keys_file_ends_the_start_with_2_and_without_the_key(tmp_path: Path) -> None:

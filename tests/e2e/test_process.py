@@ -60,6 +60,30 @@ def test_sigterm_lets_streams_finish_and_exits_0(streaming: Any) -> None:
     wait_until_gone(worker)
 
 
+def test_when_its_terminal_is_gone_the_server_ends_in_good_order_unless_told_to_stay(tmp_path: Path) -> None:
+    """While they load, which they need not have done for this."""
+    serve = [sys.executable, "-m", "servekit", "serve", "--port", "0"]
+    started = {}
+    for name, command in (("ends", serve), ("stays", ["nohup", *serve])):
+        with (tmp_path / name).open("wb") as log:
+            started[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        for name in started:
+            deadline = time.monotonic() + 30
+            while " loads demo" not in (tmp_path / name).read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        for process in started.values():
+            process.send_signal(signal.SIGHUP)
+        assert started["ends"].wait(10) == 0
+        assert "draining: " in (tmp_path / "ends").read_text()
+        assert started["stays"].poll() is None
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
+
+
 def test_a_supervisor_may_signal_every_process_of_the_service(streaming: Any) -> None:
     server, received, reader = streaming
     (worker,) = server.worker_pids()

@@ -6,10 +6,11 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import cache
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,16 +20,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from servekit.api import create_app
-from servekit.api.http import caller_of
+from servekit.api import create_app, renew_keys
+from servekit.api.http import EventStream, caller_of
 from servekit.caller import Caller
 from servekit.config import ServeConfig
 from servekit.engine import LLMEngine
-from servekit.errors import ConfigError, QueueFull
+from servekit.errors import ConfigError, QueueFull, WorkerLost
 from servekit.generation_request import GenerationRequest
 from servekit.keys import parse_keys_file
 from servekit.logs import JsonFormatter, TextFormatter
 from servekit.server import read_keys
+from servekit.submission import Submission
 
 KEY = "canary-key"
 FILE = f"""
@@ -44,6 +46,10 @@ min_priority = 7
 key = "slow"
 tenant = "batch"
 requests_per_minute = 3
+[[key]]
+key = "scraper"
+tenant = "prometheus"
+only = "metrics"
 """
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "QUERY", "PROPFIND", "get"]
 
@@ -247,7 +253,7 @@ async def test_the_caller_is_the_keys_and_not_the_requests() -> None:
 
 
 async def test_a_request_goes_no_sooner_than_its_key_may() -> None:
-    app, priorities = guarded(), []
+    app, priorities = guarded(scheduling_policy="priority"), []
 
     async def submit(wanted: GenerationRequest, caller: Caller, arrival_s: float | None) -> None:
         priorities.append((caller.tenant, wanted.priority))
@@ -259,6 +265,89 @@ async def test_a_request_goes_no_sooner_than_its_key_may() -> None:
             body = json.dumps({"prompt": "a", "priority": priority}).encode()
             assert (await ask(app, "POST", "/generate", bearer(key), body=body)).status == 503
     assert priorities == [("batch", 7), ("batch", 7), ("batch", 9), ("search", -1000), ("search", 0), ("search", 9)]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "shortest", "fair"])
+async def test_where_priorities_mean_nothing_a_keys_floor_touches_no_request(policy: str) -> None:
+    """Or each would be refused for a priority that its client never sent."""
+    app, priorities = guarded(scheduling_policy=policy), []
+
+    async def submit(wanted: GenerationRequest, *_: Any) -> None:
+        priorities.append(wanted.priority)
+        raise QueueFull("enough was seen")
+
+    app.state.engine.submit = submit
+    await ask(app, "POST", "/generate", bearer("narrow"), body=b'{"prompt": "a"}')
+    assert priorities == [0]
+
+
+def test_a_floor_that_has_no_effect_is_said_at_the_start(log: Log, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    read_keys(ServeConfig(api_keys_file=str(path)))
+    (warning,) = log.lines
+    assert warning["level"] == "warning" and "min_priority has no effect" in warning["message"]
+    assert "'shortest'" in warning["message"]
+    read_keys(ServeConfig(api_keys_file=str(path), scheduling_policy="priority"))
+    path.write_text(FILE.replace("min_priority = 7", ""))
+    read_keys(ServeConfig(api_keys_file=str(path)))
+    assert len(log.lines) == 1
+
+
+async def test_a_key_for_metrics_opens_nothing_else(log: Log) -> None:
+    app = shared()
+    scraper = bearer("scraper")
+    for method in ("GET", "HEAD"):
+        assert (await ask(app, method, "/metrics", scraper)).status == 200
+        assert (await ask(app, method, "/health", scraper)).status in (200, 503), "public is public"
+    paths = {re.sub(r"\{.*?\}", "x", route.path) for route in app.routes if isinstance(route, Route)}
+    for path in paths | {"/nowhere", "/metrics/", "//metrics", "/metrics/../info"}:
+        for method in METHODS:
+            if (method, path.rstrip("/")) in {
+                (m, p) for m in ("GET", "HEAD") for p in ("/health", "/ready", "/metrics")
+            }:
+                continue
+            answer = await ask(app, method, path, scraper)
+            assert (answer.status, answer.error["code"]) == (403, "permission_denied"), (method, path)
+    denied = [line for line in log.lines if line.get("code") == "permission_denied"]
+    assert denied[-1]["tenant"] == "prometheus"
+
+
+# -- other keys while it runs ------------------------------------------------------------------------------------------
+
+
+async def test_keys_can_be_replaced_and_those_that_stay_keep_their_account() -> None:
+    app = guarded(api_key="setting")
+    slow, new = bearer("slow"), bearer("new")
+    for _ in range(3):
+        assert (await ask(app, "GET", "/version", slow)).status == 200
+    assert (await ask(app, "GET", "/version", new)).status == 401
+    changed = FILE.replace(KEY, "new").replace('"batch"\nrequests', '"nightly"\nrequests')
+    renew_keys(app, parse_keys_file(changed.encode(), "keys.toml"))
+    assert (await ask(app, "GET", "/version", bearer(KEY))).status == 401, "revoked"
+    assert (await ask(app, "GET", "/version", new)).status == 200
+    assert (await ask(app, "GET", "/version", bearer("setting"))).status == 200, "not of the file"
+    assert (await ask(app, "GET", "/version", slow)).status == 429, "reading the file again is no way round its limits"
+    renew_keys(app, parse_keys_file(FILE.replace("minute = 3", "minute = 4").encode(), "keys.toml"))
+    assert [(await ask(app, "GET", "/version", slow)).status for _ in range(5)] == [200] * 4 + [429]
+
+
+async def test_a_request_ends_in_the_account_that_it_began_in() -> None:
+    app = guarded()
+    let_go = asyncio.Event()
+
+    async def wait(_: Request) -> Response:
+        await let_go.wait()
+        return Response()
+
+    app.add_route("/wait", wait)
+    running = asyncio.create_task(ask(app, "GET", "/wait", bearer("narrow")))
+    await asyncio.sleep(0)
+    renew_keys(app, parse_keys_file(FILE.replace("requests = 2", "requests = 1").encode(), "keys.toml"))
+    assert (await ask(app, "GET", "/version", bearer("narrow"))).status == 200
+    renew_keys(app, parse_keys_file(b"[[key]]\nkey = 'other'\ntenant = 'a'", "keys.toml"))
+    let_go.set()
+    assert (await running).status == 200, "a key that is gone ends nothing"
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -402,7 +491,8 @@ async def test_a_request_is_one_line_that_says_who_what_and_how_it_went(log: Log
     await ask(app, "POST", "/generate", ("x-request-id", "a-2"))
     await ask(app, "GET", "/metrics", bearer(KEY))
     await ask(app, "GET", "/metrics")
-    first, denied, routine, denied_routine = (line for line in log.lines if line["message"] == "request")
+    await ask(app, "GET", "/nowhere", bearer(KEY))
+    first, denied, routine, denied_routine, lost = (line for line in log.lines if line["message"] == "request")
     assert first.pop("duration_ms") < 1000
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first.pop("time"))
     assert first == {
@@ -415,9 +505,44 @@ async def test_a_request_is_one_line_that_says_who_what_and_how_it_went(log: Log
         "client_left": False,
         "tenant": "search",
         "request_id": "a-1",
+        "client": "127.0.0.1",
     }
-    assert (denied["request_id"], denied["status"], denied["tenant"]) == ("a-2", 401, "")
+    assert (denied["request_id"], denied["status"], denied["code"]) == ("a-2", 401, "invalid_api_key")
+    assert denied["level"] == "info" and "tenant" not in denied
+    assert (lost["status"], lost["code"]) == (404, "not_found")
     assert routine["level"] == "debug" and denied_routine["level"] == "info"
+
+
+async def test_what_the_server_could_not_do_is_a_warning_with_its_code(log: Log) -> None:
+    """Also in a stream, whose status was 200 before it failed."""
+    app = guarded(scheduling_policy="priority")
+
+    def fails(error: Exception) -> Any:
+        async def stream(request: Request) -> Response:
+            async def events() -> AsyncIterator[bytes]:
+                yield b"data: 1\n\n"
+                raise error
+
+            return EventStream(request, Submission(None, None, [], None, 1, None), events(), b"data: end\n\n")  # type: ignore[arg-type]
+
+        return stream
+
+    app.add_route("/lost", fails(WorkerLost("no worker")))
+    app.add_route("/bug", fails(RuntimeError("a bug")))
+    assert (await ask(app, "POST", "/generate", bearer(KEY), body=b'{"prompt": "a"}')).status == 503
+    assert (await ask(app, "POST", "/generate", bearer(KEY), body=b"{")).status == 400
+    answer = await ask(app, "GET", "/lost", bearer(KEY))
+    *_, error, end, nothing = answer.body.split(b"\n\n")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "worker_unavailable"
+    assert (end, nothing) == (b"data: end", b"")
+    await ask(app, "GET", "/bug", bearer(KEY))
+    told = [(line["level"], line["status"], line["code"]) for line in log.lines if line["message"] == "request"]
+    assert told == [
+        ("warning", 503, "worker_unavailable"),
+        ("info", 400, "invalid_json"),
+        ("warning", 200, "worker_unavailable"),
+        ("warning", 200, "internal_error"),
+    ]
 
 
 async def test_a_bug_is_one_entry_with_its_request_id(log: Log, text_log: Log) -> None:
@@ -432,7 +557,7 @@ async def test_a_bug_is_one_entry_with_its_request_id(log: Log, text_log: Log) -
     assert bug["request_id"] == "a-1" and "Traceback" in bug["exception"] and "forged" in bug["exception"]
     assert "\x1b" not in text_log.text
     for line in text_log.text.splitlines():
-        assert line.startswith("    ") or re.match(r"\d\d:\d\d:\d\d (DEBUG|INFO|ERROR) ", line), line
+        assert line.startswith("    ") or re.match(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) ", line), line
 
 
 async def test_hostile_ids_and_paths_end_no_line_and_forge_no_field(log: Log, text_log: Log) -> None:

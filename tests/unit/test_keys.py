@@ -31,13 +31,15 @@ min_priority = 5
 [[key]]
 sha256 = "{sha256(b"another").hexdigest().upper()}"
 tenant = "search"
+only = "metrics"
 """
 
 
 def test_a_file_gives_each_key_its_tenant_and_limits() -> None:
     first, second = parse_keys_file(FILE.encode(), "keys.toml")
     assert first == Key(sha256(SECRET.encode()).digest(), "search", Limits(4, 60, 10_000), 5)
-    assert second == Key(sha256(b"another").digest(), "search")
+    assert second == Key(sha256(b"another").digest(), "search", only="metrics")
+    assert first.only is None
     assert second.min_priority == -1000 and second.limits == Limits()
 
 
@@ -81,11 +83,14 @@ def test_a_setting_with_no_key_in_it_is_refused_rather_than_letting_everybody_in
         (f"[[key]]\nkey = '{SECRET}'", "keys.toml: [[key]] 1: Object missing required field `tenant`"),
         ("[[key]]\ntenant = 'a'", "keys.toml: [[key]] 1: it takes either key or sha256"),
         (f"[[key]]\ntenant = 'a'\nkey = 'x'\nsha256 = '{'0' * 64}'", "[[key]] 1: it takes either key or sha256"),
-        (f"[[key]]\ntenant = 'a'\nsha256 = '{SECRET}'", "[[key]] 1: Expected `str` matching regex"),
+        (f"[[key]]\ntenant = 'a'\nsha256 = '{SECRET}'", "[[key]] 1: sha256 takes 64 hex digits"),
         (f"[[key]]\ntenant = 'a'\nkey = ' {SECRET}'", "[[key]] 1: key is empty, or not of visible"),
         ("[[key]]\ntenant = 'a'\nkey = ''", "[[key]] 1: key is empty, or not of visible"),
-        (f"[[key]]\ntenant = 'a b'\nkey = '{SECRET}'", "at `$.tenant`"),
+        (f"[[key]]\ntenant = 'a b'\nkey = '{SECRET}'", "[[key]] 1: tenant takes 1 to 64 letters"),
         (f"[[key]]\ntenant = 'a'\n{SECRET} = 'key'", "[[key]] 1: it has an unknown field; it takes tenant, key,"),
+        (f"[[key]]\ntenant = 'a'\nkey = '{SECRET}'\nrpm = 60", "[[key]] 1: it has an unknown field 'rpm'; it takes"),
+        (f"[[key]]\ntenant = 'a'\n{'x' * 41} = 'key'", "[[key]] 1: it has an unknown field; it takes"),
+        (f"[[key]]\ntenant = 'a'\nonly = '{SECRET}'", "[[key]] 1: only takes 'metrics'"),
         (f"[[key]]\ntenant = 'a'\nkey = '{SECRET}'\nrequests_per_minute = 0", "at `$.requests_per_minute`"),
         (f"[[key]]\ntenant = 'a'\nkey = '{SECRET}'\nmin_priority = 2000", "at `$.min_priority`"),
         (FILE + f"[[key]]\ntenant = 'b'\nkey = '{SECRET}'", "keys.toml: [[key]] 1 and 3 are the same key"),
