@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from servekit.api.http import engine_of, refuse
 from servekit.caller import ANYBODY, Caller
 from servekit.config import ServeConfig
-from servekit.errors import ConfigError, Forbidden, InternalError, RateLimited, ServekitError, Unauthorized
+from servekit.errors import ConfigError, Forbidden, RateLimited, ServekitError, Unauthorized
 from servekit.keys import Key, Keyring
 from servekit.logs import fields
 from servekit.rate_limits import Allowance
@@ -168,7 +168,6 @@ class RequestLog:
             # The client has been told as far as it could be, by the layers below. If its answer is not whole, the
             # protocol closes the connection.
             log.exception("a request failed", extra=fields(request_id=request_id))
-            scope["state"]["error_code"] = InternalError.code
         finally:
             _log_end(scope, exchange, time.monotonic() - started_s)
 

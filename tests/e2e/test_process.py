@@ -77,7 +77,7 @@ def test_when_its_terminal_is_gone_the_server_ends_in_good_order_unless_told_to_
             process.send_signal(signal.SIGHUP)
         assert started["ends"].wait(10) == 0
         assert "draining: " in (tmp_path / "ends").read_text()
-        assert started["stays"].poll() is None
+        assert started["stays"].poll() is None and "draining: " not in (tmp_path / "stays").read_text()
     finally:
         for process in started.values():
             process.kill()
