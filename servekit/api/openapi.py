@@ -116,7 +116,7 @@ def _refusals(endpoint: Endpoint) -> Iterator[tuple[str, Json]]:
             continue
         if status in _OF_BODIES and endpoint.method != "POST" and not (status == 404 and "{" in endpoint.path):
             continue
-        if endpoint.path in _STATES and status in (401, 429, 503):
+        if endpoint.path in _STATES and status in (401, 403, 429, 503):
             if status == 503:
                 yield "503", {"description": "Not now."}
             continue

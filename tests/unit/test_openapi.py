@@ -39,7 +39,7 @@ def test_whoever_sends_a_body_is_told_of_every_refusal() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "known", "unknown"),
     [
-        ("get", "/health", {"200", "503"}, {"401", "429", "400", "413"}),
+        ("get", "/health", {"200", "503"}, {"401", "403", "429", "400", "413"}),
         ("get", "/metrics", {"200", "401", "429"}, {"400", "404", "413", "504"}),
         ("get", "/v1/models/{model}", {"401", "404"}, {"400", "413"}),
         ("get", "/generate_stream", {"400", "504"}, {"404", "413", "415"}),
