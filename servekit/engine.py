@@ -45,6 +45,7 @@ from servekit.workload_manager import WorkloadManager
 
 log = logging.getLogger("servekit")
 
+STANDSTILL_S = 10.0  # of a main loop, after the time that a step may take
 TOLD_TO_COME_BACK_S = 5  # where nothing is known of when
 PROBE_ID = "servekit-probe"  # the server's own question has no client
 MOST_IDS_TOLD = 5  # of requests, in a line of the log
@@ -68,6 +69,8 @@ class LLMEngine:
         self._ids = itertools.count()  # of sequences, in order of arrival
         self._waiting_room = WaitingRoom(config)
         self._proof = Proof(self._sample_one, clock)
+        self._turned_s = 0.0  # when the main loop last did
+        self._is_idle = False
         self._is_draining = False
         self._outage: ServekitError | None = None  # there has been no worker for longer than anybody should wait
         self._deadline_timer: asyncio.TimerHandle | None = None
@@ -94,8 +97,13 @@ class LLMEngine:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether there is nothing that only a new process could mend. Loading is healthy, and so is a short outage."""
-        return self.failure is None and self._outage is None
+        """Whether there is nothing that only a new process could mend.
+
+        Loading is healthy, and so is an outage: workers are tried until they start, or this process ends by itself.
+        What is not: a main loop that has ended, or that has not turned for longer than any step may take.
+        """
+        is_turning = self._clock() - self._turned_s < self.config.step_timeout + STANDSTILL_S
+        return self.failure is None and (self.state != "ready" or self._is_idle or is_turning)
 
     @property
     def manager(self) -> WorkloadManager:
@@ -216,10 +224,12 @@ class LLMEngine:
             self._wake.clear()
             self._balance(manager)
             self.metrics.idle_began(self._clock())
+            self._is_idle = True
             await self._wake.wait()
-            self.metrics.idle_ended(self._clock())
+            self._is_idle, self._turned_s = False, self._clock()
+            self.metrics.idle_ended(self._turned_s)
             return
-        started = self._clock()
+        started = self._turned_s = self._clock()
         self._expire(manager, started)
         while (plan := manager.plan(started)) is not None:
             self._executor.send(plan)
@@ -238,17 +248,18 @@ class LLMEngine:
             raise self._executor.lose("sent a result that does not fit its step") from None
         for token in tokens:
             self._deliver(token, now)
-        if tokens:
+        if result.epoch == manager.epoch:
             self._proof.given(now)
+        self._balance(manager)
         self._warn_if_out_of_reach(manager)
         self.metrics.step_done(result, now, self._clock() - started)
 
     def _balance(self, manager: WorkloadManager) -> None:
-        """With nothing to do, everything is free. Were it not so, the mistake is ours, and the service outlives it."""
+        """Every block and slot is somebody's. Were it not so, the mistake is ours, and the service outlives it."""
         if (num_lost := manager.num_lost) != 0:
-            log.error("with nothing running, %d KV blocks or slots are not free; the accounts begin anew", num_lost)
+            log.error("%d KV blocks or slots are nobody's; the accounts begin anew", num_lost)
             self.metrics.accounting_faults.inc()
-            manager.restart()
+            self._begin_again(manager)
 
     # -- workers that are lost ----------------------------------------------------------------------------------------
 
@@ -266,6 +277,7 @@ class LLMEngine:
             telling.cancel()
         now = self._clock()
         self._outage = None
+        self._turned_s = now
         self._proof.given(now)
         self.metrics.workers_alive.set(1)
         self.metrics.worker_recovery.observe(now - lost_s)
@@ -302,7 +314,7 @@ class LLMEngine:
             f"{loss.message}",
             retry_after_s=TOLD_TO_COME_BACK_S,
         )
-        log.error("%s; /health says 503 until there is one; told so: %s", self._outage.message, self._describe_work())
+        log.error("%s; nobody is let in until there is one; told so: %s", self._outage.message, self._describe_work())
         self._fail_generations(self._outage)
 
     def _describe_work(self) -> str:
@@ -314,11 +326,8 @@ class LLMEngine:
     def _warn_if_out_of_reach(self, manager: WorkloadManager) -> None:
         if manager.pacer.is_out_of_reach and not self._warned_of_target:
             self._warned_of_target = True
-            log.warning(
-                "--itl-target-ms %g is out of reach: steps take longer even without prefill, which is at its "
-                "least now; raise the target or lower --max-num-seqs",
-                self.config.itl_target_ms,
-            )
+            told = "steps take longer even without prefill, which is at its least now; raise it or lower --max-num-seqs"
+            log.warning("--itl-target-ms %g is out of reach: %s", self.config.itl_target_ms, told)
 
     def _expire(self, manager: WorkloadManager, now: float) -> None:
         """End what is past its deadline."""
@@ -342,7 +351,9 @@ class LLMEngine:
 
     def _deliver(self, token: SequenceToken, now: float) -> None:
         """Turn a committed token into text and give it to its client."""
-        generation = self._generations[token.sequence.sequence_id]
+        generation = self._generations.get(token.sequence.sequence_id)
+        if generation is None:
+            return  # of two results that were settled together, the first ended it with a stop string
         if token.failure is not None:
             generation.queue.fail(
                 InvalidRequest(
@@ -376,14 +387,7 @@ class LLMEngine:
         assert self._manager is not None
         self._manager.finish(sequence, reason)
         del self._generations[sequence.sequence_id]
-        log.debug(
-            "sequence %d: %s after %d + %d tokens in %.0f ms",
-            sequence.sequence_id,
-            reason,
-            sequence.prompt_length,
-            sequence.num_output_tokens,
-            1e3 * (now - sequence.arrival_s),
-        )
+        log.debug("%s of request %s: %s", sequence, generation.request_id, reason)
         self._waiting_room.left(now)
         if not generation.is_probe:
             self.metrics.ended(sequence, reason, now, generation.first_token_s, generation.last_token_s)

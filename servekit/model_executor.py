@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -15,6 +16,8 @@ from servekit.patience import StepPatience, backoff_s
 from servekit.worker_process import WorkerProcess
 
 log = logging.getLogger("servekit")
+
+WELL_AFTER_S = 10.0  # a worker that was ready for so long did not fail to start
 
 
 class ModelExecutor:
@@ -32,7 +35,8 @@ class ModelExecutor:
         self._sent: dict[
             tuple[int, int], int
         ] = {}  # tokens of the steps, by (epoch, step_id), that are not answered yet
-        self._num_losses = 0  # in a row, without a step between them
+        self._num_losses = 0  # in a row, without a step or some seconds of readiness between them
+        self._ready_s = 0.0
 
     @property
     def is_ready(self) -> bool:
@@ -70,6 +74,7 @@ class ModelExecutor:
         if (message.model, message.num_blocks) != (self.ready.model, self.ready.num_blocks):
             raise self.lose("found another model than the one before it; the files have changed")
         self._is_ready = True
+        self._ready_s = asyncio.get_running_loop().time()
         return message
 
     def send(self, plan: StepPlan) -> None:
@@ -92,7 +97,8 @@ class ModelExecutor:
         if isinstance(message, StepFailed):
             return message
         token_ids = message.token_ids or (0,)
-        if min(token_ids) < 0 or max(token_ids) >= self.ready.model.vocab_size:
+        vocab_size = self.ready.model.vocab_size
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size or not all(_are_tops_within(message, vocab_size)):
             raise self.lose("sampled a token that its vocabulary does not have")
         if num_tokens is not None:
             self._patience.observe(num_tokens, message.step_time_s)
@@ -107,6 +113,8 @@ class ModelExecutor:
         assert self._process is not None and self._model is not None and self.ready is not None
         self._is_ready = False
         # As many blocks as before, whatever a measurement would give now: the old process's memory may not be free yet.
+        if asyncio.get_running_loop().time() - self._ready_s > WELL_AFTER_S:
+            self._num_losses = 0
         model, most = replace(self._model, num_kv_blocks=self.ready.num_blocks), self._config.max_worker_restarts
         for attempt in range(1, most + 1):
             self._sent.clear()
@@ -126,9 +134,9 @@ class ModelExecutor:
 
     async def stop(self, kindly: bool = True) -> None:
         """End the worker; kindly, it gets a moment to do so by itself."""
-        self._is_ready = False
+        is_ready, self._is_ready = self._is_ready, False
         if self._process is not None:
-            await self._process.end(kindly)
+            await self._process.end(kindly and is_ready)  # one that loads would not listen
             self._process = None
 
     def lose(self, what: str) -> ServekitError:
@@ -137,6 +145,14 @@ class ModelExecutor:
         self._process.lose(WorkerLost(f"the model worker {what}"), "garbage")
         assert self._process.loss is not None
         return self._process.loss
+
+
+def _are_tops_within(result: StepResult, vocab_size: int) -> Iterator[bool]:
+    """Whether the tokens beside the chosen ones exist, for each that has any."""
+    of_prompts = (told.logprobs for told in result.prompt_logprobs)
+    for told in chain(result.logprobs, *of_prompts):
+        if told is not None:
+            yield all(0 <= token_id < vocab_size for token_id, _ in told.top)
 
 
 def load_message(config: ServeConfig, path: str) -> LoadModel:

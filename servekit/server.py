@@ -29,6 +29,7 @@ from servekit.http_protocol import limited_protocol
 from servekit.keys import Key, parse_keys_file
 from servekit.logs import configure_logging, fields, is_for_programs
 from servekit.process_metrics import watch_event_loop, watch_processes
+from servekit.processes import ignore_signals
 
 if TYPE_CHECKING:
     from servekit.tracing import Tracing
@@ -75,6 +76,7 @@ async def _serve(config: ServeConfig) -> int:
     try:
         await http
     finally:
+        ignore_signals()  # uvicorn's handlers are gone, and it is ending already
         lag.cancel()
         supervisor.cancel()
         await asyncio.wait([supervisor])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from servekit.errors import WorkerLost
-from servekit.messages import Row, Seat, StepResult, TokenLogprobs
+from servekit.messages import PromptLogprobs, Row, Seat, StepResult, TokenLogprobs
 from servekit.sequence import FinishReason, Sequence
 
 
@@ -43,8 +43,16 @@ class Step:
         fits = (
             len(result.token_ids) == num_tokens
             and len(result.logprobs) in (0, num_tokens)
-            and all(told.row in self.explained for told in result.prompt_logprobs)
+            and all(map(self._is_explained, result.prompt_logprobs))
             and all(0 <= index < num_tokens for index, _ in result.failures)
         )
         if not fits:
             raise WorkerLost(f"the model worker's result does not fit its step of {num_tokens} tokens")
+
+    def _is_explained(self, told: PromptLogprobs) -> bool:
+        """Whether it speaks of the prompt tokens that its row's logits foretell, and of all of them."""
+        if told.row not in self.explained:
+            return False
+        row, (sequence, _) = self.rows[told.row], self.explained[told.row]
+        num_foretold = min(row.num_tokens, sequence.prompt_length - row.start - 1)
+        return told.start == row.start + 1 and len(told.logprobs) == num_foretold

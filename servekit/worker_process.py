@@ -86,7 +86,7 @@ class WorkerProcess:
         self._tasks = MessageSender[ToWorker](task_writer)
         self._results = MessageReceiver[FromWorker](result_reader, FromWorker)
         self._ended = asyncio.Event()
-        self._is_closed = False
+        self._is_ending = self._is_closed = False
         # The kernel's word for it: a queue's end may be held open by a child that the worker left behind.
         self._process_fd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._process_fd, self._on_end)
@@ -124,6 +124,7 @@ class WorkerProcess:
         """End it, if it has not ended by itself; its stacks go to the log if it hung. A second time nothing happens."""
         if self._is_closed:
             return
+        self._is_ending = True
         if kindly and self.loss is None:
             self.send(Shutdown())
             await self._wait(STOP_TIMEOUT_S)
@@ -228,7 +229,7 @@ class WorkerProcess:
         if self.loss is not None:
             return
         self.loss, self.cause = error, cause
-        if self._is_ready and cause != "other":  # before, whoever starts it says so
+        if self._is_ready and not self._is_ending:  # before it was ready, whoever starts it says so
             log.error("worker process %d: %s", self.pid, error.message)
         self._ticker.cancel()
         self._loop.remove_reader(self._results.fileno())

@@ -100,9 +100,11 @@ class WorkloadManager:
 
     @property
     def num_lost(self) -> int:
-        """Blocks and slots that are not free. With no work, a law was broken if there are any."""
-        pool = self.memory.pool
-        return pool.num_blocks - pool.num_available + self.config.max_num_seqs - len(self._free_slots)
+        """Blocks and slots that are nobody's, or somebody's twice; a law was broken if there are any."""
+        pool, num_seated = self.memory.pool, len(self._running)
+        num_leased = pool.num_leased + pool.num_fenced if self.has_work else 0
+        num_blocks = abs(pool.num_blocks - pool.num_available - num_leased)
+        return num_blocks + abs(self.config.max_num_seqs - len(self._free_slots) - num_seated)
 
     @property
     def next_deadline_s(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from workers.kv_cache import KVCache, kv_bytes_per_token
 from workers.logprobs import prompt_logprobs, sampled_logprobs
 from workers.model_manager import LoadedModel, attention_switched, output_recorded, output_replayed
 from workers.penalties import adjust
-from workers.pieces import LEAST_TOKENS, OutOfMemory, in_pieces, is_out_of_memory, joined, release_memory
+from workers.pieces import LEAST_TOKENS, OutOfMemory, attempt, in_pieces, joined, release_memory
 from workers.sampler import sample
 
 log = logging.getLogger("servekit.worker")
@@ -53,38 +54,35 @@ class ModelRunner:
         In pieces if memory does not hold it at once. Raises OutOfMemory if that does not help.
         """
         started = time.monotonic()
+        batch = self._begin(plan)
+        most_tokens = plan.num_tokens
+        result = attempt(partial(self._execute, plan, batch))
+        while isinstance(result, str) and most_tokens > LEAST_TOKENS:
+            log.warning("%s; %d tokens did not fit at once", result, most_tokens)
+            most_tokens = max(LEAST_TOKENS, most_tokens // 2)
+            release_memory()
+            result = attempt(partial(self._execute_in_pieces, plan, most_tokens))
+        if isinstance(result, str):
+            release_memory()
+            raise OutOfMemory(f"a step of {plan.num_tokens} tokens does not fit, not even in pieces: {result}")
+        return replace(result, step_time_s=time.monotonic() - started)
+
+    def _begin(self, plan: StepPlan) -> Batch:
+        """What a plan changes before anything is computed, and its inputs. Raises OutOfMemory."""
+        batch = attempt(partial(self._apply, plan))
+        if isinstance(batch, str):
+            raise OutOfMemory(f"the inputs of a step of {plan.num_tokens} tokens do not fit: {batch}")
+        return batch
+
+    def _apply(self, plan: StepPlan) -> Batch:
         if plan.copies:
             sources, targets = torch.tensor(plan.copies, device=self.loaded.device).T
             self.cache.copy_blocks(sources, targets)
-        batch = make_batch(plan, self.table)
-        try:
-            result = self._execute(plan, batch)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            told = str(error).partition("\n")[0]
-            result = None
-        # Outside of the handler, which would keep the failed attempt's tensors.
-        result = result or self._execute_in_pieces(plan, told)
-        return replace(result, step_time_s=time.monotonic() - started)
+        return make_batch(plan, self.table)
 
-    def _execute_in_pieces(self, plan: StepPlan, told: str) -> StepResult:
-        """The same in smaller and smaller pieces, for the reason told. Raises OutOfMemory."""
-        most_tokens = plan.num_tokens
-        while most_tokens > LEAST_TOKENS:
-            most_tokens = max(LEAST_TOKENS, most_tokens // 2)
-            release_memory()
-            try:
-                pieces = in_pieces(plan, most_tokens)
-                result = joined([(self._execute(piece, make_batch(piece, self.table)), rows) for piece, rows in pieces])
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-            else:
-                log.warning("%s; computed %d tokens in pieces of %d", told, plan.num_tokens, most_tokens)
-                return result
-        release_memory()
-        raise OutOfMemory(f"a step of {plan.num_tokens} tokens does not fit, not even in pieces: {told}")
+    def _execute_in_pieces(self, plan: StepPlan, most_tokens: int) -> StepResult:
+        pieces = in_pieces(plan, most_tokens)
+        return joined([(self._execute(piece, make_batch(piece, self.table)), rows) for piece, rows in pieces])
 
     def _execute(self, plan: StepPlan, batch: Batch) -> StepResult:
         raw, of_prompts = self._compute(batch)

@@ -39,6 +39,7 @@ class ModelWorker:
         self._results = results
         self._sending = threading.Lock()  # answers and heartbeats share the queue
         self._runner: ModelRunner | None = None
+        self._failed_epoch: int | None = None
 
     def run(self) -> int:
         """Serve until told to stop, or until the manager is gone; returns the exit code."""
@@ -102,7 +103,10 @@ class ModelWorker:
 
     def _execute(self, plan: StepPlan) -> StepResult | StepFailed:
         assert self._runner is not None, "a step before the model was loaded"
+        if plan.epoch == self._failed_epoch:
+            return StepFailed(plan.epoch, plan.step_id, "the step before it failed")
         try:
             return self._runner.execute(plan.with_grammars_back())
         except OutOfMemory as error:
+            self._failed_epoch = plan.epoch  # the manager begins again in another one, and seats everybody anew
             return StepFailed(plan.epoch, plan.step_id, str(error))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
 
-from servekit.messages import Row, StepPlan, StepResult, TokenLogprobs
+from servekit.messages import PromptLogprobs, Row, StepPlan, StepResult, TokenLogprobs
+
+Result = TypeVar("Result")
 
 LEAST_TOKENS = 16  # what does not fit in pieces of this size will not fit in smaller ones
 
@@ -19,8 +22,21 @@ class OutOfMemory(Exception):
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed; on the CPU torch has no type for that."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    """Whether an allocation failed. On the CPU torch has no type for that; CUDA's libraries have their own words."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    told = str(error)
+    return "can't allocate memory" in told or "STATUS_ALLOC_FAILED" in told or "out of memory" in told
+
+
+def attempt(compute: Callable[[], Result]) -> Result | str:
+    """What it gives, or why memory did not hold it. By then nothing keeps the tensors of what failed."""
+    try:
+        return compute()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return str(error).partition("\n")[0]
 
 
 def release_memory() -> None:
@@ -57,7 +73,12 @@ def in_pieces(plan: StepPlan, most_tokens: int) -> Iterator[tuple[StepPlan, list
 def joined(pieces: list[tuple[StepResult, list[int]]]) -> StepResult:
     """The results of a plan's pieces, in order, as the whole plan's."""
     results = [result for result, _ in pieces]
-    told = [replace(told, row=sources[told.row]) for result, sources in pieces for told in result.prompt_logprobs]
+    told: dict[int, PromptLogprobs] = {}  # by row, of which there may be several pieces
+    for result, sources in pieces:
+        for part in result.prompt_logprobs:
+            source = sources[part.row]
+            before = told.get(source, replace(part, row=source, logprobs=()))
+            told[source] = replace(before, logprobs=before.logprobs + part.logprobs)
     num_before, failures = 0, []
     for result in results:
         failures += [(num_before + index, why) for index, why in result.failures]
@@ -66,7 +87,7 @@ def joined(pieces: list[tuple[StepResult, list[int]]]) -> StepResult:
         results[0],
         token_ids=tuple(chain.from_iterable(result.token_ids for result in results)),
         logprobs=_logprobs(results),
-        prompt_logprobs=tuple(told),
+        prompt_logprobs=tuple(told.values()),
         failures=tuple(failures),
     )
 

@@ -65,9 +65,8 @@ def test_ready_says_what_is_so_while_a_worker_is_replaced(tmp_path: Path) -> Non
         waiting = server.client.post("/generate", json={"prompt": "a", "max_tokens": 1})
         assert waiting.status_code == 503 and "no model worker for 0.5 s" in waiting.json()["error"]["message"]
         assert int(waiting.headers["retry-after"]) > 0
-        assert server.client.get("/health").status_code == 503, "there was no worker for too long"
+        assert server.client.get("/health").status_code == 200, "a new process would have to load the model, too"
         server.wait_until_ready()
-        assert server.client.get("/health").status_code == 200
         assert server.generate("a", max_tokens=1)["finish_reason"] == "length"
 
 

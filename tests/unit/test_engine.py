@@ -16,7 +16,7 @@ def test_blocks_that_are_missing_with_nothing_running_are_noticed_and_mended(cap
     assert not caplog.records
     lost = manager.memory.pool._free.popleft()
     engine._balance(manager)
-    assert "1 KV blocks or slots are not free" in caplog.text
+    assert "1 KV blocks or slots are nobody's" in caplog.text
     assert b"servekit_accounting_faults_total" in engine.metrics.render()
     assert engine.metrics.accounting_faults._value.get() == 1  # type: ignore[attr-defined]
     assert manager.num_lost == 0 and lost in manager.memory.pool._free

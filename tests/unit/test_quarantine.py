@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from msgspec.structs import replace
 
 from servekit.errors import WorkerLost
-from servekit.messages import Row, StepPlan, StepResult
+from servekit.messages import PromptLogprobs, Row, StepPlan, TokenLogprobs
 from servekit.sequence import FinishReason, Sequence
 from servekit.simulated_worker import SimulatedWorker
 from servekit.workload_manager import WorkloadManager
@@ -133,14 +136,28 @@ def test_a_step_that_memory_does_not_hold_is_tried_in_smaller_ones() -> None:
     assert sequence.output_token_ids == reference(sequence) and manager.step_token_limit == 16
 
 
-def test_a_result_that_is_no_answer_to_its_step_is_the_workers_fault() -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": (1, 2, 3)},
+        {"token_ids": ()},
+        {"logprobs": (None, None)},
+        {"failures": ((1, "why"),)},
+        {"prompt_logprobs": (PromptLogprobs(1, 1, ()),)},
+        {"prompt_logprobs": (PromptLogprobs(0, 3, (TokenLogprobs(0.0),) * 4),)},
+        {"prompt_logprobs": (PromptLogprobs(0, 1, (TokenLogprobs(0.0),) * 9),)},
+    ],
+    ids=str,
+)
+def test_a_result_that_is_no_answer_to_its_step_is_the_workers_fault(changes: dict[str, Any]) -> None:
     manager = make_manager()
-    sequence = make_sequence(0, max_tokens=4)
+    sequence = make_sequence(0, max_tokens=4, prompt_logprobs=0)
     manager.add(sequence)
     plan = manager.plan(0.0)
     assert plan is not None
+    result = make_worker(manager).execute(plan)
     with pytest.raises(WorkerLost, match="does not fit its step of 1 tokens"):
-        manager.commit(StepResult(plan.epoch, plan.step_id, (1, 2, 3), 0.0), 0.0)
+        manager.commit(replace(result, **changes), 0.0)
     manager.restart()
     run(manager, make_worker(manager))
     assert sequence.output_token_ids == reference(sequence), "it was not applied, not even in part"

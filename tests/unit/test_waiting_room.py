@@ -65,11 +65,26 @@ def test_tokens_that_wait_are_bounded_too() -> None:
 def test_a_step_gets_many_times_what_its_like_took() -> None:
     patience = StepPatience(most_s=300.0)
     assert patience.limit_s(1) == 300.0, "nothing is known yet"
-    for _ in range(16):
-        patience.observe(num_tokens=10, seconds=0.5)
+    for _ in range(4):
+        patience.observe(num_tokens=1, seconds=0.02)
     assert patience.limit_s(1) == LEAST_S
-    assert patience.limit_s(100) == pytest.approx(20 * 0.05 * 100)
-    assert patience.limit_s(1_000_000) == 300.0
+    assert patience.limit_s(200) == pytest.approx(20 * 0.02 * 2**7), "as if each token took as long"
+    for _ in range(4):
+        patience.observe(num_tokens=200, seconds=0.9)
+    assert patience.limit_s(200) == pytest.approx(20 * 0.9), "now its own size is known"
+    assert patience.limit_s(100) == pytest.approx(20 * 0.02 * 2**6)
+    assert patience.limit_s(10**6) == 300.0
+
+
+def test_a_slow_step_is_forgotten_in_time() -> None:
+    patience = StepPatience(most_s=300.0)
+    for _ in range(4):
+        patience.observe(num_tokens=8, seconds=5.0)
+    assert patience.limit_s(8) == pytest.approx(100.0)
+    assert patience.limit_s(1) == pytest.approx(100.0), "a smaller one takes no longer"
+    for _ in range(300):
+        patience.observe(num_tokens=8, seconds=0.01)
+    assert patience.limit_s(8) == LEAST_S
 
 
 def test_starts_that_fail_are_tried_again_later_and_later() -> None:

@@ -93,6 +93,7 @@ def test_what_does_not_fit_in_the_smallest_pieces_is_said_and_not_died_of(
 def test_other_errors_are_not_taken_for_it() -> None:
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
     assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
 
 
 @pytest.mark.parametrize("most_tokens", [1, 3, 16, 100])
