@@ -213,8 +213,7 @@ class LLMEngine:
         except Exception as error:
             log.exception("the main loop failed")
             self.failure = InternalError(f"the main loop failed: {error}")
-        log.error("%s", self.failure.message)
-        self.fail_all(self.failure)
+        self.fail_all(self.failure)  # the process ends with it, and says so
 
     async def _step(self, manager: WorkloadManager) -> None:
         """One turn: wait for work, dispatch what there is, take in one result. Raises WorkerError for a lost worker."""

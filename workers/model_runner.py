@@ -130,7 +130,10 @@ class ModelRunner:
         block_bytes = self.kv_bytes_per_token * settings.block_size
         memory = settings.kv_cache_memory_bytes or self._free_memory(settings.gpu_memory_utilization)
         if memory < block_bytes:
-            raise ConfigError(f"{memory} bytes are left for the KV cache, one block takes {block_bytes}")
+            raise ConfigError(
+                f"{memory} bytes are left for the KV cache, and one block takes {block_bytes}; raise "
+                "kv_cache_memory_bytes, or gpu_memory_utilization where that decides"
+            )
         return memory // block_bytes
 
     def _free_memory(self, gpu_memory_utilization: float) -> int:
