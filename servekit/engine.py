@@ -265,7 +265,7 @@ class LLMEngine:
     async def _replace_worker(self, manager: WorkloadManager, loss: WorkerError) -> None:
         """All there is goes on with the next worker, from its tokens. Raises WorkerLost if there is to be none."""
         lost_s = self._clock()
-        log.error("%s; what goes on with the next worker: %s", loss.message, self._describe_work())
+        log.error("what goes on with the next worker: %s", self._describe_work())
         self.metrics.workers_alive.set(0)
         self.metrics.worker_restarted(self._executor.cause)
         self._begin_again(manager)
