@@ -56,7 +56,7 @@ def guard(app: ASGIApp, config: ServeConfig, keyring: Keyring) -> ASGIApp:
             allow_origins=_origins(config.cors_origins),
             allow_methods=("GET", "POST"),
             allow_headers=("*",),  # clients' libraries send many of their own
-            expose_headers=("X-Request-Id", "Retry-After"),
+            expose_headers=("X-Request-Id", "Retry-After", "X-Should-Retry"),
         )
     return RequestLog(app)
 

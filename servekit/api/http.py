@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from servekit.api.answers import Answer, collect
 from servekit.caller import ANYBODY, Caller
 from servekit.engine import LLMEngine
-from servekit.errors import RequestTimeout, RequestTooLarge, ServekitError, UnsupportedEncoding
+from servekit.errors import RequestCrashesWorker, RequestTimeout, RequestTooLarge, ServekitError, UnsupportedEncoding
 from servekit.generation_request import GenerationRequest
 from servekit.schemas.decoding import encode
 from servekit.schemas.tgi import ERROR_TYPES, name_of
@@ -225,4 +225,6 @@ def refuse(request: Request, error: ServekitError) -> Response:
         response.headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, RequestTimeout):
         response.headers["Connection"] = "close"  # the rest of the body will not come, either
+    if isinstance(error, RequestCrashesWorker):
+        response.headers["X-Should-Retry"] = "false"  # or OpenAI's clients ask twice more
     return response

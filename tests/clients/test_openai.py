@@ -6,12 +6,24 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+import httpx2
 import pytest
-from openai import AsyncOpenAI, BadRequestError, LengthFinishReasonError, NotFoundError, OpenAI
+from openai import (
+    AsyncOpenAI,
+    BadRequestError,
+    InternalServerError,
+    LengthFinishReasonError,
+    NotFoundError,
+    OpenAI,
+)
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
 from pydantic import BaseModel
 
+from servekit.api import create_app
+from servekit.config import ServeConfig
+from servekit.engine import LLMEngine
+from servekit.errors import RequestCrashesWorker, WorkerLost
 from tests.server_process import ServerProcess
 
 SKY = "What color is the sky?"
@@ -417,3 +429,25 @@ async def test_the_async_client(server: ServerProcess) -> None:
         assert text == answer.choices[0].message.content == "The sky is blue."
         with pytest.raises(NotFoundError):
             await client.completions.create(model="gpt-5", prompt=SKY)
+
+
+async def test_what_crashes_workers_is_not_sent_again_and_an_outage_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of itself the client repeats whatever is 5xx, and each time would cost three workers."""
+    num_asked = 0
+
+    async def submit(*_: Any) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        raise error
+
+    engine = LLMEngine(ServeConfig())
+    monkeypatch.setattr(engine, "submit", submit)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
+    transport = httpx2.ASGITransport(create_app(engine))
+    http = httpx2.AsyncClient(transport=transport)
+    async with AsyncOpenAI(base_url="http://localhost/v1", api_key="none", max_retries=2, http_client=http) as client:
+        for error, times in ((RequestCrashesWorker("three times"), 1), (WorkerLost("gone"), 3)):
+            num_asked = 0
+            with pytest.raises(InternalServerError) as refusal:
+                await client.completions.create(model="demo", prompt=SKY)
+            assert (refusal.value.status_code, num_asked) == (error.status, times)

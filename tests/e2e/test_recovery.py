@@ -41,6 +41,7 @@ def test_the_request_that_workers_are_lost_over_is_failed_and_nobody_else(poison
         assert [each.result()["generated_text"] for each in others] == alone
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "request_crashes_worker"
+    assert answer.headers["x-should-retry"] == "false", "or OpenAI's clients come again"
     assert "3 times the model worker was lost over this request" in answer.json()["error"]["message"]
     assert poisoned.metric("servekit_worker_restarts_total") == 3
     poisoned.wait_until_at_rest()

@@ -627,7 +627,7 @@ async def test_a_page_may_ask_before_it_asks_and_reads_its_refusals() -> None:
     assert (refused.status, denied.status) == (429, 401)
     for told in (refused, denied):
         assert told.headers["access-control-allow-origin"] == "http://localhost:3000"
-        assert told.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After"
+        assert told.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After, X-Should-Retry"
     stranger = ("origin", "https://b.example")
     assert (await ask(app, "OPTIONS", "/generate", stranger, *PREFLIGHT)).status == 400
     answer = await ask(app, "GET", "/version", bearer(KEY), stranger)
