@@ -33,6 +33,7 @@ from servekit.errors import (
     RequestTimeout,
     ServekitError,
     TooManyConnections,
+    WorkerNotReady,
 )
 from servekit.logs import fields
 from servekit.schemas.decoding import encode
@@ -120,6 +121,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._answering is not None and not self._answering.response_complete:
             self._tell_of_departure(self._answering)
         self.pipeline.clear()
+
+    def shutdown(self) -> None:
+        """The server ends. Who is in the midst of a head is told so, and who waits for an answer gets it; idle ones are
+        closed."""
+        has_begun_head = self._is_in_head and (self.cycle is not None or self._num_untold_bytes > 0)
+        if has_begun_head and not self._is_answering() and self._linger_timer is None:
+            self._refuse(WorkerNotReady("the server is shutting down; please send the request again", retry_after_s=5))
+        else:
+            super().shutdown()
 
     def _is_answering(self) -> bool:
         return self._answering is not None and not self._answering.response_complete

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,12 +11,14 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from servekit.model_files import DEMO_MODEL_PATH
+from tests.raw_sockets import connect, post, read_answer
 from tests.server_process import ServerProcess, events, free_port, serving
 
 
@@ -95,14 +98,31 @@ def test_a_supervisor_may_signal_every_process_of_the_service(streaming: Any) ->
     assert received[-1]["finish_reason"] == "length"
 
 
-def test_at_the_shutdown_timeout_clients_are_told(tmp_path: Path) -> None:
+def test_at_the_shutdown_timeout_clients_are_told_and_those_who_are_in_the_midst_of_a_head(tmp_path: Path) -> None:
     received: list[dict[str, Any]] = []
     started = threading.Event()
-    with serving("--shutdown-timeout", "0.1", log=tmp_path / "log") as server:
+    request = post("/generate", prompt="a", max_tokens=1)
+    with serving("--shutdown-timeout", "0.1", log=tmp_path / "log") as server, ExitStack() as stack:
         reader = threading.Thread(target=read_stream, args=(server, received, started))
         reader.start()
         assert started.wait(30)
+        silent, first, second, idle = (stack.enter_context(connect(server)) for _ in range(4))
+        for client in (second, idle):
+            client.sendall(request)
+            assert read_answer(client)[0] == 200
+        for client in (first, second):
+            client.sendall(request[:20])
+        time.sleep(0.1)
         server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.4)  # then it is closing
+        for client in (silent, idle):
+            assert client.recv(1) == b"", "nobody asked"
+        for client in (first, second):
+            client.sendall(request[20:])
+            status, headers, body = read_answer(client)
+            assert status == 503 and "shutting down" in json.loads(body)["error"]["message"]
+            assert int(headers["retry-after"]) > 0 and headers["connection"] == "close"
+            client.close()
         assert server.process.wait(10) == 0
         reader.join(10)
     assert "shutting down" in received[-1]["error"]["message"]
