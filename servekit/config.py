@@ -121,6 +121,10 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     cors_origins: Annotated[
         str | None, Meta(description="origins whose pages may call, separated by commas, or *; none by default")
     ] = None
+    allowed_hosts: Annotated[
+        str | None,
+        Meta(description="names to answer to, separated by commas, or *; by default, without keys, this machine's own"),
+    ] = None
 
     step_timeout: Annotated[
         Seconds, Meta(description="most seconds for a step; a worker that takes longer is replaced")

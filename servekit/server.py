@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from starlette.applications import Starlette
 
 from servekit import __version__
 from servekit.api import create_app, renew_keys
+from servekit.api.access import is_loopback
 from servekit.caller import ANYBODY
 from servekit.config import ServeConfig, doubts, non_default
 from servekit.engine import LLMEngine
@@ -195,16 +195,6 @@ def _connect_tracing(config: ServeConfig) -> Tracing | None:
         ) from None
     path = "" if address.path.strip("/") else "/v1/traces"  # as the SDK's own variable has it
     return Tracing(endpoint.rstrip("/") + path, config.model_name, __version__)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _bind(config: ServeConfig) -> socket.socket:

@@ -22,7 +22,7 @@ def connect(server: ServerProcess, receive_buffer: int | None = None, timeout_s:
 def post(path: str, headers: str = "", **fields: Any) -> bytes:
     """A whole request."""
     body = json.dumps(fields).encode()
-    return f"POST {path} HTTP/1.1\r\nHost: servekit\r\n{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def read_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:

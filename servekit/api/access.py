@@ -1,6 +1,7 @@
 """Who may come in, in whose name, how much, and what the log says of it: the layers round all routes.
 
     RequestLog       gives a request its id, and a line in the log when it has ended
+    HostCheck        lets nobody by who calls the server by a name that is not its own
     CORSMiddleware   Starlette's: answers browsers that ask before they ask, for which they have no key
     KeyCheck         lets nobody by without a key, or over the limits of theirs
     Starlette        its own 500s, the routes, and what is said where there is none
@@ -16,6 +17,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
+from ipaddress import ip_address
 
 from msgspec.structs import replace
 from starlette.datastructures import Headers
@@ -43,6 +45,8 @@ MAX_LOGGED_PATH = 200
 MAX_LOGGED_ADDRESS = 64  # a proxy that uvicorn trusts tells it, and may tell anything
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_HOST_HEADER = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::\d*)?")
+_HOST = re.compile(r"\*|(\*\.)?[a-z0-9._-]+|[0-9a-f:.]*:[0-9a-f:.]*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
 
 
@@ -58,6 +62,8 @@ def guard(app: ASGIApp, config: ServeConfig, keyring: Keyring) -> ASGIApp:
             allow_headers=("*",),  # clients' libraries send many of their own
             expose_headers=("X-Request-Id", "Retry-After", "X-Should-Retry"),
         )
+    if (hosts := _own_hosts(config, keyring)) is not None:
+        app = HostCheck(app, hosts)
     return RequestLog(app)
 
 
@@ -70,6 +76,63 @@ def _origins(setting: str) -> list[str]:
                 "without a path, or all of them are *"
             )
     return origins
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+class HostCheck:
+    """Answers only by a name of its own: a page can have its own name point at this machine (DNS rebinding), and could
+    then read what it asks for.
+
+    Who sends no Host is no browser, and is let in; so is everybody to what is public, which probes ask by any address.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: list[str]) -> None:
+        self._app = app
+        self._hosts = frozenset({"localhost", *hosts})
+        self._suffixes = (".localhost", *(host[1:] for host in hosts if host.startswith("*.")))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan" and (scope.get("method"), scope["path"]) not in PUBLIC:
+            for told in Headers(scope=scope).getlist("host"):
+                if not self._is_own(told):
+                    message = f"this server has no name {told[:100]!r}; if it is to have, add that to --allowed-hosts"
+                    await _refuse(Forbidden(message, code="host_not_allowed"), scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+    def _is_own(self, told: str) -> bool:
+        if (match := _HOST_HEADER.fullmatch(told.lower())) is None:
+            return False
+        host = (match[1] or match[2] or "").removesuffix(".")
+        return host in self._hosts or host.endswith(self._suffixes) or is_loopback(host)
+
+
+def _own_hosts(config: ServeConfig, keyring: Keyring) -> list[str] | None:
+    """What the server may be called beside localhost, or None if that does not matter: a page has no key, and where
+    others than this machine may come, only the operator knows by which names."""
+    setting = config.allowed_hosts
+    if setting is None:
+        return [] if is_loopback(config.host) and not keyring.keys else None
+    hosts = [host.strip().lower() for host in setting.split(",")]
+    for host in hosts:
+        if not _HOST.fullmatch(host):
+            raise ConfigError(
+                f"allowed_hosts: {host!r} is no name of a host; they look like llm.example.org or *.example.org, "
+                "without scheme and port, or all of them are *"
+            )
+    return None if "*" in hosts else [config.host.lower(), *hosts]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------

@@ -90,6 +90,14 @@ def test_what_one_tenant_asked_is_cached_for_it_and_for_nobody_else(locked: Serv
     assert len(texts) == 1
 
 
+def test_a_page_whose_name_points_at_this_machine_reads_nothing(server: ServerProcess) -> None:
+    """It needs no preflight for this, and to its browser the answer would be of its own origin."""
+    simple = "\r\nContent-Type: text/plain\r\nConnection: close\r\nContent-Length: 32\r\n\r\n"
+    for host, expected in ((f"evil.example:{server.port}", 403), (f"localhost:{server.port}", 200)):
+        request = f'POST /generate HTTP/1.1\r\nHost: {host}{simple}{{"prompt": "a", "max_tokens": 1}}'
+        assert raw(server, request.encode())[0] == expected
+
+
 def test_every_door_is_locked_also_by_its_other_names(locked: ServerProcess) -> None:
     host = f"127.0.0.1:{locked.port}"
     lines = [

@@ -175,7 +175,7 @@ def test_many_prompts_are_admitted_together_or_not_at_all(server: ServerProcess)
 def test_closing_the_connection_frees_the_blocks(server: ServerProcess, route: str, delay_s: float) -> None:
     server.wait_until_at_rest()
     body = b'{"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": true}'
-    head = f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head + body)
         deadline = time.monotonic() + 10

@@ -150,7 +150,7 @@ async def _drip(port: int, polite: bool, head: bytes, rest: bytes) -> None:
 
 
 async def slow_head(port: int, chance: random.Random, polite: bool) -> None:
-    await _drip(port, polite, b"", b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")
+    await _drip(port, polite, b"", b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}")
 
 
 async def slow_body(port: int, chance: random.Random, polite: bool) -> None:

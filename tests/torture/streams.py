@@ -76,7 +76,7 @@ class Connections:
 
     def head(self, asked: Asked, length: int) -> bytes:
         keep = "keep-alive" if self._keeps_alive else "close"
-        lines = [f"POST {asked.path} HTTP/1.1", "Host: torture", f"Content-Length: {length}", f"Connection: {keep}"]
+        lines = [f"POST {asked.path} HTTP/1.1", "Host: localhost", f"Content-Length: {length}", f"Connection: {keep}"]
         return "\r\n".join([*lines, "Content-Type: application/json", "\r\n"]).encode()
 
     def close(self) -> None:
