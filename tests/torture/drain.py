@@ -134,7 +134,7 @@ def _told(reply: Reply) -> str:
 async def _status_of_ready(port: int) -> str:
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /ready HTTP/1.1\r\nHost: torture\r\nConnection: close\r\n\r\n")
+        writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         line = await reader.readline()
         writer.close()
         return line.split()[1].decode() if line else "unanswered"
@@ -150,7 +150,7 @@ def run(times: int, seed: int = 0) -> list[Finding]:
         asyncio.run(references.take(server.port, requests(2048)))
     fifth = max(1, times // 5)
     findings = []
-    for way, share in zip(WAYS, (times - times // 2, times // 2, fifth, fifth), strict=True):
+    for way, share in zip(WAYS, (times - times // 2, max(1, times // 2), fifth, fifth), strict=True):
         course = Course()
         for number in range(share):
             log = BUILD / f"drain-{WAYS.index(way)}-{number}.log"

@@ -59,7 +59,7 @@ def run(seconds: int, seed: int = 0) -> list[Finding]:
     """Find the peak, then offer ten times as much for so long."""
     references = References()
     flags = ["--max-num-seqs", NUM_SEQS, "--max-num-queued-reqs", NUM_QUEUED, "--num-kv-blocks", NUM_KV_BLOCKS]
-    # With a line that never ends, `shortest` lets the longer prompts wait until their clients leave, some in the middle.
+    # With a line that never ends, `shortest` lets the longer prompts wait until their clients leave.
     flags += ["--scheduling-policy", "fcfs"]
     with serving(*map(str, flags), log=BUILD / "overload.log") as server:
         asyncio.run(references.take(server.port, ASKED))
