@@ -139,22 +139,28 @@ class Shortest(_Line):
     def __init__(self) -> None:
         self._by_age = _Queue(lambda sequence: sequence.sequence_id)
         self._by_length = _Queue(lambda sequence: sequence.num_missing)
+        # Lengths within a power of two are alike, and go in order of arrival. Were a token to decide, the longest of
+        # many much alike would wait until their clients leave, whenever more come than can be served.
+        self._by_size = _Queue(lambda sequence: sequence.num_missing.bit_length())
+        self._queues = (self._by_age, self._by_length, self._by_size)
         self._oldest: Sequence | None = None
         self._num_tokens_passed = 0  # seated before the oldest, since it is that
 
     def push(self, sequence: Sequence) -> None:
-        self._by_age.push(sequence)
-        self._by_length.push(sequence)
+        for queue in self._queues:
+            queue.push(sequence)
 
     def first(self, shorter_than: int | None = None) -> Sequence | None:
-        shortest, oldest = self._by_length.first(), self._by_age.first()
-        if shortest is None or oldest is None:
+        shortest, small, oldest = self._by_length.first(), self._by_size.first(), self._by_age.first()
+        if shortest is None or small is None or oldest is None:
             return None
         limit = inf if shorter_than is None else shorter_than
         # An overdue one that is too long for the share does not close it: it waits for the first to be done. That one
         # has less left than the overdue one is long, and keeps its part of each step, so its patience passes once more.
         if self.is_overdue(oldest) and oldest.num_missing < limit:
             return oldest
+        if small.num_missing < limit:
+            return small
         return shortest if shortest.num_missing < limit else None
 
     def is_overdue(self, oldest: Sequence) -> bool:
@@ -168,9 +174,8 @@ class Shortest(_Line):
         return oldest.num_missing * SHORT_SHARE / (1 - SHORT_SHARE)
 
     def seated(self, sequence: Sequence) -> None:
-        # It surfaces in one queue only; in the other it is dead weight from now on.
-        self._by_age.note_discarded()
-        self._by_length.note_discarded()
+        # It surfaces in one queue only; in the others it is dead weight from now on.
+        self.discard(sequence)
         # `sequence` runs by now, so the queue shows who is passed over.
         oldest = self._by_age.first()
         if oldest is not self._oldest:
@@ -179,8 +184,8 @@ class Shortest(_Line):
             self._num_tokens_passed += sequence.num_missing
 
     def discard(self, sequence: Sequence) -> None:
-        self._by_age.note_discarded()
-        self._by_length.note_discarded()
+        for queue in self._queues:
+            queue.note_discarded()
 
 
 class Fair(_Line):

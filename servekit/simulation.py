@@ -242,6 +242,8 @@ class Simulation:
                 if self.manager.finish(client.sequence, FinishReason.ABORT) != was_alive:
                     raise Violation(f"{client.sequence}: the manager and its client disagree on whether it had ended")
                 self._alive.pop(client.sequence.sequence_id, None)
+        elif fault.kind == "kill" and self._in_flight and fault.target % 3 == 0:
+            self._armed.append("kill")  # between a result and the plan that would follow it
         elif fault.kind == "kill":
             # Half of what was under way is done, and its result is on the way; the rest is lost.
             if self._in_flight and fault.target % 2:
@@ -292,6 +294,8 @@ class Simulation:
         self._commit(result)
         if kind == "duplicate":
             self._commit(result, is_stale=True)
+        elif kind == "kill":
+            self._lose_worker()
         self._flush_held()
 
     def _flush_held(self) -> None:

@@ -143,10 +143,8 @@ class WorkloadManager:
         assert self.next_deadline_s > now, "expired work is never computed: `expire` comes before `plan`"
         while self._leaders_ready:
             self._release_followers(self._leaders_ready.pop())
-        if (acquitted := self.quarantine.acquit()) is not None and self.quarantine:
-            self._running.remove(acquitted)  # the next one needs the worker for itself
-            self._unseat(acquitted)
-            self._line_up(acquitted)
+        if (acquitted := self.quarantine.acquit()) is not None:
+            self._let_go(acquitted)
         step = Step(self._next_step_id, now, self.step_token_limit)
         prefills = self._schedule_decodes(step)
         step.budget = min(step.budget, self.pacer.prefill_limit())
@@ -299,6 +297,15 @@ class WorkloadManager:
             self._schedule(step, suspect, min(suspect.num_needed, step.budget), suspect.block_table)
         else:
             self._serve(step, prefills)
+
+    def _let_go(self, acquitted: Sequence) -> None:
+        """A suspect has proved harmless. It keeps its seat, unless another one needs the worker for itself."""
+        if acquitted.status is Status.RUNNING:
+            if not self.quarantine:
+                return
+            self._running.remove(acquitted)
+            self._unseat(acquitted)
+        self._line_up(acquitted)
 
     def _serve(self, step: Step, sequences: list[Sequence], reserve: int = 0) -> None:
         """A chunk for each of the seated, as long as more than `reserve` tokens are left."""

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from servekit.messages import StepPlan, StepResult
 from servekit.prefix_cache import PrefixCache, chain_hash, salt_hash
+from servekit.quarantine import CONVICTING
 from servekit.sampling_params import SamplingParams
 from servekit.scheduler_config import SchedulerConfig
 from servekit.sequence import NEVER, FinishReason, Sequence, Status
@@ -164,7 +165,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def kill_the_worker(self) -> None:
-        self.manager.restart()
+        for convicted in self.manager.restart():
+            assert convicted.num_losses == CONVICTING
+            self.manager.finish(convicted, FinishReason.ERROR)
         self.plans.clear()
         self.worker = self.new_worker()
 

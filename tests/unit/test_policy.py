@@ -92,6 +92,19 @@ def test_the_shortest_goes_first_until_enough_has_passed_the_oldest() -> None:
     assert 10 * passed == pytest.approx(40 * SHORT_SHARE / (1 - SHORT_SHARE), abs=10)
 
 
+def test_prompts_of_much_the_same_length_go_in_order_of_arrival() -> None:
+    """Where more come than can be served, the longest of them would otherwise wait until their clients leave."""
+    line = Shortest()
+    for number, length in enumerate((30, 20, 17, 40, 31)):
+        line.push(make_sequence(number, length))
+    order = []
+    while (sequence := line.first()) is not None:
+        sequence.status = Status.RUNNING
+        line.seated(sequence)
+        order.append(sequence.num_tokens)
+    assert order == [30, 20, 17, 31, 40]
+
+
 def test_the_share_goes_to_what_is_shorter_even_while_somebody_is_overdue() -> None:
     line = Shortest()
     assert line.first(shorter_than=5) is None

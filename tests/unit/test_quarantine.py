@@ -90,6 +90,21 @@ def test_a_suspect_is_computed_alone_and_goes_free_when_it_has_proved_harmless()
     assert_at_rest(manager)
 
 
+def test_a_suspect_that_has_proved_harmless_may_lose_its_seat_before_anybody_looked() -> None:
+    manager = make_manager()
+    one, two = make_sequence(0, max_tokens=9, ignore_eos=True), make_sequence(1, max_tokens=9, ignore_eos=True)
+    for sequence in (one, two):
+        manager.add(sequence)
+    for _ in range(2):
+        manager.plan(0.0)
+        manager.restart()
+    manager.commit(make_worker(manager).execute(manager.plan(0.0)), 0.0)
+    assert manager.restart() == [] and len(manager.quarantine) == 2
+    run(manager, make_worker(manager))
+    assert one.output_token_ids == reference(one) and two.output_token_ids == reference(two)
+    assert_at_rest(manager)
+
+
 def test_a_suspect_may_leave_or_end_while_it_is_one() -> None:
     manager = make_manager()
     one, two = make_sequence(0, max_tokens=1), make_sequence(1, max_tokens=1)
