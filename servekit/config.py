@@ -95,6 +95,10 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         int, Meta(ge=1, le=65536, description="answers that one request may have computed")
     ] = 1024
     max_body_bytes: Annotated[Positive, Meta(description="largest request body")] = 8 * 2**20
+    max_total_body_bytes: Annotated[
+        Positive,
+        Meta(description="bytes of request bodies that may be held at the same time; more are refused with 503"),
+    ] = 2**28
     max_connections: Annotated[
         int, Meta(ge=1, le=1_000_000, description="connections that may be open; more are refused with 503")
     ] = 8192
@@ -300,6 +304,11 @@ def doubts(config: ServeConfig) -> list[str]:
         found.append(
             f"max_num_batched_tokens = {config.max_num_batched_tokens} is less than max_num_seqs = "
             f"{config.max_num_seqs}: no more sequences than that get a token in a step, the others wait in their seats"
+        )
+    if config.max_total_body_bytes < config.max_body_bytes:
+        found.append(
+            f"max_total_body_bytes = {config.max_total_body_bytes} is less than max_body_bytes = "
+            f"{config.max_body_bytes}: what is larger is refused with 503, also where nobody else asks"
         )
     if config.scheduling_policy == "fair" and config.api_keys_file is None:
         found.append("scheduling_policy = 'fair': without an api_keys_file all requests are one tenant's")

@@ -4,6 +4,7 @@
     HostCheck        lets nobody by who calls the server by a name that is not its own
     CORSMiddleware   Starlette's: answers browsers that ask before they ask, for which they have no key
     KeyCheck         lets nobody by without a key, or over the limits of theirs
+    BodyBudget       counts what is read of all bodies together
     Starlette        its own 500s, the routes, and what is said where there is none
 
 All are plain ASGI, and see each message as it comes: what wraps handlers in tasks of its own delays streams and hides
@@ -25,7 +26,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from servekit.api.http import engine_of, refuse
+from servekit.api.http import BodyBudget, engine_of, refuse
 from servekit.caller import ANYBODY, Caller
 from servekit.config import ServeConfig
 from servekit.errors import ConfigError, Forbidden, RateLimited, ServekitError, Unauthorized
@@ -52,6 +53,7 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
 
 def guard(app: ASGIApp, config: ServeConfig, keyring: Keyring) -> ASGIApp:
     """The application with the layers round it that the settings want. Raises ConfigError."""
+    app = BodyBudget(app, config.max_total_body_bytes)
     if keyring.keys:
         app = KeyCheck(app, keyring)
     if config.cors_origins is not None:

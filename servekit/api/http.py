@@ -15,12 +15,19 @@ from msgspec.structs import replace
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from servekit.api.answers import Answer, collect
 from servekit.caller import ANYBODY, Caller
 from servekit.engine import LLMEngine
-from servekit.errors import RequestCrashesWorker, RequestTimeout, RequestTooLarge, ServekitError, UnsupportedEncoding
+from servekit.errors import (
+    QueueFull,
+    RequestCrashesWorker,
+    RequestTimeout,
+    RequestTooLarge,
+    ServekitError,
+    UnsupportedEncoding,
+)
 from servekit.generation_request import GenerationRequest
 from servekit.schemas.decoding import encode
 from servekit.schemas.tgi import ERROR_TYPES, name_of
@@ -29,6 +36,11 @@ from servekit.submission import Submission
 Result = TypeVar("Result")
 
 MANY_TOKENS = 256  # with the likeliest beside each of them, some milliseconds
+
+# Of each body so much is not counted: who fills the budget keeps nobody out who has only a little to say, and what that
+# comes to is bounded by max_connections.
+UNCOUNTED_BODY_BYTES = 2**14
+BODY_RETRY_AFTER_S = 5
 
 # What nginx logs for a client that left before its answer; nobody is there to read it.
 CLIENT_CLOSED_REQUEST = 499
@@ -85,9 +97,46 @@ def length(submission: Submission, prompts: list[list[Answer]]) -> int:
     return num_explained + sum(len(answer.deltas) for answers in prompts for answer in answers)
 
 
+# -- bodies ------------------------------------------------------------------------------------------------------------
+
+
+class BodyBudget:
+    """How much of all bodies is in memory, and the layer that gives it back when a request ends, however it does.
+
+    Not before: while its sequences wait and run, handlers have the body, or what was made of it, and the scheduler's
+    own bounds count tokens, which say nothing of spaces, names of users, and texts that are cut.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {}).update(body_budget=self, num_body_bytes=0)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.num_bytes -= scope["state"]["num_body_bytes"]
+
+    def hold(self, request: Request, length: int) -> None:
+        """The request's body has come to this length. Raises QueueFull, and then has no more of it than before."""
+        more = length - UNCOUNTED_BODY_BYTES - request.state.num_body_bytes
+        if more <= 0:
+            return
+        if self.num_bytes + more > self._max_bytes:
+            raise QueueFull(
+                f"bodies with {self.num_bytes} bytes are being worked on; more than {self._max_bytes} are not held "
+                "(max_total_body_bytes). Please try again later.",
+                retry_after_s=BODY_RETRY_AFTER_S,
+            )
+        self.num_bytes += more
+        request.state.num_body_bytes += more
+
+
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises RequestTooLarge as soon as it is over the limit, declared or not, UnsupportedEncoding for
-    a compressed one, and RequestTimeout for one that takes too long."""
+    """The whole body. Raises RequestTooLarge as soon as it is over the limit, declared or not, QueueFull if there is no
+    room for it, UnsupportedEncoding for a compressed one, and RequestTimeout for one that takes too long."""
     config = engine_of(request).config
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
@@ -104,9 +153,11 @@ async def read_body(request: Request) -> bytes:
 
 async def _read_up_to(limit: int, request: Request) -> bytes:
     declared = request.headers.get("content-length", "0")
+    budget: BodyBudget = request.state.body_budget
     body = bytearray()
     if declared.isdecimal() and int(declared) <= limit:
         async for chunk in request.stream():
+            budget.hold(request, len(body) + len(chunk))
             body += chunk
             if len(body) > limit:
                 break
