@@ -8,9 +8,9 @@ from typing import Any
 
 from servekit.messages import LoadModel, StepPlan, TokenLogprobs
 from servekit.sampling_params import SamplingParams
+from servekit.scheduler_config import SchedulerConfig
 from servekit.sequence import Sequence
 from servekit.simulation import RecklessForecast
-from servekit.scheduler_config import SchedulerConfig
 from servekit.workload_manager import WorkloadManager
 from workers.model_manager import LoadedModel, ModelManager
 from workers.model_runner import ModelRunner
