@@ -69,7 +69,9 @@ def test_when_its_terminal_is_gone_the_server_ends_in_good_order_unless_told_to_
     started = {}
     for name, command in (("ends", serve), ("stays", ["nohup", *serve])):
         with (tmp_path / name).open("wb") as log:
-            started[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            started[name] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_heed_hangups
+            )
     try:
         for name in started:
             deadline = time.monotonic() + 30
@@ -85,6 +87,11 @@ def test_when_its_terminal_is_gone_the_server_ends_in_good_order_unless_told_to_
         for process in started.values():
             process.kill()
             process.wait()
+
+
+def _heed_hangups() -> None:
+    """Also where the tests themselves are run by nohup, which is inherited."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def test_a_supervisor_may_signal_every_process_of_the_service(streaming: Any) -> None:
