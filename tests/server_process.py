@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -17,9 +18,20 @@ import httpx2
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    """One that no other test run on this machine takes between now and the server's start.
+
+    Below those that the kernel hands out to clients, and from a stretch of its own for each process that runs tests:
+    a server that lost its port to another one would be taken for that one.
+    """
+    for _ in range(PORTS_EACH):
+        port = FIRST_PORT + (os.getpid() % 100) * PORTS_EACH + next(_numbers) % PORTS_EACH
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError(f"none of {PORTS_EACH} ports is free")
+
+
+FIRST_PORT, PORTS_EACH = 20_000, 100
+_numbers = itertools.count()
 
 
 class ServerProcess:
