@@ -234,7 +234,7 @@ def test_a_trace_tells_where_a_requests_time_went(tmp_path: Path) -> None:
         assert [span.name for span in phases] == ["queue", "prefill", "decode"]
         assert began <= asked.start_time_unix_nano <= phases[0].start_time_unix_nano
         assert phases[-1].end_time_unix_nano <= asked.end_time_unix_nano
-        assert asked.end_time_unix_nano <= ended + 10**9, "it ends when the server has let go, which its client need not see"
+        assert asked.end_time_unix_nano <= ended + 10**9, "the server lets go last, unseen"
         assert all(span.start_time_unix_nano <= span.end_time_unix_nano for span in phases)
         for before, after in pairwise(phases):
             assert before.end_time_unix_nano == after.start_time_unix_nano
