@@ -170,7 +170,8 @@ class LLMEngine:
         self._intake.start()
         self.metrics.watch(lambda: _snapshot(manager, self._clock()))
         self.metrics.workers_alive.set(1)
-        self._proof.given(self._clock())  # the worker has compared its logits just now
+        self._turned_s = self._clock()
+        self._proof.given(self._turned_s)  # the worker has compared its logits just now
         self._main_loop = asyncio.create_task(self._run(manager), name="servekit main loop")
 
     async def stop(self, kindly: bool = True) -> None:
