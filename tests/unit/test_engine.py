@@ -6,6 +6,10 @@ import pytest
 
 from servekit.config import ServeConfig
 from servekit.engine import LLMEngine
+from servekit.messages import ModelInfo, WorkerReady
+from servekit.sampling_params import SamplingParams
+from servekit.scheduler_config import scheduler_config
+from servekit.sequence import Sequence
 from tests.unit.test_workload_manager import make_manager, make_sequence, make_worker, reference, run
 
 
@@ -24,3 +28,21 @@ def test_blocks_that_are_missing_with_nothing_running_are_noticed_and_mended(cap
     manager.add(sequence)
     run(manager, make_worker(manager))
     assert sequence.output_token_ids == reference(sequence)
+
+
+def test_the_scheduler_keeps_what_the_operator_chose_and_what_the_worker_has() -> None:
+    model = ModelInfo("Stand-in", 1, 10, 100, (7,), 1.0, 0, 1.0)
+    worker = WorkerReady(model, "cpu", "float32", num_blocks=5, kv_bytes_per_token=1, load_time_s=0.0)
+    chosen = scheduler_config(ServeConfig(block_size=4, itl_target_ms=20.0, scheduling_policy="fcfs"), worker)
+    assert (chosen.num_blocks, chosen.block_size, chosen.max_total_tokens) == (5, 4, 21)
+    assert chosen.eos_token_ids == {7} and chosen.itl_target_s == 0.02 and chosen.scheduling_policy == "fcfs"
+    assert scheduler_config(ServeConfig(), worker).itl_target_s is None
+
+
+def test_forks_that_wait_for_their_leaders_prompt_are_told_apart() -> None:
+    manager = make_manager()
+    leader = make_sequence(0)
+    fork = Sequence(1, list(leader.token_ids), SamplingParams(max_tokens=2), leader=leader)
+    manager.add(leader)
+    manager.add(fork)
+    assert manager.num_waiting == 2 and manager.num_deferred == 1
