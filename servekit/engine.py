@@ -25,6 +25,7 @@ from servekit.errors import (
     ServekitError,
     WorkerError,
     WorkerNotReady,
+    shutting_down,
 )
 from servekit.generation_request import GenerationRequest
 from servekit.intake import Intake
@@ -93,7 +94,7 @@ class LLMEngine:
     @property
     def stage(self) -> str:
         """What a server that is not ready is doing."""
-        return self._executor.stage if self.worker is None or not self._executor.is_ready else "serving"
+        return "serving" if self._executor.is_ready else self._executor.stage
 
     @property
     def is_healthy(self) -> bool:
@@ -134,9 +135,7 @@ class LLMEngine:
         To be asked once for each request, before anything is done for it: who is in stays in while the server drains.
         """
         if self._is_draining:
-            raise WorkerNotReady(
-                "the server is shutting down; please send the request again", retry_after_s=TOLD_TO_COME_BACK_S
-            )
+            raise shutting_down()
         if self._outage is not None:
             raise self._outage
         return self._clock()
@@ -183,7 +182,7 @@ class LLMEngine:
         self._proof.stop()
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
-        self.fail_all(WorkerNotReady("the server is shutting down", retry_after_s=5))
+        self.fail_all(shutting_down())
         await self._executor.stop(kindly)
         if self._intake is not None:
             await self._intake.stop()

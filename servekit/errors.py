@@ -176,6 +176,11 @@ class RequestCrashesWorker(WorkerError):
     code = "request_crashes_worker"
 
 
+def shutting_down() -> WorkerNotReady:
+    """What everybody is told while the server ends, wherever their request has come to."""
+    return WorkerNotReady("the server is shutting down; please send the request again", retry_after_s=5)
+
+
 class ConfigError(ServekitError):
     """A setting is wrong, or the model and the settings do not fit each other."""
 

@@ -33,7 +33,7 @@ from servekit.errors import (
     RequestTimeout,
     ServekitError,
     TooManyConnections,
-    WorkerNotReady,
+    shutting_down,
 )
 from servekit.logs import fields
 from servekit.schemas.decoding import encode
@@ -127,7 +127,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         closed."""
         has_begun_head = self._is_in_head and (self.cycle is not None or self._num_untold_bytes > 0)
         if has_begun_head and not self._is_answering() and self._linger_timer is None:
-            self._refuse(WorkerNotReady("the server is shutting down; please send the request again", retry_after_s=5))
+            self._refuse(shutting_down())
         else:
             super().shutdown()
 

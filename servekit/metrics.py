@@ -199,7 +199,7 @@ class Metrics:
         )
         self.suspects = self._gauge("num_requests_suspected", "Sequences that run alone: workers were lost over them.")
         self.accounting_faults = self._counter(
-            "accounting_faults_total", "Times that blocks or slots were missing with nothing running: our bug."
+            "accounting_faults_total", "Times that blocks or slots were nobody's, or twice somebody's: our bug."
         )
         self.step_token_limit = self._gauge(
             "step_token_limit",

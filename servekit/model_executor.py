@@ -32,9 +32,7 @@ class ModelExecutor:
         self._process: WorkerProcess | None = None
         self._is_ready = False
         self._patience = StepPatience(config.step_timeout)
-        self._sent: dict[
-            tuple[int, int], int
-        ] = {}  # tokens of the steps, by (epoch, step_id), that are not answered yet
+        self._sent: dict[tuple[int, int], int] = {}  # by (epoch, step_id) not answered yet: how many tokens
         self._num_losses = 0  # in a row, without a step or some seconds of readiness between them
         self._ready_s = 0.0
 
@@ -112,9 +110,9 @@ class ModelExecutor:
         """
         assert self._process is not None and self._model is not None and self.ready is not None
         self._is_ready = False
-        # As many blocks as before, whatever a measurement would give now: the old process's memory may not be free yet.
         if asyncio.get_running_loop().time() - self._ready_s > WELL_AFTER_S:
             self._num_losses = 0
+        # As many blocks as before, whatever a measurement would give now: the old process's memory may not be free yet.
         model, most = replace(self._model, num_kv_blocks=self.ready.num_blocks), self._config.max_worker_restarts
         for attempt in range(1, most + 1):
             self._sent.clear()

@@ -16,7 +16,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 
 import msgspec
 
-from servekit.errors import InternalError, InvalidRequest, QueueFull, WorkerNotReady
+from servekit.errors import InternalError, InvalidRequest, QueueFull, shutting_down
 from servekit.sandbox_jobs import Done, Job, Outcome, Refused
 
 log = logging.getLogger("servekit")
@@ -169,7 +169,7 @@ class Sandbox:
 
     def _check_running(self) -> None:
         if self._is_stopped:
-            raise WorkerNotReady("the server is shutting down", retry_after_s=5)
+            raise shutting_down()
 
     async def _write(self, frame: bytes) -> None:
         assert self._process is not None and self._process.stdin is not None

@@ -24,7 +24,7 @@ from servekit.api.access import is_loopback
 from servekit.caller import ANYBODY
 from servekit.config import ServeConfig, doubts, non_default
 from servekit.engine import LLMEngine
-from servekit.errors import ConfigError, WorkerNotReady
+from servekit.errors import ConfigError, shutting_down
 from servekit.http_protocol import limited_protocol
 from servekit.keys import Key, parse_keys_file
 from servekit.logs import configure_logging, fields, is_for_programs
@@ -124,9 +124,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Tell everybody who is left, and close."""
-        self._engine.fail_all(
-            WorkerNotReady("the server is shutting down; please send the request again", retry_after_s=5)
-        )
+        self._engine.fail_all(shutting_down())
         # Answers are written within moments, but a client may not read: for it uvicorn waits no longer.
         self.config.timeout_graceful_shutdown = LAST_WORDS_TIMEOUT_S
         await super().shutdown(sockets)

@@ -206,7 +206,7 @@ class WorkerProcess:
         what = f"closed its result queue ({type(error).__name__})"
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(timeout=0.05)
-            what = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            what = f"was ended by {_name(-code)}" if code < 0 else f"ended with exit code {code}"
         return what if self._is_ready else f"{what} before the model was loaded; its log is above"
 
     def _tick(self) -> None:
@@ -237,3 +237,8 @@ class WorkerProcess:
         with contextlib.suppress(asyncio.QueueFull):
             self._inbox.put_nowait(None)  # wakes whoever waits for an answer
         self._on_loss()
+
+
+def _name(number: int) -> str:
+    """Of a signal; those for real time have none."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
