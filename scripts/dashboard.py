@@ -47,6 +47,12 @@ def process(name: str) -> str:
     return f"{name}{{{PLACE}}}"
 
 
+def of_both(name: str, form: str) -> tuple[tuple[str, str], ...]:
+    """The same of the server's process and of its worker's."""
+    server, worker = (form.format(expression=process(each)) for each in (name, f"servekit_worker_{name}"))
+    return (server, "{{instance}}"), (worker, "{{instance}} worker")
+
+
 @dataclass(frozen=True)
 class Panel:
     """A tile (`stat`) or a graph; `curves` are expressions with what the legend calls them."""
@@ -253,17 +259,13 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Refused", "By error code.", ((by("reason", "admission_rejections_total"), "{{reason}}"),), "reqps"),
     ],
     "Process": [
-        Panel("Memory", "Resident.", ((process("process_resident_memory_bytes"), "{{instance}}"),), "bytes"),
+        Panel("Memory", "Resident.", of_both("process_resident_memory_bytes", "{expression}"), "bytes"),
         Panel(
             "File descriptors",
             "Open, and how many may be.",
             ((process("process_open_fds"), "{{instance}}"), (process("process_max_fds"), "{{instance}} limit")),
         ),
-        Panel(
-            "CPU",
-            "Cores that the server's process keeps busy; its worker's are not among them.",
-            ((f"rate({process('process_cpu_seconds_total')}[$__rate_interval])", "{{instance}}"),),
-        ),
+        Panel("CPU", "Cores kept busy.", of_both("process_cpu_seconds_total", "rate({expression}[$__rate_interval])")),
         Panel("Version", "Running.", ((f"count by (version) ({process('servekit_build_info')})", "{{version}}"),)),
         Panel(
             "Settings",

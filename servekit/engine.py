@@ -97,6 +97,10 @@ class LLMEngine:
         return "serving" if self._executor.is_ready else self._executor.stage
 
     @property
+    def worker_pid(self) -> int | None:
+        return self._executor.pid
+
+    @property
     def is_healthy(self) -> bool:
         """Whether there is nothing that only a new process could mend.
 

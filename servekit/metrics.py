@@ -214,6 +214,7 @@ class Metrics:
         self.event_loop_lag = self._histogram(
             "api_event_loop_lag_seconds", "How late a timer of the event loop is.", _STEP_BUCKETS
         )
+        self.event_loop_tasks = self._gauge("api_event_loop_tasks", "Tasks of the event loop, whatever they wait for.")
         self._gauge("num_requests_waiting_limit", "max_num_queued_reqs.").set(config.max_num_queued_reqs)
         self._gauge("num_tokens_waiting_limit", "max_num_queued_tokens.").set(config.max_num_queued_tokens)
         build = Gauge("servekit_build_info", "The running version.", ["version"], registry=self.registry)

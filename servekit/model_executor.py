@@ -49,6 +49,11 @@ class ModelExecutor:
         return self._process.stage if self._process.loss is None else "replacing the worker"
 
     @property
+    def pid(self) -> int | None:
+        """The worker's process, or what is left of it."""
+        return None if self._process is None else self._process.pid
+
+    @property
     def loss(self) -> ServekitError | None:
         """Why the worker is lost, if it is."""
         return None if self._process is None else self._process.loss

@@ -1,4 +1,4 @@
-"""What the server's process tells of itself: memory, file descriptors, CPU time, and how late its event loop is."""
+"""What the processes tell of themselves: memory, files, CPU time, and how late and how full the event loop is."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector
 
 LAG_INTERVAL_S = 0.25
 
 NO_PROCESS = 0  # /proc has no such folder, so nothing is reported
 
 
-def watch_processes(registry: CollectorRegistry, worker_pid: Callable[[], int | None] = lambda: None) -> None:
+def watch_processes(registry: CollectorRegistry, worker_pid: Callable[[], int | None]) -> None:
     """Report `process_*` of this process and `servekit_worker_process_*` of the worker, read at each scrape."""
     ProcessCollector(registry=registry)
     ProcessCollector("servekit_worker", pid=lambda: worker_pid() or NO_PROCESS, registry=registry)
 
 
-async def watch_event_loop(lag: Histogram) -> None:
-    """Set a timer again and again, and observe how late each one is; until cancelled."""
+async def watch_event_loop(lag: Histogram, num_tasks: Gauge) -> None:
+    """Set a timer again and again, and observe how late each one is, until cancelled; count tasks at each scrape."""
+    loop = asyncio.get_running_loop()
+    num_tasks.set_function(lambda: float(len(asyncio.all_tasks(loop))))
     while True:
         due_s = time.monotonic() + LAG_INTERVAL_S
         await asyncio.sleep(LAG_INTERVAL_S)

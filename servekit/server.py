@@ -71,8 +71,9 @@ async def _serve(config: ServeConfig) -> int:
     # The socket answers while the model loads, so that /ready can say so.
     http = asyncio.create_task(server.serve(sockets=[listener]))
     supervisor = asyncio.create_task(_supervise(engine, server, listener))
-    watch_processes(engine.metrics.registry)
-    lag = asyncio.create_task(watch_event_loop(engine.metrics.event_loop_lag), name="event loop lag")
+    watch_processes(engine.metrics.registry, lambda: engine.worker_pid)
+    watching = watch_event_loop(engine.metrics.event_loop_lag, engine.metrics.event_loop_tasks)
+    lag = asyncio.create_task(watching, name="event loop lag")
     try:
         await http
     finally:

@@ -118,6 +118,8 @@ def test_the_metrics_add_up_to_what_was_asked(server: ServerProcess) -> None:
     told = {name: server.metric(f"servekit_{name}") - before[name] for name in names}
     assert list(told.values()) == [usage["prompt_tokens"], usage["completion_tokens"], 3, 3, 3]
     assert server.metric("process_resident_memory_bytes") > 2**24
+    assert server.metric("servekit_worker_process_resident_memory_bytes") > 2**24
+    assert server.metric("servekit_api_event_loop_tasks") > 2
     assert server.metric("servekit_workers_alive") == 1
     assert server.metric("servekit_api_event_loop_lag_seconds_count") > 0
     assert server.metric("servekit_ipc_roundtrip_seconds_count") > 0

@@ -40,6 +40,7 @@ class Sample(Struct, frozen=True):
     worker_mib: float
     num_files: int
     num_threads: int
+    num_tasks: int
 
 
 def slope_mib_per_hour(samples: list[Sample], name: str) -> float:
@@ -80,7 +81,10 @@ def run(minutes: float, seed: int = 0) -> list[Finding]:
             windows.append(window)
             threads = len(list(Path(f"/proc/{pid}/task").iterdir()))
             now_s = time.monotonic() - start_s
-            samples.append(Sample(now_s, resident_mib(pid), resident_mib(worker), server.num_open_files(), threads))
+            tasks = round(server.metric("servekit_api_event_loop_tasks"))
+            samples.append(
+                Sample(now_s, resident_mib(pid), resident_mib(worker), server.num_open_files(), threads, tasks)
+            )
             if len(windows) % 12 == 0:
                 print(f"  {now_s / 60:.0f} min: {samples[-1]}, ITL p99 {1e3 * window.itl_p99_s:.0f} ms", flush=True)
         server.wait_until_at_rest()
@@ -125,7 +129,7 @@ def _findings(samples: list[Sample], windows: list[Window], rate: float, same_wo
                 slope <= MOST_MIB_PER_HOUR,
             )
         )
-    for name, what in (("num_files", "open files"), ("num_threads", "threads")):
+    for name, what in (("num_files", "open files"), ("num_threads", "threads"), ("num_tasks", "asyncio tasks")):
         early, late = (
             percentile([float(getattr(sample, name)) for sample in part], 0.5)
             for part in (warm[: len(warm) // 2], warm[len(warm) // 2 :])

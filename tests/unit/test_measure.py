@@ -8,7 +8,7 @@ import string
 import time
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Gauge, Histogram
 from starlette.types import Message, Receive, Scope, Send
 
 from servekit.api import create_app
@@ -80,11 +80,12 @@ async def test_probes_and_strangers_make_no_trace() -> None:
 
 
 async def test_a_loop_that_is_held_up_is_seen_to_lag() -> None:
-    lag = Histogram("lag", "", registry=CollectorRegistry(), buckets=(0.1,))
-    watching = asyncio.create_task(watch_event_loop(lag))
+    lag, num_tasks = Histogram("lag", "", registry=None, buckets=(0.1,)), Gauge("tasks", "", registry=None)
+    watching = asyncio.create_task(watch_event_loop(lag, num_tasks))
     await asyncio.sleep(0.05)
     time.sleep(0.45)  # noqa: ASYNC251 -- it is what the test is about
     await asyncio.sleep(0.05)
+    assert next(iter(num_tasks.collect())).samples[0].value == 2  # the test is one itself
     watching.cancel()
     told = {sample.labels.get("le"): sample.value for sample in next(iter(lag.collect())).samples}
     assert told["+Inf"] - told["0.1"] == 1
