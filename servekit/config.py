@@ -36,7 +36,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """What the operator chooses. Defaults serve the embedded demo model on this machine only."""
 
     model: Annotated[
-        str, Meta(min_length=1, description="local path or Hugging Face id; 'demo' is the embedded demo model")
+        str, Meta(min_length=1, description="local path or Hugging Face id; demo is embedded; sim:SPEC simulates one")
     ] = DEMO_MODEL
     served_model_name: Annotated[str | None, Meta(description="name to report; MODEL by default")] = None
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"

@@ -13,6 +13,7 @@ from servekit.config import ServeConfig
 from servekit.errors import ServekitError, WorkerLost
 from servekit.messages import LoadModel, StepFailed, StepPlan, StepResult, WorkerReady
 from servekit.patience import StepPatience, backoff_s
+from servekit.simulated_model import is_simulated
 from servekit.worker_process import WorkerProcess
 
 log = logging.getLogger("servekit")
@@ -159,9 +160,9 @@ def _are_tops_within(result: StepResult, vocab_size: int) -> Iterator[bool]:
 
 
 def load_message(config: ServeConfig, path: str) -> LoadModel:
-    """What a worker is told first."""
+    """What a worker is told first. Of a simulated model there are no weights at `path`, but times in its name."""
     return LoadModel(
-        model_path=path,
+        model_path=config.model if is_simulated(config.model) else path,
         dtype=config.dtype,
         device=config.device,
         block_size=config.block_size,

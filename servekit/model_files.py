@@ -11,10 +11,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from servekit.config import DEMO_MODEL
 from servekit.errors import ConfigError
+from servekit.simulated_model import is_simulated, parse_simulated
 
 log = logging.getLogger("servekit")
 
 DEMO_MODEL_PATH = Path(__file__).parent / "demo_model"
+SIMULATED_MODEL_PATH = Path(__file__).parent / "simulated_tokenizer"  # all that there is of it
 # Weights as safetensors, configuration and tokenizer as JSON or plain text. No Python, no pickles.
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
@@ -49,6 +51,9 @@ def find_model(model: str) -> Path:
     """The directory that holds `model`; downloads it where it must. Raises ConfigError."""
     if model == DEMO_MODEL:
         return DEMO_MODEL_PATH
+    if is_simulated(model):
+        parse_simulated(model)  # it may be refused
+        return SIMULATED_MODEL_PATH
     if Path(model).is_dir():
         return Path(model).resolve()
     if model.startswith((".", "/", "~")):

@@ -1,7 +1,8 @@
 """A model and a worker that are simulated: what a plan makes of pages, and what one prompt at a time would have given.
 
-The model's state of a position is a hash of its token and of all before, so whatever goes wrong with a page is seen in
-all that follows.
+The model's tokens are bytes. Its state of a position is a function of the token there and of all before, and its next
+token one of all states, so whatever goes wrong with a page is seen in all that follows. The arithmetic is simple enough
+to be done again by a client that doubts its answer (docs/simulated_model.md).
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from msgspec.structs import replace
 from servekit.messages import PromptLogprobs, Seat, StepPlan, StepResult, TokenLogprobs
 from servekit.sampling_params import SamplingParams
 
-VOCAB_SIZE = 100
+VOCAB_SIZE = 256
+# It answers in printable ASCII, so that a token is a character of the text.
+FIRST_ANSWER, NUM_ANSWERS = 32, 95
+# A congruential generator (Knuth, TAOCP 2, section 3.3.4: MMIX), cut to as many bits as leave room for a sum of them.
+MULTIPLIER, INCREMENT, STATE_MASK = 6364136223846793005, 1442695040888963407, 2**40 - 1
+SKIPPED_BITS = 17  # the lowest of a sum of such states have short periods
 
 
 class Violation(Exception):
@@ -23,12 +29,12 @@ class Violation(Exception):
 
 def next_token(states: Iterable[int]) -> int:
     """The simulated model's output layer: a function of every position's KV before it."""
-    return hash(tuple(states)) % VOCAB_SIZE
+    return FIRST_ANSWER + (sum(states) >> SKIPPED_BITS) % NUM_ANSWERS
 
 
 def next_state(previous: int, token_id: int) -> int:
     """What the simulated model stores for a position: a function of its token and of all before."""
-    return hash((previous, token_id))
+    return (previous * MULTIPLIER + token_id + INCREMENT) & STATE_MASK
 
 
 def thought(state: int, token_id: int, num_top: int) -> TokenLogprobs:

@@ -140,14 +140,14 @@ def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
     return {decoder["type"]}.union(*(_decoder_kinds(part) for part in decoder.get("decoders", [])))
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """The printable stand-ins for the 256 bytes (Radford et al., GPT-2, 2019, section 2.2)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_ALPHABET = _byte_level_alphabet()
+_ALPHABET = byte_level_alphabet()
 
 
 def _bytes_of_byte_level_token(token: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,16 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from servekit.errors import ConfigError
-from servekit.messages import LoadModel, PromptLogprobs, Row, Seat, StepPlan, StepResult, TokenLogprobs
+from servekit.messages import (
+    LoadModel,
+    PromptLogprobs,
+    Row,
+    Seat,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    WorkerReady,
+)
 from servekit.sampling_params import SamplingParams
 from workers.attention import PagedStep
 from workers.bans import ban
@@ -20,9 +30,10 @@ from workers.batch import Batch, SlotTable, make_batch
 from workers.constraints import Constraints
 from workers.kv_cache import KVCache, kv_bytes_per_token
 from workers.logprobs import prompt_logprobs, sampled_logprobs
-from workers.model_manager import LoadedModel, attention_switched, output_recorded, output_replayed
+from workers.model_manager import LoadedModel, ModelManager, attention_switched, output_recorded, output_replayed
 from workers.penalties import adjust
-from workers.pieces import LEAST_TOKENS, OutOfMemory, attempt, in_pieces, joined, release_memory
+from workers.pieces import LEAST_TOKENS, attempt, in_pieces, joined, release_memory
+from workers.runner import OutOfMemory
 from workers.sampler import sample
 
 log = logging.getLogger("servekit.worker")
@@ -183,3 +194,34 @@ class ModelRunner:
         with output_replayed(self.loaded.decoder, outputs[-1]):
             replayed = self._forward(batch, batch.logits_indices)
         return torch.cat([logits, replayed])
+
+
+def load(settings: LoadModel, tell: Callable[[str], None]) -> tuple[ModelRunner, WorkerReady]:
+    """From the model's directory to a runner that was seen to give what transformers gives; `tell` hears of each stage.
+
+    Raises ConfigError.
+    """
+    started = time.monotonic()
+    tell("loading the weights")
+    loaded = ModelManager(settings.device).load(Path(settings.model_path), settings.dtype, settings.max_model_len)
+    tell("making room for the KV cache")
+    runner = ModelRunner(loaded, settings)
+    tell("comparing paged with plain attention")
+    distance = runner.self_check()
+    runner.constraints.warm_up()
+    elapsed_s = time.monotonic() - started
+    log.info(
+        "loaded %.1f M parameters in %.1f s; paged logits agree with transformers' within %.1g",
+        loaded.info.num_parameters / 1e6,
+        elapsed_s,
+        distance,
+    )
+    ready = WorkerReady(
+        model=loaded.info,
+        device=str(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        num_blocks=runner.cache.num_blocks,
+        kv_bytes_per_token=runner.kv_bytes_per_token,
+        load_time_s=elapsed_s,
+    )
+    return runner, ready

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 import time
-from pathlib import Path
 
 from servekit.errors import ConfigError
 from servekit.messages import (
@@ -24,9 +23,8 @@ from servekit.messages import (
     WorkerReady,
 )
 from servekit.queues import MessageReceiver, MessageSender
-from workers.model_manager import ModelManager
-from workers.model_runner import ModelRunner
-from workers.pieces import OutOfMemory
+from servekit.simulated_model import is_simulated
+from workers.runner import OutOfMemory, Runner
 
 log = logging.getLogger("servekit.worker")
 
@@ -38,7 +36,7 @@ class ModelWorker:
         self._tasks = tasks
         self._results = results
         self._sending = threading.Lock()  # answers and heartbeats share the queue
-        self._runner: ModelRunner | None = None
+        self._runner: Runner | None = None
         self._failed_epoch: int | None = None
 
     def run(self) -> int:
@@ -77,29 +75,12 @@ class ModelWorker:
                 return self._execute(message)
 
     def _load(self, settings: LoadModel) -> WorkerReady:
-        started = time.monotonic()
-        self._send(Loading("loading the weights"))
-        loaded = ModelManager(settings.device).load(Path(settings.model_path), settings.dtype, settings.max_model_len)
-        self._send(Loading("making room for the KV cache"))
-        self._runner = ModelRunner(loaded, settings)
-        self._send(Loading("comparing paged with plain attention"))
-        distance = self._runner.self_check()
-        self._runner.constraints.warm_up()
-        elapsed_s = time.monotonic() - started
-        log.info(
-            "loaded %.1f M parameters in %.1f s; paged logits agree with transformers' within %.1g",
-            loaded.info.num_parameters / 1e6,
-            elapsed_s,
-            distance,
-        )
-        return WorkerReady(
-            model=loaded.info,
-            device=str(loaded.device),
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            num_blocks=self._runner.cache.num_blocks,
-            kv_bytes_per_token=self._runner.kv_bytes_per_token,
-            load_time_s=elapsed_s,
-        )
+        if is_simulated(settings.model_path):
+            from workers.simulated_runner import load
+        else:
+            from workers.model_runner import load  # type: ignore[assignment]  # and torch, which takes seconds
+        self._runner, ready = load(settings, lambda stage: self._send(Loading(stage)))
+        return ready
 
     def _execute(self, plan: StepPlan) -> StepResult | StepFailed:
         assert self._runner is not None, "a step before the model was loaded"

@@ -17,10 +17,6 @@ Result = TypeVar("Result")
 LEAST_TOKENS = 16  # what does not fit in pieces of this size will not fit in smaller ones
 
 
-class OutOfMemory(Exception):
-    """Not even the smallest pieces fit."""
-
-
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed. On the CPU torch has no type for that; CUDA's libraries have their own words."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):

@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from servekit.scheduler_config import SchedulerConfig
+from servekit.simulated_worker import FIRST_ANSWER
 from servekit.simulation import Arrival, Fault, Scenario, Simulation
 
 FAULTS = ("abort", "abort", "abort", "duplicate", "forge", "reorder", "delay", "kill", "memory")
@@ -26,7 +27,7 @@ def make_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
         max_model_len=1000,
         max_num_seqs=rng.choice([1, 2, 4, 4, 8, 8]),
         max_num_batched_tokens=rng.choice([1, 4, 8, 16, 64]),
-        eos_token_ids=frozenset(range(rng.choice([0, 3, 10]))),
+        eos_token_ids=frozenset(range(FIRST_ANSWER, FIRST_ANSWER + rng.choice([0, 3, 10]))),
         max_steps_in_flight=rng.choice([1, 2, 2, 3]),
         enable_prefix_caching=rng.random() < 0.7,
         scheduling_policy=rng.choice(["fcfs", "priority", "shortest", "fair"]),

@@ -16,7 +16,7 @@ from servekit.simulated_worker import NaiveReference, SimulatedWorker
 from servekit.simulation import RecklessForecast
 from servekit.workload_manager import WorkloadManager
 
-EOS = frozenset({7, 42})  # 2 % of the simulated vocabulary: answers end by themselves after about 50 tokens
+EOS = frozenset({39, 74})  # 2 % of the simulated vocabulary: answers end by themselves after about 50 tokens
 
 
 def make_manager(is_reckless: bool = False, **changes: Any) -> WorkloadManager:

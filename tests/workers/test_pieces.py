@@ -14,7 +14,8 @@ from tests.inprocess import InProcessEngine, load
 from workers.batch import Batch
 from workers.model_manager import LoadedModel
 from workers.model_runner import ModelRunner
-from workers.pieces import OutOfMemory, in_pieces, is_out_of_memory
+from workers.pieces import in_pieces, is_out_of_memory
+from workers.runner import OutOfMemory
 
 OPTIONS: list[dict[str, Any]] = [
     {"logprobs": 2, "prompt_logprobs": 1},

@@ -1,0 +1,62 @@
+"""Claims about a server whose device is simulated, seen as a client sees it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from servekit.sampling_params import SamplingParams
+from servekit.simulated_worker import NaiveReference
+from tests.server_process import ServerProcess, serving
+
+PROMPT = "Who was the first to reach the South Pole, é?"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("simulated") / "log"
+    with serving("--model", "sim:step=20ms", "--num-kv-blocks", "40", log=log) as started:
+        yield started
+
+
+def answer_to(prompt: str, num_tokens: int) -> str:
+    return bytes(NaiveReference().output(prompt.encode(), SamplingParams(max_tokens=num_tokens))).decode()
+
+
+def test_it_answers_by_its_rule_through_every_door(server: ServerProcess) -> None:
+    expected = answer_to(PROMPT, 24)
+    events = server.stream(PROMPT, max_tokens=24)
+    assert "".join(event["token"]["text"] for event in events) == events[-1]["generated_text"] == expected
+    whole = server.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 24})
+    assert whole.json()["choices"][0]["text"] == expected
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+    chat = server.client.post("/v1/chat/completions", json=asked)
+    assert chat.json()["choices"][0]["message"]["content"] == answer_to("user: hi\nassistant: ", 9)
+
+
+def test_crowded_pages_give_the_same_answers(server: ServerProcess) -> None:
+    """With 640 tokens for 1,920: most of these wait, or lose their blocks and are computed again."""
+    prompts = [f"{PROMPT} And the one after that? {number}" for number in range(16)]
+    answers = server.client.post("/generate", json={"prompts": prompts, "max_tokens": 48}, timeout=60).json()
+    assert answers["generated_texts"] == [answer_to(prompt, 48) for prompt in prompts]
+
+
+def test_a_step_takes_as_long_as_it_should(server: ServerProcess) -> None:
+    server.generate(PROMPT, max_tokens=20)
+    told = {name: server.metric(f"servekit_step_duration_seconds_{name}") for name in ("sum", "count")}
+    assert 0.02 <= told["sum"] / told["count"] < 0.03
+
+
+def test_its_worker_is_a_process_without_torch(server: ServerProcess) -> None:
+    (worker,) = server.worker_pids()
+    assert "torch" not in Path(f"/proc/{worker}/maps").read_text()
+
+
+def test_a_spec_that_means_nothing_ends_the_start_with_exit_code_2() -> None:
+    command = [sys.executable, "-m", "servekit", "serve", "--port", "0", "--model", "sim:speed=5ms"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2 and "'speed=5ms' is not NAME=TIME" in ended.stderr
