@@ -19,14 +19,16 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import httptools
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from servekit.api.http import error_body
+from servekit.bell import Bell
 from servekit.config import ServeConfig
+from servekit.departure import departure_of
 from servekit.errors import (
     HeadersTooLarge,
     InvalidRequest,
@@ -97,6 +99,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow._is_writable_event = cast(asyncio.Event, Bell(is_set=True))
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
         # Whatever the kernel does not take at once pauses the stream: then "paused" is "unread", also while closing.
         transport.set_write_buffer_limits(high=0)
@@ -136,6 +139,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     @staticmethod
     def _tell_of_departure(cycle: RequestResponseCycle) -> None:
+        departure_of(cast(dict[str, Any], cycle.scope)).happen()
         cycle.disconnected = True
         cycle.waiting_for_100_continue = False  # uvicorn would invite the body of a client that has gone
         cycle.message_event.set()
@@ -185,6 +189,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._end_input()
             raise ValueError  # the parser is to stop
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.cycle.message_event = cast(asyncio.Event, Bell(self.cycle.message_event.is_set()))
         # Somebody who pipelines may leave, too, and only who reads can notice it.
         self.flow.resume_reading()
 

@@ -27,8 +27,6 @@ def configure_logging(level: str, log_format: str = "text") -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    # At debug level it prints every chunk of every stream, and with it what users ask and are told.
-    logging.getLogger("sse_starlette").setLevel(max(logging.INFO, logging.getLogger().level))
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
     threading.excepthook = lambda told: _log_uncaught(told.exc_type, told.exc_value, told.exc_traceback)

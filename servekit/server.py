@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 import uvicorn
 import uvloop
-from sse_starlette.sse import AppStatus
 from starlette.applications import Starlette
 
 from servekit import __version__
@@ -42,8 +41,6 @@ LAST_WORDS_TIMEOUT_S = 2  # to write what is left to be said when time is up
 def serve(config: ServeConfig) -> int:
     """Serve until a signal or a failure; returns the exit code. Raises ServekitError."""
     configure_logging(config.log_level, config.log_format)
-    # sse-starlette would cut every stream at the first signal; uvicorn lets them finish, up to shutdown_timeout.
-    AppStatus.disable_automatic_graceful_drain()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config))
 

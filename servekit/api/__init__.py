@@ -10,9 +10,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from servekit.api import about, native, openai, openapi, tgi, tokens
 from servekit.api.access import guard
+from servekit.api.event_stream import KeepAlive
 from servekit.api.http import CLIENT_CLOSED_REQUEST, Endpoint, engine_of, note_code, refuse, respond
 from servekit.api.measure import Measure
 from servekit.config import ServeConfig
@@ -43,7 +45,7 @@ def create_app(
     keyring = Keyring(_all_keys(config, keys_of_file))
     app = Starlette(
         routes=[
-            *(Route(endpoint.path, endpoint.handler, methods=[endpoint.method]) for endpoint in ENDPOINTS),
+            *(Route(endpoint.path, _Handler(endpoint), methods=[endpoint.method]) for endpoint in ENDPOINTS),
             *openapi.routes(ENDPOINTS),
         ],
         exception_handlers={
@@ -55,12 +57,25 @@ def create_app(
     )
     app.router.redirect_slashes = False  # it would build the address from the client's own Host header
     app.state.engine = engine
+    app.state.keep_alive = KeepAlive(config.sse_keep_alive_interval)
     app.state.keyring = keyring
     app.state.created_s = int(time.time())  # what /v1/models tells
     # Outside of Starlette's own layers, so that what these answer passes the guard too.
     guarded = guard(app.build_middleware_stack(), config, keyring)
     app.middleware_stack = Measure(guarded, engine, app.routes, record)
     return app
+
+
+class _Handler:
+    """An endpoint as a plain ASGI application. Of a function, Starlette makes one with a layer for exceptions round it,
+    beside the one that is there for all: a kilobyte for each stream."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._handler = endpoint.handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._handler(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 def renew_keys(app: Starlette, keys_of_file: Sequence[Key]) -> None:

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from servekit.api.http import BodyBudget, engine_of, refuse
 from servekit.caller import ANYBODY, Caller
 from servekit.config import ServeConfig
+from servekit.departure import departure_of
 from servekit.errors import ConfigError, Forbidden, RateLimited, ServekitError, Unauthorized
 from servekit.keys import Key, Keyring
 from servekit.logs import fields
@@ -225,10 +226,10 @@ class RequestLog:
             return
         request_id = _request_id(scope)
         scope["state"]["caller"] = Caller(request_id=request_id)
-        exchange = _Exchange(request_id, receive, send)
+        exchange = _Exchange(request_id, send)
         started_s = time.monotonic()
         try:
-            await self._app(scope, exchange.receive, exchange.send)
+            await self._app(scope, receive, exchange.send)
         except Exception:
             # The client has been told as far as it could be, by the layers below. If its answer is not whole, the
             # protocol closes the connection.
@@ -248,20 +249,11 @@ def _request_id(scope: Scope) -> str:
 class _Exchange:
     """One request's messages, in both directions, and what they say of how it goes."""
 
-    def __init__(self, request_id: str, receive: Receive, send: Send) -> None:
+    def __init__(self, request_id: str, send: Send) -> None:
         self._id_header = (b"x-request-id", request_id.encode())
-        self._receive = receive
         self._send = send
         self.status: int | None = None
         self.is_whole = False
-        self.has_client_left = False
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        # After the end of a response it only says that there is nothing more to come.
-        if message["type"] == "http.disconnect" and not self.is_whole:
-            self.has_client_left = True
-        return message
 
     async def send(self, message: Message) -> None:
         is_last = False
@@ -286,7 +278,7 @@ def _log_end(scope: Scope, exchange: _Exchange, duration_s: float) -> None:
         "path": path[:MAX_LOGGED_PATH],  # not the query, where prompts can be
         "status": status,
         "duration_ms": round(1e3 * duration_s, 1),
-        "client_left": exchange.has_client_left,
+        "client_left": departure_of(scope).has_happened,
         "request_id": caller.request_id,
     }
     if code is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
 
 from servekit.client_queue import TokenDelta
 from servekit.sequence import FinishReason
@@ -66,23 +65,19 @@ async def collect(submission: Submission) -> list[list[Answer]]:
     return prompts
 
 
-async def follow(submission: Submission) -> AsyncIterator[list[list[TokenDelta]]]:
-    """What has come, again and again until all have ended: a list of events, each some deltas of one sequence.
-
-    With an interval of one, each token is an event of its own.
-    """
-    num_unfinished = submission.num_answers
-    while num_unfinished:
-        events: list[list[TokenDelta]] = []
-        open_events: dict[int, list[TokenDelta]] = {}
-        for delta in await submission.queue.get():
-            deltas = open_events.get(delta.index)
-            if deltas is None or len(deltas) >= submission.interval:
-                deltas = open_events[delta.index] = []
-                events.append(deltas)
-            deltas.append(delta)
-            num_unfinished -= delta.finish_reason is not None
-        yield events
+def events_of(deltas: list[TokenDelta], interval: int) -> list[list[TokenDelta]]:
+    """What has come, as events: each some deltas of one sequence, up to an interval of them."""
+    if len(deltas) == 1:
+        return [deltas]
+    events: list[list[TokenDelta]] = []
+    open_events: dict[int, list[TokenDelta]] = {}
+    for delta in deltas:
+        of_sequence = open_events.get(delta.index)
+        if of_sequence is None or len(of_sequence) >= interval:
+            of_sequence = open_events[delta.index] = []
+            events.append(of_sequence)
+        of_sequence.append(delta)
+    return events
 
 
 def new_id(prefix: str) -> str:

@@ -1,4 +1,4 @@
-"""What every route shares: reading bodies, answering, streaming, refusing, and noticing that a client has gone.
+"""What every route shares: reading bodies, answering, refusing, and noticing that a client has gone.
 
 A request is admitted, or refused with its proper status, before its answer begins; once a stream has started, an error
 can only be an event in it. When a client goes away its sequences are aborted, whether they were streaming or not.
@@ -7,18 +7,18 @@ can only be an event in it. When a client goes away its sequences are aborted, w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
-from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from servekit.api.answers import Answer, collect
 from servekit.caller import ANYBODY, Caller
+from servekit.departure import departure_of
 from servekit.engine import LLMEngine
 from servekit.errors import (
     QueueFull,
@@ -166,81 +166,33 @@ async def _read_up_to(limit: int, request: Request) -> bytes:
     raise RequestTooLarge(f"the body is over {limit} bytes (max_body_bytes); send fewer or shorter prompts")
 
 
-# -- streams -----------------------------------------------------------------------------------------------------------
-
-
-def event(value: Any) -> bytes:
-    return b"data: " + encode(value) + b"\n\n"
-
-
-class EventStream(EventSourceResponse):
-    """A request's server-sent events as they come, with comments while there are none; if it fails, the last event says
-    why. `end` comes after everything.
-
-    However the stream ends, even before its first event, the work for it ends too: a generator that nobody has begun to
-    read would not notice.
-    """
-
-    def __init__(
-        self, request: Request, submission: Submission, events: AsyncIterator[bytes], end: bytes = b""
-    ) -> None:
-        super().__init__(
-            _to_the_end(request, events, end),
-            sep="\n",  # naive clients split on a bare blank line
-            ping=engine_of(request).config.sse_keep_alive_interval,
-            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
-        )
-        self._submission = submission
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._submission.abort()
-
-
-async def _to_the_end(request: Request, events: AsyncIterator[bytes], end: bytes) -> AsyncIterator[bytes]:
-    try:
-        async for written in events:
-            yield written
-    except ServekitError as error:
-        yield event(_tell(request, error))
-    if end:
-        yield end
-
-
 # -- clients that leave ------------------------------------------------------------------------------------------------
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The work's result. Raises ClientDisconnect if the client goes away first; then the work is cancelled.
-
-    Starlette cancels streams on disconnect, but not handlers that are still preparing or computing their answer.
-    """
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_disconnected(request))
+    """The work's result. Raises ClientDisconnect if the client goes away first; then the work is cancelled, and what it
+    held is given back before we go on."""
+    departure, working = departure_of(request.scope), asyncio.create_task(work)
+    departure.watch(working.cancel)
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
+        return await working
+    except asyncio.CancelledError:
+        if departure.has_happened:
+            raise ClientDisconnect from None
+        raise
     finally:
-        watching.cancel()
-        if working.cancel():
-            await asyncio.gather(working, return_exceptions=True)  # what it held is given back before we go on
+        departure.watch(None)
 
 
 async def answers_to(request: Request, submission: Submission) -> list[list[Answer]]:
-    """Every answer, when all are there. However this ends, the work for them ends too."""
+    """Every answer, when all are there. However this ends, the work for them ends too. Raises ClientDisconnect."""
+    departure = departure_of(request.scope)
+    departure.watch(lambda: submission.queue.fail(ClientDisconnect()))
     try:
-        return await unless_disconnected(request, collect(submission))
+        return await collect(submission)
     finally:
+        departure.watch(None)
         submission.abort()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -258,7 +210,8 @@ def speaks_tgi(request: Request) -> None:
     request.state.for_tgi = True
 
 
-def _tell(request: Request, error: ServekitError) -> dict[str, Any]:
+def tell_error(request: Request, error: ServekitError) -> dict[str, Any]:
+    """The error's object, in the words of the request's door; its code goes into the log, too."""
     note_code(request, error.answer_code)
     return error_body(error, getattr(request.state, "for_tgi", False))
 
@@ -269,7 +222,7 @@ def note_code(request: Request, code: str) -> None:
 
 
 def refuse(request: Request, error: ServekitError) -> Response:
-    response = respond(_tell(request, error), error.status)
+    response = respond(tell_error(request, error), error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
     if error.status == 401:

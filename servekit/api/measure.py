@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from servekit.api.http import CLIENT_CLOSED_REQUEST
 from servekit.caller import ANYBODY, Caller
+from servekit.departure import departure_of
 from servekit.engine import LLMEngine
 from servekit.request_trace import AnswerTrace, RequestTrace
 from servekit.submission import Submission
@@ -40,7 +41,7 @@ class Measure:
             await self._app(scope, receive, send)
             return
         scope.setdefault("state", {})
-        status, has_client_left = 0, False
+        status = 0
 
         def note_status(message: Message) -> Awaitable[None]:
             nonlocal status
@@ -48,18 +49,12 @@ class Measure:
                 status = message["status"]
             return send(message)
 
-        async def note_end() -> Message:
-            nonlocal has_client_left
-            message = await receive()
-            has_client_left = has_client_left or message["type"] == "http.disconnect"
-            return message
-
         started_s = self._engine.now()
         try:
-            await self._app(scope, note_end, note_status)
+            await self._app(scope, receive, note_status)
         finally:
             if not status:  # it came to no answer at all
-                status = CLIENT_CLOSED_REQUEST if has_client_left else 500
+                status = CLIENT_CLOSED_REQUEST if departure_of(scope).has_happened else 500
             self._note(scope, status, started_s)
 
     def _note(self, scope: Scope, status: int, started_s: float) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from servekit.api import tgi
-from servekit.api.answers import Answer, follow, new_id
+from servekit.api.answers import Answer, new_id
+from servekit.api.event_stream import EventStream, event
 from servekit.api.http import (
     Endpoint,
-    EventStream,
     answers_to,
     engine_of,
-    event,
     length,
     read_body,
     respond,
@@ -105,20 +102,15 @@ async def _stream(request: Request, asked: GenerateRequest, has_ids: bool = Fals
             param="best_of",
         )
     submission = await submit(request, wanted)
-    return EventStream(request, submission, _events(submission, Teller(submission, engine.tokenizer), has_ids))
+    answer, tell = Answer(0), Teller(submission, engine.tokenizer)
 
+    def write(deltas: list[TokenDelta]) -> bytes:
+        is_first = not answer.deltas
+        answer.deltas += deltas
+        head = b"id: %d\n" % answer.num_tokens if has_ids else b""
+        return head + event(tell.stream_event(answer, deltas, is_first))
 
-async def _events(submission: Submission, tell: Teller, has_ids: bool) -> AsyncIterator[bytes]:
-    """The stream's events as bytes; several at once where the client was slower than the model."""
-    answer = Answer(0)
-    async for events in follow(submission):
-        written = []
-        for deltas in events:
-            is_first = not answer.deltas
-            answer.deltas += deltas
-            head = b"id: %d\n" % answer.num_tokens if has_ids else b""
-            written.append(head + event(tell.stream_event(answer, deltas, is_first)))
-        yield b"".join(written)
+    return EventStream(request, submission, write)
 
 
 class Teller:

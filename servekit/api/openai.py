@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.answers import follow, new_id
+from servekit.api.answers import new_id
 from servekit.api.completions import ChatTeller, CompletionTeller, Teller
+from servekit.api.event_stream import EventStream, event
 from servekit.api.http import (
     Endpoint,
-    EventStream,
     answers_to,
     engine_of,
-    event,
     length,
     read_body,
     respond,
@@ -78,19 +76,15 @@ async def _render(engine: LLMEngine, asked: ChatCompletionRequest) -> str:
 
 async def _answer(request: Request, asked: OpenAIFields, submission: Submission, tell: Teller) -> Response:
     if asked.stream:
-        return EventStream(request, submission, _events(submission, tell), DONE)
+        return EventStream(
+            request,
+            submission,
+            lambda deltas: b"".join(map(event, tell.chunks(deltas))),
+            lambda: b"".join(map(event, tell.last_chunks())),
+            DONE,
+        )
     prompts = await answers_to(request, submission)
     return await respond_at_length(lambda: tell.response(prompts), length(submission, prompts))
-
-
-async def _events(submission: Submission, tell: Teller) -> AsyncIterator[bytes]:
-    """Chunks, and the usage where it is wanted."""
-    async for events in follow(submission):
-        chunks = [event(chunk) for deltas in events for chunk in tell.chunks(deltas)]
-        if chunks:
-            yield b"".join(chunks)
-    if last := b"".join(map(event, tell.last_chunks())):
-        yield last
 
 
 DONE = b"data: [DONE]\n\n"  # the mark of the end, after an error too

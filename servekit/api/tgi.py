@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.answers import Answer, follow
+from servekit.api.answers import Answer
+from servekit.api.event_stream import EventStream, event
 from servekit.api.http import (
     Endpoint,
-    EventStream,
     answers_to,
     engine_of,
-    event,
     length,
     read_body,
     respond_at_length,
@@ -59,7 +56,7 @@ async def answer(request: Request, body: bytes, streams: bool = False, in_a_list
     submission = await submit(request, wanted)
     tell = _Teller(asked, submission, engine.tokenizer)
     if streams:
-        return EventStream(request, submission, _events(submission, tell))
+        return EventStream(request, submission, tell.event)
     (answers,) = await answers_to(request, submission)
     response = await respond_at_length(
         lambda: [tell.response(answers)] if in_a_list else tell.response(answers), length(submission, [answers])
@@ -67,16 +64,6 @@ async def answer(request: Request, body: bytes, streams: bool = False, in_a_list
     response.headers["x-prompt-tokens"] = str(submission.num_prompt_tokens)
     response.headers["x-generated-tokens"] = str(answers[0].num_tokens)
     return response
-
-
-async def _events(submission: Submission, tell: _Teller) -> AsyncIterator[bytes]:
-    answer = Answer(0)
-    async for events in follow(submission):
-        written = []
-        for deltas in events:
-            answer.deltas += deltas
-            written.append(event(tell.stream_event(answer, deltas)))
-        yield b"".join(written)
 
 
 class _Teller:
@@ -87,6 +74,7 @@ class _Teller:
         self._submission = submission
         self._tokenizer = tokenizer
         self._before = asked.inputs if self._asked.return_full_text else ""
+        self._streamed = Answer(0)
 
     def response(self, answers: list[Answer]) -> TgiResponse:
         best, *others = answers
@@ -107,8 +95,10 @@ class _Teller:
             ]
         return TgiResponse(text, details)
 
-    def stream_event(self, answer: Answer, deltas: list[TokenDelta]) -> TgiStreamEvent:
-        """An event about the newest deltas of an answer; of several tokens it names the last."""
+    def event(self, deltas: list[TokenDelta]) -> bytes:
+        """An event about the newest deltas of the answer; of several tokens it names the last."""
+        answer = self._streamed
+        answer.deltas += deltas
         text = "".join(delta.text for delta in deltas)
         last = next((delta for delta in reversed(deltas) if delta.token_id is not None), None)
         # A deadline ends an answer without a token, but these clients want one in every event.
@@ -121,7 +111,7 @@ class _Teller:
             if self._asked.details:
                 reason, num_tokens, seed = self._end(answer)
                 told.details = TgiStreamDetails(reason, num_tokens, self._submission.num_prompt_tokens, seed)
-        return told
+        return event(told)
 
     def _end(self, answer: Answer) -> tuple[str, int, int | None]:
         """(finish reason, tokens, seed); the seed only where the client gave one."""

@@ -73,7 +73,7 @@ class Report(Struct, frozen=True):
         return ["", told, "", table(self.findings), ""]
 
 
-def run_part(name: str, scale: float, seed: int) -> Report:
+def run_part(name: str, scale: float, seed: int, only: str | None = None) -> Report:
     """One part, from beginning to end."""
     part = PARTS[name]
     amount = part.amount * scale
@@ -81,8 +81,10 @@ def run_part(name: str, scale: float, seed: int) -> Report:
     print(f"{name}: {amount:g} {part.unit}", flush=True)
     run = importlib.import_module(f"tests.torture.{part.module}").run
     started_s = time.monotonic()
-    findings = run(amount, seed=seed) if "seed" in inspect.signature(run).parameters else run(amount)
+    options = {"seed": seed, **({} if only is None else {"only": only})}
+    findings = run(amount, **{key: options[key] for key in inspect.signature(run).parameters if key in options})
     arguments = [name, *(["--scale", f"{scale:g}"] if scale != 1 else []), *(["--seed", str(seed)] if seed else [])]
+    arguments += [] if only is None else ["--only", only]
     return Report(
         part=name,
         findings=findings,
@@ -119,6 +121,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}; all by default")
     parser.add_argument("--scale", type=float, default=1.0, help="0.1 does a tenth of it")
     parser.add_argument("--seed", type=int, default=0, help="for other random moments")
+    parser.add_argument("--only", help="of the workers' faults this one: kill -9, SIGSEGV, exception...")
     parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.relative_to(ROOT)}")
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - PARTS.keys():
@@ -127,7 +130,7 @@ def main() -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     broken = []
     for name in arguments.parts or PARTS:
-        report = run_part(name, arguments.scale, arguments.seed)
+        report = run_part(name, arguments.scale, arguments.seed, arguments.only)
         (BUILD / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
         print("\n".join(report.lines()), flush=True)
         if arguments.write:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from io import StringIO
@@ -21,8 +21,10 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from servekit.api import create_app, renew_keys
-from servekit.api.http import EventStream, caller_of
+from servekit.api.event_stream import EventStream
+from servekit.api.http import caller_of
 from servekit.caller import Caller
+from servekit.client_queue import ClientQueue, TokenDelta
 from servekit.config import ServeConfig
 from servekit.engine import LLMEngine
 from servekit.errors import ConfigError, QueueFull, WorkerLost
@@ -519,11 +521,11 @@ async def test_what_the_server_could_not_do_is_a_warning_with_its_code(log: Log)
 
     def fails(error: Exception) -> Any:
         async def stream(request: Request) -> Response:
-            async def events() -> AsyncIterator[bytes]:
-                yield b"data: 1\n\n"
-                raise error
-
-            return EventStream(request, Submission(None, None, [], None, 1, None), events(), b"data: end\n\n")  # type: ignore[arg-type]
+            queue = ClientQueue()
+            queue.put(TokenDelta(0, 1, "a", False))
+            queue.fail(error)
+            submission = Submission(None, None, [None], queue, 1, lambda *_: None)  # type: ignore[arg-type,list-item]
+            return EventStream(request, submission, lambda _: b"data: 1\n\n", end=b"data: end\n\n")
 
         return stream
 

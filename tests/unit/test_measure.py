@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from servekit.api import create_app
 from servekit.api.measure import METHODS, Measure
 from servekit.config import ServeConfig
+from servekit.departure import departure_of
 from servekit.engine import LLMEngine
 from servekit.process_metrics import watch_event_loop, watch_processes
 from servekit.request_trace import RequestTrace
@@ -58,11 +59,11 @@ async def test_a_path_with_a_name_in_it_counts_as_its_route() -> None:
     assert [labels["handler"].partition("{")[0] for labels in counted(engine)] == ["/v1/models/"]
 
 
-@pytest.mark.parametrize(("listens", "status"), [(True, "499"), (False, "500")])
-async def test_a_request_without_an_answer_is_the_clients_doing_or_ours(listens: bool, status: str) -> None:
-    async def app(_: Scope, receive: Receive, __: Send) -> None:
-        if listens:
-            await receive()
+@pytest.mark.parametrize(("has_left", "status"), [(True, "499"), (False, "500")])
+async def test_a_request_without_an_answer_is_the_clients_doing_or_ours(has_left: bool, status: str) -> None:
+    async def app(scope: Scope, _: Receive, __: Send) -> None:
+        if has_left:
+            departure_of(scope).happen()
         raise RuntimeError
 
     engine = LLMEngine(ServeConfig())
