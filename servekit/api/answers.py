@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 
 from servekit.client_queue import TokenDelta
 from servekit.sequence import FinishReason
@@ -10,53 +11,64 @@ from servekit.submission import Submission
 
 
 class Answer:
-    """One sequence's text and tokens."""
+    """One sequence's text so far. Its tokens are kept where they are to be told: they are ten times as large."""
 
-    def __init__(self, index: int) -> None:
+    __slots__ = ("_last", "_logprob", "_texts", "index", "keeps_tokens", "num_tokens", "tokens")
+
+    def __init__(self, index: int, keeps_tokens: bool = False) -> None:
         self.index = index  # of its sequence in the request
-        self.deltas: list[TokenDelta] = []
+        self.keeps_tokens = keeps_tokens
+        self.tokens: list[TokenDelta] = []
+        self.num_tokens = 0  # an end at a deadline is none
+        self._texts: list[str] = []
+        self._logprob = 0.0  # of all of it
+        self._last: TokenDelta | None = None
+
+    def add(self, deltas: Iterable[TokenDelta]) -> None:
+        for delta in deltas:
+            self._last = delta
+            if delta.text:
+                self._texts.append(delta.text)
+            if delta.token_id is None:
+                continue
+            self.num_tokens += 1
+            if delta.logprobs is not None:
+                self._logprob += delta.logprobs.logprob
+            if self.keeps_tokens:
+                self.tokens.append(delta)
 
     @property
     def is_finished(self) -> bool:
-        return bool(self.deltas) and self.deltas[-1].finish_reason is not None
+        return self._last is not None and self._last.finish_reason is not None
 
     @property
     def finish_reason(self) -> FinishReason:
-        reason = self.deltas[-1].finish_reason
-        assert reason is not None, "the answer is not finished"
-        return reason
+        assert self._last is not None and self._last.finish_reason is not None, "the answer is not finished"
+        return self._last.finish_reason
 
     @property
     def stop_reason(self) -> str | int | None:
-        return self.deltas[-1].stop_reason
+        assert self._last is not None
+        return self._last.stop_reason
 
     @property
     def text(self) -> str:
-        return "".join(delta.text for delta in self.deltas)
-
-    @property
-    def tokens(self) -> list[TokenDelta]:
-        """Its tokens; an end at a deadline is none."""
-        return [delta for delta in self.deltas if delta.token_id is not None]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.deltas) - (bool(self.deltas) and self.deltas[-1].token_id is None)
+        return "".join(self._texts)
 
     @property
     def mean_logprob(self) -> float:
-        known = [delta.logprobs.logprob for delta in self.deltas if delta.logprobs is not None]
-        return sum(known) / len(known) if known else float("-inf")
+        """Where logprobs were asked for."""
+        return self._logprob / self.num_tokens if self.num_tokens else float("-inf")
 
 
-async def collect(submission: Submission) -> list[list[Answer]]:
+async def collect(submission: Submission, keeps_tokens: bool) -> list[list[Answer]]:
     """For each prompt, in order, all the answers that were computed for it: the best first if there is a choice."""
     request = submission.request
-    answers = [Answer(index) for index in range(submission.num_answers)]
+    answers = [Answer(index, keeps_tokens) for index in range(submission.num_answers)]
     num_unfinished = len(answers)
     while num_unfinished:
         for delta in await submission.queue.get():
-            answers[delta.index].deltas.append(delta)
+            answers[delta.index].add((delta,))
             num_unfinished -= delta.finish_reason is not None
     prompts = [answers[first : first + request.best_of] for first in range(0, len(answers), request.best_of)]
     if request.best_of > request.n:

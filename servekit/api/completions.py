@@ -34,6 +34,7 @@ from servekit.schemas.openai import (
     TopLogprob,
     finish_reason,
 )
+from servekit.sequence import FinishReason
 from servekit.submission import Submission
 from servekit.tokenizer import Tokenizer
 
@@ -42,6 +43,8 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 class Teller(Protocol):
     """One of the two below."""
+
+    tells_logprobs: bool
 
     def response(self, prompts: list[list[Answer]]) -> Struct: ...
     def chunks(self, deltas: list[TokenDelta]) -> Iterator[Struct]: ...
@@ -114,7 +117,7 @@ class CompletionTeller(_Common):
     ) -> None:
         super().__init__(asked, submission, tokenizer, answer_id, model)
         self._tells_nothing_new = asked.max_tokens == 0
-        self._tells_logprobs = asked.logprobs is not None
+        self.tells_logprobs = asked.logprobs is not None
         self._tells_top = bool(asked.logprobs)
         self._tells_prompt_logprobs = asked.prompt_logprobs is not None
         self._echo = bool(asked.echo)
@@ -126,7 +129,8 @@ class CompletionTeller(_Common):
         for number, answers in enumerate(prompts):
             for place, answer in enumerate(answers[: self._submission.request.n]):
                 index = number * self._submission.request.n + place
-                choice = self._choice(index, answer.index, answer.deltas, begins=True)
+                choice = self._choice(index, answer.index, answer.text, answer.tokens, begins=True)
+                self._finish(choice, answer.finish_reason, answer.stop_reason)
                 if self._tells_prompt_logprobs:
                     choice.prompt_logprobs = self._prompt_logprobs(number)
                 choices.append(choice)
@@ -137,7 +141,10 @@ class CompletionTeller(_Common):
         index = deltas[0].index
         begins = self._begins(index)
         self._num_tokens += 0 if self._tells_nothing_new else sum(delta.token_id is not None for delta in deltas)
-        choice = self._choice(index, index, deltas, begins)
+        text = "".join(delta.text for delta in deltas)
+        choice = self._choice(index, index, text, [delta for delta in deltas if delta.token_id is not None], begins)
+        if (reason := deltas[-1].finish_reason) is not None:
+            self._finish(choice, reason, deltas[-1].stop_reason)
         if begins and self._tells_prompt_logprobs:
             choice.prompt_logprobs = self._prompt_logprobs(index // self._submission.request.best_of)
         if choice.text or choice.logprobs or choice.finish_reason or choice.prompt_logprobs is not UNSET:
@@ -147,10 +154,10 @@ class CompletionTeller(_Common):
         if self._tells_usage:
             yield CompletionResponse(*self._head, [], self._usage(self._num_tokens))
 
-    def _choice(self, index: int, sequence: int, deltas: list[TokenDelta], begins: bool) -> CompletionChoice:
-        """What these deltas say; before the first of an answer comes its prompt, if it is to be echoed."""
-        text = "" if self._tells_nothing_new else "".join(delta.text for delta in deltas)
-        told = [] if self._tells_nothing_new else [delta for delta in deltas if delta.token_id is not None]
+    def _choice(self, index: int, sequence: int, text: str, told: list[TokenDelta], begins: bool) -> CompletionChoice:
+        """What these tokens say; before the first of an answer comes its prompt, if it is to be echoed."""
+        if self._tells_nothing_new:
+            text, told = "", []
         tokens: list[tuple[int, TokenLogprobs | None]] = [(delta.token_id or 0, delta.logprobs) for delta in told]
         if begins and self._echo:
             number = sequence // self._submission.request.best_of
@@ -158,17 +165,18 @@ class CompletionTeller(_Common):
             position = self._positions[sequence]
             position.text = prompt = self._prompt_text(number, token_ids)
             text = prompt + text
-            if self._tells_logprobs:
+            if self.tells_logprobs:
                 known = [None, *self._submission.prompt_logprobs(number)]
                 tokens = [*zip(token_ids, known, strict=False), *tokens]
         choice = CompletionChoice(index, text)
-        if self._tells_logprobs:
+        if self.tells_logprobs:
             choice.logprobs = self._logprobs(sequence, tokens)
-        if (reason := deltas[-1].finish_reason) is not None:
-            choice.finish_reason, choice.stop_reason = finish_reason(reason, deltas[-1].stop_reason)
-            if self._tells_nothing_new:
-                choice.finish_reason, choice.stop_reason = "length", None
         return choice
+
+    def _finish(self, choice: CompletionChoice, reason: FinishReason, stop_reason: str | int | None) -> None:
+        """Why it ended: by its length, if nothing of the answer was wanted."""
+        of_nothing = ("length", None) if self._tells_nothing_new else None
+        choice.finish_reason, choice.stop_reason = of_nothing or finish_reason(reason, stop_reason)
 
     def _logprobs(self, sequence: int, tokens: Sequence[tuple[int, TokenLogprobs | None]]) -> CompletionLogprobs:
         return CompletionLogprobs(
@@ -225,7 +233,7 @@ class ChatTeller(_Common):
         self, asked: ChatCompletionRequest, submission: Submission, tokenizer: Tokenizer, answer_id: str, model: str
     ) -> None:
         super().__init__(asked, submission, tokenizer, answer_id, model)
-        self._tells_logprobs = bool(asked.logprobs)
+        self.tells_logprobs = bool(asked.logprobs)
 
     def response(self, prompts: list[list[Answer]]) -> ChatCompletionResponse:
         (answers,) = prompts
@@ -233,7 +241,7 @@ class ChatTeller(_Common):
         for answer in answers:
             reason, stop_reason = finish_reason(answer.finish_reason, answer.stop_reason)
             message = ChatAnswer(answer.text)
-            choices.append(ChatChoice(answer.index, message, self._logprobs(answer.deltas), reason, stop_reason))
+            choices.append(ChatChoice(answer.index, message, self._logprobs(answer.tokens), reason, stop_reason))
         usage = self._usage(sum(answer.num_tokens for answer in answers))
         response = ChatCompletionResponse(*self._head, choices, usage)
         response.prompt_logprobs = self._prompt_logprobs(0)
@@ -261,7 +269,7 @@ class ChatTeller(_Common):
             yield ChatCompletionChunk(*self._head, [], self._usage(self._num_tokens))
 
     def _logprobs(self, deltas: list[TokenDelta]) -> ChatLogprobs | None:
-        if not self._tells_logprobs:
+        if not self.tells_logprobs:
             return None
         told = []
         for delta in deltas:

@@ -94,7 +94,7 @@ async def respond_at_length(make: Callable[[], Any], num_tokens: int) -> Respons
 def length(submission: Submission, prompts: list[list[Answer]]) -> int:
     """Tokens of which something is told: those of the answers, and of the prompts if they are explained."""
     num_explained = 0 if submission.request.prompt_logprobs is None else submission.num_prompt_tokens
-    return num_explained + sum(len(answer.deltas) for answers in prompts for answer in answers)
+    return num_explained + sum(answer.num_tokens for answers in prompts for answer in answers)
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
@@ -184,12 +184,12 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
         departure.watch(None)
 
 
-async def answers_to(request: Request, submission: Submission) -> list[list[Answer]]:
+async def answers_to(request: Request, submission: Submission, keeps_tokens: bool = False) -> list[list[Answer]]:
     """Every answer, when all are there. However this ends, the work for them ends too. Raises ClientDisconnect."""
     departure = departure_of(request.scope)
     departure.watch(lambda: submission.queue.fail(ClientDisconnect()))
     try:
-        return await collect(submission)
+        return await collect(submission, keeps_tokens)
     finally:
         departure.watch(None)
         submission.abort()

@@ -88,7 +88,7 @@ def _one_text(asked: GenerateRequest) -> GenerateRequest:
 async def _answer(request: Request, asked: GenerateRequest) -> Response:
     engine = engine_of(request)
     submission = await submit(request, asked.read())
-    prompts = await answers_to(request, submission)
+    prompts = await answers_to(request, submission, keeps_tokens=submission.request.logprobs is not None)
     tell = Teller(submission, engine.tokenizer)
     return await respond_at_length(lambda: tell.response(prompts, asked.gives_one_text), length(submission, prompts))
 
@@ -105,8 +105,8 @@ async def _stream(request: Request, asked: GenerateRequest, has_ids: bool = Fals
     answer, tell = Answer(0), Teller(submission, engine.tokenizer)
 
     def write(deltas: list[TokenDelta]) -> bytes:
-        is_first = not answer.deltas
-        answer.deltas += deltas
+        is_first = not answer.num_tokens
+        answer.add(deltas)
         head = b"id: %d\n" % answer.num_tokens if has_ids else b""
         return head + event(tell.stream_event(answer, deltas, is_first))
 

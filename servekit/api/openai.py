@@ -83,7 +83,7 @@ async def _answer(request: Request, asked: OpenAIFields, submission: Submission,
             lambda: b"".join(map(event, tell.last_chunks())),
             DONE,
         )
-    prompts = await answers_to(request, submission)
+    prompts = await answers_to(request, submission, keeps_tokens=tell.tells_logprobs)
     return await respond_at_length(lambda: tell.response(prompts), length(submission, prompts))
 
 

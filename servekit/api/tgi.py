@@ -57,7 +57,7 @@ async def answer(request: Request, body: bytes, streams: bool = False, in_a_list
     tell = _Teller(asked, submission, engine.tokenizer)
     if streams:
         return EventStream(request, submission, tell.event)
-    (answers,) = await answers_to(request, submission)
+    (answers,) = await answers_to(request, submission, keeps_tokens=bool(asked.asked.details))
     response = await respond_at_length(
         lambda: [tell.response(answers)] if in_a_list else tell.response(answers), length(submission, [answers])
     )
@@ -98,7 +98,7 @@ class _Teller:
     def event(self, deltas: list[TokenDelta]) -> bytes:
         """An event about the newest deltas of the answer; of several tokens it names the last."""
         answer = self._streamed
-        answer.deltas += deltas
+        answer.add(deltas)
         text = "".join(delta.text for delta in deltas)
         last = next((delta for delta in reversed(deltas) if delta.token_id is not None), None)
         # A deadline ends an answer without a token, but these clients want one in every event.

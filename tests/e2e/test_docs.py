@@ -66,7 +66,7 @@ def test_there_is_something_to_paste_for_every_door() -> None:
     pages = [page for page, _, _ in requests()]
     for page in ("README.md", "native.md", "tgi.md", "openai.md", "structured_output.md"):
         assert page in pages
-    assert {page for page, _ in programs()} == {"tgi.md", "openai.md"}
+    assert {page for page, _ in programs()} == {"tgi.md", "openai.md", "simulated_model.md"}
 
 
 @pytest.mark.parametrize("page", TABLES)
