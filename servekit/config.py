@@ -41,6 +41,9 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     served_model_name: Annotated[str | None, Meta(description="name to report; MODEL by default")] = None
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 picks a free one")] = 8000
+    reuse_port: Annotated[
+        bool, Meta(description="share the port with other servers that do; the kernel deals connections to them")
+    ] = False
 
     device: Annotated[
         str,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("servekit")
 
+BACKLOG = 4096  # connections that the kernel has accepted for us; as many as Linux allows unless told otherwise
 LAST_WORDS_TIMEOUT_S = 2  # to write what is left to be said when time is up
 
 
@@ -196,7 +197,8 @@ def _connect_tracing(config: ServeConfig) -> Tracing | None:
 def _bind(config: ServeConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+        address = (config.host, config.port)
+        return socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=config.reuse_port)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; choose another --port or --host"

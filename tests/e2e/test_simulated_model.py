@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from servekit.sampling_params import SamplingParams
 from servekit.simulated_worker import NaiveReference
-from tests.server_process import ServerProcess, serving
+from tests.server_process import ServerProcess, free_port, serving
 
 PROMPT = "Who was the first to reach the South Pole, é?"
 
@@ -60,3 +63,26 @@ def test_a_spec_that_means_nothing_ends_the_start_with_exit_code_2() -> None:
     command = [sys.executable, "-m", "servekit", "serve", "--port", "0", "--model", "sim:speed=5ms"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2 and "'speed=5ms' is not NAME=TIME" in ended.stderr
+
+
+def test_servers_that_share_a_port_share_its_connections(tmp_path: Path) -> None:
+    names = ("first", "second")
+    port = str(free_port())
+    command = [sys.executable, "-m", "servekit", "serve", "--model", "sim:instant", "--reuse-port", "--port", port]
+    servers = []
+    try:
+        for name in names:
+            with (tmp_path / name).open("wb") as log:
+                flags = ["--served-model-name", name]
+                servers.append(subprocess.Popen([*command, *flags], stdout=log, stderr=log))
+        found: set[str] = set()
+        deadline = time.monotonic() + 60
+        while found != {*names}:
+            assert time.monotonic() < deadline, f"only {found} answered"
+            with suppress(httpx2.TransportError):
+                told = httpx2.get(f"http://127.0.0.1:{port}/v1/models").json()
+                found |= {model["id"] for model in told.get("data", [])}
+    finally:
+        for server in servers:
+            server.terminate()
+    assert [server.wait(20) for server in servers] == [0, 0]
