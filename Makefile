@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Changes when the code's requirements do, not when the code does.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve test simulate torture coverage check format bench bench-manager bench-grammar bench-scheduling demo-model demo-model-eval clean help
+.PHONY: serve test simulate torture coverage check format bench bench-manager bench-grammar bench-scheduling bench-streams parallel-queries demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,12 @@ bench-grammar: $(INSTALLED)  ## what following a grammar costs
 
 bench-scheduling: $(INSTALLED)  ## what the policies do for people, in virtual time (2 minutes)
 	$(BIN)/python benchmarks/scheduling.py $(ARGS)
+
+bench-streams: $(INSTALLED)  ## what an open stream costs: memory and tasks
+	$(BIN)/python -m benchmarks.open_streams $(ARGS)
+
+parallel-queries: $(INSTALLED)  ## 102,000 queries in flight at once, each checked (quarter of an hour); ARGS="streams"
+	$(BIN)/python -m benchmarks.parallel_queries $(ARGS)
 
 demo-model: $(INSTALLED)  ## train the demo model again, from its seed (about half an hour on 2 cores)
 	$(BIN)/python scripts/demo_model/train.py --out servekit/demo_model $(ARGS)

@@ -37,8 +37,10 @@ _numbers = itertools.count()
 class ServerProcess:
     """`servekit serve ARGUMENTS` on a free port, and a client for it."""
 
-    def __init__(self, *arguments: str, log: Path, environment: dict[str, str] | None = None) -> None:
-        self.port = free_port()
+    def __init__(
+        self, *arguments: str, log: Path, environment: dict[str, str] | None = None, port: int | None = None
+    ) -> None:
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         command = [sys.executable, "-m", "servekit", "serve", *arguments, "--port", str(self.port)]
@@ -124,9 +126,11 @@ def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def serving(*arguments: str, log: Path, environment: dict[str, str] | None = None) -> Iterator[ServerProcess]:
+def serving(
+    *arguments: str, log: Path, environment: dict[str, str] | None = None, port: int | None = None
+) -> Iterator[ServerProcess]:
     """A server that is ready, ended afterwards whatever happens."""
-    server = ServerProcess(*arguments, log=log, environment=environment)
+    server = ServerProcess(*arguments, log=log, environment=environment, port=port)
     try:
         server.wait_until_ready()
         yield server

@@ -1,0 +1,268 @@
+"""102,000 queries in flight at once on one machine, each of them checked token by token.
+
+    python -m benchmarks.parallel_queries [batched streams many_servers demo] [--share 0.1]
+
+- *batched*: 102,000 prompts in lists of 250 to `POST /generate` of one server process.
+- *streams*: 16,000 streams of one server process, open at the same time: a process may have 20,000 files here.
+- *many_servers*: 102,000 streams of seven server processes that share a port (`--reuse-port`).
+- *demo*: 2,000 streams of the demo model, whose every answer is compared with one that was given in a quiet moment.
+
+The first three have the simulated model, whose answers the client computes again. Steps are so slow that no answer is
+whole before the last query has come; that all were in flight together is read off the server's own metrics, and off
+the client's records. The client is `loadtest`, in as many processes as it has files for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx2
+from msgspec import Struct
+
+from benchmarks.open_streams import resident_bytes
+from loadtest.experiment import Experiment, Trial, run
+from loadtest.markdown import as_time
+from loadtest.record import Outcome
+from loadtest.target import Door, Target
+from tests.server_process import ServerProcess, free_port, serving
+from tests.torture.streams import Asked, Connections, End, Reply, ask
+
+ALL = 102_000
+OF_ONE_PROCESS = 16_000
+SOURCES = tuple(f"127.0.0.{number}" for number in range(2, 10))  # 28,000 ports each
+LOOK_S = 0.5
+
+
+class Watch:
+    """Looks at some servers now and then, and keeps the most that it sees."""
+
+    def __init__(self, servers: list[ServerProcess], port: int) -> None:
+        self._servers = servers
+        self._port = port
+        self._ends = threading.Event()
+        self.most_bytes = 0
+        self.most_in_flight = 0.0
+
+    def resident(self) -> int:
+        return sum(resident_bytes(server.process.pid) for server in self._servers)
+
+    def look(self) -> None:
+        while not self._ends.wait(LOOK_S):
+            self.most_bytes = max(self.most_bytes, self.resident())
+            if len(self._servers) == 1:
+                self.most_in_flight = max(self.most_in_flight, self._in_flight())
+
+    def _in_flight(self) -> float:
+        try:
+            lines = httpx2.get(f"http://127.0.0.1:{self._port}/metrics", timeout=10).text.splitlines()
+        except httpx2.TransportError:
+            return 0.0
+        names = ("servekit_num_requests_running{", "servekit_num_requests_waiting{")
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        thread = threading.Thread(target=self.look)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ends.set()
+            thread.join()
+
+
+class Case(Struct, frozen=True, kw_only=True):
+    """A number of queries, and how they are asked."""
+
+    name: str
+    num_queries: int
+    num_servers: int
+    max_num_seqs: int
+    step: str
+    num_tokens: int
+    rate: float  # queries/s while they come
+    target: Target
+    num_processes: int
+
+
+def serve(case: Case, folder: Path, stack: ExitStack) -> tuple[list[ServerProcess], int]:
+    """So many servers on one port, ready."""
+    port = free_port()
+    num_each = -(-case.num_queries // case.num_servers) * (1 if case.num_servers == 1 else 1.1)
+    arguments = {
+        "model": f"sim:step={case.step}",
+        "max-num-seqs": case.max_num_seqs,
+        "max-num-batched-tokens": 65536,
+        "num-kv-blocks": 6 * case.max_num_seqs,
+        "max-num-queued-reqs": case.num_queries,
+        "max-num-queued-tokens": 2**30,
+        "max-connections": round(num_each) + 500,
+        "log-level": "warning",
+        "step-timeout": 120,
+    }
+    flags = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+    flags.append("--reuse-port")
+    servers = [
+        stack.enter_context(serving(*flags, log=folder / f"log-{number}", port=port))
+        for number in range(case.num_servers)
+    ]
+    return servers, port
+
+
+def play(case: Case) -> bool:
+    """Run it, and say how it went; whether all was as it should be."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        servers, port = serve(case, Path(folder), stack)
+        watch = Watch(servers, port)
+        at_rest = watch.resident()
+        target = case.target
+        target.urls[:] = [f"http://127.0.0.1:{port}"]
+        experiment = Experiment(
+            target=target,
+            arrivals=f"constant:{case.rate:g}",
+            workload=f"queries:output={case.num_tokens}",
+            num_requests=case.num_queries,
+            characters_per_token=1.0,
+            num_processes=case.num_processes,
+            sources=SOURCES,
+            num_warm_up=0,
+        )
+        started_s = time.monotonic()
+        with watch.running():
+            trial = run(experiment, case.name, sys.stderr)
+        wall_s = time.monotonic() - started_s
+        return tell(case, trial, watch, (watch.most_bytes - at_rest) / case.num_queries, wall_s)
+
+
+def tell(case: Case, trial: Trial, watch: Watch, bytes_each: float, wall_s: float) -> bool:
+    outcomes = Counter(record.outcome for record in trial.result.records)
+    full = trial.summary.full
+    num_tokens = sum(record.num_output_tokens for record in trial.result.records)
+    indices = Counter(record.index for record in trial.result.records)
+    num_lost = trial.result.num_missing + case.num_queries - len(indices)
+    num_twice = sum(indices.values()) - len(indices)
+    print(f"{case.name}: {case.num_queries:,} queries of {case.num_tokens} tokens, {case.num_servers} server processes")
+    print(f"  outcomes: {', '.join(f'{name} {count:,}' for name, count in outcomes.items())}")
+    print(f"  lost {num_lost}, twice {num_twice}; {num_tokens:,} tokens, every answer compared with what it must be")
+    print(f"  in flight at once: {full.in_flight_max:,} as the client has it", end="")
+    print(f", {watch.most_in_flight:,.0f} as the server tells" if watch.most_in_flight else "")
+    if full.ttft_s is not None and full.e2e_s is not None:
+        print(f"  first token {as_time(full.ttft_s.p50)} (p50), {as_time(full.ttft_s.p99)} (p99); ", end="")
+        print(f"whole answer {as_time(full.e2e_s.p50)}, {as_time(full.e2e_s.p99)}; {wall_s:.0f} s in all")
+    print(f"  {bytes_each / 1000:.1f} kB of the server's memory for each; {num_tokens / wall_s:,.0f} tokens/s")
+    for note in [*trial.result.errors, *trial.summary.invalid_because]:
+        print(f"  {note}")
+    for failure in trial.summary.failures[:5]:
+        print(f"  {failure}")
+    is_good = outcomes == {Outcome.OK: case.num_queries} and not num_lost and not num_twice
+    return is_good and full.in_flight_max == case.num_queries
+
+
+def target(door: Door, batch_size: int = 1) -> Target:
+    return Target(urls=[""], door=door, batch_size=batch_size, timeout_s=1800, verifies=True)
+
+
+def cases(share: float) -> dict[str, Case]:
+    num_all, num_one = round(ALL * share), round(OF_ONE_PROCESS * share)
+    stream = Door.GENERATE_STREAM
+    return {
+        "batched": Case(
+            name="batched",
+            num_queries=num_all,
+            num_servers=1,
+            max_num_seqs=16384,
+            step="300ms",
+            num_tokens=64,
+            rate=num_all,  # all within a second, as far as it goes
+            target=target(Door.GENERATE, 250),
+            num_processes=1,
+        ),
+        "streams": Case(
+            name="streams",
+            num_queries=num_one,
+            num_servers=1,
+            max_num_seqs=num_one,
+            step="2s",
+            num_tokens=24,
+            rate=700,
+            target=target(stream),
+            num_processes=2,
+        ),
+        "many_servers": Case(
+            name="many_servers",
+            num_queries=num_all,
+            num_servers=7,
+            max_num_seqs=round(16384 * share),
+            step="20s",
+            num_tokens=10,
+            rate=800,
+            target=target(stream),
+            num_processes=7,
+        ),
+    }
+
+
+# -- the demo model ----------------------------------------------------------------------------------------------------
+
+NUM_DEMO, NUM_DEMO_PROMPTS, NUM_DEMO_TOKENS = 2000, 50, 32
+
+
+def play_demo(share: float) -> bool:
+    """Each prompt is asked alone first, then all of them 40 times at once."""
+    number = round(NUM_DEMO * share)
+    flags = ("--max-num-queued-reqs", str(number), "--log-level", "warning")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        server = stack.enter_context(serving(*flags, log=Path(folder) / "log"))
+        started_s = time.monotonic()
+        replies, wanted = asyncio.run(_ask_demo(server.port, number))
+        wall_s = time.monotonic() - started_s
+        num_right = sum(
+            reply.end is End.WHOLE and reply.answers == wanted[index % NUM_DEMO_PROMPTS]
+            for index, reply in enumerate(replies)
+        )
+        firsts = sorted(reply.token_times_s[0] - reply.started_s for reply in replies if reply.token_times_s)
+        ends = sorted(reply.ended_s - reply.started_s for reply in replies)
+        print(f"demo: {number:,} streams of {NUM_DEMO_TOKENS} tokens at once, {num_right:,} right; {wall_s:.0f} s")
+        for name, times in (("first token", firsts), ("whole answer", ends)):
+            print(f"  {name} {as_time(times[len(times) // 2])} (p50), {as_time(times[int(0.99 * len(times))])} (p99)")
+        return num_right == number
+
+
+async def _ask_demo(port: int, number: int) -> tuple[list[Reply], list[list[int]]]:
+    fields = {"max_tokens": NUM_DEMO_TOKENS, "ignore_eos": True, "temperature": 0}
+    asked = [
+        Asked(f"{i}", "/generate_stream", {"prompt": f"What is {i} and {i % 7}?", **fields})
+        for i in range(NUM_DEMO_PROMPTS)
+    ]
+    connections = Connections(port)
+    wanted = [(await ask(connections, each)).answers for each in asked]
+    replies = await asyncio.gather(*(ask(connections, asked[i % NUM_DEMO_PROMPTS]) for i in range(number)))
+    return replies, wanted
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    known = [*cases(1.0), "demo"]
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"any of {', '.join(known)}; all by default")
+    parser.add_argument("--share", type=float, default=1.0, help="0.1 asks a tenth of it")
+    arguments = parser.parse_args()
+    print(f"{os.cpu_count()} cores, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB")
+    share = arguments.share
+    asked = cases(share)
+    are_good = [play_demo(share) if name == "demo" else play(asked[name]) for name in arguments.cases or known]
+    print("all of it was as it should be" if all(are_good) else "NOT all of it was as it should be")
+    return 0 if all(are_good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

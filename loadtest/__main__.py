@@ -1,0 +1,303 @@
+"""`python -m loadtest`: ask a server as people would, and tell the truth about how it answered.
+
+    python -m loadtest run --url http://127.0.0.1:8000 --arrivals poisson:5 --workload queries --requests 200
+    python -m loadtest sweep --url http://127.0.0.1:8000 --rates 1,2,4,8 --workload random --duration 30
+    python -m loadtest find-max --url http://127.0.0.1:8000 --slo ttft:500ms,tpot:50ms
+    python -m loadtest compare RESULTS-BEFORE RESULTS-AFTER
+    python -m loadtest self-test
+
+Exit code 0: all is well; 1: an objective was missed; 2: it cannot be done as asked; 3: the run is not valid, because
+the client was the bottleneck.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from loadtest import search, slo
+from loadtest.comparison import Side, compare
+from loadtest.errors import LoadTestError
+from loadtest.experiment import TABLE, Experiment, Trial, keep, keep_all, recall, run
+from loadtest.markdown import as_share, as_time, comparison_table, table
+from loadtest.self_test import MAX_ERROR_S, self_test
+from loadtest.summary import Summary
+from loadtest.target import Door, Target
+
+FINE, MISSED, WRONG_USE, NOT_VALID = range(4)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what is asked; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.do(arguments)
+    except LoadTestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_USE
+    return code
+
+
+# -- subcommands -------------------------------------------------------------------------------------------------------
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    experiment = _experiment(arguments, arguments.arrivals)
+    trial = run(experiment, arguments.label or experiment.arrivals, _output(arguments))
+    folder = _folder(arguments)
+    keep(trial, folder)
+    print((folder / TABLE).read_text())
+    print(f"written to {folder}")
+    return _verdict([trial.summary], arguments.attainment)
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    form, amounts = ("poisson", arguments.rates) if arguments.rates else ("closed", arguments.clients)
+    if not amounts:
+        raise LoadTestError("a sweep needs --rates 1,2,4 (requests/s) or --clients 1,8,32")
+    trials: list[Trial] = []
+    for number, amount in enumerate(amounts.split(",")):
+        experiment = _experiment(arguments, f"{form}:{amount.strip()}")
+        # New prompts each time: else the first run would have filled the server's prefix cache for the others.
+        experiment = replace(experiment, seed=experiment.seed + number)
+        trials.append(run(experiment, experiment.arrivals, _output(arguments)))
+        if trials[-1].was_stopped:
+            break
+    folder = _folder(arguments)
+    keep_all(trials, folder, "Load test: sweep")
+    print((folder / TABLE).read_text())
+    print(f"written to {folder}")
+    return _verdict([trial.summary for trial in trials], arguments.attainment)
+
+
+def _find_max(arguments: argparse.Namespace) -> int:
+    if arguments.slo is None:
+        raise LoadTestError("find-max needs --slo, such as ttft:500ms,tpot:50ms: the highest rate at which it is kept")
+    searched = search.Search(
+        arguments.attainment,
+        arguments.start_rate,
+        max_rate=arguments.max_rate,
+        tolerance=arguments.tolerance,
+        num_requests=arguments.probe_requests,
+        max_requests=arguments.max_probe_requests,
+    )
+    trials: list[Trial] = []
+    while (probe := searched.next_probe()) is not None:
+        experiment = _experiment(arguments, f"poisson:{probe.rate:g}")
+        experiment = replace(experiment, seed=experiment.seed + len(trials), num_requests=probe.num_requests)
+        trial = run(experiment, f"poisson:{probe.rate:.4g}, {len(trials) + 1}", _output(arguments))
+        trials.append(trial)
+        if trial.was_stopped:
+            break
+        goodput = trial.summary.full.goodput
+        assert goodput is not None, "there are objectives"
+        decision = searched.record(
+            probe,
+            goodput.num_good,
+            goodput.num,
+            is_saturated=search.is_saturated(trial.measured),
+            is_client_limited=not trial.summary.is_valid,
+        )
+        share = goodput.num_good / goodput.num
+        print(f"{probe.rate:.4g} requests/s: {as_share(share)} of {goodput.num} met the limits: {decision}")
+    folder = _folder(arguments)
+    keep_all(trials, folder, "Load test: find-max")
+    if trials[-1].was_stopped:
+        print("stopped before there was a result")
+        return NOT_VALID
+    result = searched.result
+    (folder / "find-max.json").write_bytes(msgspec.json.format(msgspec.json.encode(result)))
+    found = "no rate was shown to meet" if result.rate is None else f"{result.rate:.4g} requests/s meet"
+    print(f"{found} {arguments.slo} for {as_share(arguments.attainment)}; stopped by {result.stopped_by}")
+    print(f"written to {folder}")
+    return FINE if result.rate is not None else MISSED
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    before, after = _side(arguments.a), _side(arguments.b)
+    labels = [side.name for side in (before, after) for _ in side.runs]
+    print(table([*before.summaries, *after.summaries], labels))
+    print(comparison_table(compare(before, after, np.random.default_rng(arguments.seed))))
+    return FINE
+
+
+def _side(folders: str) -> Side:
+    paths = [Path(folder) for folder in folders.split(",")]
+    runs = [recall(path) for path in paths]
+    return Side(paths[0].name, [measured for measured, _ in runs], [summary for _, summary in runs])
+
+
+def _self_test(arguments: argparse.Namespace) -> int:
+    report = self_test(rate=arguments.rate)
+    for each in report.accuracy:
+        ttft, itl = each.ttft_error_s, each.itl_error_s
+        told = ", ".join(
+            f"{name} off by {as_time(error.p50)} (p50), {as_time(error.p99)} (p99)"
+            for name, error in (("TTFT", ttft), ("ITL", itl))
+            if error is not None
+        )
+        print(f"{each.door}: {each.num_answered} of {each.num_requests} answered; {told}; {_good(each.is_good)}")
+    stall, omission = report.stall, report.omission
+    lag = "nothing" if stall.loop_lag_s is None else as_time(stall.loop_lag_s.max)
+    print(
+        f"a client that stood still for {as_time(stall.stall_s)}: its event loop's lag is reported as {lag}, and "
+        f"{stall.num_late_starts} requests as begun too late; {_good(stall.is_good)}"
+    )
+    if omission.open_latency_s and omission.closed_latency_s:
+        print(
+            f"a server that stood still for {as_time(omission.freeze_s)}: p99 {as_time(omission.open_latency_s.p99)} "
+            f"from intended starts; clients that wait for their answers would have seen "
+            f"{as_time(omission.closed_latency_s.p99)}; {_good(omission.is_good)}"
+        )
+    for trouble in report.troubles:
+        print(trouble)
+    print(f"at most {as_time(MAX_ERROR_S)} at p99 are allowed: {_good(report.is_good)}")
+    return FINE if report.is_good else MISSED
+
+
+def _good(is_good: bool) -> str:
+    return "good" if is_good else "NOT GOOD"
+
+
+def _verdict(summaries: Sequence[Summary], attainment: float) -> int:
+    code = FINE
+    for summary in summaries:
+        goodput = summary.full.goodput
+        is_missed = any(not verdict.is_met for verdict in summary.verdicts)
+        if summary.objectives and goodput is not None and goodput.share < attainment:
+            is_missed = True
+        if is_missed:
+            code = MISSED
+    return NOT_VALID if any(not summary.is_valid for summary in summaries) else code
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _experiment(arguments: argparse.Namespace, arrivals: str) -> Experiment:
+    try:
+        fields: dict[str, Any] = msgspec.json.decode(arguments.fields, type=dict) if arguments.fields else {}
+    except msgspec.DecodeError as error:
+        raise LoadTestError(f"--fields must be a JSON object, such as '{{\"temperature\": 0}}': {error}") from None
+    target = Target(
+        urls=[url.rstrip("/") for url in arguments.url.split(",")],
+        door=Door(arguments.door),
+        model=arguments.model,
+        api_key=arguments.api_key or os.environ.get("LOADTEST_API_KEY"),
+        fields=fields,
+        batch_size=arguments.batch_size,
+        timeout_s=arguments.timeout,
+        max_connections=arguments.max_connections,
+        verifies=arguments.verify,
+    )
+    return Experiment(
+        target=target,
+        arrivals=arrivals,
+        workload=arguments.workload,
+        seed=arguments.seed,
+        num_requests=arguments.requests,
+        duration_s=arguments.duration,
+        characters_per_token=arguments.characters_per_token,
+        num_processes=arguments.processes,
+        sources=tuple(arguments.sources.split(",")) if arguments.sources else (),
+        num_warm_up=arguments.warm_up,
+        objectives=None if arguments.slo is None else slo.parse(arguments.slo),
+        command=shlex.join(["python", "-m", "loadtest", *sys.argv[1:]]),
+    )
+
+
+def _output(arguments: argparse.Namespace) -> Any:
+    return None if arguments.quiet else sys.stderr
+
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    now = datetime.datetime.now(tz=datetime.UTC)
+    return Path(arguments.out or Path("loadtest-results") / now.strftime("%Y-%m-%d-%H%M%S"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    asking = _asking()
+
+    one = commands.add_parser("run", parents=[asking], help="one run")
+    one.add_argument(
+        "--arrivals",
+        default="poisson:1",
+        help="closed:N, constant:R, poisson:R, gamma:R,SHAPE, ramp:R-R, "
+        "steps:R@S,..., burst, trace[:SPEEDUP]; rates in requests/s",
+    )
+    one.add_argument("--label", help="what the run is called in tables")
+    one.set_defaults(do=_run)
+
+    several = commands.add_parser("sweep", parents=[asking], help="several rates, or numbers of clients, one by one")
+    several.add_argument("--rates", help="requests/s, such as 1,2,4,8")
+    several.add_argument("--clients", help="clients of a closed loop, such as 1,8,32")
+    several.set_defaults(do=_sweep)
+
+    most = commands.add_parser("find-max", parents=[asking], help="the highest rate at which the objectives are kept")
+    most.add_argument("--start-rate", type=float, default=1.0, help="requests/s to begin with")
+    most.add_argument("--max-rate", type=float, default=100_000.0, help="requests/s that are not exceeded")
+    most.add_argument("--tolerance", type=float, default=0.05, help="how close the result has to be")
+    most.add_argument("--probe-requests", type=int, default=700, help="of the first look at a rate")
+    most.add_argument("--max-probe-requests", type=int, default=11_200, help="of all looks at a rate")
+    most.set_defaults(do=_find_max)
+
+    two = commands.add_parser("compare", help="two runs, or two sets of repetitions (folders with commas between)")
+    two.add_argument("a", metavar="BEFORE")
+    two.add_argument("b", metavar="AFTER")
+    two.add_argument("--seed", type=int, default=0, help="of the resampling")
+    two.set_defaults(do=_compare)
+
+    test = commands.add_parser("self-test", help="how wrong is this client itself?")
+    test.add_argument("--rate", type=float, default=50.0, help="requests/s")
+    test.set_defaults(do=_self_test)
+    return parser
+
+
+def _asking() -> argparse.ArgumentParser:
+    asking = argparse.ArgumentParser(add_help=False)
+    add = asking.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="the server; several addresses of it with commas between")
+    add("--door", default=Door.GENERATE_STREAM.value, choices=[door.value for door in Door], help="wire format")
+    add("--model", help="name that requests give; what /v1/models tells by default")
+    add("--api-key", help="or LOADTEST_API_KEY in the environment")
+    add(
+        "--workload",
+        default="queries",
+        help="queries, random, prefix, conversation, documents, or trace:FILE; each "
+        "with parameters, such as random:input=512,output=uniform:16-256",
+    )
+    add("--requests", type=int, help="at most so many")
+    add("--duration", type=float, metavar="S", help="nothing is begun after so many seconds")
+    add("--seed", type=int, default=0, help="another one for other prompts and times")
+    add("--characters-per-token", type=float, default=4.4, metavar="C", help="of the server's tokenizer")
+    add("--fields", metavar="JSON", help="more of every request's body")
+    add("--batch-size", type=int, default=1, help="prompts in a request, at the door generate")
+    add("--timeout", type=float, default=600.0, metavar="S", help="for one request")
+    add("--max-connections", type=int, metavar="N", help="of this client; waiting for one counts as latency")
+    add("--processes", type=int, default=1, help="of this client")
+    add("--sources", help="local addresses to come from, with commas between: each has ports of its own")
+    add("--warm-up", type=int, default=8, metavar="N", help="requests before the run, which are not counted")
+    add("--verify", action="store_true", help="compare every answer with what servekit's simulated model must say")
+    add("--slo", help="limits and demands, such as ttft:200ms,tpot:30ms,ttft_p99:500ms")
+    add("--attainment", type=float, default=0.99, help="share of the requests that has to meet all limits")
+    add("--out", metavar="DIR", help="where results go; loadtest-results/DATE by default")
+    add("--quiet", action="store_true", help="show nothing while it runs")
+    return asking
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Is b faster than a? Each figure's ratio with an interval, so that chance is not taken for an improvement.
+
+Requests are resampled, so only figures that each request has one of are compared: times between tokens of one answer,
+and of those computed in the same step, are far from independent, and an interval of their percentiles would be many
+times too narrow. What they say is in the time per token and in the longest pause of each answer.
+
+Each interval holds by itself: of twenty comparisons of a thing with itself, one is expected to show a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from loadtest.statistics import Floats, bootstrap_percentiles, bootstrap_rates, central_interval
+from loadtest.summary import Summary
+from loadtest.timeline import Measurements
+
+FASTER = "faster"
+SLOWER = "slower"
+NO_DIFFERENCE = "no difference seen"
+NUM_BLOCKS = 20  # of time, in each run
+
+# What must be the same on both sides, or the ratio is of something else. Addresses and models are what one compares.
+SETTINGS = (
+    *("arrivals", "workload", "seed", "num_requests", "num_clients", "duration_s"),
+    *("door", "fields", "batch_size", "timeout_s", "max_connections"),
+)
+
+LATENCIES: dict[str, Callable[[Measurements], Floats]] = {
+    "TTFT": lambda measured: measured.ttft_s,
+    "TPOT": lambda measured: measured.tpot_s,
+    "longest pause": lambda measured: measured.longest_pause_s,
+    "E2E": lambda measured: measured.e2e_s,
+}
+PERCENTS = (50.0, 99.0)
+
+
+class Side(Struct, frozen=True):
+    """One or more repetitions of the same run; summaries, if there are any, one for each."""
+
+    name: str
+    runs: Sequence[Measurements]
+    summaries: Sequence[Summary] = ()
+
+
+class Compared(Struct, frozen=True):
+    """One figure on both sides: in seconds, or per second."""
+
+    name: str
+    unit: str
+    a: float
+    b: float
+    ratio: float  # b / a
+    low: float
+    high: float
+    verdict: str  # about b
+
+
+class Comparison(Struct, frozen=True):
+    a: str
+    b: str
+    confidence: float
+    figures: list[Compared]
+    warnings: list[str]
+
+
+def compare(
+    a: Side, b: Side, generator: np.random.Generator, num_resamples: int = 2000, confidence: float = 0.95
+) -> Comparison:
+    """Figures that one of the sides does not have are left out."""
+    assert a.runs and b.runs
+    figures = []
+    for name, values in LATENCIES.items():
+        sides = [[_known(values(run)) for run in side.runs] for side in (a, b)]
+        if any(not sum(len(run) for run in side) for side in sides):
+            continue
+        for percent in PERCENTS:
+            pooled = [float(np.percentile(np.concatenate(side), percent)) for side in sides]
+            resampled = [bootstrap_percentiles(side, percent, num_resamples, generator) for side in sides]
+            figures.append(_compared(f"{name} p{percent:g}", "s", pooled, resampled, confidence, is_rate=False))
+    for name, unit, amounts in (("output tokens", "tokens/s", _tokens), ("requests", "requests/s", _requests)):
+        pooled, resampled = [], []
+        for side in (a, b):
+            blocks = [_blocks(run, *amounts(run)) for run in side.runs]
+            lengths_s = [max(run.span_s()[1] - run.span_s()[0], 1e-9) / NUM_BLOCKS for run in side.runs]
+            pooled.append(float(sum(each.sum() for each in blocks)) / (sum(lengths_s) * NUM_BLOCKS))
+            resampled.append(bootstrap_rates(blocks, lengths_s, num_resamples, generator))
+        figures.append(_compared(name, unit, pooled, resampled, confidence, is_rate=True))
+    return Comparison(a.name, b.name, confidence, [each for each in figures if each is not None], _warnings(a, b))
+
+
+def _known(values: Floats) -> Floats:
+    return values[~np.isnan(values)]
+
+
+def _compared(
+    name: str, unit: str, pooled: Sequence[float], resampled: Sequence[Floats], confidence: float, *, is_rate: bool
+) -> Compared | None:
+    a, b = pooled
+    num = min(len(each) for each in resampled)
+    divisors = resampled[0][:num]
+    if a == 0.0 or not divisors.all():
+        return None  # nothing can be said in ratios to zero
+    low, high = central_interval(resampled[1][:num] / divisors, confidence)
+    verdict = FASTER if (low > 1.0) == is_rate else SLOWER
+    if low <= 1.0 <= high:
+        verdict = NO_DIFFERENCE
+    return Compared(name, unit, a, b, b / a, low, high, verdict)
+
+
+def _tokens(measured: Measurements) -> tuple[Floats, Floats]:
+    """When tokens came, and how many."""
+    is_eventless = measured.is_answered & (measured.num_events == 0)
+    return (
+        np.concatenate([measured.event_s, measured.ended_s[is_eventless]]),
+        np.concatenate([measured.event_tokens, measured.num_tokens[is_eventless]]),
+    )
+
+
+def _requests(measured: Measurements) -> tuple[Floats, Floats]:
+    """When answers ended."""
+    ends_s = measured.ended_s[measured.is_answered]
+    return ends_s, np.ones(len(ends_s))
+
+
+def _blocks(measured: Measurements, times_s: Floats, amounts: Floats) -> Floats:
+    from_s, to_s = measured.span_s()
+    return np.histogram(times_s, NUM_BLOCKS, (from_s, max(to_s, from_s + 1e-9)), weights=amounts)[0].astype(np.float64)
+
+
+# -- what makes a comparison doubtful ---------------------------------------------------------------------------------
+
+
+def _warnings(a: Side, b: Side) -> list[str]:
+    warnings = []
+    for name in SETTINGS:
+        values = [[str(getattr(each.settings, name)) for each in side.summaries] for side in (a, b)]
+        if len({value for side in values for value in side}) > 1:
+            told = [" and ".join(dict.fromkeys(side)) or "unknown" for side in values]
+            warnings.append(f"{name} differs: {told[0]} in {a.name}, {told[1]} in {b.name}")
+    for side in (a, b):
+        if num_invalid := sum(not each.is_valid for each in side.summaries):
+            warnings.append(f"{num_invalid} of {len(side.summaries)} runs of {side.name} are not valid")
+        if len(side.runs) == 1:
+            warnings.append(f"{side.name} is one run: what differs from run to run is in no interval")
+    failed, lengths = [_share_failed(side) for side in (a, b)], [_mean_tokens(side) for side in (a, b)]
+    if abs(failed[0] - failed[1]) > 0.001:
+        warnings.append(
+            f"{failed[0]:.2%} of the requests failed in {a.name}, {failed[1]:.2%} in {b.name}: "
+            "latencies are of the others"
+        )
+    if abs(lengths[0] - lengths[1]) > 0.01 * max(lengths):
+        warnings.append(f"answers have {lengths[0]:.4g} tokens on average in {a.name}, {lengths[1]:.4g} in {b.name}")
+    return warnings
+
+
+def _share_failed(side: Side) -> float:
+    num = sum(int(run.is_begun.sum()) for run in side.runs)
+    return sum(int((run.is_begun & ~run.is_answered).sum()) for run in side.runs) / max(1, num)
+
+
+def _mean_tokens(side: Side) -> float:
+    num = sum(int(run.is_answered.sum()) for run in side.runs)
+    return float(sum(run.num_tokens.sum() for run in side.runs)) / max(1, num)

@@ -1,0 +1,247 @@
+"""Arithmetic on figures: percentiles, intervals of confidence, trends, and how many of something are open over time.
+
+Percentiles are always taken of raw values. The mean of two runs' percentiles is a percentile of nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, inf, sqrt
+from statistics import NormalDist
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+SIGNIFICANT_T = 3.0
+NUM_TREND_BATCHES = 20
+
+
+class Distribution(Struct, frozen=True):
+    """What is said of many values: in their unit, but for `num`."""
+
+    num: int
+    mean: float
+    min: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    p999: float
+    max: float
+
+
+def distribution(values: Floats) -> Distribution | None:
+    """Of those that are not NaN; None if there are none.
+
+    Between two values, percentiles are interpolated linearly (numpy's default, type 7 of Hyndman and Fan, "Sample
+    quantiles in statistical packages", 1996), as in most load tools, so that figures can be held side by side.
+    """
+    known = values[~np.isnan(values)]
+    if not known.size:
+        return None
+    percentiles = np.percentile(known, [50.0, 90.0, 95.0, 99.0, 99.9])
+    p50, p90, p95, p99, p999 = (float(each) for each in percentiles)
+    return Distribution(
+        num=known.size,
+        mean=float(known.mean()),
+        min=float(known.min()),
+        p50=p50,
+        p90=p90,
+        p95=p95,
+        p99=p99,
+        p999=p999,
+        max=float(known.max()),
+    )
+
+
+def percentile_with_losses(values: Floats, num_lost: int, percent: float) -> float:
+    """The percentile (0 to 100) of the values and of so many infinite ones, interpolated as in `distribution`.
+
+    NaN if there is neither. numpy cannot be asked: it would interpolate between infinities, which is NaN.
+    """
+    num = len(values) + num_lost
+    if num == 0:
+        return float("nan")
+    rank = percent / 100.0 * (num - 1)
+    if ceil(rank) > len(values) - 1:
+        return inf
+    if len(values) == 1:
+        return float(values[0])
+    # A rank computed as 98.00000000000001 of 0..98 must not ask for more than all.
+    return float(np.percentile(values, min(100.0, 100.0 * rank / (len(values) - 1))))
+
+
+def wilson_interval(num_successes: int, num: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Of the probability of a success (Wilson, "Probable inference", 1927): right also near 0 and 1, and for few."""
+    assert 0 <= num_successes <= num
+    if num == 0:
+        return 0.0, 1.0
+    z = NormalDist().inv_cdf((1.0 + confidence) / 2.0)
+    share = num_successes / num
+    centre = share + z * z / (2 * num)
+    half_width = z * sqrt(share * (1.0 - share) / num + z * z / (4 * num * num))
+    scale = 1.0 + z * z / num
+    low = 0.0 if num_successes == 0 else (centre - half_width) / scale
+    high = 1.0 if num_successes == num else (centre + half_width) / scale
+    return low, high
+
+
+# -- the bootstrap ----------------------------------------------------------------------------------------------------
+
+
+def bootstrap_percentiles(
+    groups: Sequence[Floats], percent: float, num_resamples: int, generator: np.random.Generator
+) -> Floats:
+    """So many percentiles of resampled values (Efron, "Bootstrap methods: another look at the jackknife", 1979).
+
+    Each group is one repetition of the experiment: repetitions are drawn first, then values of those drawn, so that
+    what differs from run to run is in the interval (Davison and Hinkley, "Bootstrap Methods", 1997, section 3.8).
+
+    Nothing is resampled in fact: the k-th smallest of n draws from a sample stands where the k-th smallest of n uniform
+    variables stands, and that is distributed as Beta(k, n + 1 - k) (the median's case: Maritz and Jarrett, 1978). So a
+    hundred thousand values cost no more than a hundred.
+    """
+    labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    pooled = np.concatenate(groups)
+    order = np.argsort(pooled, kind="stable")
+    pooled, labels = pooled[order], labels[order]
+    drawn, times = np.unique(_draw_groups(len(groups), num_resamples, generator), axis=0, return_counts=True)
+    resampled = []
+    for weights, num in zip(drawn, times, strict=True):
+        cumulated = np.cumsum(weights[labels])
+        size = int(cumulated[-1])
+        if size == 0:  # only repetitions in which there was no such value
+            continue
+        k = min(max(1, ceil(percent / 100.0 * size)), size)
+        places = np.ceil(generator.beta(k, size + 1 - k, num) * size)
+        resampled.append(pooled[np.searchsorted(cumulated, np.maximum(places, 1.0))])
+    return generator.permutation(np.concatenate(resampled))
+
+
+def bootstrap_rates(
+    amounts: Sequence[Floats], block_s: Sequence[float], num_resamples: int, generator: np.random.Generator
+) -> Floats:
+    """So many rates per second, each of resampled blocks of time; one array of amounts for each repetition.
+
+    A rate is no mean over requests, so blocks of time are drawn, not requests, and long ones, because neighbouring
+    seconds are alike (Carlstein, "The use of subseries values", 1986). Repetitions are drawn first, as above.
+    """
+    drawn = _draw_groups(len(amounts), num_resamples, generator)
+    totals, seconds = np.zeros(num_resamples), np.zeros(num_resamples)
+    for group, (blocks, length_s) in enumerate(zip(amounts, block_s, strict=True)):
+        places = generator.integers(0, len(blocks), (num_resamples, len(blocks)))
+        totals += drawn[:, group] * blocks[places].sum(axis=1)
+        seconds += drawn[:, group] * length_s * len(blocks)
+    return totals / seconds
+
+
+def _draw_groups(num_groups: int, num_resamples: int, generator: np.random.Generator) -> Integers:
+    """How often each group is drawn, in each resample: shape (num_resamples, num_groups)."""
+    return generator.multinomial(num_groups, np.full(num_groups, 1.0 / num_groups), num_resamples)
+
+
+def central_interval(values: Floats, confidence: float = 0.95) -> tuple[float, float]:
+    """Between which the middle of the values lies; for a bootstrap's, its percentile interval."""
+    tail = 50.0 * (1.0 - confidence)
+    low, high = np.percentile(values, [tail, 100.0 - tail], method="nearest")
+    return float(low), float(high)
+
+
+# -- trends -----------------------------------------------------------------------------------------------------------
+
+
+class Trend(Struct, frozen=True):
+    """A line's slope, in y per x, and how many of its standard errors that is."""
+
+    slope: float
+    t: float
+
+    @property
+    def is_rising(self) -> bool:
+        return self.t > SIGNIFICANT_T
+
+    @property
+    def is_significant(self) -> bool:
+        return abs(self.t) > SIGNIFICANT_T
+
+
+def trend(x: Floats, y: Floats) -> Trend:
+    """By least squares. No trend (0, 0) if there are fewer than four points or they are all alike.
+
+    What is measured of a queue resembles what was measured just before, which makes the usual t far too sure. It is
+    lowered as if there were fewer points, by the residuals' correlation with their neighbours (Bayley and Hammersley,
+    "The effective number of independent observations in an autocorrelated time series", 1946; first order).
+    """
+    if len(x) < 4 or np.ptp(y) == 0.0 or np.ptp(x) == 0.0:
+        return Trend(0.0, 0.0)
+    centred = x - x.mean()
+    spread = float(centred @ centred)
+    slope = float(centred @ (y - y.mean())) / spread
+    residuals = y - y.mean() - slope * centred
+    squares = float(residuals @ residuals)
+    if squares <= 1e-18 * float(y @ y):
+        return Trend(slope, inf if slope > 0.0 else -inf)
+    correlation = min(max(0.0, float(residuals[1:] @ residuals[:-1]) / squares), 0.99)
+    standard_error = sqrt(squares / (len(x) - 2) / spread)
+    return Trend(slope, slope / standard_error * sqrt((1.0 - correlation) / (1.0 + correlation)))
+
+
+def batch_medians(x: Floats, y: Floats, num_batches: int = NUM_TREND_BATCHES) -> tuple[Floats, Floats]:
+    """The medians of so many batches of equally many points, by x; fewer if there are not two points for each."""
+    order = np.argsort(x, kind="stable")
+    batches = np.array_split(order, max(1, min(num_batches, len(x) // 2)))
+    batches = [batch for batch in batches if len(batch)]
+    return (
+        np.array([np.median(x[batch]) for batch in batches], np.float64),
+        np.array([np.median(y[batch]) for batch in batches], np.float64),
+    )
+
+
+# -- how many are open ------------------------------------------------------------------------------------------------
+
+
+class OpenCount(Struct, frozen=True):
+    """How many of some intervals [begin, end) contain a moment: a step function of time, 0 before the first step."""
+
+    times_s: Floats  # of its steps, ascending
+    counts: Integers  # from each step to the next
+    areas: Floats  # under it, up to each step
+
+    def at(self, moments_s: Floats) -> Integers:
+        places = np.searchsorted(self.times_s, moments_s, side="right")
+        return np.concatenate([[0], self.counts])[places]
+
+    def before(self, moments_s: Floats) -> Integers:
+        """Until just before each moment, so that what begins then does not count and what ends then does."""
+        places = np.searchsorted(self.times_s, moments_s, side="left")
+        return np.concatenate([[0], self.counts])[places]
+
+    def means(self, edges_s: Floats) -> Floats:
+        """Weighted by time, between each edge and the next."""
+        if not self.times_s.size:
+            return np.zeros(len(edges_s) - 1)
+        # The area grows linearly between steps, so interpolation is exact; after the last step nothing is open.
+        return np.diff(np.interp(edges_s, self.times_s, self.areas)) / np.diff(edges_s)
+
+    def mean(self, from_s: float, to_s: float) -> float:
+        return float(self.means(np.array([from_s, to_s]))[0]) if to_s > from_s else 0.0
+
+    def highest(self, from_s: float, to_s: float) -> int:
+        """In [from_s, to_s]."""
+        inside = self.counts[(self.times_s >= from_s) & (self.times_s <= to_s)]
+        return int(max(self.at(np.array([from_s]))[0], inside.max(initial=0)))
+
+
+def open_count(begins_s: Floats, ends_s: Floats) -> OpenCount:
+    """Of intervals whose ends are not before their begins."""
+    moments = np.concatenate([begins_s, ends_s])
+    changes = np.concatenate([np.ones(len(begins_s)), -np.ones(len(ends_s))])
+    # Of what happens at the same moment only the sum is a step: who hands over to another never makes one more.
+    times_s, places = np.unique(moments, return_inverse=True)
+    counts = np.cumsum(np.bincount(places, changes, len(times_s))).astype(np.int64)
+    areas = np.concatenate([[0.0], np.cumsum(counts[:-1] * np.diff(times_s))]) if len(times_s) else np.zeros(0)
+    return OpenCount(times_s, counts, areas)

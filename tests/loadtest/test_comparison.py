@@ -1,0 +1,158 @@
+"""Claims about comparing two runs: what is the same is not called faster, and what is faster is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from loadtest.comparison import FASTER, NO_DIFFERENCE, SLOWER, Comparison, Side, compare
+from loadtest.markdown import comparison_table
+from loadtest.planned import Plan, Request
+from loadtest.record import Outcome, Record
+from loadtest.summary import Environment, Summary, summarise
+from loadtest.target import Door, Target
+from loadtest.timeline import Measurements, measure
+
+
+def a_run(generator: np.random.Generator, pace: float = 1.0, num: int = 400, num_tokens: int = 4) -> Measurements:
+    """A closed loop of four clients: each asks as soon as it was answered."""
+    records = []
+    clocks = [0.0] * 4
+    for index in range(num):
+        client = min(range(4), key=clocks.__getitem__)
+        start_s = clocks[client]
+        times = start_s + pace * np.cumsum(generator.gamma(4.0, 0.025, num_tokens))
+        clocks[client] = float(times[-1])
+        records.append(
+            Record(index, start_s, start_s, times.tolist(), None, clocks[client], Outcome.OK, 200, "", 1, num_tokens)
+        )
+    return measure(records)
+
+
+def compared(a: Sequence[Measurements], b: Sequence[Measurements], seed: int = 0, num: int = 400) -> Comparison:
+    return compare(Side("main", a), Side("branch", b), np.random.default_rng(seed), num)
+
+
+def verdicts(comparison: Comparison) -> dict[str, str]:
+    return {each.name: each.verdict for each in comparison.figures}
+
+
+def test_of_the_same_server_hardly_any_difference_is_seen() -> None:
+    generator = np.random.default_rng(1)
+    comparisons = [compared([a_run(generator)], [a_run(generator)], seed) for seed in range(20)]
+    found = [each.verdict != NO_DIFFERENCE for comparison in comparisons for each in comparison.figures]
+    assert len(found) == 200
+    # 5 % are promised; figures of one run go together, so of 20 runs it may well be twice that.
+    assert sum(found) <= 20
+
+
+@pytest.mark.parametrize(("pace", "verdict"), [(0.8, FASTER), (1.25, SLOWER)])
+def test_a_fifth_is_seen_in_every_median_and_in_both_rates(pace: float, verdict: str) -> None:
+    generator = np.random.default_rng(2)
+    comparison = compared([a_run(generator)], [a_run(generator, pace)])
+    found = verdicts(comparison)
+    for name in ("TTFT p50", "TPOT p50", "longest pause p50", "E2E p50", "output tokens", "requests"):
+        assert found[name] == verdict, name
+
+
+def test_intervals_hold_the_truth_about_as_often_as_promised() -> None:
+    num_held: Counter[str] = Counter()
+    for seed in range(25):
+        generator = np.random.default_rng(seed)
+        for each in compared([a_run(generator)], [a_run(generator, 0.8)], seed, num=200).figures:
+            truth = 0.8 if each.unit == "s" else 1.25
+            num_held[each.name] += each.low <= truth <= each.high
+    assert len(num_held) == 10
+    # Of 25 with 95 % each, fewer than 19 have a chance of one in five thousand.
+    assert min(num_held.values()) >= 19
+    assert num_held.total() >= 0.91 * 250
+
+
+def test_figures_are_of_all_runs_of_a_side_together() -> None:
+    generator = np.random.default_rng(3)
+    runs = [a_run(generator, pace) for pace in (1.0, 2.0)]
+    comparison = compared(runs, [a_run(generator)])
+    by_name = {each.name: each for each in comparison.figures}
+    assert by_name["TTFT p99"].a == pytest.approx(np.percentile(np.concatenate([each.ttft_s for each in runs]), 99))
+    spans_s = sum(each.span_s()[1] - each.span_s()[0] for each in runs)
+    assert by_name["requests"].a == pytest.approx(800 / spans_s)
+    assert by_name["requests"].ratio == pytest.approx(by_name["requests"].b / by_name["requests"].a)
+
+
+def test_repetitions_keep_a_lucky_run_from_being_called_faster() -> None:
+    generator = np.random.default_rng(4)
+    # The same machine, that is now and then a third slower.
+    moods = [1.0, 1.35, 1.0, 1.3]
+    assert verdicts(compared([a_run(generator, 1.35)], [a_run(generator, 1.0)]))["E2E p50"] == FASTER
+    a, b = ([a_run(generator, mood) for mood in order] for order in (moods, moods[::-1]))
+    assert verdicts(compared(a, b))["E2E p50"] == NO_DIFFERENCE
+
+
+def test_the_same_seed_gives_the_same_intervals() -> None:
+    generator = np.random.default_rng(5)
+    a, b = a_run(generator), a_run(generator)
+    assert compared([a], [b], seed=1) == compared([a], [b], seed=1)
+    assert compared([a], [b], seed=1) != compared([a], [b], seed=2)
+
+
+def test_what_one_side_does_not_have_is_left_out() -> None:
+    generator = np.random.default_rng(6)
+    found = verdicts(compared([a_run(generator)], [a_run(generator, num_tokens=1)]))
+    assert set(found) == {"TTFT p50", "TTFT p99", "E2E p50", "E2E p99", "output tokens", "requests"}
+    nobody = measure([Record(0, 0.0)])
+    assert verdicts(compared([nobody], [a_run(generator)])) == {}
+
+
+# -- what makes it doubtful -------------------------------------------------------------------------------------------
+
+
+def summary_of(measured: Measurements, arrivals: str = "closed:4", seed: int = 1, door: Door = Door.CHAT) -> Summary:
+    requests = [Request(index, None, "", 4) for index in range(len(measured.records))]
+    return summarise(
+        Plan(requests, arrivals, "fixed", seed, num_clients=4),
+        measured,
+        Target(["http://127.0.0.1:8000"], door),
+        Environment("", "", "", ""),
+    )
+
+
+def test_settings_that_differ_are_told() -> None:
+    generator = np.random.default_rng(7)
+    a, b = [a_run(generator), a_run(generator)], [a_run(generator), a_run(generator)]
+    same = [summary_of(run) for run in a]
+    assert compare(Side("main", a, same), Side("branch", b, same), generator, 100).warnings == []
+    other = [
+        summary_of(b[0], "poisson:20", seed=2, door=Door.TGI),
+        summary_of(b[1], "poisson:20", seed=2, door=Door.TGI),
+    ]
+    assert compare(Side("main", a, same), Side("branch", b, other), generator, 100).warnings == [
+        "arrivals differs: closed:4 in main, poisson:20 in branch",
+        "seed differs: 1 in main, 2 in branch",
+        "door differs: chat in main, tgi in branch",
+    ]
+
+
+def test_single_runs_invalid_ones_failures_and_other_lengths_are_told() -> None:
+    generator = np.random.default_rng(8)
+    a, b = a_run(generator), a_run(generator, num_tokens=6)
+    for record in b.records[:40]:
+        record.outcome = Outcome.CUT
+    late = [Record(0, 0.0, 1.0, [2.0], None, 2.0, Outcome.OK, 200, num_output_tokens=1)]
+    b = measure([*b.records[:-1], *late])
+    warnings = compare(Side("main", [a]), Side("branch", [b], [summary_of(b)]), generator, 100).warnings
+    assert "main is one run: what differs from run to run is in no interval" in warnings
+    assert "1 of 1 runs of branch are not valid" in warnings
+    assert "0.00% of the requests failed in main, 10.00% in branch: latencies are of the others" in warnings
+    assert "answers have 4 tokens on average in main, 5.986 in branch" in warnings
+
+
+def test_the_table_has_a_line_for_each_figure_and_its_doubts_below() -> None:
+    generator = np.random.default_rng(9)
+    comparison = compared([a_run(generator)], [a_run(generator)])
+    lines = comparison_table(comparison).splitlines()
+    assert len([line for line in lines if line.startswith("| ")]) == 2 + len(comparison.figures)
+    assert {line.count("|") for line in lines[: 2 + len(comparison.figures)]} == {7}
+    assert sum(line.startswith("- Mind: ") for line in lines) == len(comparison.warnings) == 2

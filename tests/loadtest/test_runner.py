@@ -1,0 +1,469 @@
+"""Claims about runs: when requests begin, and that each of them has a record that tells what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+
+from loadtest import fleet, runner
+from loadtest.clock import now_s
+from loadtest.connection import MAX_PENDING_BYTES
+from loadtest.doors import StreamReader
+from loadtest.errors import LoadTestError
+from loadtest.known_server import KnownServer, Schedule
+from loadtest.planned import Plan, Request
+from loadtest.planning import shares
+from loadtest.query import Query
+from loadtest.record import Counted, Outcome, Record
+from loadtest.runner import Progress, Runner, ShareResult, warm_up
+from loadtest.target import Door, Target
+from loadtest.verify import expected_text
+from tests.loadtest.test_connection import LIMITED, STREAM, WHOLE, Handler, chunk, read_request, saying, served
+
+QUICK = Schedule(first_s=0.005, gap_s=0.002)
+
+
+def plan_of(*requests: Request, **settings: Any) -> Plan:
+    return Plan(list(requests), "as given", "as given", 0, **settings)
+
+
+def evenly(num: int, gap_s: float, schedule: Schedule = QUICK, num_tokens: int = 4) -> list[Request]:
+    return [
+        Request(number, number * gap_s, msgspec.structs.replace(schedule, number=number).prompt(), num_tokens)
+        for number in range(num)
+    ]
+
+
+def at_once(num: int, schedule: Schedule = QUICK, num_tokens: int = 4) -> list[Request]:
+    """Of a closed loop: no intended starts."""
+    return [msgspec.structs.replace(request, intended_s=None) for request in evenly(num, 0.0, schedule, num_tokens)]
+
+
+def conversation(*prompts: str, think_s: float = 0.0, intended_s: float | None = 0.0, first: int = 0) -> list[Request]:
+    return [
+        Request(
+            first + number, None if number else intended_s, prompt, 4, first + number - 1 if number else None, think_s
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def go(main: Coroutine[Any, Any, ShareResult]) -> list[Record]:
+    """Its records, of which each request has one."""
+
+    async def watched() -> ShareResult:
+        async with asyncio.timeout(10):
+            return await main
+
+    result = uvloop.run(watched())
+    assert not result.troubles
+    assert [record.index for record in result.records] == list(range(len(result.records)))
+    return result.records
+
+
+def run_known(
+    plan: Plan, door: Door = Door.GENERATE_STREAM, then: Callable[[Runner], None] | None = None, **settings: Any
+) -> list[Record]:
+    """Against the server whose answers are known; `then` is called after 50 ms."""
+
+    async def main() -> ShareResult:
+        loop = asyncio.get_running_loop()
+        known = KnownServer(loop)
+        server = await loop.create_server(known, "127.0.0.1", 0)
+        target = Target([f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"], door, **settings)
+        one = Runner(target, plan)
+        if then is not None:
+            loop.call_later(0.05, then, one)
+        result = await one.run(now_s() + 0.01)
+        server.close()
+        known.close()
+        return result
+
+    records = go(main())
+    assert len(records) == len(plan.requests)
+    return records
+
+
+def run_against(handler: Handler, plan: Plan, door: Door = Door.GENERATE_STREAM, **settings: Any) -> list[Record]:
+    async def main() -> ShareResult:
+        async with served(handler) as url:
+            return await Runner(Target([url], door, **settings), plan).run(now_s())
+
+    return go(main())
+
+
+def outcomes(records: list[Record]) -> list[Outcome]:
+    return [record.outcome for record in records]
+
+
+# -- starts ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_server_does_not_move_starts() -> None:
+    slow = Schedule(first_s=0.15, gap_s=0.0)
+    records = run_known(plan_of(*evenly(15, 0.004, slow, num_tokens=1)))
+    assert outcomes(records) == [Outcome.OK] * 15
+    for number, record in enumerate(records):
+        assert record.intended_s == pytest.approx(number * 0.004, abs=1e-6)
+        assert 0 <= record.started_s - record.intended_s < 0.08
+    assert min(record.ended_s for record in records) > records[-1].started_s, "none waited for another"
+
+
+def test_starts_that_a_stalled_client_missed_are_caught_up_in_order_and_told_as_late() -> None:
+    records = run_known(plan_of(*evenly(20, 0.01)), then=lambda _: time.sleep(0.1))
+    starts = [record.started_s for record in records]
+    assert starts == sorted(starts)
+    assert [record.intended_s for record in records] == pytest.approx([number * 0.01 for number in range(20)], abs=1e-6)
+    assert max(record.started_s - record.intended_s for record in records) > 0.08
+    assert records[-1].started_s - records[-1].intended_s < 0.08, "the plan was kept again"
+
+
+def test_latency_holds_the_wait_for_a_connection() -> None:
+    slow = Schedule(first_s=0.03, gap_s=0.0)
+    records = run_known(plan_of(*evenly(6, 0.001, slow, num_tokens=1)), max_connections=2)
+    waits = sorted(record.started_s - record.intended_s for record in records)
+    assert waits[2] > 0.02 and waits[4] > 0.05, "two rounds of two wait for those before"
+    assert waits[1] < waits[2] - 0.01, "and the first round for nobody"
+
+
+def test_clients_of_a_closed_loop_ask_when_they_were_answered() -> None:
+    records = run_known(plan_of(*at_once(12), num_clients=3))
+    assert outcomes(records) == [Outcome.OK] * 12
+    changes = sorted([(record.started_s, 1) for record in records] + [(record.ended_s, -1) for record in records])
+    in_flight = [sum(change for _, change in changes[: place + 1]) for place in range(len(changes))]
+    assert max(in_flight) == 3
+    ends = sorted(record.ended_s for record in records)
+    for place, record in enumerate(sorted(records, key=lambda record: record.intended_s)[3:]):
+        assert record.intended_s == pytest.approx(ends[place], abs=0.005), "nothing but an end kept it"
+        assert record.started_s - record.intended_s < 0.02
+
+
+def test_nothing_is_begun_after_the_duration_and_what_was_begun_is_awaited() -> None:
+    slow = Schedule(first_s=0.12, gap_s=0.0)
+    late = [Request(number, 5.0, "x", 1) for number in range(5, 10)]
+    records = run_known(plan_of(*evenly(5, 0.002, slow, num_tokens=1), *late, duration_s=0.1))
+    assert outcomes(records) == [Outcome.OK] * 5 + [Outcome.SKIPPED] * 5
+    assert min(record.ended_s for record in records[:5]) > 0.12
+    assert max(record.ended_s for record in records) < 1.0
+    assert {record.error for record in records[5:]} == {"the run ended"}
+    closed = run_known(plan_of(*at_once(50), num_clients=2, duration_s=0.05))
+    assert {Outcome.OK, Outcome.SKIPPED} == set(outcomes(closed))
+    assert max(record.started_s for record in closed) <= 0.06
+
+
+# -- conversations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", [Door.GENERATE_STREAM, Door.GENERATE, Door.COMPLETIONS, Door.CHAT, Door.TGI])
+def test_a_turn_says_all_that_was_said_before_it(door: Door) -> None:
+    turns = conversation("Hello", " and", " then", think_s=0.02)
+    records = run_known(plan_of(*turns), door)
+    assert outcomes(records) == [Outcome.OK] * 3
+    first = expected_text("Hello", 4)
+    second = expected_text(f"Hello{first} and", 4)
+    assert [record.num_prompt_tokens for record in records] == [
+        5,
+        len(f"Hello{first} and"),
+        len(f"Hello{first} and{second} then"),
+    ]
+    for before, record in pairwise(records):
+        assert record.intended_s == pytest.approx(before.ended_s + 0.02, abs=1e-6)
+        assert 0 <= record.started_s - record.intended_s < 0.05
+
+
+def test_a_turn_is_not_asked_when_the_one_before_failed() -> None:
+    handler = saying(WHOLE.replace(b"200 OK", b"503 No\r\nconnection: close"))
+    records = run_against(handler, plan_of(*conversation("a", "b", "c")))
+    assert outcomes(records) == [Outcome.REFUSED, Outcome.SKIPPED, Outcome.SKIPPED]
+    assert {record.error for record in records[1:]} == {"the turn before failed"}
+    two = [*conversation("a", "b", intended_s=None), *conversation("c", "d", intended_s=None, first=2)]
+    closed = run_against(handler, plan_of(*two, num_clients=1))
+    assert outcomes(closed) == [Outcome.REFUSED, Outcome.SKIPPED] * 2, "its client begins the next"
+
+
+def test_a_client_of_a_closed_loop_ends_its_conversation_before_the_next() -> None:
+    turns = [
+        turn for number in range(4) for turn in conversation("a", "b", think_s=0.01, intended_s=None, first=2 * number)
+    ]
+    records = run_known(plan_of(*turns, num_clients=1), verifies=True)
+    assert outcomes(records) == [Outcome.OK] * 8
+    starts = [record.started_s for record in records]
+    assert starts == sorted(starts)
+
+
+# -- what becomes of requests ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", list(Door))
+def test_each_door_gives_whole_records(door: Door) -> None:
+    records = run_known(plan_of(*evenly(5, 0.002, num_tokens=6)), door, verifies=door is not Door.CHAT)
+    for record, request in zip(records, evenly(5, 0.002), strict=True):
+        assert (record.outcome, record.error, record.status) == (Outcome.OK, "", 200)
+        assert (record.num_output_tokens, record.num_prompt_tokens) == (6, len(request.prompt))
+        assert (record.counted_by, record.finish_reason) == (Counted.USAGE, "length")
+        assert record.tokens_per_event is None
+        times = [record.started_s, *record.token_times_s, record.ended_s]
+        assert times == sorted(times) and len(record.token_times_s) == (0 if door is Door.GENERATE else 6)
+
+
+def test_long_streams_are_read_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    read = Query.read
+
+    def note(query: Query) -> StreamReader:
+        sizes.append(len(query.received))
+        return read(query)
+
+    monkeypatch.setattr(Query, "read", note)
+    schedule = Schedule(first_s=0.0, gap_s=0.000_3)
+    (record,) = run_known(plan_of(*evenly(1, 0.0, schedule, num_tokens=300)), verifies=True)
+    assert record.outcome is Outcome.OK and len(record.token_times_s) == 300
+    assert record.token_times_s == sorted(record.token_times_s)
+    assert sum(sizes) > 300 * 100 and len(sizes) >= 3
+    assert all(size >= MAX_PENDING_BYTES for size in sizes[:-1])
+
+
+ANSWERS: dict[str, tuple[Handler, Outcome, str]] = {
+    "a refusal": (
+        saying(b"HTTP/1.1 429 No\r\ncontent-length: %d\r\n\r\n" % len(LIMITED) + LIMITED),
+        Outcome.REFUSED,
+        "rate_limited",
+    ),
+    "a refusal without words": (saying(b"HTTP/1.1 502 No\r\ncontent-length: 0\r\n\r\n"), Outcome.REFUSED, "502"),
+    "no stream": (saying(WHOLE), Outcome.GARBLED, "the answer's content-type is not text/event-stream"),
+    "no end": (
+        saying(STREAM + b"0\r\n\r\n"),
+        Outcome.GARBLED,
+        "the stream ends without the mark of its end",
+    ),
+    "an error and the end of all": (
+        saying(STREAM + chunk(b"data: " + LIMITED + b"\n\n")),
+        Outcome.FAILED,
+        "rate_limited",
+    ),
+    "a cut": (saying(STREAM + b"5\r\ndata:\r\n"), Outcome.CUT, "closed in the middle of the answer"),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_each_failure_is_told_apart(answer: tuple[Handler, Outcome, str]) -> None:
+    handler, outcome, error = answer
+    (record,) = run_against(handler, plan_of(Request(0, 0.0, "x", 4)))
+    assert (record.outcome, record.error) == (outcome, error)
+    assert record.num_output_tokens == 0 and record.counted_by is Counted.NONE
+
+
+def test_patience_ends_and_what_came_until_then_is_told() -> None:
+    slow = Schedule(first_s=0.01, gap_s=10.0)
+    records = run_known(plan_of(*evenly(3, 0.001, slow)), timeout_s=0.05)
+    assert outcomes(records) == [Outcome.TIMEOUT] * 3
+    for record in records:
+        assert len(record.token_times_s) == record.num_output_tokens == 1
+        assert 0.05 <= record.ended_s - record.started_s < 0.2
+        assert record.error == "in the middle of the answer"
+    waiting = run_known(plan_of(*evenly(2, 0.0, slow)), timeout_s=0.05, max_connections=1)
+    assert [record.error for record in waiting] == [
+        "in the middle of the answer",
+        "without a connection for the answer",
+    ]
+
+
+def test_a_run_that_is_stopped_tells_all_that_it_knows() -> None:
+    slow = Schedule(first_s=0.005, gap_s=10.0)
+    stopped = run_known(plan_of(*evenly(5, 0.002, slow), Request(5, 5.0, "x", 4)), then=Runner.stop)
+    assert outcomes(stopped) == [Outcome.CUT] * 5 + [Outcome.SKIPPED]
+    assert [record.num_output_tokens for record in stopped] == [1, 1, 1, 1, 1, 0]
+    assert {record.error for record in stopped} == {"stopped by the user"}
+    assert max(record.ended_s for record in stopped) < 0.2
+    closed = run_known(plan_of(*at_once(9, slow), num_clients=2), then=Runner.stop)
+    assert Counter(outcomes(closed)) == {Outcome.CUT: 2, Outcome.SKIPPED: 7}
+    thinking = run_known(plan_of(*conversation("a", "b", "c", think_s=5.0)), then=Runner.stop)
+    assert outcomes(thinking) == [Outcome.OK, Outcome.SKIPPED, Outcome.SKIPPED]
+
+
+def test_a_wrong_answer_is_found_and_a_right_one_is_none() -> None:
+    async def liar(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _, body = await read_request(reader)
+        text = expected_text(msgspec.json.decode(body)["prompt"], 4)[:3] + "\x01"
+        reply = msgspec.json.encode({"index": 4, "token": {"text": text}, "finish_reason": "length"})
+        writer.write(STREAM.replace(b"transfer-encoding: chunked\r\n", b"") + b"data: " + reply + b"\n\n")
+
+    request = Request(0, 0.0, "x", 4)
+    (record,) = run_against(liar, plan_of(request), verifies=True)
+    assert (record.outcome, record.error) == (Outcome.WRONG, "differs from character 3 on")
+    assert record.tokens_per_event == [4]
+    (unverified,) = run_against(liar, plan_of(request))
+    assert unverified.outcome is Outcome.OK
+
+
+def test_a_batch_is_one_request_and_a_record_for_each_prompt() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            _, body = await read_request(reader)
+            asked = msgspec.json.decode(body)
+            bodies.append(asked)
+            num = len(asked["prompts"])
+            usage = {"prompt_tokens": num, "completion_tokens": 4 * num}
+            reply = msgspec.json.encode({"generated_texts": ["abcd"] * num, "usage": usage})
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(reply), reply))
+
+    requests = [Request(number, number * 0.01, str(number), 4 if number < 7 else 5) for number in range(9)]
+    records = run_against(count, plan_of(*requests), Door.GENERATE, batch_size=3)
+    assert outcomes(records) == [Outcome.OK] * 9
+    assert [(len(body["prompts"]), body["max_tokens"]) for body in bodies] == [(3, 4), (3, 4), (1, 4), (2, 5)]
+    assert [round(record.intended_s, 6) for record in records] == [0.02] * 3 + [0.05] * 3 + [0.06] + [0.08] * 2
+    closed = [msgspec.structs.replace(request, intended_s=None) for request in requests]
+    assert (
+        outcomes(run_against(count, plan_of(*closed, num_clients=2), Door.GENERATE, batch_size=3)) == [Outcome.OK] * 9
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"urls": []}, "no address"),
+        ({"door": Door.CHAT, "verifies": True}, "cannot be verified"),
+        ({"batch_size": 2}, "batch size is 2"),
+        ({"max_connections": 0}, "max_connections is 0"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(LoadTestError, match=message):
+        Runner(Target(**{"urls": ["http://127.0.0.1:1"], "door": Door.COMPLETIONS} | settings), plan_of())
+
+
+def test_warming_up_in_vain_is_told_with_its_reason() -> None:
+    target = Target(["http://127.0.0.1:1"], Door.COMPLETIONS)
+    with pytest.raises(LoadTestError, match=r"none of 3 requests .* connection refused; is the server up"):
+        uvloop.run(warm_up(target, at_once(3)))
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def known_server() -> Iterator[tuple[str, KnownServer]]:
+    """In a thread: the fleet's parent has this one."""
+    made: list[tuple[int, KnownServer, asyncio.AbstractEventLoop, asyncio.Event]] = []
+    is_up = threading.Event()
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        known = KnownServer(loop)
+        server = await loop.create_server(known, "127.0.0.1", 0)
+        made.append((server.sockets[0].getsockname()[1], known, loop, ended))
+        is_up.set()
+        await ended.wait()
+        server.close()
+        known.close()
+
+    thread = threading.Thread(target=uvloop.run, args=(serve(),))
+    thread.start()
+    assert is_up.wait(5)
+    port, known, loop, ended = made[0]
+    try:
+        yield f"http://127.0.0.1:{port}", known
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join()
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "HEAD_START_S", 0.02)
+    monkeypatch.setattr(fleet, "PROGRESS_S", 0.02)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_two_processes_share_a_run() -> None:
+    seen: list[Progress] = []
+    plan = plan_of(*evenly(40, 0.003, num_tokens=5))
+    with known_server() as (url, known):
+        assert fleet._model_of(Target([url], Door.CHAT)) == "known"
+        result = fleet.run_fleet(
+            Target([url], Door.CHAT, max_connections=40),
+            shares(plan, 2),
+            warm_up=[Request(number, None, Schedule(1000 + number).prompt(), 2) for number in range(3)],
+            on_progress=lambda progress: seen.append(progress),
+        )
+    assert not result.errors and not result.was_stopped and result.num_missing == 0
+    assert [record.index for record in result.records] == list(range(40))
+    assert Counter(record.process for record in result.records) == {0: 20, 1: 20}
+    assert len(known.written) == 40 + 3, "it was warmed up, which nobody writes down"
+    for record in result.records:
+        assert (record.outcome, record.num_output_tokens) == (Outcome.OK, 5)
+        assert 0 <= record.started_s - record.intended_s < 0.1, "they have one beginning"
+    assert [len(lags_s) >= 12 for lags_s in result.lags_s] == [True, True]
+    assert min(result.cpu_s) > 0 and min(result.max_rss_bytes) > 2**20
+    assert seen[-1].num_ok == 40 and seen[-1].num_in_flight == 0 and seen[-1].num_tokens == 200
+    assert sum(len(progress.first_s) for progress in seen) == 40
+    assert result.scrapes[0][1]["servekit_num_requests_running"] >= 0
+
+
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize("way", ["signal", "answer"])
+def test_a_fleet_that_is_stopped_gives_back_all_that_it_knows(way: str) -> None:
+    slow = Schedule(first_s=0.005, gap_s=10.0)
+    before = signal.getsignal(signal.SIGINT)
+
+    def end(progress: Progress) -> bool:
+        if progress.elapsed_s < 0.1:
+            return False
+        if way == "signal":
+            os.kill(os.getpid(), signal.SIGINT)
+        return way == "answer"
+
+    with known_server() as (url, _):
+        plan = plan_of(*evenly(4, 0.01, slow), Request(4, 60.0, "x", 1))
+        result = fleet.run_fleet(Target([url], Door.TGI), [plan], on_progress=end, scrapes=False)
+    assert result.was_stopped and not result.errors
+    assert outcomes(result.records) == [Outcome.CUT] * 4 + [Outcome.SKIPPED]
+    assert [record.num_output_tokens for record in result.records] == [1, 1, 1, 1, 0]
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_process_that_dies_is_told_and_its_records_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[Any] = []
+    spawn = fleet._spawn
+
+    async def note() -> Any:
+        children.append(await spawn())
+        return children[-1]
+
+    def kill(progress: Progress) -> None:
+        if progress.elapsed_s > 0.05 and children[0].process.returncode is None:
+            children[0].process.kill()
+
+    monkeypatch.setattr(fleet, "_spawn", note)
+    with known_server() as (url, _):
+        plan = plan_of(*evenly(20, 0.01))
+        result = fleet.run_fleet(Target([url], Door.COMPLETIONS, model="m"), shares(plan, 2), on_progress=kill)
+    assert result.errors == ["process 0 of the client ended with -9; 10 records are missing"]
+    assert result.num_missing == 10
+    assert [record.index for record in result.records] == list(range(1, 20, 2))
+    assert outcomes(result.records) == [Outcome.OK] * 10
+
+
+def test_what_a_process_refuses_is_told_as_the_users_mistake() -> None:
+    plan = plan_of(*evenly(2, 0.01))
+    with pytest.raises(LoadTestError, match="none of 2 requests to warm up"):
+        fleet.run_fleet(Target(["http://127.0.0.1:1"], Door.GENERATE), [plan], warm_up=plan.requests)
+    with pytest.raises(LoadTestError, match="each needs at least one"):
+        fleet.run_fleet(Target(["http://127.0.0.1:1"], Door.GENERATE, max_connections=1), shares(plan, 2))
+    assert runner.HEARTBEAT_S == 0.01, "which the readers of lags_s rely on"
