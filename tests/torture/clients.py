@@ -34,7 +34,8 @@ WITNESSES = [
 ]
 MAX_STEPS_AFTER = 2
 MAX_LATENCY_RATIO = 1.2
-ENOUGH = 1000  # intervals, for a 99th percentile to be judged
+ENOUGH = 3000  # intervals, for a 99th percentile to be judged
+MOST_ROUNDS = 40  # of quick faults, to come to so many
 
 
 class Witnesses:
@@ -89,12 +90,17 @@ def run(times: int) -> list[Finding]:
 
 
 def _torture(server: ServerProcess, fault: str, times: int, expected: list[Reply]) -> list[Finding]:
-    # Half of the polite ones before and half after, so that a machine that slows down is not the fault's.
-    num_polite = max(AT_ONCE, times // 2)
-    before, _ = asyncio.run(_beside_witnesses(server, fault, "polite", num_polite, expected))
     found, witnesses = torture(server, fault, times, expected)
-    after, _ = asyncio.run(_beside_witnesses(server, fault, "polite", num_polite, expected))
-    calm, loud = before.intervals_s() + after.intervals_s(), witnesses.intervals_s()
+    calm, loud = list[float](), witnesses.intervals_s()
+    # In turn, so that a machine that slows down is not the fault's. Some are over in a second, and come again.
+    for number in range(MOST_ROUNDS):
+        polite, _ = asyncio.run(_beside_witnesses(server, fault, "polite", max(AT_ONCE, times // 2), expected))
+        calm += polite.intervals_s()
+        if number and len(loud) < ENOUGH:
+            witnesses, _ = asyncio.run(_beside_witnesses(server, fault, "hostile", times, expected))
+            loud += witnesses.intervals_s()
+        if min(len(calm), len(loud)) >= min(ENOUGH, 6 * times):
+            break
     calm_s, loud_s = percentile(calm, 0.99), percentile(loud, 0.99)
     is_judged = min(len(calm), len(loud)) >= ENOUGH
     told = f"{loud_s / calm_s:.2f}x ({calm_s * 1e3:.1f} -> {loud_s * 1e3:.1f} ms, {len(loud):,} tokens)"
