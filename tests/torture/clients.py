@@ -20,7 +20,7 @@ from resource import getpagesize
 import msgspec
 
 from tests.raw_sockets import connect, post
-from tests.server_process import ServerProcess, serving
+from tests.server_process import ONE_THREAD, ServerProcess, serving
 from tests.torture.hostile_clients import AT_ONCE, FAULTS, Outcome, reset_on_close
 from tests.torture.report import Finding, percentile, table
 from tests.torture.streams import Asked, Connections, End, Reply, ask
@@ -80,7 +80,10 @@ class Witnesses:
 
 def run(times: int) -> list[Finding]:
     """Each fault so many times."""
-    with tempfile.TemporaryDirectory() as folder, serving(*FLAGS, log=Path(folder) / "log") as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(*FLAGS, log=Path(folder) / "log", environment=ONE_THREAD) as server,
+    ):
         expected = asyncio.run(_expected(server))
         asyncio.run(_beside_witnesses(server, "reset", "polite", 64, expected))  # warms everything up
         findings = [finding for fault in FAULTS for finding in _torture(server, fault, times, expected)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.server_process import ServerProcess, serving
+from tests.server_process import ONE_THREAD, ServerProcess, serving
 from tests.torture.crowd import PROMPTS, References
 from tests.torture.load import Item, Offer, Window, offered, total
 from tests.torture.report import BUILD, Finding
@@ -15,9 +15,6 @@ NUM_SEQS = 32
 # Those who wait make two more rounds of the seats, and clients are patient for four: half of it for the line, the other
 # half for the answer and for what goes wrong.
 NUM_QUEUED = 32  # what comes in waits about as long as it is then worked on: half of what its client bears
-# A step of the demo model is as fast on one core as on two. On two, whoever interrupts one of its threads, and each
-# refusal does, holds up both: the peak is the same, and of it 71 to 80 % are left at ten times the load.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 PATIENCE = 4
 NUM_TOKENS = 128
 TIMES = 10
