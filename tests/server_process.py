@@ -34,8 +34,8 @@ FIRST_PORT, PORTS_EACH = 20_000, 100
 _numbers = itertools.count()
 
 
-# A step of the demo model is as fast on one core as on two. With a thread on each of two, whoever interrupts one of them,
-# and each connection does, holds up both: steps are timed with one.
+# A step of the demo model is as fast on one core as on two. With a thread on each of two, whoever interrupts one of
+# them, and each connection does, holds up both: steps are timed with one.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
