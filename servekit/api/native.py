@@ -29,6 +29,7 @@ from servekit.schemas.native import (
     BatchGenerateResponse,
     GenerateRequest,
     GenerateResponse,
+    RequestMetrics,
     StreamEvent,
     Token,
     TopToken,
@@ -125,6 +126,15 @@ class Teller:
         total_tokens = prompt_tokens + completion_tokens
         return Usage(prompt_tokens, completion_tokens, total_tokens, self._submission.num_cached_tokens)
 
+    def metrics(self, index: int) -> RequestMetrics | UnsetType:
+        """Of the sequence at `index`, if it came to a token."""
+        generation = self._submission.generations[index]
+        sequence, first_s, last_s = generation.sequence, generation.first_token_s, generation.last_token_s
+        if sequence.first_scheduled_s is None or first_s is None or last_s is None:
+            return UNSET
+        times_s = (sequence.first_scheduled_s, first_s, last_s)
+        return RequestMetrics(*(round(1e3 * (at_s - sequence.arrival_s), 3) for at_s in times_s))
+
     def response(self, prompts: list[list[Answer]], gives_one_text: bool) -> GenerateResponse | BatchGenerateResponse:
         """All of it at once."""
         request, new = self._submission.request, new_id("gen")
@@ -150,6 +160,7 @@ class Teller:
             answer.finish_reason,
             answer.stop_reason,
             usage,
+            self.metrics(answer.index),
             UNSET if tokens is UNSET else tokens[0],
             UNSET if prompt_tokens is UNSET else prompt_tokens[0],
         )
@@ -201,6 +212,7 @@ class Teller:
             told.finish_reason = answer.finish_reason
             told.stop_reason = answer.stop_reason
             told.usage = self.usage(answer.num_tokens)
+            told.metrics = self.metrics(answer.index)
         return told
 
 

@@ -106,6 +106,14 @@ class Token(Struct):
     top_logprobs: list[TopToken] | UnsetType = UNSET
 
 
+class RequestMetrics(Struct):
+    """Where an answer's time went, in milliseconds from the request's arrival; what lies between is computing."""
+
+    queue_time_ms: float  # until the first step that had some of it
+    time_to_first_token_ms: float
+    total_time_ms: float
+
+
 class GenerateResponse(Struct):
     """Answer to one prompt."""
 
@@ -114,6 +122,7 @@ class GenerateResponse(Struct):
     finish_reason: FinishReason
     stop_reason: str | int | None  # the stop string or stop token that ended it; null at the model's own end
     usage: Usage
+    metrics: RequestMetrics | UnsetType = UNSET  # of one that came to a token
     tokens: list[Token] | UnsetType = UNSET  # with `logprobs`
     prompt_tokens: list[Token] | UnsetType = UNSET  # with `prompt_logprobs`
 
@@ -147,4 +156,5 @@ class StreamEvent(Struct):
     finish_reason: FinishReason | UnsetType = UNSET
     stop_reason: str | int | UnsetType | None = UNSET
     usage: Usage | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
     prompt_tokens: list[Token] | UnsetType = UNSET

@@ -54,6 +54,14 @@ def test_a_step_takes_as_long_as_it_should(server: ServerProcess) -> None:
     assert 0.02 <= told["sum"] / told["count"] < 0.03
 
 
+def test_an_answer_tells_where_its_time_went(server: ServerProcess) -> None:
+    (*others, last), whole = server.stream(PROMPT, max_tokens=10), server.generate(PROMPT, max_tokens=10)
+    for told in (last["metrics"], whole["metrics"]):
+        assert 0 <= told["queue_time_ms"] <= told["time_to_first_token_ms"] - 20
+        assert 180 <= told["total_time_ms"] - told["time_to_first_token_ms"] < 300
+    assert not any("metrics" in event for event in others)
+
+
 def test_its_worker_is_a_process_without_torch(server: ServerProcess) -> None:
     (worker,) = server.worker_pids()
     assert "torch" not in Path(f"/proc/{worker}/maps").read_text()
