@@ -28,7 +28,9 @@ class Departure:
             on_departure()
 
     def happen(self) -> None:
-        """The client has gone."""
+        """The client has gone. What is more than once told happens once."""
+        if self.has_happened:
+            return
         self.has_happened = True
         if self._on_departure is not None:
             self._on_departure()

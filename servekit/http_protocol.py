@@ -139,10 +139,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     @staticmethod
     def _tell_of_departure(cycle: RequestResponseCycle) -> None:
-        departure_of(cast(dict[str, Any], cycle.scope)).happen()
         cycle.disconnected = True
         cycle.waiting_for_100_continue = False  # uvicorn would invite the body of a client that has gone
         cycle.message_event.set()
+        departure_of(cast(dict[str, Any], cycle.scope)).happen()
 
     # -- what comes in -------------------------------------------------------------------------------------------------
 
@@ -204,6 +204,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._linger_timer.cancel()
             self._linger_timer = None
         super().on_message_complete()
+        # A large body pauses reading, and nobody asks for more of one that is whole. Who does not read hears of no
+        # departure.
+        if self.cycle is self._answering:
+            self.flow.resume_reading()
 
     def _arm_head_timer(self) -> None:
         if self._head_timer is None:

@@ -17,7 +17,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from ipaddress import ip_address
 
 from msgspec.structs import replace
@@ -247,23 +247,18 @@ def _request_id(scope: Scope) -> str:
 
 
 class _Exchange:
-    """One request's messages, in both directions, and what they say of how it goes."""
+    """One request's answer on its way out: it gets its id, and its status is noted for the log."""
 
     def __init__(self, request_id: str, send: Send) -> None:
         self._id_header = (b"x-request-id", request_id.encode())
         self._send = send
         self.status: int | None = None
-        self.is_whole = False
 
-    async def send(self, message: Message) -> None:
-        is_last = False
+    def send(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), self._id_header]
-        elif message["type"] == "http.response.body":
-            is_last = not message.get("more_body", False)
-        await self._send(message)
-        self.is_whole = self.is_whole or is_last
+        return self._send(message)
 
 
 def _log_end(scope: Scope, exchange: _Exchange, duration_s: float) -> None:

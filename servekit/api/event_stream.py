@@ -45,7 +45,7 @@ class KeepAlive:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, queue: ClientQueue) -> None:
-        """Its stream waits from now on."""
+        """Its stream has just said something, or begins."""
         loop = asyncio.get_running_loop()
         self._silent_since_s[queue] = loop.time()
         if self._timer is None and self._interval_s:
@@ -111,13 +111,14 @@ class EventStream(Response):
         submission, queue, write = self._submission, self._submission.queue, self._write
         num_unfinished = submission.num_answers
         keep_alive: KeepAlive = self._request.app.state.keep_alive
+        keep_alive.note(queue)
         try:
             while num_unfinished:
-                keep_alive.note(queue)
                 deltas = await queue.get()
                 written = b"".join(map(write, events_of(deltas, submission.interval))) if deltas else COMMENT
                 if written:
                     await _send(send, written)
+                    keep_alive.note(queue)
                 for delta in deltas:
                     num_unfinished -= delta.finish_reason is not None
         finally:
@@ -127,8 +128,8 @@ class EventStream(Response):
 
     def _on_departure(self) -> None:
         """The work ends at once, whatever the stream is waiting for."""
-        self._submission.abort()
         self._submission.queue.fail(ClientDisconnect())
+        self._submission.abort()
 
 
 async def _send(send: Send, body: bytes, more_body: bool = True) -> None:

@@ -320,3 +320,20 @@ def test_a_client_that_leaves_gives_its_blocks_back(server: ServerProcess, path:
         left = server.metric("servekit_generation_tokens_total")
         server.wait_until_at_rest()
         assert server.metric("servekit_generation_tokens_total") - left < 200, "it went on for nobody"
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+def test_a_client_with_a_large_body_is_seen_to_leave_too(server: ServerProcess, path: str) -> None:
+    """It comes in one piece behind its head, which pauses reading; whoever does not read hears of no departure."""
+    body = b'{"prompt": "a", "max_tokens": 1900, "ignore_eos": true}' + b" " * 200_000
+    with connect(server) as client:
+        client.sendall(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body))
+        )
+        time.sleep(0.1)
+        client.sendall(body)
+        server.wait_for_metric("servekit_num_requests_running", 1)
+        client.shutdown(socket.SHUT_WR)
+        left = server.metric("servekit_generation_tokens_total")
+        server.wait_until_at_rest()
+        assert server.metric("servekit_generation_tokens_total") - left < 200, "it went on for nobody"
