@@ -48,11 +48,10 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("locked")
     (folder / "keys.toml").write_text(KEYS)
     flags = ["--api-keys-file", str(folder / "keys.toml"), "--log-format", "json", "--log-level", "debug"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SERVEKIT_API_KEY", FROM_THE_ENVIRONMENT)
-        with serving(*flags, log=folder / "log") as server:
-            server.client.headers["authorization"] = f"Bearer {KEY}"
-            yield server
+    # Its own environment: another server that is started meanwhile wants no key.
+    with serving(*flags, log=folder / "log", environment={"SERVEKIT_API_KEY": FROM_THE_ENVIRONMENT}) as server:
+        server.client.headers["authorization"] = f"Bearer {KEY}"
+        yield server
 
 
 def bearer(key: str) -> dict[str, str]:
