@@ -33,6 +33,7 @@ from loadtest.markdown import as_share, as_time, comparison_table, table
 from loadtest.self_test import MAX_ERROR_S, self_test
 from loadtest.summary import Summary
 from loadtest.target import Door, Target
+from loadtest.words import CHARACTERS_PER_TOKEN
 
 FINE, MISSED, WRONG_USE, NOT_VALID = range(4)
 
@@ -283,7 +284,13 @@ def _asking() -> argparse.ArgumentParser:
     add("--requests", type=int, help="at most so many")
     add("--duration", type=float, metavar="S", help="nothing is begun after so many seconds")
     add("--seed", type=int, default=0, help="another one for other prompts and times")
-    add("--characters-per-token", type=float, default=4.4, metavar="C", help="of the server's tokenizer")
+    add(
+        "--characters-per-token",
+        type=float,
+        default=CHARACTERS_PER_TOKEN,
+        metavar="C",
+        help="of the server's tokenizer",
+    )
     add("--fields", metavar="JSON", help="more of every request's body")
     add("--batch-size", type=int, default=1, help="prompts in a request, at the door generate")
     add("--timeout", type=float, default=600.0, metavar="S", help="for one request")

@@ -25,6 +25,7 @@ from loadtest.slo import Objectives
 from loadtest.summary import Environment, Summary, summarise
 from loadtest.target import Target
 from loadtest.timeline import Measurements, measure, timeline, write_csv
+from loadtest.words import CHARACTERS_PER_TOKEN
 
 SUMMARY, REQUESTS, TIMELINE, PAGE, TABLE = "summary.json", "requests.jsonl", "timeline.csv", "report.html", "report.md"
 WARM_UP_SEED = 2**31  # far from those that people choose: nothing of it is to be found in a prefix cache later
@@ -39,7 +40,7 @@ class Experiment(Struct, frozen=True, kw_only=True):
     seed: int = 0
     num_requests: int | None = None
     duration_s: float | None = None
-    characters_per_token: float = 4.4
+    characters_per_token: float = CHARACTERS_PER_TOKEN
     num_processes: int = 1
     sources: tuple[str, ...] = ()
     num_warm_up: int = 8
