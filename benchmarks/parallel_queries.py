@@ -116,7 +116,15 @@ def serve(case: Case, folder: Path, stack: ExitStack) -> tuple[list[ServerProces
         stack.enter_context(serving(*flags, log=folder / f"log-{number}", port=port))
         for number in range(case.num_servers)
     ]
+    while num_listening(port) < case.num_servers:  # whoever answered /ready was one of them
+        time.sleep(0.1)
     return servers, port
+
+
+def num_listening(port: int) -> int:
+    """Sockets of this machine that listen on a port."""
+    sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    return sum(fields[1].endswith(f":{port:04X}") and fields[3] == "0A" for fields in sockets)
 
 
 def play(case: Case) -> bool:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("servekit")
 
 BACKLOG = 4096  # connections that the kernel has accepted for us; as many as Linux allows unless told otherwise
+LOOK_S = 0.05  # between two looks whether the model is there
 LAST_WORDS_TIMEOUT_S = 2  # to write what is left to be said when time is up
 
 
@@ -57,6 +58,7 @@ async def _serve(config: ServeConfig) -> int:
             app,
             http=limited_protocol(config, engine.metrics.refused),
             ws="none",
+            backlog=BACKLOG,
             lifespan="off",  # the engine's life is managed here, where its failure has an exit code
             log_config=None,
             log_level="warning",
@@ -66,7 +68,6 @@ async def _serve(config: ServeConfig) -> int:
     )
     if config.api_keys_file is not None or signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, app, server)
-    # The socket answers while the model loads, so that /ready can say so.
     http = asyncio.create_task(server.serve(sockets=[listener]))
     supervisor = asyncio.create_task(_supervise(engine, server, listener))
     watch_processes(engine.metrics.registry, lambda: engine.worker_pid)
@@ -104,19 +105,33 @@ async def _supervise(engine: LLMEngine, server: Server, listener: socket.socket)
 class Server(uvicorn.Server):
     """uvicorn, except that a signal is an order to finish and not a reason to die of it afterwards.
 
-    After the first signal the server drains: it still listens, so that whoever comes is told so and balancers see it at
-    /ready, but lets nobody in. When all answers are written, or `shutdown_timeout` is over and everybody was told, it
-    ends. A second signal ends it at once.
+    It listens while the model loads, so that /ready can say so. After the first signal it drains: it still listens, so
+    that whoever comes is told so and balancers see it at /ready, but lets nobody in. When all answers are written, or
+    `shutdown_timeout` is over and everybody was told, it ends. A second signal ends it at once.
+
+    Where servers share a port, the kernel is the balancer, and does not ask: whoever listens gets his share. There it
+    listens only while it serves.
     """
 
     def __init__(self, config: uvicorn.Config, engine: LLMEngine) -> None:
         super().__init__(config)
         self._engine = engine
         self._drains_until_s: float | None = None
+        self._shares_port = engine.config.reuse_port
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        # A signal and a failed start set flags, which is all that a signal may do.
+        while self._shares_port and self._engine.state == "loading" and not self.should_exit:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+        await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second, before and while it drains."""
         if self._drains_until_s is not None:
+            if self._shares_port:
+                for listening in self.servers:
+                    listening.close()  # those who are connected stay
             is_late = time.monotonic() >= self._drains_until_s
             self.should_exit = self.should_exit or is_late or not self.server_state.tasks
         return await super().on_tick(counter)
@@ -195,10 +210,16 @@ def _connect_tracing(config: ServeConfig) -> Tracing | None:
 
 
 def _bind(config: ServeConfig) -> socket.socket:
+    """The address is ours; uvicorn listens on it. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        address = (config.host, config.port)
-        return socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=config.reuse_port)
+        if not config.reuse_port:
+            return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+        listener = socket.socket(family)  # create_server would listen
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            listener.setsockopt(socket.SOL_SOCKET, option, 1)
+        listener.bind((config.host, config.port))
+        return listener
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; choose another --port or --host"
