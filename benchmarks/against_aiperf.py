@@ -1,10 +1,12 @@
 """Do two load generators say the same of one server? loadtest and NVIDIA's aiperf, in turn, with the same parameters.
 
-    python -m benchmarks.against_aiperf --aiperf PATH/TO/aiperf [--rounds 3] [--clients 8] [--requests 200]
+    python -m benchmarks.against_aiperf --aiperf PATH/TO/aiperf [--rounds 3] [--requests 300]
 
 aiperf is to be installed in an environment of its own (`pip install aiperf`). Both ask a server with the simulated
-model, whose steps take as long as they are told to, over /v1/completions in a closed loop. aiperf's "inter-token
-latency" is a request's mean, which loadtest calls TPOT.
+model, whose steps take as long as they are told to, over /v1/completions; answers are of different lengths, or all
+clients of a closed loop would march in step, and a millisecond between two requests decide about the next step for all
+of them. aiperf's "inter-token latency" is a request's mean, which loadtest calls TPOT. Its clock starts when a request
+is sent; so does that of the figures that are compared.
 """
 
 from __future__ import annotations
@@ -23,16 +25,21 @@ from servekit.model_files import SIMULATED_MODEL_PATH
 from tests.server_process import serving
 
 MODEL = "sim:step=20ms,prefill=50us"
-NUM_INPUT, NUM_OUTPUT = 64, 32
+NAME = "simulated"  # to aiperf a comma separates two models
+NUM_INPUT, NUM_OUTPUT, SPREAD = 64, 32, 8
+LOADS = {
+    "closed:8": ["--concurrency", "8"],
+    "constant:17": ["--request-rate", "17", "--arrival-pattern", "constant"],
+}
 FIGURES = ("TTFT p50, ms", "TTFT p90, ms", "TPOT p50, ms", "TPOT p90, ms", "output tokens/s", "requests/s")
 
 
-def ask_aiperf(program: str, port: int, num_clients: int, num_requests: int, folder: Path) -> dict[str, float]:
-    command = [program, "profile", "-m", MODEL, "--tokenizer", str(SIMULATED_MODEL_PATH)]
+def ask_aiperf(program: str, port: int, load: str, num_requests: int, seed: int, folder: Path) -> dict[str, float]:
+    command = [program, "profile", "-m", NAME, "--tokenizer", str(SIMULATED_MODEL_PATH)]
     command += ["--url", f"http://127.0.0.1:{port}", "--endpoint-type", "completions", "--streaming"]
-    command += ["--isl", str(NUM_INPUT), "--osl", str(NUM_OUTPUT), "--concurrency", str(num_clients)]
+    command += ["--isl", str(NUM_INPUT), "--osl", str(NUM_OUTPUT), "--osl-stddev", str(SPREAD), *LOADS[load]]
     command += ["--request-count", str(num_requests), "--extra-inputs", "ignore_eos:true", "--ui", "none"]
-    command += ["--output-artifact-dir", str(folder)]
+    command += ["--random-seed", str(seed), "--output-artifact-dir", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     told = json.loads((folder / "profile_export_aiperf.json").read_text())
@@ -41,43 +48,47 @@ def ask_aiperf(program: str, port: int, num_clients: int, num_requests: int, fol
     return dict(zip(FIGURES, (ttft["p50"], ttft["p90"], itl["p50"], itl["p90"], *rates), strict=True))
 
 
-def ask_loadtest(port: int, num_clients: int, num_requests: int, seed: int) -> dict[str, float]:
+def ask_loadtest(port: int, load: str, num_requests: int, seed: int) -> dict[str, float]:
     target = Target(urls=[f"http://127.0.0.1:{port}"], door=Door.COMPLETIONS, verifies=True)
     experiment = Experiment(
         target=target,
-        arrivals=f"closed:{num_clients}",
-        workload=f"random:input={NUM_INPUT},output={NUM_OUTPUT}",
+        arrivals=load,
+        workload=f"random:input={NUM_INPUT},output=normal:{NUM_OUTPUT},{SPREAD}",
         num_requests=num_requests,
         characters_per_token=1.0,
         seed=seed,
     )
     full = run(experiment, "loadtest", None).summary.full
-    assert full.num_answered == num_requests and full.ttft_s is not None and full.tpot_s is not None
-    times = (full.ttft_s.p50, full.ttft_s.p90, full.tpot_s.p50, full.tpot_s.p90)
+    assert full.num_answered == num_requests and full.ttft_from_start_s is not None and full.tpot_s is not None
+    times = (full.ttft_from_start_s.p50, full.ttft_from_start_s.p90, full.tpot_s.p50, full.tpot_s.p90)
     values = (*(1e3 * each for each in times), full.output_tokens_per_s, full.requests_per_s)
     return dict(zip(FIGURES, values, strict=True))
+
+
+def compare(load: str, aiperf: str, port: int, num_rounds: int, num_requests: int, folder: Path) -> None:
+    """Under one load, in turn."""
+    theirs, ours = list[dict[str, float]](), list[dict[str, float]]()
+    for number in range(num_rounds):
+        ours.append(ask_loadtest(port, load, num_requests, number))
+        theirs.append(ask_aiperf(aiperf, port, load, num_requests, number, folder / f"{load}-{number}"))
+    print(f"\n| {load} | aiperf | loadtest | ratio |\n|---|---:|---:|---:|")
+    for name in FIGURES:
+        first, second = (statistics.median(each[name] for each in rounds) for rounds in (theirs, ours))
+        print(f"| {name} | {first:.2f} | {second:.2f} | {second / first:.3f} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--aiperf", required=True, help="the program")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--requests", type=int, default=300)
     arguments = parser.parse_args()
-    theirs, ours = list[dict[str, float]](), list[dict[str, float]]()
+    print(f"{os.cpu_count()} cores, {arguments.requests} requests to {MODEL}, median of {arguments.rounds} rounds")
     with tempfile.TemporaryDirectory() as folder:
-        flags = ("--model", MODEL, "--log-level", "warning")
+        flags = ("--model", MODEL, "--served-model-name", NAME, "--log-level", "warning")
         with serving(*flags, log=Path(folder) / "log") as server:
-            for number in range(arguments.rounds):
-                size = (arguments.clients, arguments.requests)
-                ours.append(ask_loadtest(server.port, *size, seed=number))
-                theirs.append(ask_aiperf(arguments.aiperf, server.port, *size, Path(folder) / str(number)))
-    print(f"{os.cpu_count()} cores, {arguments.clients} clients, {arguments.requests} requests, {MODEL}")
-    print(f"median of {arguments.rounds} rounds\n\n| | aiperf | loadtest | ratio |\n|---|---:|---:|---:|")
-    for name in FIGURES:
-        first, second = (statistics.median(each[name] for each in rounds) for rounds in (theirs, ours))
-        print(f"| {name} | {first:.2f} | {second:.2f} | {second / first:.3f} |")
+            for load in LOADS:
+                compare(load, arguments.aiperf, server.port, arguments.rounds, arguments.requests, Path(folder))
 
 
 if __name__ == "__main__":

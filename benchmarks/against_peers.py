@@ -1,0 +1,116 @@
+"""servekit and other servers, in one run: the same model, the same prompts, the same load generator, in turn.
+
+    python -m benchmarks.against_peers --model PATH --peer vllm=http://127.0.0.1:8101 [--rounds 3] [--clients 1 8 32]
+
+servekit is started here; a peer is whatever answers `/v1/completions` at its address, and has no other work meanwhile.
+Rounds alternate between the sides, so that a noisy machine is noisy for all, and each figure is the median of its
+rounds. Greedy, with answers of a fixed length: a peer has to know `ignore_eos`, and the share of requests that were
+answered in full is told if it is not all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+from loadtest.experiment import Experiment, run
+from loadtest.markdown import as_number, as_time
+from loadtest.statistics import Distribution
+from loadtest.summary import Figures
+from loadtest.target import Door, Target
+from tests.server_process import serving
+
+# Prompts of 64 to 512 tokens and answers of 64; then 544 tokens of which 512 are the same for all, and answers of 32.
+WORKLOADS = {
+    "mixed": "random:input=uniform:64-512,output=64",
+    "shared prefix": "prefix:groups=1,prefix=512,suffix=32,output=32",
+}
+ROUNDS_OF_A_CLIENT = 4  # requests, at least
+LEAST_REQUESTS = 10
+
+
+def ask(url: str, workload: str, num_clients: int, seed: int, characters_per_token: float) -> Figures:
+    """One round. Prompts are the same for all sides, and new in each round."""
+    target = Target(urls=[url], door=Door.COMPLETIONS, fields={"temperature": 0.0})
+    experiment = Experiment(
+        target=target,
+        arrivals=f"closed:{num_clients}",
+        workload=workload,
+        num_requests=max(LEAST_REQUESTS, ROUNDS_OF_A_CLIENT * num_clients),
+        characters_per_token=characters_per_token,
+        seed=seed,
+        num_warm_up=min(num_clients, 4),
+    )
+    summary = run(experiment, url, None).summary
+    if not summary.is_valid or summary.failures:
+        print(f"{url}: {summary.invalid_because} {summary.failures}", file=sys.stderr)
+    return summary.full
+
+
+def median(rounds: list[Figures], of: Callable[[Figures], float | None]) -> float | None:
+    known = [value for value in map(of, rounds) if value is not None]
+    return statistics.median(known) if known else None
+
+
+def p50(of: Callable[[Figures], Distribution | None]) -> Callable[[Figures], float | None]:
+    def value(figures: Figures) -> float | None:
+        told = of(figures)
+        return None if told is None else told.p50
+
+    return value
+
+
+def row(name: str, num_clients: int, sides: dict[str, list[Figures]]) -> str:
+    """Every side's rate, times, and the ratio of servekit's rate to the others'."""
+    rates = {side: median(rounds, lambda each: each.output_tokens_per_s) for side, rounds in sides.items()}
+    ours = rates["servekit"]
+    cells = [name, str(num_clients)]
+    for side, rounds in sides.items():
+        times = [median(rounds, p50(of)) for of in (lambda each: each.ttft_s, lambda each: each.tpot_s)]
+        cells += [as_number(rates[side]), *map(as_time, times)]
+    cells += [f"{ours / rate:.2f}" if ours and rate else "-" for side, rate in rates.items() if side != "servekit"]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo", help="what servekit serves")
+    parser.add_argument("--serve", default="", help="more flags of servekit serve, separated by blanks")
+    parser.add_argument("--url", help="of a servekit that runs already; otherwise one is started")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help="may be repeated")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--characters-per-token", type=float, default=4.0)
+    arguments = parser.parse_args()
+    peers = dict(each.split("=", 1) for each in arguments.peer)
+    names = ["servekit", *peers]
+    print(f"{os.cpu_count()} cores, {arguments.model}, median of {arguments.rounds} rounds")
+    heads = [f"{name}, {what}" for name in names for what in ("tokens/s", "TTFT p50", "TPOT p50")]
+    heads += [f"servekit / {name}" for name in peers]
+    print(f"\n| load | clients | {' | '.join(heads)} |\n|---|{'---:|' * (len(heads) + 1)}")
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ("--model", arguments.model, "--log-level", "warning", *arguments.serve.split())
+        with nullcontext() if arguments.url else serving(*flags, log=Path(folder) / "log") as server:
+            urls = {"servekit": server.url if server else arguments.url, **peers}
+            for number, name in enumerate(arguments.workloads):
+                for num_clients in arguments.clients:
+                    sides: dict[str, list[Figures]] = {side: [] for side in names}
+                    for of_round in range(arguments.rounds):
+                        seed = 1000 * number + 100 * of_round + num_clients
+                        for side in names:
+                            workload = WORKLOADS[name]
+                            sides[side].append(
+                                ask(urls[side], workload, num_clients, seed, arguments.characters_per_token)
+                            )
+                    print(row(name, num_clients, sides), flush=True)
+
+
+if __name__ == "__main__":
+    main()
