@@ -8,6 +8,7 @@ better places: the protocol tells of a departure, the engine fails what is left 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -46,18 +47,16 @@ class KeepAlive:
 
     def note(self, queue: ClientQueue) -> None:
         """Its stream has just said something, or begins."""
-        loop = asyncio.get_running_loop()
-        self._silent_since_s[queue] = loop.time()
+        self._silent_since_s[queue] = time.monotonic()
         if self._timer is None and self._interval_s:
-            self._timer = loop.call_later(self._interval_s / 4, self._look)
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s / 4, self._look)
 
     def forget(self, queue: ClientQueue) -> None:
         """Its stream has ended."""
         self._silent_since_s.pop(queue, None)
 
     def _look(self) -> None:
-        loop = asyncio.get_running_loop()
-        last_s = loop.time() - self._interval_s
+        loop, last_s = asyncio.get_running_loop(), time.monotonic() - self._interval_s
         for queue, since_s in self._silent_since_s.items():
             if since_s <= last_s:
                 queue.wake()
