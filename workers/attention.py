@@ -4,7 +4,8 @@ Every model that goes through transformers' AttentionInterface hands its queries
 registered here. It stores keys and values in the pages of the step at hand, which travels along as a keyword
 argument, and lets each query look at its own sequence's pages. The models' code stays as it is.
 
-This is the torch reference: it gathers pages before it attends, and runs on any device.
+This is the torch reference: it gathers pages before it attends, and runs on any device. On a CPU, rows of one query
+have something better (decode_attention.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from workers.decode_attention import DecodeAttention
 from workers.kv_cache import KVCache
 
 PAGED_ATTENTION = "servekit_paged"
@@ -34,6 +36,10 @@ class QueryGroup:
     positions: Tensor  # [B, Q] their positions in their sequences
     block_table: Tensor  # [B, num_blocks] padded with any valid block
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_decode(self) -> bool:
+        return self.token_indices.shape[1] == 1
 
     def mask(self, num_keys: int, window: int | None) -> Tensor:
         """[B, 1, Q, num_keys] true where a query may look: at itself and before, within the window if there is one.
@@ -55,6 +61,7 @@ class PagedStep:
     cache: KVCache
     slot_mapping: Tensor  # [num_tokens] flat cell for each new key
     groups: list[QueryGroup]
+    decode: DecodeAttention | None = None  # for rows of one query, where there is one
 
 
 def paged_attention(
@@ -78,13 +85,19 @@ def paged_attention(
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
     paged.cache.write(layer, paged.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    queries = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
+    queries = query[0].transpose(0, 1).contiguous()  # [num_tokens, num_heads, head_dim]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     output = queries.new_empty(*queries.shape[:2], value.shape[-1])
+    keys, values = paged.cache.keys[layer], paged.cache.values[layer]
+    decode = paged.decode if paged.decode is not None and paged.decode.takes(queries, keys, values) else None
     for group in paged.groups:
-        keys, values = paged.cache.read(layer, group.block_table)
-        mask = group.mask(keys.shape[2], sliding_window)
-        output[group.token_indices] = attend(queries[group.token_indices], keys, values, mask, scale, softcap, s_aux)
+        if decode is not None and group.is_decode:
+            where = (group.token_indices, group.block_table, group.positions)
+            decode(queries, keys, values, *where, output, scale, sliding_window, softcap, s_aux)
+            continue
+        of_rows = paged.cache.read(layer, group.block_table)
+        mask = group.mask(of_rows[0].shape[2], sliding_window)
+        output[group.token_indices] = attend(queries[group.token_indices], *of_rows, mask, scale, softcap, s_aux)
     return output[None], None
 
 

@@ -54,9 +54,16 @@ class SlotTable:
     """
 
     def __init__(
-        self, num_slots: int, max_model_len: int, num_blocks: int, block_size: int, device: torch.device
+        self,
+        num_slots: int,
+        max_model_len: int,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        pads_decodes: bool = True,
     ) -> None:
         self.block_size = block_size
+        self.pads_decodes = pads_decodes  # decode rows of a group attend to as many pages as the longest of them
         self.row_length = max_model_len + 1  # the last sampled token has a position too
         # int32: with many slots and a long context this is the largest table there is.
         self.token_ids = torch.zeros(num_slots * self.row_length, dtype=torch.int32, device=device)
@@ -146,11 +153,14 @@ def _group_rows(rows: tuple[Row, ...], first: Indices, table: SlotTable) -> list
     """(token_indices [B, Q], block_table [B, num_blocks]) of rows that compute equally many tokens Q.
 
     Rows of a group are padded to its longest block table. So that one long sequence does not make all others as
-    expensive as itself, only tables of the same order of magnitude (in powers of two) come together.
+    expensive as itself, only tables of the same order of magnitude (in powers of two) come together; unless each row
+    reads its own pages only.
     """
     groups: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        groups[row.num_tokens, int(table.num_blocks[row.slot] - 1).bit_length()].append(index)
+        is_padded = table.pads_decodes or row.num_tokens > 1
+        order = int(table.num_blocks[row.slot] - 1).bit_length() if is_padded else 0
+        groups[row.num_tokens, order].append(index)
     shaped = []
     for (num_tokens, _), members in groups.items():
         token_indices = first[members][:, None] + np.arange(num_tokens)

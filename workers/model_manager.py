@@ -27,6 +27,7 @@ from servekit.messages import ModelInfo
 from workers.attention import PAGED_ATTENTION
 from workers.checkpoint import WEIGHTS, check_num_layers, check_num_parameters, find_weights
 from workers.kv_cache import LayerShape
+from workers.packed_linear import can_pack, pack_linears
 
 log = logging.getLogger("servekit.worker")
 
@@ -88,6 +89,8 @@ class ModelManager:
         model.eval()
         layers, decoder = _record_layers(model, architecture)
         info = _describe(model, architecture, path, max_model_len)
+        if self.device.type == "cpu" and can_pack(model.dtype):
+            log.info("laid out %d weights for oneDNN", pack_linears(model))
         return LoadedModel(model, decoder, layers, info, self.device, model.dtype)
 
     def _resolve_dtype(self, dtype: str) -> str | torch.dtype:

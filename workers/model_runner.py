@@ -28,6 +28,7 @@ from workers.attention import PagedStep
 from workers.bans import ban
 from workers.batch import Batch, SlotTable, make_batch
 from workers.constraints import Constraints
+from workers.decode_attention import decode_attention
 from workers.kv_cache import KVCache, kv_bytes_per_token
 from workers.logprobs import prompt_logprobs, sampled_logprobs
 from workers.model_manager import LoadedModel, ModelManager, attention_switched, output_recorded, output_replayed
@@ -52,9 +53,11 @@ class ModelRunner:
         self.kv_bytes_per_token = kv_bytes_per_token(loaded.layers, loaded.dtype)
         num_blocks = settings.num_kv_blocks or self._num_blocks_that_fit(settings)
         self.cache = KVCache(loaded.layers, num_blocks, settings.block_size, loaded.dtype, loaded.device)
+        self._decode = decode_attention(loaded.dtype) if loaded.device.type == "cpu" else None
         # No sequence is longer than the pool, whatever context the model claims.
         longest = min(loaded.info.max_model_len, num_blocks * settings.block_size + 1)
-        self.table = SlotTable(settings.max_num_seqs, longest, num_blocks, settings.block_size, loaded.device)
+        sizes = (settings.max_num_seqs, longest, num_blocks, settings.block_size)
+        self.table = SlotTable(*sizes, loaded.device, pads_decodes=self._decode is None)
         tokenizer_file = Path(settings.model_path) / "tokenizer.json"
         self.constraints = Constraints(tokenizer_file, loaded.info.vocab_size, loaded.info.eos_token_ids)
 
@@ -132,7 +135,7 @@ class ModelRunner:
             position_ids=batch.position_ids[None],
             use_cache=False,
             logits_to_keep=token_indices,
-            paged=PagedStep(self.cache, batch.slot_mapping, batch.groups),
+            paged=PagedStep(self.cache, batch.slot_mapping, batch.groups, self._decode),
         )
         logits: Tensor = output.logits[0]
         return logits.float()
@@ -157,7 +160,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def self_check(self) -> float:
-        """Compare two paged chunks with one plain forward pass; returns the relative distance of their logits.
+        """Compare paged chunks with one plain forward pass; returns the relative distance of their logits.
 
         Raises ConfigError when they differ: better no answer than a wrong one, whatever the architecture hides.
         """
@@ -169,7 +172,7 @@ class ModelRunner:
         prompt = torch.tensor([token_ids], device=device)
         with attention_switched(self.loaded.model, "eager"):
             plain = self.loaded.model(input_ids=prompt, use_cache=False).logits[0, -1].float()
-        paged = self._run_in_two_chunks(token_ids)
+        paged = self._run_in_chunks(token_ids)
         distance = float((paged - plain).norm(dim=-1).max() / plain.norm())
         if not distance <= SELF_CHECK_TOLERANCE.get(self.loaded.dtype, 0.15):
             raise ConfigError(
@@ -178,14 +181,14 @@ class ModelRunner:
             )
         return distance
 
-    def _run_in_two_chunks(self, token_ids: tuple[int, ...]) -> Tensor:
-        """[2, vocab_size]: the last logits of a sequence prefilled in two steps, and once more, from the head alone."""
+    def _run_in_chunks(self, token_ids: tuple[int, ...]) -> Tensor:
+        """[2, vocab_size]: the last logits of a sequence computed in chunks, and once more, from the head alone."""
         num_tokens, block_size = len(token_ids), self.cache.block_size
         blocks = tuple(reversed(range(-(-num_tokens // block_size))))
         seat = Seat(slot=0, sampling=SamplingParams(max_tokens=1, temperature=0.0))
-        half = num_tokens // 2
-        chunks = [(0, half, blocks), (half, num_tokens, ())] if half else [(0, num_tokens, blocks)]
-        for start, stop, new_blocks in chunks:
+        ends = sorted({num_tokens // 2, num_tokens - 1, num_tokens} - {0})
+        for start, stop in zip([0, *ends], ends, strict=False):
+            new_blocks = () if start else blocks
             row = Row(0, start, stop - start, token_ids[start:stop], new_blocks, samples=True)
             plan = StepPlan(0, 0, (seat,) if start == 0 else (), (row,))
             batch = make_batch(plan, self.table)

@@ -1,0 +1,163 @@
+"""What a step costs the worker, beside what it must cost on this machine.
+
+    python -m benchmarks.worker [--model PATH] [--dtype bfloat16] [--batches 1 8 32] [--context 256]
+
+Without a model it makes one of random weights: a Llama of 88 million parameters, 12 layers, hidden size 768, 12 query
+and 4 key heads. Two floors are measured in the same run, in turn with the steps: the multiplications of a step by
+themselves, with weights laid out by oneDNN, and the time to read all weights once. A step is timed inside the worker,
+from the plan to the sampled ids; figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from servekit.messages import LoadModel, Row, Seat, StepPlan
+from servekit.sampling_params import SamplingParams
+from workers.model_manager import LoadedModel, ModelManager
+from workers.model_runner import ModelRunner
+from workers.packed_linear import NUM_ROWS
+
+BLOCK_SIZE = 16
+SHAPE = {
+    "vocab_size": 8192,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "intermediate_size": 2048,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+GREEDY = SamplingParams(max_tokens=4096, temperature=0.0, ignore_eos=True)
+
+
+def make_model(path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=torch.bfloat16).save_pretrained(path)
+
+
+class Steps:
+    """Sequences that grow by a token in every step."""
+
+    def __init__(self, loaded: LoadedModel, num_sequences: int, num_tokens: int, most_steps: int) -> None:
+        blocks_each = -(-(num_tokens + most_steps + 1) // BLOCK_SIZE)
+        settings = LoadModel(
+            model_path="",
+            device="cpu",
+            dtype="auto",
+            max_model_len=None,
+            max_num_seqs=num_sequences,
+            max_num_batched_tokens=8192,
+            block_size=BLOCK_SIZE,
+            num_kv_blocks=blocks_each * num_sequences,
+            kv_cache_memory_bytes=None,
+            gpu_memory_utilization=0.9,
+        )
+        self.runner = ModelRunner(loaded, settings)
+        self.length = num_tokens
+        self.prefill_s = 0.0  # of the last prompt
+        vocab_size = loaded.info.vocab_size
+        for slot in range(num_sequences):
+            token_ids = tuple((slot * 7919 + i * 31) % vocab_size for i in range(num_tokens))
+            blocks = tuple(range(slot * blocks_each, (slot + 1) * blocks_each))
+            row = Row(slot, 0, num_tokens, token_ids, blocks, samples=True)
+            seat = Seat(slot=slot, sampling=GREEDY)
+            self.prefill_s = self.runner.execute(StepPlan(0, 0, (seat,), (row,))).step_time_s
+
+    def decode_s(self) -> float:
+        """Seconds of one more step."""
+        rows = tuple(Row(slot, self.length, 1, (), (), samples=True) for slot in self.runner.table.seats)
+        self.length += 1
+        return self.runner.execute(StepPlan(0, self.length, (), rows)).step_time_s
+
+
+def timed(what: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    what()
+    return time.perf_counter() - started
+
+
+class Floor:
+    """All multiplications of a step, the siblings that have one input as one; and nothing else."""
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        head_dim = hidden // config.num_attention_heads
+        qkv = (config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim
+        shapes = [(qkv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)] * config.num_hidden_layers
+        weights = [torch.randn(*shape).mul(0.02).to(dtype) for shape in [*shapes, (config.vocab_size, hidden)]]
+        self.num_bytes = sum(weight.nbytes for weight in weights)
+        self._dtype = dtype
+        self._weights = [
+            (weight.shape[1], torch.ops.mkldnn._reorder_linear_weight(weight, NUM_ROWS)) for weight in weights
+        ]
+
+    def multiply(self, num_rows: int) -> Callable[[], object]:
+        inputs: dict[int, Tensor] = {size: torch.randn(num_rows, size).to(self._dtype) for size, _ in self._weights}
+        call = torch.ops.mkldnn._linear_pointwise
+
+        def step() -> None:
+            with torch.inference_mode():
+                for size, weight in self._weights:
+                    call(inputs[size], weight, None, "none", [], "")
+
+        return step
+
+
+def read_rate() -> float:
+    """Bytes/s at which this machine reads memory that is in no cache."""
+    memory = torch.ones(2**26)
+    return memory.nbytes / min(timed(memory.sum) for _ in range(5))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="a directory; a Llama of random weights if left out")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, default=256, help="tokens of each sequence")
+    parser.add_argument("--steps", type=int, default=30)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = arguments.model or Path(folder)
+        if arguments.model is None:
+            make_model(path)
+        started = time.monotonic()
+        loaded = ModelManager("cpu").load(path, arguments.dtype, None)
+        load_s = time.monotonic() - started
+    floor = Floor(loaded.model.config, loaded.dtype)
+    print(f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}, {loaded.dtype}")
+    size = f"{loaded.info.num_parameters / 1e6:.0f} M parameters"
+    print(f"{loaded.info.architecture}, {size}, loaded in {load_s:.1f} s; {arguments.context} tokens of context")
+    print(f"reading all weights once takes {1e3 * floor.num_bytes / read_rate():.1f} ms")
+    print("\n| sequences | a step, ms | multiplications alone, ms | ratio | tokens/s |\n|---:|---:|---:|---:|---:|")
+    for num_sequences in arguments.batches:
+        steps = Steps(loaded, num_sequences, arguments.context, arguments.steps + 3)
+        multiply = floor.multiply(num_sequences)
+        for _ in range(3):
+            steps.decode_s(), multiply()
+        pairs = [(steps.decode_s(), timed(multiply)) for _ in range(arguments.steps)]
+        step_s, floor_s = (statistics.median(times) for times in zip(*pairs, strict=True))
+        cells = (
+            f"{1e3 * step_s:.1f}",
+            f"{1e3 * floor_s:.1f}",
+            f"{step_s / floor_s:.2f}",
+            f"{num_sequences / step_s:.0f}",
+        )
+        print(f"| {num_sequences} | {' | '.join(cells)} |")
+    print(f"\na prompt of {arguments.context} tokens takes {1e3 * steps.prefill_s:.0f} ms")
+
+
+if __name__ == "__main__":
+    main()
