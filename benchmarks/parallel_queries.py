@@ -34,7 +34,7 @@ from loadtest.experiment import Experiment, Trial, run
 from loadtest.markdown import as_time
 from loadtest.record import Outcome
 from loadtest.target import Door, Target
-from tests.server_process import ServerProcess, free_port, serving
+from tests.server_process import ServerProcess, free_port, num_listening, serving
 from tests.torture.streams import Asked, Connections, End, Reply, ask
 
 ALL = 102_000
@@ -119,12 +119,6 @@ def serve(case: Case, folder: Path, stack: ExitStack) -> tuple[list[ServerProces
     while num_listening(port) < case.num_servers:  # whoever answered /ready was one of them
         time.sleep(0.1)
     return servers, port
-
-
-def num_listening(port: int) -> int:
-    """Sockets of this machine that listen on a port."""
-    sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
-    return sum(fields[1].endswith(f":{port:04X}") and fields[3] == "0A" for fields in sockets)
 
 
 def play(case: Case) -> bool:

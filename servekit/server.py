@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("servekit")
 
 BACKLOG = 4096  # connections that the kernel has accepted for us; as many as Linux allows unless told otherwise
-LOOK_S = 0.05  # between two looks whether the model is there
 LAST_WORDS_TIMEOUT_S = 2  # to write what is left to be said when time is up
 
 
@@ -94,12 +93,13 @@ async def _supervise(engine: LLMEngine, server: Server, listener: socket.socket)
     try:
         log.info("servekit %s loads %s", __version__, engine.config.model)
         await engine.start()
+        await server.listen()
         _announce(engine, _url(listener))
         await engine.wait_until_failed()
         assert engine.failure is not None
         raise engine.failure
     finally:
-        server.should_exit = True
+        server.end()
 
 
 class Server(uvicorn.Server):
@@ -110,30 +110,49 @@ class Server(uvicorn.Server):
     `shutdown_timeout` is over and everybody was told, it ends. A second signal ends it at once.
 
     Where servers share a port, the kernel is the balancer, and does not ask: whoever listens gets his share. There it
-    listens only while it serves.
+    listens from when its model is there until the signal, and refuses nobody before that has had its effect.
     """
 
     def __init__(self, config: uvicorn.Config, engine: LLMEngine) -> None:
         super().__init__(config)
         self._engine = engine
+        self._loop = asyncio.get_running_loop()
         self._drains_until_s: float | None = None
         self._shares_port = engine.config.reuse_port
+        self._may_go_on = asyncio.Event()  # the model is there, or never will be
+        self._listens = asyncio.Event()
+
+    async def listen(self) -> None:
+        """The model is there; returns when whoever comes is heard."""
+        self._may_go_on.set()
+        await self._listens.wait()
+
+    def end(self) -> None:
+        self.should_exit = True
+        self._may_go_on.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
-        # A signal and a failed start set flags, which is all that a signal may do.
-        while self._shares_port and self._engine.state == "loading" and not self.should_exit:  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_S)
-        await super().startup(sockets)
+        """Listen, if there is anything to listen for."""
+        if self._shares_port:
+            await self._may_go_on.wait()
+        if self._shares_port and (self.should_exit or self._drains_until_s is not None):
+            self.servers, self.started = [], True
+        else:
+            await super().startup(sockets)
+        self._listens.set()
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second, before and while it drains."""
         if self._drains_until_s is not None:
-            if self._shares_port:
+            if self._shares_port and self.servers:
                 for listening in self.servers:
                     listening.close()  # those who are connected stay
-            is_late = time.monotonic() >= self._drains_until_s
-            self.should_exit = self.should_exit or is_late or not self.server_state.tasks
+                self.servers = []  # and who came last has until the next time to say what he wants
+            elif self._engine.state != "draining":
+                self._engine.drain()
+            else:
+                is_late = time.monotonic() >= self._drains_until_s
+                self.should_exit = self.should_exit or is_late or not self.server_state.tasks
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -151,8 +170,10 @@ class Server(uvicorn.Server):
                 len(self.server_state.tasks),
                 timeout_s,
             )
-            self._engine.drain()
+            if not self._shares_port:
+                self._engine.drain()
             self._drains_until_s = time.monotonic() + timeout_s
+            self._loop.call_soon_threadsafe(self._may_go_on.set)  # a handler of signals may do no more
         else:
             self.force_exit = self.should_exit = True
 

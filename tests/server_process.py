@@ -34,6 +34,12 @@ FIRST_PORT, PORTS_EACH = 20_000, 100
 _numbers = itertools.count()
 
 
+def num_listening(port: int) -> int:
+    """Sockets of this machine that listen on a port. Of servers that share one, any may answer /ready."""
+    sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    return sum(fields[1].endswith(f":{port:04X}") and fields[3] == "0A" for fields in sockets)
+
+
 # A step of the demo model is as fast on one core as on two. With a thread on each of two, whoever interrupts one of
 # them, and each connection does, holds up both: steps are timed with one.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
