@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { LANES = 16 };
+enum { LANES = 16, STRIP = 4 };
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
@@ -18,21 +18,40 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef uint16_t scalar; /* the upper half of a float */
 typedef uint16_t scalars __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
-static inline floats load(const scalar *from) {
-    ints bits = __builtin_convertvector(*(const scalars *)from, ints) << 16;
-    return (floats)bits;
+/* `width` vectors. Two come out of 32 scalars with a shift and a mask, those at even places before those at odd ones:
+   products and sums do not mind, and `narrow` puts them back in order. */
+static inline void widen(const scalar *from, floats *to, const int width) {
+    int w = 0;
+    for (; w + 1 < width; w += 2) {
+        ints both = *(const ints *)(from + w * LANES);
+        to[w] = (floats)(both << 16);
+        to[w + 1] = (floats)(both & (int32_t)0xffff0000);
+    }
+    if (w < width) to[w] = (floats)(__builtin_convertvector(*(const scalars *)(from + w * LANES), ints) << 16);
 }
 
-static inline void store(scalar *to, floats values) { /* the nearest one, ties to even; values are finite */
+static inline ints nearest(floats values) { /* ties to even; the upper halves are the answer. Values are finite */
     ints bits = (ints)values;
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    *(scalars *)to = __builtin_convertvector(bits, scalars);
+    return bits + 0x7fff + ((bits >> 16) & 1);
+}
+
+static inline void narrow(const floats *from, scalar *to, const int width) {
+    int w = 0;
+    for (; w + 1 < width; w += 2)
+        *(ints *)(to + w * LANES) =
+            ((nearest(from[w]) >> 16) & 0xffff) | (nearest(from[w + 1]) & (int32_t)0xffff0000);
+    if (w < width) *(scalars *)(to + w * LANES) = __builtin_convertvector(nearest(from[w]) >> 16, scalars);
 }
 #else
 typedef float scalar;
 
-static inline floats load(const scalar *from) { return *(const floats *)from; }
-static inline void store(scalar *to, floats values) { *(floats *)to = values; }
+static inline void widen(const scalar *from, floats *to, const int width) {
+    for (int w = 0; w < width; w++) to[w] = *(const floats *)(from + w * LANES);
+}
+
+static inline void narrow(const floats *from, scalar *to, const int width) {
+    for (int w = 0; w < width; w++) *(floats *)(to + w * LANES) = from[w];
+}
 #endif
 
 typedef struct {
@@ -105,8 +124,9 @@ static inline __attribute__((always_inline)) void attend_row(const layer *of, co
     queries += first * group * head_dim;
     output += first * group * head_dim;
     for (int64_t h = 0; h < num_heads; h++) {
+        widen(queries + h * head_dim, query[h], width);
         for (int w = 0; w < width; w++) {
-            query[h][w] = load(queries + h * head_dim + w * LANES) * of->scale;
+            query[h][w] *= of->scale;
             sum[h][w] = (floats){};
         }
         most[h] = of->sinks ? of->sinks[first * group + h] : -INFINITY;
@@ -130,17 +150,21 @@ static inline __attribute__((always_inline)) void attend_row(const layer *of, co
                 }
         }
         for (int64_t kv = 0; kv < num_kv; kv++) {
-            floats weights[group], each[LANES], tile[LANES][width];
-            for (int j = 0; j < LANES; j++)
-                for (int w = 0; w < width; w++)
-                    tile[j][w] = load(keys + cell + kv * head_dim + (j < num ? j : 0) * stride + w * LANES);
+            floats weights[group], each[group][LANES];
+            const floats(*of_group)[width] = query + kv * group;
+            for (int j = 0; j < LANES; j++) { /* a key is widened once, and multiplied by each query while it is */
+                const scalar *key = keys + cell + kv * head_dim + (j < num ? j : 0) * stride;
+                floats wide[width];
+                widen(key, wide, width);
+                for (int g = 0; g < group; g++) {
+                    floats products = of_group[g][0] * wide[0];
+                    for (int w = 1; w < width; w++) products += of_group[g][w] * wide[w];
+                    each[g][j] = products;
+                }
+            }
             for (int g = 0; g < group; g++) {
                 const int64_t h = kv * group + g;
-                for (int j = 0; j < LANES; j++) {
-                    each[j] = query[h][0] * tile[j][0];
-                    for (int w = 1; w < width; w++) each[j] += query[h][w] * tile[j][w];
-                }
-                floats scores = sums_of(each);
+                floats scores = sums_of(each[g]);
                 if (of->softcap)
                     for (int j = 0; j < LANES; j++) scores[j] = of->softcap * tanhf(scores[j] / of->softcap);
                 scores = chosen(is_there, scores, (floats){} - INFINITY);
@@ -154,22 +178,28 @@ static inline __attribute__((always_inline)) void attend_row(const layer *of, co
                 weights[g] = chosen(is_there, exp_of_negative(scores - most[h]), (floats){});
                 total[h] += weights[g];
             }
-            for (int j = 0; j < LANES; j++)
-                for (int w = 0; w < width; w++)
-                    tile[j][w] = load(values + cell + kv * head_dim + (j < num ? j : 0) * stride + w * LANES);
-            for (int g = 0; g < group; g++)
-                for (int w = 0; w < width; w++) {
-                    floats all = sum[kv * group + g][w];
-                    for (int j = 0; j < LANES; j++) all += weights[g][j] * tile[j][w];
-                    sum[kv * group + g][w] = all;
+            for (int w = 0; w < width; w += STRIP) { /* as many sums as stay in registers */
+                const int some = width - w < STRIP ? width - w : STRIP;
+                floats strip[group][STRIP];
+                for (int g = 0; g < group; g++)
+                    for (int i = 0; i < some; i++) strip[g][i] = sum[kv * group + g][w + i];
+                for (int j = 0; j < num; j++) {
+                    floats wide[STRIP];
+                    widen(values + cell + kv * head_dim + j * stride + w * LANES, wide, some);
+                    for (int g = 0; g < group; g++)
+                        for (int i = 0; i < some; i++) strip[g][i] += weights[g][j] * wide[i];
                 }
+                for (int g = 0; g < group; g++)
+                    for (int i = 0; i < some; i++) sum[kv * group + g][w + i] = strip[g][i];
+            }
         }
         at += num;
     }
     for (int64_t h = 0; h < num_heads; h++) {
         float all = 0.0f;
         for (int j = 0; j < LANES; j++) all += total[h][j];
-        for (int w = 0; w < width; w++) store(output + h * head_dim + w * LANES, sum[h][w] * (1.0f / all));
+        for (int w = 0; w < width; w++) sum[h][w] *= 1.0f / all;
+        narrow(sum[h], output + h * head_dim, width);
     }
 }
 
@@ -189,12 +219,22 @@ void attend(const layer *of, const scalar *queries, const scalar *keys, const sc
 #define ATTEND(width, group)                                                                                   \
     attend_row(of, width, group, queries + token, keys, values, block_tables + row * table_width,             \
                positions[row] + 1, first, num_kv, output + token)
+#define SIZED(width)                                                                                          \
+    switch (group) {                                                                                          \
+        case 1: ATTEND(width, 1); break;                                                                      \
+        case 2: ATTEND(width, 2); break;                                                                      \
+        case 3: ATTEND(width, 3); break;                                                                      \
+        case 4: ATTEND(width, 4); break;                                                                      \
+        case 7: ATTEND(width, 7); break;                                                                      \
+        case 8: ATTEND(width, 8); break;                                                                      \
+        default: ATTEND(width, (int)group);                                                                   \
+    }
             switch (of->head_dim / LANES) {
-                case 2: ATTEND(2, (int)group); break;
-                case 4: ATTEND(4, (int)group); break;
-                case 8: ATTEND(8, (int)group); break;
-                default: ATTEND((int)(of->head_dim / LANES), (int)group);
+                case 4: SIZED(4) break;
+                case 8: SIZED(8) break;
+                default: SIZED((int)(of->head_dim / LANES))
             }
+#undef SIZED
 #undef ATTEND
         }
 }
