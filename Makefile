@@ -14,8 +14,9 @@ help:  ## list the targets
 serve: $(INSTALLED)  ## serve the embedded demo model; ARGS="--port 9000" passes flags
 	@$(BIN)/servekit serve $(ARGS)
 
+# With a thread for each, the two do not wait for one another's.
 test: $(INSTALLED)  ## run the tests; each file in one of two processes, for most of them wait for servers
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 coverage: $(INSTALLED)  ## branch coverage of the pure core by its unit tests and a few simulations: 100 %
 	$(BIN)/coverage run -m pytest -q tests/unit tests/sim -m "not long"

@@ -58,7 +58,9 @@ def ask_loadtest(port: int, load: str, num_requests: int, seed: int) -> dict[str
         characters_per_token=1.0,
         seed=seed,
     )
-    full = run(experiment, "loadtest", None).summary.full
+    summary = run(experiment, "loadtest", None).summary
+    assert summary.is_valid, summary.invalid_because
+    full = summary.full
     assert full.num_answered == num_requests and full.ttft_from_start_s is not None and full.tpot_s is not None
     times = (full.ttft_from_start_s.p50, full.ttft_from_start_s.p90, full.tpot_s.p50, full.tpot_s.p90)
     values = (*(1e3 * each for each in times), full.output_tokens_per_s, full.requests_per_s)

@@ -22,7 +22,7 @@ from pathlib import Path
 from loadtest.experiment import Experiment, run
 from loadtest.markdown import as_number, as_time
 from loadtest.statistics import Distribution
-from loadtest.summary import Figures
+from loadtest.summary import Figures, Summary
 from loadtest.target import Door, Target
 from tests.server_process import serving
 
@@ -35,7 +35,7 @@ ROUNDS_OF_A_CLIENT = 4  # requests, at least
 LEAST_REQUESTS = 10
 
 
-def ask(url: str, workload: str, num_clients: int, seed: int, characters_per_token: float) -> Figures:
+def ask(url: str, workload: str, num_clients: int, seed: int, characters_per_token: float) -> Summary:
     """One round. Prompts are the same for all sides, and new in each round."""
     target = Target(urls=[url], door=Door.COMPLETIONS, fields={"temperature": 0.0})
     experiment = Experiment(
@@ -50,11 +50,11 @@ def ask(url: str, workload: str, num_clients: int, seed: int, characters_per_tok
     summary = run(experiment, url, None).summary
     if not summary.is_valid or summary.failures:
         print(f"{url}: {summary.invalid_because} {summary.failures}", file=sys.stderr)
-    return summary.full
+    return summary
 
 
-def median(rounds: list[Figures], of: Callable[[Figures], float | None]) -> float | None:
-    known = [value for value in map(of, rounds) if value is not None]
+def median(rounds: list[Summary], of: Callable[[Figures], float | None]) -> float | None:
+    known = [value for value in (of(each.full) for each in rounds) if value is not None]
     return statistics.median(known) if known else None
 
 
@@ -66,14 +66,19 @@ def p50(of: Callable[[Figures], Distribution | None]) -> Callable[[Figures], flo
     return value
 
 
-def row(name: str, num_clients: int, sides: dict[str, list[Figures]]) -> str:
-    """Every side's rate, times, and the ratio of servekit's rate to the others'."""
+def row(name: str, num_clients: int, sides: dict[str, list[Summary]]) -> str:
+    """Every side's rate, times, and the ratio of servekit's rate to the others'.
+
+    An asterisk stands where the client was late in a round: beside a server that has all cores it may well be, and its
+    times are a little too long then.
+    """
     rates = {side: median(rounds, lambda each: each.output_tokens_per_s) for side, rounds in sides.items()}
     ours = rates["servekit"]
     cells = [name, str(num_clients)]
     for side, rounds in sides.items():
         times = [median(rounds, p50(of)) for of in (lambda each: each.ttft_s, lambda each: each.tpot_s)]
-        cells += [as_number(rates[side]), *map(as_time, times)]
+        mark = "" if all(each.is_valid for each in rounds) else " *"
+        cells += [as_number(rates[side]) + mark, *map(as_time, times)]
     cells += [f"{ours / rate:.2f}" if ours and rate else "-" for side, rate in rates.items() if side != "servekit"]
     return f"| {' | '.join(cells)} |"
 
@@ -101,7 +106,7 @@ def main() -> None:
             urls = {"servekit": server.url if server else arguments.url, **peers}
             for number, name in enumerate(arguments.workloads):
                 for num_clients in arguments.clients:
-                    sides: dict[str, list[Figures]] = {side: [] for side in names}
+                    sides: dict[str, list[Summary]] = {side: [] for side in names}
                     for of_round in range(arguments.rounds):
                         seed = 1000 * number + 100 * of_round + num_clients
                         for side in names:

@@ -8,8 +8,10 @@
 - *demo*: 2,000 streams of the demo model, whose every answer is compared with one that was given in a quiet moment.
 
 The first three have the simulated model, whose answers the client computes again. Steps are so slow that no answer is
-whole before the last query has come; that all were in flight together is read off the server's own metrics, and off
-the client's records. The client is `loadtest`, in as many processes as it has files for.
+whole before the last query has come. That all were in flight together is read off the server's own metrics, where there
+is one server, and off the client's records: of streams, the last of all first tokens came before the first of all ends.
+What the server counted, requests and tokens, must be what was asked. The client is `loadtest`, in as many processes as
+it has files for.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx2
@@ -47,28 +50,26 @@ class Watch:
     """Looks at some servers now and then, and keeps the most that it sees."""
 
     def __init__(self, servers: list[ServerProcess], port: int) -> None:
-        self._servers = servers
+        self._pids = [server.process.pid for server in servers]
+        self._worker_pids = [pid for server in servers for pid in server.worker_pids()]
         self._port = port
         self._ends = threading.Event()
-        self.most_bytes = 0
-        self.most_in_flight = 0.0
+        self.at_rest = self._resident()
+        self.most_bytes = self.at_rest  # of the servers, and of their workers
+        self.most_in_flight = 0.0  # where there is one server
 
-    def resident(self) -> int:
-        return sum(resident_bytes(server.process.pid) for server in self._servers)
+    def _resident(self) -> tuple[int, int]:
+        return sum(map(resident_bytes, self._pids)), sum(map(resident_bytes, self._worker_pids))
 
     def look(self) -> None:
         while not self._ends.wait(LOOK_S):
-            self.most_bytes = max(self.most_bytes, self.resident())
-            if len(self._servers) == 1:
-                self.most_in_flight = max(self.most_in_flight, self._in_flight())
-
-    def _in_flight(self) -> float:
-        try:
-            lines = httpx2.get(f"http://127.0.0.1:{self._port}/metrics", timeout=10).text.splitlines()
-        except httpx2.TransportError:
-            return 0.0
-        names = ("servekit_num_requests_running{", "servekit_num_requests_waiting{")
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
+            servers, workers = self._resident()
+            self.most_bytes = max(self.most_bytes[0], servers), max(self.most_bytes[1], workers)
+            if len(self._pids) == 1:
+                with suppress(httpx2.TransportError):
+                    told = metrics(self._port)
+                    running, waiting = (told[f"servekit_num_requests_{state}"] for state in ("running", "waiting"))
+                    self.most_in_flight = max(self.most_in_flight, running + waiting)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -79,6 +80,36 @@ class Watch:
         finally:
             self._ends.set()
             thread.join()
+
+    def num_ended(self) -> tuple[int, int]:
+        """Sequences that the servers have seen end, and tokens that they generated.
+
+        Servers on one port answer as chance has it; each is asked until all have answered.
+        """
+        of_each: dict[str, tuple[int, int]] = {}
+        deadline = time.monotonic() + 60
+        while len(of_each) < len(self._pids):
+            assert time.monotonic() < deadline, f"only {[*of_each]} answered"
+            answer = httpx2.get(f"http://127.0.0.1:{self._port}/metrics", timeout=30).text
+            (name,) = set(re.findall(r'model_name="([^"]*)"', answer))
+            told = sums(answer)
+            ended, tokens = (told[f"servekit_{what}_total"] for what in ("request_success", "generation_tokens"))
+            of_each[name] = round(ended), round(tokens)
+        ended, tokens = (sum(numbers) for numbers in zip(*of_each.values(), strict=True))
+        return ended, tokens
+
+
+def metrics(port: int) -> Counter[str]:
+    return sums(httpx2.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text)
+
+
+def sums(exposition: str) -> Counter[str]:
+    """Of all samples of each name, whatever their labels."""
+    told = Counter[str]()
+    for line in exposition.splitlines():
+        if not line.startswith("#"):
+            told[re.split(r"[{ ]", line, maxsplit=1)[0]] += float(line.rpartition(" ")[2])  # type: ignore[assignment]
+    return told
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -113,7 +144,9 @@ def serve(case: Case, folder: Path, stack: ExitStack) -> tuple[list[ServerProces
     flags = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
     flags.append("--reuse-port")
     servers = [
-        stack.enter_context(serving(*flags, log=folder / f"log-{number}", port=port))
+        stack.enter_context(
+            serving(*flags, "--served-model-name", f"server-{number}", log=folder / f"log-{number}", port=port)
+        )
         for number in range(case.num_servers)
     ]
     while num_listening(port) < case.num_servers:  # whoever answered /ready was one of them
@@ -126,7 +159,6 @@ def play(case: Case) -> bool:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         servers, port = serve(case, Path(folder), stack)
         watch = Watch(servers, port)
-        at_rest = watch.resident()
         target = case.target
         target.urls[:] = [f"http://127.0.0.1:{port}"]
         experiment = Experiment(
@@ -143,31 +175,55 @@ def play(case: Case) -> bool:
         with watch.running():
             trial = run(experiment, case.name, sys.stderr)
         wall_s = time.monotonic() - started_s
-        return tell(case, trial, watch, (watch.most_bytes - at_rest) / case.num_queries, wall_s)
+        return tell(case, trial, watch, wall_s)
 
 
-def tell(case: Case, trial: Trial, watch: Watch, bytes_each: float, wall_s: float) -> bool:
+def tell(case: Case, trial: Trial, watch: Watch, wall_s: float) -> bool:
+    """Print how it went. Whether every answer was right, nothing was asked twice, and all were in flight together."""
     outcomes = Counter(record.outcome for record in trial.result.records)
     full = trial.summary.full
     num_tokens = sum(record.num_output_tokens for record in trial.result.records)
     indices = Counter(record.index for record in trial.result.records)
     num_lost = trial.result.num_missing + case.num_queries - len(indices)
     num_twice = sum(indices.values()) - len(indices)
+    counted = watch.num_ended()
     print(f"{case.name}: {case.num_queries:,} queries of {case.num_tokens} tokens, {case.num_servers} server processes")
     print(f"  outcomes: {', '.join(f'{name} {count:,}' for name, count in outcomes.items())}")
     print(f"  lost {num_lost}, twice {num_twice}; {num_tokens:,} tokens, every answer compared with what it must be")
+    print(f"  the servers count {counted[0]:,} answers and {counted[1]:,} tokens")
     print(f"  in flight at once: {full.in_flight_max:,} as the client has it", end="")
     print(f", {watch.most_in_flight:,.0f} as the server tells" if watch.most_in_flight else "")
     if full.ttft_s is not None and full.e2e_s is not None:
         print(f"  first token {as_time(full.ttft_s.p50)} (p50), {as_time(full.ttft_s.p99)} (p99); ", end="")
         print(f"whole answer {as_time(full.e2e_s.p50)}, {as_time(full.e2e_s.p99)}; {wall_s:.0f} s in all")
-    print(f"  {bytes_each / 1000:.1f} kB of the server's memory for each; {num_tokens / wall_s:,.0f} tokens/s")
+    of_server, of_worker = (
+        (most - least) / case.num_queries for least, most in zip(watch.at_rest, watch.most_bytes, strict=True)
+    )
+    print(
+        f"  memory for each: {of_server / 1000:.1f} kB of the server, {of_worker / 1000:.1f} kB of the worker; ", end=""
+    )
+    print(f"{num_tokens / wall_s:,.0f} tokens/s")
     for note in [*trial.result.errors, *trial.summary.invalid_because]:
         print(f"  {note}")
     for failure in trial.summary.failures[:5]:
         print(f"  {failure}")
     is_good = outcomes == {Outcome.OK: case.num_queries} and not num_lost and not num_twice
+    is_good = is_good and counted == (case.num_queries, num_tokens)
+    if case.num_servers == 1 and watch.most_in_flight != case.num_queries:
+        print("  the server never had all of them at once")
+        return False
+    if case.target.door is Door.GENERATE_STREAM and not were_open_together(trial):
+        return False
     return is_good and full.in_flight_max == case.num_queries
+
+
+def were_open_together(trial: Trial) -> bool:
+    """Whether every stream had brought something before the first of them ended."""
+    records = trial.result.records
+    last_first_s = max(record.first_token_s or float("inf") for record in records)
+    first_end_s = min(record.ended_s for record in records)
+    print(f"  the last first token came after {last_first_s:.1f} s, the first end after {first_end_s:.1f} s")
+    return last_first_s < first_end_s
 
 
 def target(door: Door, batch_size: int = 1) -> Target:

@@ -6,8 +6,8 @@
     python -m loadtest compare RESULTS-BEFORE RESULTS-AFTER
     python -m loadtest self-test
 
-Exit code 0: all is well; 1: an objective was missed; 2: it cannot be done as asked; 3: the run is not valid, because
-the client was the bottleneck.
+Exit code 0: all is well; 1: an objective was missed; 2: it cannot be done as asked; 3: the run is not valid, such as
+when the client was the bottleneck; 130: it was interrupted, and what there was until then is written.
 """
 
 from __future__ import annotations
@@ -31,21 +31,27 @@ from loadtest.errors import LoadTestError
 from loadtest.experiment import TABLE, Experiment, Trial, keep, keep_all, recall, run
 from loadtest.markdown import as_share, as_time, comparison_table, table
 from loadtest.self_test import MAX_ERROR_S, self_test
-from loadtest.summary import Summary
+from loadtest.summary import Summary, lag_limit_s
 from loadtest.target import Door, Target
 from loadtest.words import CHARACTERS_PER_TOKEN
 
 FINE, MISSED, WRONG_USE, NOT_VALID = range(4)
+INTERRUPTED = 130  # as a shell has it for what Ctrl-C ended: 128 and the signal's number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what is asked; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments = _parser().parse_args(words)
+    arguments.command = shlex.join(["python", "-m", "loadtest", *words])
     try:
         code: int = arguments.do(arguments)
     except LoadTestError as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_USE
+    except KeyboardInterrupt:  # while nothing ran: a run ends by itself, and its report is written
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     return code
 
 
@@ -59,7 +65,7 @@ def _run(arguments: argparse.Namespace) -> int:
     keep(trial, folder)
     print((folder / TABLE).read_text())
     print(f"written to {folder}")
-    return _verdict([trial.summary], arguments.attainment)
+    return _verdict([trial], arguments.attainment)
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
@@ -67,23 +73,28 @@ def _sweep(arguments: argparse.Namespace) -> int:
     if not amounts:
         raise LoadTestError("a sweep needs --rates 1,2,4 (requests/s) or --clients 1,8,32")
     trials: list[Trial] = []
-    for number, amount in enumerate(amounts.split(",")):
-        experiment = _experiment(arguments, f"{form}:{amount.strip()}")
-        # New prompts each time: else the first run would have filled the server's prefix cache for the others.
-        experiment = replace(experiment, seed=experiment.seed + number)
-        trials.append(run(experiment, experiment.arrivals, _output(arguments)))
-        if trials[-1].was_stopped:
-            break
+    code = FINE
+    try:
+        for number, amount in enumerate(amounts.split(",")):
+            experiment = _experiment(arguments, f"{form}:{amount.strip()}")
+            # New prompts each time: else the first run would have filled the server's prefix cache for the others.
+            experiment = replace(experiment, seed=experiment.seed + number)
+            trials.append(run(experiment, experiment.arrivals, _output(arguments)))
+            if trials[-1].was_stopped:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:  # which also comes between two runs, and those that are whole are to be written
+        if not trials:
+            raise
+        code = INTERRUPTED
     folder = _folder(arguments)
     keep_all(trials, folder, "Load test: sweep")
     print((folder / TABLE).read_text())
     print(f"written to {folder}")
-    return _verdict([trial.summary for trial in trials], arguments.attainment)
+    return code or _verdict(trials, arguments.attainment)
 
 
 def _find_max(arguments: argparse.Namespace) -> int:
-    if arguments.slo is None:
-        raise LoadTestError("find-max needs --slo, such as ttft:500ms,tpot:50ms: the highest rate at which it is kept")
+    _check_search(arguments)
     searched = search.Search(
         arguments.attainment,
         arguments.start_rate,
@@ -93,35 +104,78 @@ def _find_max(arguments: argparse.Namespace) -> int:
         max_requests=arguments.max_probe_requests,
     )
     trials: list[Trial] = []
-    while (probe := searched.next_probe()) is not None:
-        experiment = _experiment(arguments, f"poisson:{probe.rate:g}")
-        experiment = replace(experiment, seed=experiment.seed + len(trials), num_requests=probe.num_requests)
-        trial = run(experiment, f"poisson:{probe.rate:.4g}, {len(trials) + 1}", _output(arguments))
-        trials.append(trial)
-        if trial.was_stopped:
-            break
-        goodput = trial.summary.full.goodput
-        assert goodput is not None, "there are objectives"
-        decision = searched.record(
-            probe,
-            goodput.num_good,
-            goodput.num,
-            is_saturated=search.is_saturated(trial.measured),
-            is_client_limited=not trial.summary.is_valid,
-        )
-        share = goodput.num_good / goodput.num
-        print(f"{probe.rate:.4g} requests/s: {as_share(share)} of {goodput.num} met the limits: {decision}")
+    trouble, is_interrupted = "", False
+    try:
+        while not trouble and searched.next_probe() is not None:
+            trouble = _look(arguments, searched, trials)
+    except KeyboardInterrupt:
+        if not trials:
+            raise
+        trouble, is_interrupted = "it was interrupted", True
     folder = _folder(arguments)
     keep_all(trials, folder, "Load test: find-max")
-    if trials[-1].was_stopped:
-        print("stopped before there was a result")
-        return NOT_VALID
+    if trouble:
+        print(f"there is no result: {trouble}\nwritten to {folder}")
+        return INTERRUPTED if is_interrupted else NOT_VALID
     result = searched.result
     (folder / "find-max.json").write_bytes(msgspec.json.format(msgspec.json.encode(result)))
     found = "no rate was shown to meet" if result.rate is None else f"{result.rate:.4g} requests/s meet"
     print(f"{found} {arguments.slo} for {as_share(arguments.attainment)}; stopped by {result.stopped_by}")
     print(f"written to {folder}")
     return FINE if result.rate is not None else MISSED
+
+
+def _look(arguments: argparse.Namespace, searched: search.Search, trials: list[Trial]) -> str:
+    """One more of the trials; returns why it says nothing, if it does."""
+    probe = searched.next_probe()
+    assert probe is not None
+    experiment = _experiment(arguments, f"poisson:{probe.rate:g}")
+    experiment = replace(experiment, seed=experiment.seed + len(trials), num_requests=probe.num_requests)
+    trial = run(experiment, f"poisson:{probe.rate:.4g}, {len(trials) + 1}", _output(arguments))
+    trials.append(trial)
+    if trial.was_stopped:
+        raise KeyboardInterrupt
+    if trial.result.errors:
+        return "; ".join(trial.result.errors)
+    goodput = trial.summary.full.goodput
+    assert goodput is not None, "there are limits"
+    decision = searched.record(
+        probe,
+        goodput.num_good,
+        goodput.num,
+        is_saturated=search.is_saturated(trial.measured),
+        is_client_limited=_is_client_limited(trial.summary),
+    )
+    share = goodput.num_good / goodput.num
+    print(f"{probe.rate:.4g} requests/s: {as_share(share)} of {goodput.num} met the limits: {decision}")
+    return ""
+
+
+def _check_search(arguments: argparse.Namespace) -> None:
+    """Raises LoadTestError for what a search would not heed."""
+    if arguments.slo is None:
+        raise LoadTestError("find-max needs --slo, such as ttft:500ms,tpot:50ms: the highest rate at which it is kept")
+    if demands := slo.parse(arguments.slo).demands:
+        wrong = ", ".join(f"{demand.name}_{demand.statistic}" for demand in demands)
+        raise LoadTestError(
+            f"--slo: find-max searches by the share of requests that keep their limits, and {wrong} is asked of a run "
+            "as a whole; give a limit for each request, such as ttft:500ms, and the share as --attainment"
+        )
+    for option, value in (("--requests", arguments.requests), ("--duration", arguments.duration)):
+        if value is not None:
+            raise LoadTestError(
+                f"{option} {value:g}: how many requests find-max asks for at a rate follows from what it has to show; "
+                "choose --probe-requests for the first look, and --max-probe-requests for all of them"
+            )
+
+
+def _is_client_limited(summary: Summary) -> bool:
+    """Of the reasons for which a run is not valid only this one is about the client.
+
+    Where nothing was answered there is no latency to hold the client's lag against, and the server has failed for sure.
+    """
+    lags_s = [lag_s.p99 for lag_s in (summary.full.client_lag_s, summary.event_loop_lag_s) if lag_s is not None]
+    return summary.full.num_answered > 0 and max(lags_s, default=0.0) > lag_limit_s(summary.full)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -170,8 +224,11 @@ def _good(is_good: bool) -> str:
     return "good" if is_good else "NOT GOOD"
 
 
-def _verdict(summaries: Sequence[Summary], attainment: float) -> int:
+def _verdict(trials: Sequence[Trial], attainment: float) -> int:
+    if trials[-1].was_stopped:
+        return INTERRUPTED
     code = FINE
+    summaries = [trial.summary for trial in trials]
     for summary in summaries:
         goodput = summary.full.goodput
         is_missed = any(not verdict.is_met for verdict in summary.verdicts)
@@ -213,7 +270,7 @@ def _experiment(arguments: argparse.Namespace, arrivals: str) -> Experiment:
         sources=tuple(arguments.sources.split(",")) if arguments.sources else (),
         num_warm_up=arguments.warm_up,
         objectives=None if arguments.slo is None else slo.parse(arguments.slo),
-        command=shlex.join(["python", "-m", "loadtest", *sys.argv[1:]]),
+        command=arguments.command,
     )
 
 

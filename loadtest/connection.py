@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import select
 import socket
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -29,6 +30,9 @@ MAX_REFUSAL_BYTES = 2**16
 # Servers close connections that nothing is asked on, uvicorn after 5 s. Asking over one that is being closed looks like
 # an answer that was lost; and asking again, as browsers do, would hide answers that were.
 MAX_IDLE_S = 2.0
+
+# What some servers say to a connection on which nothing is asked, before they close it (RFC 9110, section 15.5.9).
+_IDLE_FOR_TOO_LONG = b"HTTP/1.1 408"
 
 _IP_BIND_ADDRESS_NO_PORT = getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24)  # Python names it from 3.12 on
 
@@ -150,6 +154,7 @@ class Connection(asyncio.Protocol):
     __slots__ = (
         "_ends_by_closing",
         "_is_whole",
+        "_last",
         "_parser",
         "_pool",
         "_socket",
@@ -165,6 +170,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._is_whole = False
+        self._last: Exchange | None = None  # that ended well, while the connection is idle
         self._ends_by_closing = True  # the answer has neither a length nor chunks
         self.address = address
         self.exchange: Exchange | None = exchange
@@ -218,6 +224,7 @@ class Connection(asyncio.Protocol):
     def ask(self, exchange: Exchange) -> None:
         """Over a connection that is open and idle."""
         assert self.exchange is None and self._transport is not None
+        self._last = None
         self.exchange = exchange
         exchange.connection = self
         exchange.started_s = now_s()
@@ -231,10 +238,26 @@ class Connection(asyncio.Protocol):
         self._transport.write(b"%b%d\r\n\r\n%b" % (self._pool.head(self.address), len(exchange.body), exchange.body))
         exchange.body = b""  # nothing is sent twice, and a long prompt would be held as long as its answer
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing came of which the loop has yet to tell: bytes that belong to no answer, or the end.
+
+        It will tell in its next turn; whoever asked before would take those bytes for his own answer.
+        """
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return False
+        poll = select.poll()
+        poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not poll.poll(0)
+
     def data_received(self, data: bytes) -> None:
         now = now_s()
         exchange, parser = self.exchange, self._parser
         if exchange is None or parser is None:
+            last, self._last = self._last, None
+            if last is not None and not data.startswith(_IDLE_FOR_TOO_LONG):
+                self._pool.on_more(last)
             self.abort()  # nothing was asked
             return
         try:
@@ -252,6 +275,7 @@ class Connection(asyncio.Protocol):
         exchange = self.exchange
         assert exchange is not None
         self.exchange = None
+        self._last = exchange
         # First those who wait for a connection: whoever asks next at this end comes after them.
         self._pool.release(self)
         exchange.end(at_s)
@@ -329,11 +353,14 @@ class Pool:
         api_key: str | None = None,
         sources: Sequence[str] = (),
         max_connections: int | None = None,
+        on_more: Callable[[Exchange], None] = lambda exchange: None,
     ) -> None:
-        """`sources` are local addresses to come from, in turn: each pair of one and a server's address has some 28,000
+        """`on_more` is told of an exchange that had ended well when more bytes came, and nothing else had been asked.
+        `sources` are local addresses to come from, in turn: each pair of one and a server's address has some 28,000
         ports of its own (net.ipv4.ip_local_port_range)."""
         assert addresses and (max_connections is None or max_connections > 0)
         self.loop = loop
+        self.on_more = on_more
         self._addresses = addresses
         self._sources: Sequence[str | None] = sources or [None]
         self._heads = {each.host: request_head(path, each.host, api_key) for each in addresses}
@@ -399,6 +426,8 @@ class Pool:
         """It is free. `idle_since_s` of one that the server is about to close is 0."""
         if not connection.idle_since_s or self._is_closed:
             connection.abort()
+        elif self._waiting and not connection.is_quiet:
+            pass  # it is about to be lost, and who waits is served then
         elif (exchange := self._next_waiting()) is not None:
             connection.ask(exchange)
         else:
@@ -411,14 +440,14 @@ class Pool:
             self._open(exchange)
 
     def _take_idle(self) -> Connection | None:
-        if not self._idle:
-            return None
-        connection, _ = self._idle.popitem()
-        if now_s() - connection.idle_since_s <= MAX_IDLE_S:
-            return connection
-        for old in (connection, *self._idle):  # the others have been idle for longer
-            old.abort()
-        self._idle.clear()
+        while self._idle:
+            connection, _ = self._idle.popitem()
+            if now_s() - connection.idle_since_s > MAX_IDLE_S:
+                for old in (connection, *self._idle):  # the others have been idle for longer
+                    old.abort()
+                self._idle.clear()
+            elif connection.is_quiet:
+                return connection
         return None
 
     def _next_waiting(self) -> Exchange | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -22,7 +23,7 @@ from loadtest.record import Record
 from loadtest.report import Run, write
 from loadtest.scrape import get
 from loadtest.slo import Objectives
-from loadtest.summary import Environment, Summary, summarise
+from loadtest.summary import Client, Environment, Summary, summarise
 from loadtest.target import Target
 from loadtest.timeline import Measurements, measure, timeline, write_csv
 from loadtest.words import CHARACTERS_PER_TOKEN
@@ -76,6 +77,7 @@ def run(experiment: Experiment, label: str, output: TextIO | None) -> Trial:
         duration_s=experiment.duration_s,
         characters_per_token=experiment.characters_per_token,
     )
+    version = _version()  # of what runs: in an hour the checkout may be another one
     started = datetime.datetime.now(tz=datetime.UTC)
     display = None if output is None else Display(output, label)
     result = run_fleet(
@@ -88,18 +90,25 @@ def run(experiment: Experiment, label: str, output: TextIO | None) -> Trial:
     if display is not None:
         display.close()
     measured = measure(result.records)
-    notes = [*result.errors, *(["it was stopped before its end"] if result.was_stopped else [])]
+    notes = ["it was stopped before its end"] if result.was_stopped else []
     if result.num_missing:
         notes.append(f"{result.num_missing} requests are missing: their process did not live to tell")
     summary = summarise(
         plan,
         measured,
         target,
-        _environment(experiment, started),
+        _environment(experiment, started, version),
         experiment.objectives,
         event_loop_lags_s=[lag for of_process in result.lags_s for lag in of_process],
         scrapes=result.scrapes,
         notes=notes,
+        errors=result.errors,
+        client=Client(
+            characters_per_token=experiment.characters_per_token,
+            num_warm_up=experiment.num_warm_up,
+            num_processes=experiment.num_processes,
+            sources=list(experiment.sources),
+        ),
     )
     return Trial(label, plan, result, measured, summary)
 
@@ -149,7 +158,7 @@ def _warm_up(experiment: Experiment) -> list[Request]:
     return [request for request in plan.requests if request.follows is None]
 
 
-def _environment(experiment: Experiment, started: datetime.datetime) -> Environment:
+def _environment(experiment: Experiment, started: datetime.datetime, version: str) -> Environment:
     answer = get(experiment.target.urls[0], "/info", experiment.target.api_key)
     info = None
     if answer is not None and answer[0] == 200:
@@ -162,8 +171,30 @@ def _environment(experiment: Experiment, started: datetime.datetime) -> Environm
         python=f"{platform.python_implementation()} {platform.python_version()}",
         command=experiment.command,
         started_at=started.isoformat(timespec="seconds"),
+        version=version,
         server_info=info,
     )
+
+
+def _version() -> str:
+    """The commit that this tool is checked out from, and whether it was changed since; empty if it is no checkout."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return ""  # git would find somebody else's further up
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
+    try:
+        # Without the lock: somebody may be committing.
+        told = subprocess.run(
+            command,
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=5.0,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return told.stdout.strip() if told.returncode == 0 else ""
 
 
 def _host() -> str:

@@ -27,7 +27,7 @@ from loadtest.doors import DOORS_WITH_MODELS
 from loadtest.errors import LoadTestError
 from loadtest.planned import Plan, Request
 from loadtest.record import Record
-from loadtest.runner import Progress, Runner, check, warm_up
+from loadtest.runner import STOPPED, Progress, Runner, check, warm_up
 from loadtest.scrape import Scrape, get, scrape_along
 from loadtest.target import Target
 
@@ -194,6 +194,8 @@ class _Fleet:
         self._first_s: list[float] = []  # since the last report
         self._errors: list[str] = []
         self._is_stopped = False
+        self._preparing: asyncio.Future[list[bool]] | None = None
+        self._has_begun = False
 
     async def run(self, scrapes: bool) -> FleetResult:
         loop = asyncio.get_running_loop()
@@ -205,16 +207,49 @@ class _Fleet:
             model = await asyncio.to_thread(_model_of, self._target)
             for _ in self._shares:
                 self._children.append(await _spawn())
-            ready = await asyncio.gather(*map(self._prepare, range(len(self._shares)), [model] * len(self._shares)))
+            ready = await self._prepare_all(model)
+            if ready is None:
+                return self._never_begun()
             start_s = now_s() + HEAD_START_S
             for child, is_ready in zip(self._children, ready, strict=True):
                 if is_ready:
-                    child.tell(Stop() if self._is_stopped else Go(start_s))
+                    child.tell(Go(start_s))
             return await self._follow(start_s, scrapes)
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
             await asyncio.gather(*map(_end, self._children))
+
+    async def _prepare_all(self, model: str | None) -> list[bool] | None:
+        """Which of them are ready; None if the user stopped it before all were told."""
+        if not self._is_stopped:
+            places = range(len(self._shares))
+            self._preparing = asyncio.gather(*(self._prepare(place, model) for place in places))
+            try:
+                ready = await self._preparing
+            except asyncio.CancelledError:
+                if not self._is_stopped:
+                    raise
+            else:
+                if not self._is_stopped:
+                    self._has_begun = True
+                    return ready
+        for child in self._children:
+            if child.process.returncode is None:
+                child.process.kill()  # it may be warming up, which nobody waits for now
+        return None
+
+    def _never_begun(self) -> FleetResult:
+        """What the children would say who never were told to begin."""
+        records = [
+            Record(request.index, request.intended_s or 0.0, error=STOPPED, process=place, group=request.group)
+            for place, share in enumerate(self._shares)
+            for request in share.requests
+        ]
+        for child in self._children:
+            child.finished = Finished([], 0.0, 0, [])
+        self._children[0].records = records
+        return self._result([])
 
     async def _prepare(self, place: int, model: str | None) -> bool:
         """Whether the child is ready; if it never will be, why is in the errors. Raises LoadTestError if it says so."""
@@ -312,6 +347,11 @@ class _Fleet:
             self._stop()
 
     def _stop(self) -> None:
+        if not self._has_begun:
+            self._is_stopped = True
+            if self._preparing is not None:
+                self._preparing.cancel()
+            return
         for child in self._children:
             if self._is_stopped and child.process.returncode is None:
                 child.process.kill()
@@ -327,6 +367,9 @@ async def _spawn() -> _Child:
             pass_fds=[theirs.fileno()],
             stdin=asyncio.subprocess.DEVNULL,
             cwd=Path(__file__).parents[1],  # wherever we were started, the child is to find the same package
+            # Ctrl-C goes to all of a terminal's session, and would end a child that is just starting; the parent says
+            # what is to be done, and a child ends with it.
+            start_new_session=True,
         )
     return _Child(process, *await asyncio.open_connection(sock=ours))
 
@@ -406,11 +449,9 @@ async def _run_share(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
     )
     _write(writer, Ready())
     word = _decode_order(await _read(reader))
-    start_s = word.start_s if isinstance(word, Go) else now_s()
+    assert isinstance(word, Go)
     listening = asyncio.create_task(_listen(reader, runner))
-    if isinstance(word, Stop):
-        asyncio.get_running_loop().call_soon(runner.stop)
-    result = await runner.run(start_s)
+    result = await runner.run(word.start_s)
     listening.cancel()
     for begin in range(0, len(result.records), NUM_IN_MESSAGE):
         _write(writer, Records(result.records[begin : begin + NUM_IN_MESSAGE]))
@@ -429,8 +470,6 @@ async def _listen(reader: asyncio.StreamReader, runner: Runner) -> None:
 
 def main() -> NoReturn:
     """`python -m loadtest.fleet FD`: for the parent only."""
-    # Ctrl-C in a terminal goes to all of its processes; the parent says what is to be done.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The usual 1024 are for programs that call select(); each stream is a file.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))

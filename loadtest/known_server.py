@@ -123,17 +123,18 @@ class _Connection(asyncio.Protocol):
         elif self._path.startswith("/freeze/"):
             self._reply(b"{}")
             self._server.loop.call_soon(time.sleep, float(self._path.removeprefix("/freeze/")))
-        else:
+        elif self._body:
             self._answer(_decode(self._body), received_s)
+        else:
+            self._reply(b"{}", b"404 Not Found")  # such as /info, which not every server has
 
     def write(self, piece: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(piece)
 
-    def _reply(self, body: bytes) -> None:
-        self.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-        )
+    def _reply(self, body: bytes, status: bytes = b"200 OK") -> None:
+        head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
+        self.write(head + body)
 
     def _answer(self, asked: dict[str, Any], received_s: float) -> None:
         if "prompts" in asked:

@@ -59,9 +59,10 @@ TIMES: dict[str, Callable[[Figures], Distribution | None]] = {
 }
 
 
-def percentile_rows(figures: Figures) -> Iterator[list[str]]:
+def percentile_rows(figures: Figures, event_loop_lag_s: Distribution | None = None) -> Iterator[list[str]]:
     """For each time that was measured its name, how many there were, and PERCENTILES."""
-    for name, distribution in ((name, of(figures)) for name, of in TIMES.items()):
+    told = {name: of(figures) for name, of in TIMES.items()} | {"event loop of the client": event_loop_lag_s}
+    for name, distribution in told.items():
         if distribution is not None:
             yield [
                 name,
@@ -85,8 +86,10 @@ def headline(summary: Summary, figures: Figures) -> dict[str, str]:
     for name in ("TTFT", "ITL", "TPOT", "E2E", "lag of the client"):
         told = TIMES[name](figures)
         rows[f"{name} p50 / p99"] = f"{as_time(told.p50)} / {as_time(told.p99)}" if told else NOTHING
-        if name in ("TTFT", "E2E"):
+        if name in ("TTFT", "E2E", "lag of the client"):
             rows[f"{name} p99.9 / max"] = f"{as_time(told.p999)} / {as_time(told.max)}" if told else NOTHING
+    loop = summary.event_loop_lag_s
+    rows["event loop of the client p99 / max"] = f"{as_time(loop.p99)} / {as_time(loop.max)}" if loop else NOTHING
     if figures.goodput is not None:
         good = figures.goodput
         share = f"{as_share(good.share)}, {as_number(good.requests_per_s)} requests/s"
@@ -130,7 +133,8 @@ def comparison_table(comparison: Comparison) -> str:
     for each in comparison.figures:
         sides = [as_time(value) if each.unit == "s" else as_number(value) for value in (each.a, each.b)]
         name = each.name if each.unit == "s" else f"{each.name}/s"
-        lines.append(_row([name, *sides, f"{each.ratio:.3f}", f"{each.low:.3f} to {each.high:.3f}", each.verdict]))
+        interval = NOTHING if each.low is None or each.high is None else f"{each.low:.3f} to {each.high:.3f}"
+        lines.append(_row([name, *sides, f"{each.ratio:.3f}", interval, each.verdict]))
     lines += ["", *(f"- Mind: {_text(each)}." for each in comparison.warnings)]
     return "\n".join(lines).rstrip("\n") + "\n"
 
@@ -154,7 +158,8 @@ def outcome_label(outcome: str, status: int, error: str) -> str:
 def _below(label: str, summary: Summary) -> Iterator[str]:
     environment = summary.environment
     yield f"- {_text(label)}: {_code(environment.command)} at {_text(environment.started_at)}"
-    yield f"  - on {_text(environment.host)}, Python {_text(environment.python)}"
+    version = f", loadtest {_text(environment.version)}" if environment.version else ""
+    yield f"  - on {_text(environment.host)}, Python {_text(environment.python)}{version}"
     counted = ", ".join(f"{as_number(num)} by {how}" for how, num in summary.tokens_counted_by.items()) or "none"
     yield (
         f"  - {_text(summary.settings.arrivals)}, {_text(summary.settings.workload)}, seed {summary.settings.seed}, "

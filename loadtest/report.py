@@ -135,7 +135,7 @@ def _show_run(parent: Element, run: Run, max_points: int) -> None:
     element(parent, "h2", "Failures")
     _show_failures(parent, run, axis, series.bin_s)
     element(parent, "h2", "Times")
-    _show_times(parent, "the whole run", summary.full)
+    _show_times(parent, "the whole run", summary.full, summary.event_loop_lag_s)
     if summary.steady is not None:
         _show_times(parent, "the steady state", summary.steady)
     element(parent, "h2", "How it was run")
@@ -169,7 +169,7 @@ def _show_tiles(parent: Element, figures: dict[str, str]) -> None:
 
 
 def _latency_charts(measured: Measurements, axis: Axis, max_points: int) -> Iterable[Element]:
-    started_s, is_failed = measured.intended_s, measured.is_begun & ~measured.is_answered
+    started_s, is_failed = measured.intended_s, measured.is_failed
     failed = [each for each, is_of_it in zip(measured.records, is_failed, strict=True) if is_of_it]
     for name, intended, actual in (
         ("TTFT", measured.ttft_s, measured.ttft_from_start_s),
@@ -245,7 +245,7 @@ def _show_failures(parent: Element, run: Run, axis: Axis, bin_s: float) -> None:
         return
     measured = run.measured
     edges_s = np.arange(0.0, (axis.high or 0.0) + 2.0 * bin_s, bin_s)
-    places = np.flatnonzero(measured.is_begun & ~measured.is_answered)
+    places = np.flatnonzero(measured.is_failed)
     failed = [measured.records[int(place)] for place in places]
     labels = [outcome_label(each.outcome, each.status, each.error) for each in failed]
     frequent = [label for label, _ in Counter(labels).most_common(MAX_ERRORS)]
@@ -260,11 +260,10 @@ def _show_failures(parent: Element, run: Run, axis: Axis, bin_s: float) -> None:
     _show_table(parent, ["what happened", "requests"], rows)
 
 
-def _show_times(parent: Element, what: str, figures: Figures) -> None:
+def _show_times(parent: Element, what: str, figures: Figures, event_loop_lag_s: Distribution | None = None) -> None:
     element(parent, "p", f"Of {what}, from {figures.from_s:.2f} s to {figures.to_s:.2f} s:")
-    _show_table(
-        parent, ["", "number", *(name.replace("p999", "p99.9") for name in PERCENTILES)], percentile_rows(figures)
-    )
+    heads = ["", "number", *(name.replace("p999", "p99.9") for name in PERCENTILES)]
+    _show_table(parent, heads, percentile_rows(figures, event_loop_lag_s))
 
 
 def _show_table(parent: Element, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

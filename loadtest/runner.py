@@ -19,7 +19,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from loadtest.clock import Alarm, Heartbeat, now_s
-from loadtest.connection import Address, Pool, resolve
+from loadtest.connection import Address, Exchange, Pool, resolve
 from loadtest.doors import PATHS
 from loadtest.errors import LoadTestError
 from loadtest.planned import Plan, Request
@@ -35,6 +35,7 @@ SLICE_S = 0.0005  # of work that can wait, in one turn of the loop
 MAX_RECENT = 1000  # first tokens in one report
 NUM_WARM_UP_CLIENTS = 8
 PROBE_TIMEOUT_S = 2.0
+STOPPED = "stopped by the user"  # the error of what a user cut, or kept from being begun
 
 
 class Progress(Struct):
@@ -102,6 +103,7 @@ class Runner:
         self._begins_soon = self._reads_soon = False
         self._records: list[Record] = []
         self._to_verify: list[tuple[Record, Turn, str]] = []
+        self._with_more: set[int] = set()  # requests whose answers went on after their end
         self._troubles: list[str] = []
         self._is_stopped = False
         self._num_beats = 0
@@ -121,10 +123,11 @@ class Runner:
             target.api_key,
             self._sources,
             target.max_connections,
+            self._note_more,
         )
         self._num_clients_to_begin = self._plan.num_clients
         self._alarm = Alarm(self._loop, self._begin_due)
-        heartbeat = Heartbeat(self._loop, start_s, HEARTBEAT_S, self._beat)
+        self._heartbeat = Heartbeat(self._loop, start_s, HEARTBEAT_S, self._beat)
         # A collection of all generations looks at every object of every stream. With 17,000 of them it took 80 ms, by
         # which every time in between would be wrong. Connections break their cycles at their end, so nothing is left
         # to collect. (`gc.freeze` would spare it only what was there before the run, which is the least.)
@@ -133,17 +136,19 @@ class Runner:
             self._alarm.set(start_s)
             await self._done.wait()
         finally:
-            heartbeat.stop()
+            if not self._is_stopped:
+                self._heartbeat.stop()
             self._alarm.close()
             await self._pool.close()
             self._loop.set_exception_handler(None)
             gc.enable()
         self._verify()
+        self._tell_of_more()
         self._report()
         used = resource.getrusage(resource.RUSAGE_SELF)
         return ShareResult(
             sorted(self._records, key=lambda record: record.index),
-            heartbeat.lags_s,
+            self._heartbeat.lags_s,
             used.ru_utime + used.ru_stime,
             used.ru_maxrss * 1024,
             self._troubles,
@@ -151,9 +156,12 @@ class Runner:
 
     def stop(self) -> None:
         """End it now: what is under way is cut, and told as cut by us; what has not begun never will."""
+        if self._is_stopped:
+            return
         self._is_stopped = True
+        self._heartbeat.stop()  # what takes long from here on makes nothing wrong, for nothing is measured any more
         for query in list(self._in_flight):
-            self._pool.give_up(query, Outcome.CUT if query.started_s else Outcome.SKIPPED, "stopped by the user")
+            self._pool.give_up(query, Outcome.CUT if query.started_s else Outcome.SKIPPED, STOPPED)
         self._begin_due()
 
     # -- beginning -----------------------------------------------------------------------------------------------------
@@ -165,7 +173,7 @@ class Runner:
         while (due_s := self._next_due_s()) is not None:
             now = now_s()
             if self._is_stopped or (self._end_s is not None and now >= self._end_s):
-                self._skip_all()
+                self._skip_some(slice_end_s)
                 break
             if due_s > now:
                 self._alarm.set(due_s if self._end_s is None else min(due_s, self._end_s))
@@ -273,17 +281,24 @@ class Runner:
         if self._batches:
             if self._next_due_s() is not None:
                 return
-            self._skip_all()  # in a closed loop whose clients all stopped
+            self._skip_some(now_s() + SLICE_S)  # in a closed loop whose clients all stopped
+            if self._batches:
+                return
         self._done.set()
 
-    def _skip_all(self) -> None:
-        reason = "stopped by the user" if self._is_stopped else "the run ended"
-        while self._batches:
-            for request in self._batches.popleft():
-                self._skip(request, (request.intended_s or 0.0), reason)
-        while self._later:
-            due_s, _, turn = heapq.heappop(self._later)
-            self._skip(turn.request, due_s - self._start_s, reason)
+    def _skip_some(self, until_s: float) -> None:
+        """Of a large plan a million requests may be left, while answers to those before them still come."""
+        reason = STOPPED if self._is_stopped else "the run ended"
+        while self._batches or self._later:
+            if now_s() >= until_s:
+                self._begin_soon()
+                return
+            if self._batches:
+                for request in self._batches.popleft():
+                    self._skip(request, (request.intended_s or 0.0), reason)
+            else:
+                due_s, _, turn = heapq.heappop(self._later)
+                self._skip(turn.request, due_s - self._start_s, reason)
 
     def _skip(self, request: Request, intended_s: float, reason: str) -> None:
         """And the turns that would have followed."""
@@ -308,7 +323,7 @@ class Runner:
                 due_s = query.ended_s + following.think_s
                 heapq.heappush(self._later, (due_s, following.index, Turn(following, history, turn.asker)))
             else:
-                reason = "stopped by the user" if self._is_stopped else "the turn before failed"
+                reason = STOPPED if self._is_stopped else "the turn before failed"
                 self._skip(following, query.ended_s - self._start_s, reason)
                 self._let_go(turn.asker)
 
@@ -328,6 +343,18 @@ class Runner:
         for record, turn, text in self._to_verify:
             if (error := difference("".join(turn.history), turn.request.max_tokens, text)) is not None:
                 record.outcome, record.error = Outcome.WRONG, error
+                self._progress.num_ok -= 1
+                self._progress.num_failed += 1
+
+    def _note_more(self, exchange: Exchange) -> None:
+        assert isinstance(exchange, Query)
+        self._with_more.update(turn.request.index for turn in exchange.turns)
+
+    def _tell_of_more(self) -> None:
+        """After the run, for the answer may have been read before there was more."""
+        for record in self._records:
+            if record.index in self._with_more and record.outcome is Outcome.OK:
+                record.outcome, record.error = Outcome.GARBLED, "bytes after the end"
                 self._progress.num_ok -= 1
                 self._progress.num_failed += 1
 
@@ -382,6 +409,11 @@ def check(target: Target) -> None:
     if target.batch_size < 1 or (target.batch_size > 1 and target.door is not Door.GENERATE):
         raise LoadTestError(
             f"the batch size is {target.batch_size}; it must be 1, or more at the door {Door.GENERATE.value}"
+        )
+    if target.door is Door.GENERATE and "max_tokens" in target.fields:
+        raise LoadTestError(
+            f"the field max_tokens is {target.fields['max_tokens']}, but the sum that the door {Door.GENERATE.value} "
+            "tells of its answers' tokens is held against what the plan asks for; give the workload output=N instead"
         )
     if target.max_connections is not None and target.max_connections < 1:
         raise LoadTestError(f"max_connections is {target.max_connections}; it must be at least 1")

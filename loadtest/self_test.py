@@ -29,7 +29,9 @@ from loadtest.record import Outcome, Record
 from loadtest.runner import Runner, ShareResult
 from loadtest.scrape import get
 from loadtest.statistics import Distribution, Floats, distribution
+from loadtest.summary import CLIENT_WAS_LATE, Environment, summarise
 from loadtest.target import Door, Target
+from loadtest.timeline import measure
 
 MAX_ERROR_S = 0.002  # at the 99th percentile
 HEAD_START_S = 0.05
@@ -66,10 +68,14 @@ class Stall(Struct):
     stall_s: float
     loop_lag_s: Distribution | None
     num_late_starts: int  # by more than a tenth of the stall
+    notes: list[str]  # of the summary
 
     @property
     def is_good(self) -> bool:
-        return self.loop_lag_s is not None and self.loop_lag_s.max >= 0.9 * self.stall_s and self.num_late_starts > 0
+        """And whoever reads the summary is told."""
+        is_noted = any(note.startswith(CLIENT_WAS_LATE) for note in self.notes)
+        is_seen = self.loop_lag_s is not None and self.loop_lag_s.max >= 0.9 * self.stall_s
+        return is_seen and self.num_late_starts > 0 and is_noted
 
 
 class Omission(Struct):
@@ -151,7 +157,9 @@ def _stall(url: str, rate: float, num_tokens: int, duration_s: float, stall_s: f
     result = _run(target, plan, at_s=duration_s / 2, then=lambda: time.sleep(stall_s))
     troubles += result.troubles
     num_late = int((_start_lags(result.records) > 0.1 * stall_s).sum())
-    return Stall(stall_s, distribution(np.array(result.lags_s)), num_late)
+    nowhere = Environment("", "", "", "")
+    summary = summarise(plan, measure(result.records), target, nowhere, event_loop_lags_s=result.lags_s)
+    return Stall(stall_s, summary.event_loop_lag_s, num_late, summary.notes)
 
 
 def _freeze(url: str, rate: float, freeze_s: float, troubles: list[str]) -> Omission:

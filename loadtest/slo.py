@@ -137,22 +137,24 @@ def good(
     )
 
 
-def judge(objectives: Objectives, values: Mapping[str, Floats], num_failed: int) -> list[Verdict]:
+def judge(objectives: Objectives, values: Mapping[str, Floats], num_answered: int, num_failed: int) -> list[Verdict]:
     """What became of each demand; `values` holds by name all that was measured, in seconds, NaN where nothing was.
 
-    Whoever got no answer has waited for ever: each failed request counts as an infinite value. Otherwise a server could
-    keep its percentiles by refusing whom it would be late for.
+    Whoever got no answer has waited for ever: each failed request counts as an infinite value, and as many of them as
+    an answered one has on average, if that is more: in a pool of 200 gaps from each answer, one would be lost.
+    Otherwise a server could keep its percentiles by refusing whom it would be late for.
     """
-    return [_judge(demand, values[demand.name], num_failed) for demand in objectives.demands]
+    return [_judge(demand, values[demand.name], num_answered, num_failed) for demand in objectives.demands]
 
 
-def _judge(demand: Demand, values: Floats, num_failed: int) -> Verdict:
+def _judge(demand: Demand, values: Floats, num_answered: int, num_failed: int) -> Verdict:
     known = values[~np.isnan(values)]
+    num_lost = math.ceil(num_failed * max(1.0, len(known) / max(1, num_answered)))
     if demand.statistic == "mean":
-        value_s = float(known.mean()) if len(known) and not num_failed else math.inf
+        value_s = float(known.mean()) if len(known) and not num_lost else math.inf
     elif demand.statistic == "max":
-        value_s = percentile_with_losses(known, num_failed, 100.0)
+        value_s = percentile_with_losses(known, num_lost, 100.0)
     else:
-        value_s = percentile_with_losses(known, num_failed, float(demand.statistic[1:]))
+        value_s = percentile_with_losses(known, num_lost, float(demand.statistic[1:]))
     is_known = math.isfinite(value_s)
     return Verdict(demand, value_s if is_known else None, is_known and value_s <= demand.limit_s)

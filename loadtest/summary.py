@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from loadtest import slo
 from loadtest.planned import Plan
@@ -22,6 +22,8 @@ SCHEMA_VERSION = 1
 # What the client may be late by, or the run is not valid: it would be measuring itself.
 LAG_SHARE = 0.05  # of the median time to the first token
 LEAST_LAG_LIMIT_S = 0.002  # what the self-test holds it to
+NOTABLE_SHARE = 0.1  # of a published p99.9 or maximum, that the client's greatest lag may be without a word
+CLIENT_WAS_LATE = "the client itself was up to"  # how that word begins
 
 
 class Environment(Struct, frozen=True):
@@ -35,7 +37,16 @@ class Environment(Struct, frozen=True):
     server_info: dict[str, Any] | None = None  # what the server says about itself
 
 
-class Settings(Struct, frozen=True):
+class Client(Struct, frozen=True, kw_only=True):
+    """How this tool was set up. None is unknown: the summary is older than the field."""
+
+    characters_per_token: float | None = None  # by which prompts were made to their lengths
+    num_warm_up: int | None = None  # requests before the run
+    num_processes: int | None = None
+    sources: list[str] = []  # local addresses
+
+
+class Settings(Client, frozen=True, kw_only=True):
     """What was asked, of whom, and how: enough to ask it again. No keys."""
 
     arrivals: str
@@ -124,6 +135,9 @@ class Summary(Struct, frozen=True):
     steady: Figures | None
 
 
+UNKNOWN_CLIENT = Client()
+
+
 def summarise(
     plan: Plan,
     measured: Measurements,
@@ -134,26 +148,35 @@ def summarise(
     event_loop_lags_s: Sequence[float] = (),
     scrapes: Sequence[Scrape] = (),
     notes: Sequence[str] = (),
+    errors: Sequence[str] = (),
+    client: Client = UNKNOWN_CLIENT,
     steady_share: float = 0.9,
 ) -> Summary:
-    """Of all that is known after a run; `event_loop_lags_s` are of all the client's processes."""
+    """Of all that is known after a run; `event_loop_lags_s` are of all the client's processes.
+
+    `errors` are of the client itself: a run that has any is not valid. Requests that the user cut by ending the run are
+    neither good nor failed, in goodput and in demands.
+    """
     forestalled, lost_turns = _never_begun(plan, measured)
-    is_to_be_served = measured.is_begun | lost_turns
+    is_to_be_served = (measured.is_begun & ~measured.is_stopped) | lost_turns
     lags_s = client_lags_s(measured, target)
     loop_lag_s = distribution(np.asarray(event_loop_lags_s, np.float64))
     full = _figures(measured, measured.span_s(), lags_s, objectives, is_to_be_served, is_whole=True)
     window = steady_window(measured, is_open=plan.num_clients is None, share=steady_share)
     steady = None if window is None else _figures(measured, window, lags_s, objectives, is_to_be_served, is_whole=False)
-    reasons = [*_missing(plan, measured), *_bottleneck(full, loop_lag_s)]
+    reasons = [*errors, *_missing(plan, measured), *_bottleneck(full, loop_lag_s)]
     num_failed = int((is_to_be_served & ~measured.is_answered).sum())
-    verdicts = slo.judge(objectives, _by_name(measured, measured.inter_token_s()), num_failed) if objectives else []
+    verdicts = []
+    if objectives:
+        values = _by_name(measured, measured.inter_token_s())
+        verdicts = slo.judge(objectives, values, int(measured.is_answered.sum()), num_failed)
     return Summary(
         schema_version=SCHEMA_VERSION,
         environment=_publishable(environment, target.api_key),
-        settings=_settings(plan, target),
+        settings=_settings(plan, target, client),
         is_valid=not reasons,
         invalid_because=reasons,
-        notes=[*notes, *_notes(measured, full, int(lost_turns.sum()))],
+        notes=[*notes, *_notes(measured, full, int(lost_turns.sum())), *_late_tails(full, loop_lag_s)],
         outcomes=dict(Counter(each.outcome.value for each in measured.records)),
         failures=_failures(measured),
         num_forestalled=int(forestalled.sum()),
@@ -170,8 +193,9 @@ def summarise(
     )
 
 
-def _settings(plan: Plan, target: Target) -> Settings:
+def _settings(plan: Plan, target: Target, client: Client) -> Settings:
     return Settings(
+        **asdict(client),
         arrivals=plan.arrivals,
         workload=plan.workload,
         seed=plan.seed,
@@ -290,7 +314,7 @@ def _never_begun(plan: Plan, measured: Measurements) -> tuple[Booleans, Booleans
     """By record: those that the run's end forestalled, and turns whose conversation had failed before."""
     places = {int(index): place for place, index in enumerate(measured.index)}
     is_lost = np.zeros(len(measured.index), bool)
-    is_failed = measured.is_begun & ~measured.is_answered
+    is_failed = measured.is_failed
     for request in sorted((each for each in plan.requests if each.follows is not None), key=lambda each: each.index):
         place, before = places.get(request.index), places.get(request.follows if request.follows is not None else -1)
         if place is not None and before is not None and not measured.is_begun[place]:
@@ -301,8 +325,8 @@ def _never_begun(plan: Plan, measured: Measurements) -> tuple[Booleans, Booleans
 def _failures(measured: Measurements) -> list[Failure]:
     kinds = Counter(
         (each.outcome.value, each.status, _encodable(each.error))
-        for each in measured.records
-        if each.outcome not in (Outcome.OK, Outcome.SKIPPED)
+        for each, is_failed in zip(measured.records, measured.is_failed, strict=True)
+        if is_failed
     )
     return [Failure(*kind, num) for kind, num in kinds.most_common()]
 
@@ -333,7 +357,7 @@ def _missing(plan: Plan, measured: Measurements) -> list[str]:
 
 
 def lag_limit_s(figures: Figures) -> float:
-    """What the client may be late by at the 99th percentile: 5 % of the median TTFT, or 1 ms."""
+    """What the client may be late by at the 99th percentile: LAG_SHARE of the median TTFT, or LEAST_LAG_LIMIT_S."""
     answer = figures.ttft_from_start_s
     return max(LEAST_LAG_LIMIT_S, LAG_SHARE * answer.p50 if answer else 0.0)
 
@@ -347,16 +371,42 @@ def _bottleneck(full: Figures, loop_lag_s: Distribution | None) -> list[str]:
         if lag_s is not None and lag_s.p99 > limit_s:
             reasons.append(
                 f"the client was the bottleneck: {what} {lag_s.p99 * 1e3:.3g} ms late at the 99th percentile, where "
-                f"{limit_s * 1e3:.3g} ms are allowed (5 % of the median TTFT, or 1 ms); use more processes or a lower "
-                "rate"
+                f"{limit_s * 1e3:.3g} ms are allowed ({LAG_SHARE * 100:g} % of the median TTFT, or "
+                f"{LEAST_LAG_LIMIT_S * 1e3:g} ms); use more processes or a lower rate"
             )
     return reasons
 
 
+def _late_tails(full: Figures, loop_lag_s: Distribution | None) -> list[str]:
+    """What the 99th percentile of the lags cannot show: a client that stood still once, for less than 1 % of the run.
+
+    Each figure that such a lag would be a notable part of is named, p99.9 as well as the maximum: who stands still for
+    a thousandth of the run is late for more than a thousandth of the requests, whose starts and whose answers wait.
+    """
+    late_s = max((each.max for each in (full.client_lag_s, loop_lag_s) if each is not None), default=0.0)
+    if late_s <= LEAST_LAG_LIMIT_S:
+        return []
+    doubtful = [
+        f"{name} {percentile} ({value_s * 1e3:.3g} ms)"
+        for name, told in (("TTFT", full.ttft_s), ("pause", full.pause_s), ("E2E", full.e2e_s))
+        if told is not None
+        for percentile, value_s in (("p99.9", told.p999), ("max", told.max))
+        if late_s > NOTABLE_SHARE * value_s
+    ]
+    if not doubtful:
+        return []
+    return [f"{CLIENT_WAS_LATE} {late_s * 1e3:.3g} ms late, which may be in {', '.join(doubtful)}"]
+
+
 def _notes(measured: Measurements, full: Figures, num_lost_turns: int) -> list[str]:
     notes = []
-    if num_failed := full.num_requests - full.num_answered:
+    if num_failed := int(measured.is_failed.sum()):
         notes.append(f"{num_failed} of {full.num_requests} requests failed, and are in no latency")
+    if num_stopped := int(measured.is_stopped.sum()):
+        notes.append(
+            f"{num_stopped} requests were under way when the user ended the run, and are in no latency, goodput or "
+            "demand: those that take long are fewer than they should be"
+        )
     if num_lost_turns:
         notes.append(f"{num_lost_turns} turns were not asked, because the one before had failed; they count as failed")
     is_told = measured.num_tokens_told > 0

@@ -23,6 +23,7 @@ from loadtest.statistics import Floats, Integers, OpenCount, open_count, trend
 Booleans = NDArray[np.bool_]
 Scrape = tuple[float, Mapping[str, float]]  # when, and the value of each sample by its name
 
+STOPPED_BY_USER = "stopped by the user"  # the error of a request that Ctrl-C cut, as the runner writes it
 NUM_BINS = 100  # in which a steady state is looked for
 MIN_STEADY_BINS = 10
 
@@ -57,6 +58,7 @@ class Measurements(Struct, frozen=True):
     process: Integers
     is_begun: Booleans
     is_answered: Booleans
+    is_stopped: Booleans  # cut by the user, who ended the run: no fault of the server
     second_token_s: Floats  # from the first event to the second one; NaN if there is none
     longest_pause_s: Floats  # between two events; NaN if there is no second one
     pause_s: Floats  # by pause, of answered requests
@@ -114,6 +116,11 @@ class Measurements(Struct, frozen=True):
             pause_s, tokens = pause_s[chosen], tokens[chosen]
         return np.repeat(pause_s / tokens, tokens)
 
+    @property
+    def is_failed(self) -> Booleans:
+        """Begun, and neither answered nor cut by the user."""
+        return self.is_begun & ~self.is_answered & ~self.is_stopped
+
     def in_flight(self) -> OpenCount:
         """Requests that were begun and had not ended, however they did."""
         return open_count(self.started_s[self.is_begun], self.ended_s[self.is_begun])
@@ -130,6 +137,7 @@ def measure(records: Sequence[Record]) -> Measurements:
     num = len(records)
     is_begun = np.fromiter((each.outcome is not Outcome.SKIPPED for each in records), bool, num)
     is_answered = np.fromiter((each.outcome is Outcome.OK for each in records), bool, num)
+    is_stopped = [each.outcome is Outcome.CUT and each.error == STOPPED_BY_USER for each in records]
     ended_s = np.fromiter((each.ended_s for each in records), float, num)
     num_tokens = np.fromiter((each.num_output_tokens for each in records), float, num)
 
@@ -183,6 +191,7 @@ def measure(records: Sequence[Record]) -> Measurements:
         process=np.fromiter((each.process for each in records), np.int64, num),
         is_begun=is_begun,
         is_answered=is_answered,
+        is_stopped=np.array(is_stopped, bool),
         second_token_s=second_token_s,
         longest_pause_s=longest_pause_s,
         pause_s=pause_s,
@@ -294,7 +303,6 @@ def timeline(measured: Measurements, scrapes: Sequence[Scrape] = (), bin_s: floa
     last_s = max([measured.span_s()[1], *(t_s for t_s, _ in scrapes)])
     num_bins = max(1, ceil(last_s / bin_s - 1e-9))
     edges_s = np.arange(num_bins + 1, dtype=np.float64) * bin_s
-    is_failed = measured.is_begun & ~measured.is_answered
 
     def counted(times_s: Floats) -> list[int]:
         return [int(each) for each in _per_bin(times_s, None, bin_s, num_bins)]
@@ -306,7 +314,7 @@ def timeline(measured: Measurements, scrapes: Sequence[Scrape] = (), bin_s: floa
         t_s=[float(each) for each in edges_s[:-1]],
         num_begun=counted(measured.started_s[measured.is_begun]),
         num_answered=counted(measured.ended_s[measured.is_answered]),
-        num_failed=counted(measured.ended_s[is_failed]),
+        num_failed=counted(measured.ended_s[measured.is_failed]),
         in_flight=[float(each) for each in measured.in_flight().means(edges_s)],
         output_tokens_per_s=[float(each) for each in tokens / bin_s],
         ttft_p50_s=p50_s,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
-from loadtest.comparison import FASTER, NO_DIFFERENCE, SLOWER, Comparison, Side, compare
+from loadtest.comparison import FASTER, NO_DIFFERENCE, SLOWER, TOO_SHORT, Comparison, Side, compare
 from loadtest.markdown import comparison_table
 from loadtest.planned import Plan, Request
 from loadtest.record import Outcome, Record
@@ -49,6 +50,54 @@ def test_of_the_same_server_hardly_any_difference_is_seen() -> None:
     assert sum(found) <= 20
 
 
+def queues(generator: np.random.Generator, num: int, pace: float = 1.0, load: float = 0.8) -> Iterator[Measurements]:
+    """M/M/1 queues without end, by Lindley's recursion: each waits for what is left of those before, if anything is."""
+    records = [Record(index, 0.0, 0.0, [1.0], None, 1.0, Outcome.OK, 200, "", 1, 1) for index in range(num)]
+    form = measure(records)
+    while True:
+        intended_s = np.cumsum(generator.exponential(1.0, num))
+        service_s = pace * generator.exponential(load, num)
+        ahead_s = np.cumsum(np.concatenate([[0.0], service_s[:-1] - np.diff(intended_s)]))
+        ended_s = intended_s + ahead_s - np.minimum.accumulate(ahead_s) + service_s
+        times = {"ended_s": ended_s, "answered_s": ended_s, "first_s": ended_s, "last_s": ended_s, "event_s": ended_s}
+        yield msgspec.structs.replace(form, intended_s=intended_s, started_s=intended_s, **times)
+
+
+def test_a_queue_is_hardly_ever_called_faster_than_itself() -> None:
+    generator = np.random.default_rng(10)
+    for num, least_told in ((1000, 0.0), (6000, 0.9)):
+        runs = queues(generator, num)
+        found = [
+            each.verdict
+            for seed in range(40)
+            for each in compared([next(runs)], [next(runs)], seed, 200).figures
+            if each.name in ("TTFT p50", "TTFT p99")
+        ]
+        assert len(found) == 80
+        # 5 % are promised, of infinitely long runs.
+        assert sum(verdict in (FASTER, SLOWER) for verdict in found) <= 0.15 * 80, Counter(found)
+        assert sum(verdict != TOO_SHORT for verdict in found) >= least_told * 80, Counter(found)
+
+
+def test_a_queue_that_is_much_shorter_is_called_faster() -> None:
+    generator = np.random.default_rng(11)
+    comparison = compared([next(queues(generator, 8000))], [next(queues(generator, 8000, pace=0.6))])
+    assert verdicts(comparison)["TTFT p50"] == verdicts(comparison)["TTFT p99"] == FASTER
+
+
+def test_a_run_too_short_for_its_queue_gets_no_interval_and_is_told_what_would_be_long_enough() -> None:
+    generator = np.random.default_rng(12)
+    runs = queues(generator, 500, load=0.95)
+    comparison = compared([next(runs)], [next(runs)])
+    short = [each for each in comparison.figures if each.verdict == TOO_SHORT]
+    assert {each.name for each in short} == {"TTFT p50", "TTFT p99", "E2E p50", "E2E p99"}
+    assert all(each.low is None and each.high is None and each.ratio == each.b / each.a for each in short)
+    assert any(each.startswith("main is too short for intervals of latencies: ") for each in comparison.warnings)
+    assert "| - | too short to tell |" in comparison_table(comparison)
+    repeated = compared([next(runs) for _ in range(5)], [next(runs) for _ in range(5)])
+    assert TOO_SHORT not in verdicts(repeated).values(), "five runs are five pieces"
+
+
 @pytest.mark.parametrize(("pace", "verdict"), [(0.8, FASTER), (1.25, SLOWER)])
 def test_a_fifth_is_seen_in_every_median_and_in_both_rates(pace: float, verdict: str) -> None:
     generator = np.random.default_rng(2)
@@ -64,6 +113,7 @@ def test_intervals_hold_the_truth_about_as_often_as_promised() -> None:
         generator = np.random.default_rng(seed)
         for each in compared([a_run(generator)], [a_run(generator, 0.8)], seed, num=200).figures:
             truth = 0.8 if each.unit == "s" else 1.25
+            assert each.low is not None and each.high is not None
             num_held[each.name] += each.low <= truth <= each.high
     assert len(num_held) == 10
     # Of 25 with 95 % each, fewer than 19 have a chance of one in five thousand.
@@ -133,6 +183,19 @@ def test_settings_that_differ_are_told() -> None:
         "seed differs: 1 in main, 2 in branch",
         "door differs: chat in main, tgi in branch",
     ]
+
+
+def test_prompts_of_another_length_are_told() -> None:
+    generator = np.random.default_rng(13)
+    run = a_run(generator)
+    summary = summary_of(run)
+    settings = msgspec.structs.replace(summary.settings, characters_per_token=3.3)
+    sides = [
+        Side("main", [run] * 2, [summary] * 2),
+        Side("branch", [run] * 2, [msgspec.structs.replace(summary, settings=settings)] * 2),
+    ]
+    warnings = compare(*sides, generator, 100).warnings
+    assert warnings == ["characters_per_token differs: None in main, 3.3 in branch"]
 
 
 def test_single_runs_invalid_ones_failures_and_other_lengths_are_told() -> None:

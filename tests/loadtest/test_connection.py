@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -306,6 +307,46 @@ def test_one_that_was_idle_for_long_is_not(monkeypatch: pytest.MonkeyPatch) -> N
             await asyncio.sleep(0.05)
             await ask(pool, 1)
             assert len(server.peers) == 4 and pool.num_connections == 1, "and all that were idle so long are closed"
+
+    run(main())
+
+
+def test_what_comes_after_the_end_is_that_answers_and_not_the_next_ones() -> None:
+    async def main() -> None:
+        files: list[int] = []
+        more: list[object] = []
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            files.append(writer.get_extra_info("socket").fileno())
+            while True:
+                await read_request(reader)
+                writer.write(WHOLE)
+
+        async with served(handle) as url, pool_to(url, on_more=more.append) as pool:
+            (first,) = await ask(pool)
+            os.write(files[0], WHOLE)  # it is there, and the loop has not read it
+            (second,) = await ask(pool)
+            assert more == [first] and len(files) == 2
+            os.write(files[1], b"x")
+            await asyncio.sleep(0.02)
+            assert more == [first, second] and pool.num_connections == 0
+
+    run(main())
+
+
+def test_a_server_that_was_idle_for_too_long_may_say_so() -> None:
+    async def impatient(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(WHOLE)
+        await asyncio.sleep(0.01)
+        writer.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+
+    async def main() -> None:
+        more: list[object] = []
+        async with served(impatient) as url, pool_to(url, on_more=more.append) as pool:
+            await ask(pool)
+            await asyncio.sleep(0.03)
+            assert not more and pool.num_connections == 0
 
     run(main())
 

@@ -212,6 +212,16 @@ def test_a_lost_event_shows_even_if_nobody_keeps_the_text() -> None:
     assert reader.verdict() == (Outcome.GARBLED, "usage and the events tell different numbers of tokens")
 
 
+def test_a_native_event_that_was_lost_in_the_middle_shows_even_if_nobody_keeps_the_text() -> None:
+    # Its neighbours' numbers may be those of events with several tokens.
+    events = [native_event(number, text) for number, text in ((1, "a"), (2, "b"), (4, "d"))]
+    for end, verdict in (
+        (native_end(5, "e", "abcde"), (Outcome.GARBLED, "the last event's text is not that of the events")),
+        (native_end(5, "e", "abde"), (Outcome.OK, "")),
+    ):
+        assert read(Door.GENERATE_STREAM, *map(event, [*events, end]), keeps_text=False).verdict() == verdict
+
+
 def test_an_answer_that_its_deadline_ended_is_not_whole() -> None:
     end = native.StreamEvent(
         1, None, generated_text="a", id="gen-1", finish_reason=FinishReason.DEADLINE, usage=Usage(5, 1, 6, 0)
@@ -246,6 +256,13 @@ def test_tgis_end_at_a_deadline_brings_no_token() -> None:
     end = tgi.TgiStreamEvent(1, tgi.TgiToken(0, "", None, True), generated_text="a", details=details)
     reader = read(Door.TGI, event(tgi_event(1, "a")), event(end))
     assert reader.verdict() == (Outcome.FAILED, "deadline") and reader.num_seen_tokens == 1
+
+
+def test_tgis_number_of_tokens_is_that_of_its_events() -> None:
+    for num_tokens, outcome in ((2, Outcome.OK), (10, Outcome.GARBLED), (1, Outcome.GARBLED)):
+        details = tgi.TgiStreamDetails("length", num_tokens, 9, None)
+        end = tgi_event(2, "b", generated_text="ab", details=details)
+        assert read(Door.TGI, event(tgi_event(1, "a")), event(end)).verdict()[0] is outcome
 
 
 DONE = b"data: [DONE]\n\n"
@@ -292,6 +309,18 @@ def test_running_totals_tell_how_many_tokens_a_chunk_has() -> None:
     pieces = [completion("a", usage=used(1)), completion("bcd", usage=used(5)), completion("e", "length", used(6))]
     reader = read(Door.COMPLETIONS, *pieces, usage_chunk(6) + DONE)
     assert list(reader.tokens_per_event) == [1, 4, 1] and reader.num_output_tokens == 6
+
+
+@pytest.mark.parametrize(("num_tokens", "outcome"), [(2, Outcome.GARBLED), (3, Outcome.OK), (64, Outcome.OK)])
+def test_more_chunks_with_text_than_tokens_are_a_chunk_that_came_twice(num_tokens: int, outcome: Outcome) -> None:
+    chunks = [completion("a"), completion("b"), completion("b"), completion("", "length")]
+    plain = read(Door.COMPLETIONS, *chunks, usage_chunk(num_tokens) + DONE)
+    assert plain.verdict()[0] is outcome, "of several tokens in a chunk there are fewer chunks than tokens"
+    totals = [completion("a", usage=used(1)), *[completion("b", usage=used(2))] * 2, completion("c", "length", used(3))]
+    assert read(Door.COMPLETIONS, *totals, usage_chunk(3) + DONE).verdict() == (
+        Outcome.GARBLED,
+        "more events brought text than usage has tokens",
+    )
 
 
 def test_a_chats_first_chunk_has_a_role_and_no_token() -> None:
@@ -382,8 +411,7 @@ def test_a_batch_is_one_answer_for_each_prompt() -> None:
         (["length", "length", "length"], 12, [4, 4, 4]),
         (["stop", "length", "stop"], 9, [3, 4, 2]),
         (["stop", "stop", "stop"], 2, [1, 1, 0]),
-        (["length", "length", "length"], 11, [4, 4, 3]),  # which contradicts itself
-        (["length", "length", "stop"], 5, [2, 2, 1]),  # likewise
+        (["length", "length", "stop"], 8, [4, 4, 0]),
     ],
 )
 def test_tokens_of_a_batch_add_up_to_what_the_server_tells(
@@ -392,6 +420,15 @@ def test_tokens_of_a_batch_add_up_to_what_the_server_tells(
     answers = read_batch(batch(["a", "b", "c"], reasons, num_tokens), 3, max_tokens=4)
     assert not isinstance(answers, str)
     assert [answer.num_output_tokens for answer in answers] == dealt and sum(dealt) == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("reasons", "num_tokens"),
+    [(["length", "length"], 7), (["length", "length"], 9), (["length", "stop"], 3), (["stop", "stop"], 9)],
+)
+def test_a_batch_whose_answers_cannot_have_so_many_tokens_is_garbled(reasons: list[str], num_tokens: int) -> None:
+    told = read_batch(batch(["a", "b"], reasons, num_tokens), 2, max_tokens=4)
+    assert told == "usage has another number of tokens than such answers can have"
 
 
 def test_a_batch_with_an_answer_too_few_is_garbled() -> None:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from typing import Any
 
@@ -17,17 +13,15 @@ import msgspec
 import pytest
 import uvloop
 
-from loadtest import fleet, runner
 from loadtest.clock import now_s
-from loadtest.connection import MAX_PENDING_BYTES
+from loadtest.connection import MAX_PENDING_BYTES, Exchange, Pool
 from loadtest.doors import StreamReader
 from loadtest.errors import LoadTestError
 from loadtest.known_server import KnownServer, Schedule
 from loadtest.planned import Plan, Request
-from loadtest.planning import shares
 from loadtest.query import Query
 from loadtest.record import Counted, Outcome, Record
-from loadtest.runner import Progress, Runner, ShareResult, warm_up
+from loadtest.runner import Runner, ShareResult, warm_up
 from loadtest.target import Door, Target
 from loadtest.verify import expected_text
 from tests.loadtest.test_connection import LIMITED, STREAM, WHOLE, Handler, chunk, read_request, saying, served
@@ -60,8 +54,8 @@ def conversation(*prompts: str, think_s: float = 0.0, intended_s: float | None =
     ]
 
 
-def go(main: Coroutine[Any, Any, ShareResult]) -> list[Record]:
-    """Its records, of which each request has one."""
+def result_of(main: Coroutine[Any, Any, ShareResult]) -> ShareResult:
+    """Each request has one record."""
 
     async def watched() -> ShareResult:
         async with asyncio.timeout(10):
@@ -70,12 +64,12 @@ def go(main: Coroutine[Any, Any, ShareResult]) -> list[Record]:
     result = uvloop.run(watched())
     assert not result.troubles
     assert [record.index for record in result.records] == list(range(len(result.records)))
-    return result.records
+    return result
 
 
-def run_known(
+def known_result(
     plan: Plan, door: Door = Door.GENERATE_STREAM, then: Callable[[Runner], None] | None = None, **settings: Any
-) -> list[Record]:
+) -> ShareResult:
     """Against the server whose answers are known; `then` is called after 50 ms."""
 
     async def main() -> ShareResult:
@@ -91,9 +85,15 @@ def run_known(
         known.close()
         return result
 
-    records = go(main())
-    assert len(records) == len(plan.requests)
-    return records
+    result = result_of(main())
+    assert len(result.records) == len(plan.requests)
+    return result
+
+
+def run_known(
+    plan: Plan, door: Door = Door.GENERATE_STREAM, then: Callable[[Runner], None] | None = None, **settings: Any
+) -> list[Record]:
+    return known_result(plan, door, then, **settings).records
 
 
 def run_against(handler: Handler, plan: Plan, door: Door = Door.GENERATE_STREAM, **settings: Any) -> list[Record]:
@@ -101,7 +101,7 @@ def run_against(handler: Handler, plan: Plan, door: Door = Door.GENERATE_STREAM,
         async with served(handler) as url:
             return await Runner(Target([url], door, **settings), plan).run(now_s())
 
-    return go(main())
+    return result_of(main()).records
 
 
 def outcomes(records: list[Record]) -> list[Outcome]:
@@ -265,6 +265,34 @@ def test_each_failure_is_told_apart(answer: tuple[Handler, Outcome, str]) -> Non
     assert record.num_output_tokens == 0 and record.counted_by is Counted.NONE
 
 
+def test_bytes_after_the_end_are_told_of_their_request_and_of_no_other() -> None:
+    done = b"data: " + msgspec.json.encode({"index": 4, "token": {"text": "abcd"}, "finish_reason": "length"}) + b"\n\n"
+    answer = STREAM + chunk(done) + b"0\r\n\r\n"
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            _, body = await read_request(reader)
+            writer.write(answer)
+            if msgspec.json.decode(body)["prompt"] == "twice":
+                await asyncio.sleep(0.02)
+                writer.write(answer)
+
+    prompts = ["x", "twice", "x", "x"]
+    plan = plan_of(*(Request(number, number * 0.1, prompt, 4) for number, prompt in enumerate(prompts)))
+    seen: list[tuple[int, int]] = []
+
+    async def main() -> ShareResult:
+        async with served(handle) as url:
+            target = Target([url], Door.GENERATE_STREAM)
+            one = Runner(target, plan, on_progress=lambda now: seen.append((now.num_ok, now.num_failed)))
+            return await one.run(now_s())
+
+    records = result_of(main()).records
+    assert outcomes(records) == [Outcome.OK, Outcome.GARBLED, Outcome.OK, Outcome.OK]
+    assert records[1].error == "bytes after the end" and records[1].num_output_tokens == 4
+    assert seen[-1] == (3, 1)
+
+
 def test_patience_ends_and_what_came_until_then_is_told() -> None:
     slow = Schedule(first_s=0.01, gap_s=10.0)
     records = run_known(plan_of(*evenly(3, 0.001, slow)), timeout_s=0.05)
@@ -291,6 +319,53 @@ def test_a_run_that_is_stopped_tells_all_that_it_knows() -> None:
     assert Counter(outcomes(closed)) == {Outcome.CUT: 2, Outcome.SKIPPED: 7}
     thinking = run_known(plan_of(*conversation("a", "b", "c", think_s=5.0)), then=Runner.stop)
     assert outcomes(thinking) == [Outcome.OK, Outcome.SKIPPED, Outcome.SKIPPED]
+
+
+def turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How many requests were skipped, by the turn of the loop in which they were."""
+    skipped: Counter[int] = Counter()
+    skip, begin_due = Runner._skip, Runner._begin_due
+    turns = 0
+
+    def count(one: Runner, *which: Any) -> None:
+        skipped[turns] += 1
+        skip(one, *which)
+
+    def turn(one: Runner) -> None:
+        nonlocal turns
+        turns += 1
+        begin_due(one)
+
+    monkeypatch.setattr(Runner, "_skip", count)
+    monkeypatch.setattr(Runner, "_begin_due", turn)
+    return skipped
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_what_is_left_of_a_large_plan_is_told_in_slices(monkeypatch: pytest.MonkeyPatch, is_open: bool) -> None:
+    skipped = turns_of_the_loop(monkeypatch)
+    num = 20_000
+    requests = [*evenly(2, 0.0), *(Request(number, 1000.0 + number, "x", 1) for number in range(2, num))]
+    if not is_open:
+        requests = [msgspec.structs.replace(request, intended_s=None) for request in requests]
+    plan = plan_of(*requests, num_clients=None if is_open else 2, duration_s=0.03)
+    outcomes_of = Counter(outcomes(known_result(plan).records))
+    assert outcomes_of.keys() == {Outcome.OK, Outcome.SKIPPED} and sum(outcomes_of.values()) == num
+    # In half a millisecond, which was the whole of it before.
+    assert len(skipped) >= 5 and max(skipped.values()) < num / 2
+
+
+def test_what_takes_long_after_a_stop_is_no_lag(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_up = Pool.give_up
+
+    def slowly(pool: Pool, exchange: Exchange, outcome: Outcome, error: str) -> None:
+        time.sleep(0.15)
+        give_up(pool, exchange, outcome, error)
+
+    monkeypatch.setattr(Pool, "give_up", slowly)
+    result = known_result(plan_of(*evenly(2, 0.01, Schedule(first_s=10.0))), then=Runner.stop)
+    assert outcomes(result.records) == [Outcome.CUT] * 2
+    assert max(result.lags_s) < 0.15
 
 
 def test_a_wrong_answer_is_found_and_a_right_one_is_none() -> None:
@@ -350,120 +425,3 @@ def test_warming_up_in_vain_is_told_with_its_reason() -> None:
     target = Target(["http://127.0.0.1:1"], Door.COMPLETIONS)
     with pytest.raises(LoadTestError, match=r"none of 3 requests .* connection refused; is the server up"):
         uvloop.run(warm_up(target, at_once(3)))
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def known_server() -> Iterator[tuple[str, KnownServer]]:
-    """In a thread: the fleet's parent has this one."""
-    made: list[tuple[int, KnownServer, asyncio.AbstractEventLoop, asyncio.Event]] = []
-    is_up = threading.Event()
-
-    async def serve() -> None:
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-        known = KnownServer(loop)
-        server = await loop.create_server(known, "127.0.0.1", 0)
-        made.append((server.sockets[0].getsockname()[1], known, loop, ended))
-        is_up.set()
-        await ended.wait()
-        server.close()
-        known.close()
-
-    thread = threading.Thread(target=uvloop.run, args=(serve(),))
-    thread.start()
-    assert is_up.wait(5)
-    port, known, loop, ended = made[0]
-    try:
-        yield f"http://127.0.0.1:{port}", known
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join()
-
-
-@pytest.fixture
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "HEAD_START_S", 0.02)
-    monkeypatch.setattr(fleet, "PROGRESS_S", 0.02)
-
-
-@pytest.mark.usefixtures("quickly")
-def test_two_processes_share_a_run() -> None:
-    seen: list[Progress] = []
-    plan = plan_of(*evenly(40, 0.003, num_tokens=5))
-    with known_server() as (url, known):
-        assert fleet._model_of(Target([url], Door.CHAT)) == "known"
-        result = fleet.run_fleet(
-            Target([url], Door.CHAT, max_connections=40),
-            shares(plan, 2),
-            warm_up=[Request(number, None, Schedule(1000 + number).prompt(), 2) for number in range(3)],
-            on_progress=lambda progress: seen.append(progress),
-        )
-    assert not result.errors and not result.was_stopped and result.num_missing == 0
-    assert [record.index for record in result.records] == list(range(40))
-    assert Counter(record.process for record in result.records) == {0: 20, 1: 20}
-    assert len(known.written) == 40 + 3, "it was warmed up, which nobody writes down"
-    for record in result.records:
-        assert (record.outcome, record.num_output_tokens) == (Outcome.OK, 5)
-        assert 0 <= record.started_s - record.intended_s < 0.1, "they have one beginning"
-    assert [len(lags_s) >= 12 for lags_s in result.lags_s] == [True, True]
-    assert min(result.cpu_s) > 0 and min(result.max_rss_bytes) > 2**20
-    assert seen[-1].num_ok == 40 and seen[-1].num_in_flight == 0 and seen[-1].num_tokens == 200
-    assert sum(len(progress.first_s) for progress in seen) == 40
-    assert result.scrapes[0][1]["servekit_num_requests_running"] >= 0
-
-
-@pytest.mark.usefixtures("quickly")
-@pytest.mark.parametrize("way", ["signal", "answer"])
-def test_a_fleet_that_is_stopped_gives_back_all_that_it_knows(way: str) -> None:
-    slow = Schedule(first_s=0.005, gap_s=10.0)
-    before = signal.getsignal(signal.SIGINT)
-
-    def end(progress: Progress) -> bool:
-        if progress.elapsed_s < 0.1:
-            return False
-        if way == "signal":
-            os.kill(os.getpid(), signal.SIGINT)
-        return way == "answer"
-
-    with known_server() as (url, _):
-        plan = plan_of(*evenly(4, 0.01, slow), Request(4, 60.0, "x", 1))
-        result = fleet.run_fleet(Target([url], Door.TGI), [plan], on_progress=end, scrapes=False)
-    assert result.was_stopped and not result.errors
-    assert outcomes(result.records) == [Outcome.CUT] * 4 + [Outcome.SKIPPED]
-    assert [record.num_output_tokens for record in result.records] == [1, 1, 1, 1, 0]
-    assert signal.getsignal(signal.SIGINT) == before
-
-
-@pytest.mark.usefixtures("quickly")
-def test_a_process_that_dies_is_told_and_its_records_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    children: list[Any] = []
-    spawn = fleet._spawn
-
-    async def note() -> Any:
-        children.append(await spawn())
-        return children[-1]
-
-    def kill(progress: Progress) -> None:
-        if progress.elapsed_s > 0.05 and children[0].process.returncode is None:
-            children[0].process.kill()
-
-    monkeypatch.setattr(fleet, "_spawn", note)
-    with known_server() as (url, _):
-        plan = plan_of(*evenly(20, 0.01))
-        result = fleet.run_fleet(Target([url], Door.COMPLETIONS, model="m"), shares(plan, 2), on_progress=kill)
-    assert result.errors == ["process 0 of the client ended with -9; 10 records are missing"]
-    assert result.num_missing == 10
-    assert [record.index for record in result.records] == list(range(1, 20, 2))
-    assert outcomes(result.records) == [Outcome.OK] * 10
-
-
-def test_what_a_process_refuses_is_told_as_the_users_mistake() -> None:
-    plan = plan_of(*evenly(2, 0.01))
-    with pytest.raises(LoadTestError, match="none of 2 requests to warm up"):
-        fleet.run_fleet(Target(["http://127.0.0.1:1"], Door.GENERATE), [plan], warm_up=plan.requests)
-    with pytest.raises(LoadTestError, match="each needs at least one"):
-        fleet.run_fleet(Target(["http://127.0.0.1:1"], Door.GENERATE, max_connections=1), shares(plan, 2))
-    assert runner.HEARTBEAT_S == 0.01, "which the readers of lags_s rely on"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from loadtest import connection, self_test
@@ -37,6 +38,8 @@ def test_a_client_that_stands_still_says_so(report: SelfTestReport) -> None:
     # For two fifths of the run, and by half of the pause in the mean.
     assert lag_s.max >= 0.09 and lag_s.p90 > 0.03
     assert report.stall.num_late_starts >= 3
+    assert any("the client itself was up to" in note for note in report.stall.notes)
+    assert not msgspec.structs.replace(report.stall, notes=[]).is_good, "whoever reads the summary has to be told"
 
 
 def test_who_asks_on_sees_a_server_that_stands_still_and_who_waits_does_not(report: SelfTestReport) -> None:

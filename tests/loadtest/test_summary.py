@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,14 +13,23 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtest import slo
+from loadtest import experiment, runner, slo
 from loadtest.errors import LoadTestError
+from loadtest.markdown import headline
 from loadtest.planned import Plan, Request
 from loadtest.record import Counted, Outcome, Record
 from loadtest.slo import Demand, Limit
-from loadtest.summary import Environment, Summary, summarise
+from loadtest.summary import Client, Environment, Summary, summarise
 from loadtest.target import Door, Target
-from loadtest.timeline import Measurements, measure, server_series, steady_window, timeline, write_csv
+from loadtest.timeline import (
+    STOPPED_BY_USER,
+    Measurements,
+    measure,
+    server_series,
+    steady_window,
+    timeline,
+    write_csv,
+)
 
 TARGET = Target(["http://127.0.0.1:8000"], Door.COMPLETIONS)
 ENVIRONMENT = Environment("2 cores", "3.11", "python -m loadtest run", "2026-01-01T00:00:00Z")
@@ -237,6 +248,35 @@ def test_a_demand_is_judged_by_all_requests_and_a_failure_has_waited_for_ever() 
     assert [(each.is_met, each.value_s is None) for each in verdicts] == [(True, False), (False, True), (False, True)]
 
 
+@pytest.mark.parametrize(("num_refused", "is_met"), [(50, False), (3, False), (1, True), (0, True)])
+def test_a_demand_upon_gaps_is_not_met_by_refusing(num_refused: int, is_met: bool) -> None:
+    gaps = 0.01 * np.arange(1, 201)
+    records = [answered(index, 0.0, gaps.tolist()) for index in range(100 - num_refused)]
+    records += [failed(100 + index, 0.0, 0.001) for index in range(num_refused)]
+    verdicts = summary_of(records, "itl_p98:50ms").verdicts
+    # A refused request is as many lost gaps as an answered one has: 3 of 100 are more than 2 in a hundred.
+    assert [each.is_met for each in verdicts] == [is_met]
+
+
+def test_what_the_user_cut_is_neither_good_nor_failed() -> None:
+    cut = failed(1, 0.0, 0.1, Outcome.CUT)
+    assert STOPPED_BY_USER == runner.STOPPED, "or what is cut is not known again"
+    cut.error, cut.status = runner.STOPPED, 200
+    requests = [Request(index, 0.0, "", 1) for index in range(3)]
+    requests.append(Request(3, None, "", 1, follows=1))
+    kept = [answered(0, 0.0, [0.1]), cut, Record(2, 0.05, error=runner.STOPPED), Record(3, 0.1)]
+    summary = summary_of(kept, "ttft:200ms,e2e_p99:1s", plan=planned(4, requests=requests))
+    goodput = summary.full.goodput
+    assert goodput is not None and (goodput.num_good, goodput.num, goodput.num_failed) == (1, 1, 0)
+    assert [each.is_met for each in summary.verdicts] == [True]
+    assert (summary.num_forestalled, summary.num_lost_turns, summary.failures) == (2, 0, [])
+    assert summary.outcomes == {"ok": 1, "cut": 1, "skipped": 2}
+    assert len(summary.notes) == 1 and summary.notes[0].startswith("1 requests were under way when the user ended")
+    # What the server cut is the server's.
+    cut.error = "connection reset"
+    assert [each.is_met for each in summary_of(kept, "e2e_p99:1s").verdicts] == [False]
+
+
 def test_a_demand_that_nothing_was_measured_for_is_missed() -> None:
     assert [each.is_met for each in summary_of([answered(0, 0.0, [1.0])], "tpot_p50:1s").verdicts] == [False]
 
@@ -260,12 +300,45 @@ def test_a_client_that_was_the_bottleneck_makes_the_run_invalid(lag_s: float, tt
     summary = summary_of(steady_records(lag_s=lag_s, ttft_s=ttft_s))
     assert summary.is_valid is is_valid
     assert is_valid or "the client was the bottleneck" in summary.invalid_because[0]
+    # What is allowed is what is told: 5 % of 0.1 s, and 2 ms where that is less.
+    allowed = "5 ms are allowed (5 % of the median TTFT, or 2 ms)" if ttft_s == 0.1 else "2 ms are allowed (5 %"
+    assert is_valid or allowed in summary.invalid_because[0]
 
 
 def test_a_stalled_event_loop_makes_the_run_invalid() -> None:
     summary = summary_of(steady_records(), event_loop_lags_s=[0.0001] * 90 + [0.02] * 10)
     assert "event loop was 20 ms late" in summary.invalid_because[0]
     assert summary_of(steady_records(), event_loop_lags_s=[0.0001] * 100).is_valid
+
+
+def test_a_client_that_stood_still_in_less_than_a_hundredth_of_a_run_is_told_beside_what_it_spoilt() -> None:
+    # 3,000 requests in 60 s, answered within 20 ms, and a client that does nothing for 300 ms from 30 s on.
+    records = []
+    for index in range(3000):
+        at_s = index / 50.0
+        held_s = 30.3 if 30.0 <= at_s < 30.3 else 0.0
+        started_s = max(at_s, held_s)
+        records.append(answered(index, at_s, [started_s + 0.02], started_s=started_s))
+    lags_s = [0.0] * 29_850 + [0.3 * (1.0 - place / 150) for place in range(150)]
+    summary = summary_of(records, event_loop_lags_s=lags_s)
+    assert summary.is_valid and summary.full.ttft_s is not None and summary.full.ttft_s.max == pytest.approx(0.32)
+    (note,) = summary.notes
+    assert note.startswith("the client itself was up to 300 ms late, which may be in TTFT p99.9 (")
+    assert "TTFT max (320 ms)" in note and "E2E max (320 ms)" in note and "pause" not in note
+    rows = headline(summary, summary.full)
+    assert rows["event loop of the client p99 / max"] == "0 s / 300 ms"
+    assert rows["lag of the client p99.9 / max"].endswith(" / 300 ms")
+    # Of an answer that takes ten seconds it is next to nothing.
+    slow = [
+        answered(each.index, each.intended_s, [each.started_s + 10.0], started_s=each.started_s) for each in records
+    ]
+    assert summary_of(slow, event_loop_lags_s=lags_s).notes == []
+
+
+def test_a_trouble_of_the_client_makes_the_run_invalid() -> None:
+    summary = summary_of(steady_records(10), errors=["process 0 of the client ended with -9"])
+    assert not summary.is_valid and summary.invalid_because == ["process 0 of the client ended with -9"]
+    assert summary.notes == []
 
 
 def test_a_wait_for_one_of_the_allowed_connections_is_not_the_clients_lag() -> None:
@@ -308,6 +381,27 @@ def test_a_run_without_an_answer_is_not_valid_and_not_an_error() -> None:
     assert not summary_of([failed(0, 0.0, 1.0)], "ttft:1s,e2e_p99:1s").is_valid
     assert not summary_of([Record(0, 0.0)]).is_valid
     assert not summary_of([]).is_valid
+
+
+def test_settings_hold_what_is_needed_to_ask_again_and_may_be_older() -> None:
+    client = Client(characters_per_token=3.3, num_warm_up=8, num_processes=2, sources=["127.0.0.2"])
+    summary = summary_of(steady_records(3), client=client)
+    told = msgspec.to_builtins(summary.settings)
+    assert {name: told.pop(name) for name in msgspec.to_builtins(client)} == msgspec.to_builtins(client)
+    old = msgspec.to_builtins(summary)
+    old["settings"] = told
+    assert msgspec.convert(old, Summary).settings.characters_per_token is None
+
+
+def test_the_version_is_the_commit_of_this_checkout_and_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if shutil.which("git") and (Path(experiment.__file__).parents[1] / ".git").exists():
+        assert re.fullmatch("[0-9a-f]{40}(-dirty)?", experiment._version())
+    monkeypatch.setattr(experiment, "__file__", str(tmp_path / "loadtest" / "experiment.py"))
+    assert experiment._version() == ""
+    (tmp_path / ".git").mkdir()
+    assert experiment._version() == "", "that is no repository"
 
 
 def test_a_summary_survives_json_and_holds_no_key() -> None:

@@ -102,7 +102,9 @@ def test_windows_soft_caps_and_sinks(
     assert_same(case.output(window, softcap, sinks), case.expected(window, softcap, sinks))
 
 
-def test_a_row_alone_is_shared_by_the_threads_without_a_difference() -> None:
+def test_a_row_alone_is_shared_by_threads_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: max(2, num_threads))  # which decides into how many parts
     case = Case(torch.float32)
     together = case.output()
     case.token_indices, case.positions = case.token_indices[-1:], case.positions[-1:]
