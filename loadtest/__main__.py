@@ -6,18 +6,22 @@
     python -m loadtest compare RESULTS-BEFORE RESULTS-AFTER
     python -m loadtest self-test
 
-Exit code 0: all is well; 1: an objective was missed; 2: it cannot be done as asked; 3: the run is not valid, such as
-when the client was the bottleneck; 130: it was interrupted, and what there was until then is written.
+Exit code 0: all is well; 1: an objective was missed, or with --verify an answer is not what it must be; 2: it cannot
+be done as asked; 3: the run is not valid, such as when the client was the bottleneck; 130: it was interrupted, and what
+there was until then is written.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +30,19 @@ import numpy as np
 from msgspec.structs import replace
 
 from loadtest import search, slo
+from loadtest.arrivals import parse_arrivals
 from loadtest.comparison import Side, compare
 from loadtest.errors import LoadTestError
-from loadtest.experiment import TABLE, Experiment, Trial, keep, keep_all, recall, run
+from loadtest.experiment import REQUESTS, TABLE, Experiment, Trial, keep, keep_all, recall, run
 from loadtest.markdown import as_share, as_time, comparison_table, table
+from loadtest.record import Outcome
 from loadtest.self_test import MAX_ERROR_S, self_test
 from loadtest.summary import Summary, lag_limit_s
 from loadtest.target import Door, Target
 from loadtest.words import CHARACTERS_PER_TOKEN
 
 FINE, MISSED, WRONG_USE, NOT_VALID = range(4)
+MIN_SELF_TEST_RATE, MAX_SELF_TEST_RATE = 1.0, 10_000.0  # requests/s
 INTERRUPTED = 130  # as a shell has it for what Ctrl-C ended: 128 and the signal's number
 
 
@@ -60,37 +67,56 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     experiment = _experiment(arguments, arguments.arrivals)
-    trial = run(experiment, arguments.label or experiment.arrivals, _output(arguments))
-    folder = _folder(arguments)
-    keep(trial, folder)
-    print((folder / TABLE).read_text())
-    print(f"written to {folder}")
-    return _verdict([trial], arguments.attainment)
+    with _folder(arguments) as folder:
+        trial = run(experiment, arguments.label or experiment.arrivals, _output(arguments))
+        keep(trial, folder)
+        print((folder / TABLE).read_text())
+        print(f"written to {folder}")
+        return _verdict([trial], arguments)
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    experiments = _experiments(arguments)
+    trials: list[Trial] = []
+    code, failure = FINE, None
+    with _folder(arguments) as folder:
+        try:
+            for experiment in experiments:
+                trials.append(run(experiment, experiment.arrivals, _output(arguments)))
+                if trials[-1].was_stopped:
+                    raise KeyboardInterrupt
+        except KeyboardInterrupt:  # which also comes between two runs, and those that are whole are to be written
+            if not trials:
+                raise
+            code = INTERRUPTED
+        except LoadTestError as error:  # such as of a server that the run before was too much for
+            if not trials:
+                raise
+            failure = error
+        keep_all(trials, folder, "Load test: sweep")
+        print((folder / TABLE).read_text())
+        print(f"written to {folder}")
+        if failure is not None:
+            raise failure
+        return code or _verdict(trials, arguments)
+
+
+def _experiments(arguments: argparse.Namespace) -> list[Experiment]:
+    """All of a sweep, so that a slip in the last one is told before the first one runs. Raises LoadTestError."""
+    if arguments.rates and arguments.clients:
+        raise LoadTestError("a sweep is over --rates or over --clients, not both; do one after the other")
     form, amounts = ("poisson", arguments.rates) if arguments.rates else ("closed", arguments.clients)
     if not amounts:
         raise LoadTestError("a sweep needs --rates 1,2,4 (requests/s) or --clients 1,8,32")
-    trials: list[Trial] = []
-    code = FINE
-    try:
-        for number, amount in enumerate(amounts.split(",")):
-            experiment = _experiment(arguments, f"{form}:{amount.strip()}")
-            # New prompts each time: else the first run would have filled the server's prefix cache for the others.
-            experiment = replace(experiment, seed=experiment.seed + number)
-            trials.append(run(experiment, experiment.arrivals, _output(arguments)))
-            if trials[-1].was_stopped:
-                raise KeyboardInterrupt
-    except KeyboardInterrupt:  # which also comes between two runs, and those that are whole are to be written
-        if not trials:
-            raise
-        code = INTERRUPTED
-    folder = _folder(arguments)
-    keep_all(trials, folder, "Load test: sweep")
-    print((folder / TABLE).read_text())
-    print(f"written to {folder}")
-    return code or _verdict(trials, arguments.attainment)
+    experiments: list[Experiment] = []
+    for number, amount in enumerate(amounts.split(",")):
+        experiment = _experiment(arguments, f"{form}:{amount.strip()}")
+        parse_arrivals(experiment.arrivals)
+        if experiment.arrivals in {each.arrivals for each in experiments}:
+            raise LoadTestError(f"{experiment.arrivals} is there twice, and would be written to one folder; use `run`")
+        # New prompts each time: else the first run would have filled the server's prefix cache for the others.
+        experiments.append(replace(experiment, seed=experiment.seed + number))
+    return experiments
 
 
 def _find_max(arguments: argparse.Namespace) -> int:
@@ -104,24 +130,43 @@ def _find_max(arguments: argparse.Namespace) -> int:
         max_requests=arguments.max_probe_requests,
     )
     trials: list[Trial] = []
-    trouble, is_interrupted = "", False
-    try:
-        while not trouble and searched.next_probe() is not None:
-            trouble = _look(arguments, searched, trials)
-    except KeyboardInterrupt:
-        if not trials:
-            raise
-        trouble, is_interrupted = "it was interrupted", True
-    folder = _folder(arguments)
-    keep_all(trials, folder, "Load test: find-max")
-    if trouble:
-        print(f"there is no result: {trouble}\nwritten to {folder}")
-        return INTERRUPTED if is_interrupted else NOT_VALID
-    result = searched.result
-    (folder / "find-max.json").write_bytes(msgspec.json.format(msgspec.json.encode(result)))
+    trouble, code = "", NOT_VALID
+    with _folder(arguments) as folder:
+        try:
+            while not trouble and searched.next_probe() is not None:
+                trouble = _look(arguments, searched, trials)
+        except KeyboardInterrupt:
+            if not trials:
+                raise
+            trouble, code = "it was interrupted", INTERRUPTED
+        except LoadTestError as error:
+            if not trials:
+                raise
+            trouble, code = str(error), WRONG_USE
+        conclusion = f"there is no result: {trouble}" if trouble else _conclusion(arguments, searched.result)
+        keep_all(trials, folder, "Load test: find-max", conclusion)
+        print(conclusion)
+        print(f"written to {folder}")
+        if trouble:
+            return code
+        (folder / "find-max.json").write_bytes(msgspec.json.format(msgspec.json.encode(searched.result)))
+        return _judge_most(arguments, searched.result, trials)
+
+
+def _conclusion(arguments: argparse.Namespace, result: search.Result) -> str:
     found = "no rate was shown to meet" if result.rate is None else f"{result.rate:.4g} requests/s meet"
-    print(f"{found} {arguments.slo} for {as_share(arguments.attainment)}; stopped by {result.stopped_by}")
-    print(f"written to {folder}")
+    return f"{found} {arguments.slo} for {as_share(arguments.attainment)}; stopped by {result.stopped_by}"
+
+
+def _judge_most(arguments: argparse.Namespace, result: search.Result, trials: list[Trial]) -> int:
+    if arguments.verify and not _is_verified(trials):
+        return MISSED
+    if result.is_limited_by_client:
+        print(
+            f"not valid: {result.missed_rate:.4g} requests/s were asked for twice, and twice this client was late, so "
+            "that the server's maximum is not known; use more --processes, or a machine with nothing else to do"
+        )
+        return NOT_VALID
     return FINE if result.rate is not None else MISSED
 
 
@@ -145,9 +190,16 @@ def _look(arguments: argparse.Namespace, searched: search.Search, trials: list[T
         goodput.num,
         is_saturated=search.is_saturated(trial.measured),
         is_client_limited=_is_client_limited(trial.summary),
+        num_in_flight=search.num_in_flight(trial.measured),
+        is_unanswered=trial.summary.full.num_answered == 0 and Outcome.TIMEOUT not in trial.summary.outcomes,
     )
     share = goodput.num_good / goodput.num
-    print(f"{probe.rate:.4g} requests/s: {as_share(share)} of {goodput.num} met the limits: {decision}")
+    following = searched.next_probe()
+    is_again = decision is search.Decision.CLIENT and following is not None and following.rate == probe.rate
+    print(
+        f"{probe.rate:.4g} requests/s: {as_share(share)} of {goodput.num} met the limits: {decision}"
+        f"{', so it is asked once more' if is_again else ''}"
+    )
     return ""
 
 
@@ -193,6 +245,10 @@ def _side(folders: str) -> Side:
 
 
 def _self_test(arguments: argparse.Namespace) -> int:
+    if not MIN_SELF_TEST_RATE <= arguments.rate <= MAX_SELF_TEST_RATE:
+        raise LoadTestError(
+            f"--rate {arguments.rate:g}: a self-test is at {MIN_SELF_TEST_RATE:g} to {MAX_SELF_TEST_RATE:g} requests/s"
+        )
     report = self_test(rate=arguments.rate)
     for each in report.accuracy:
         ttft, itl = each.ttft_error_s, each.itl_error_s
@@ -224,15 +280,32 @@ def _good(is_good: bool) -> str:
     return "good" if is_good else "NOT GOOD"
 
 
-def _verdict(trials: Sequence[Trial], attainment: float) -> int:
+def _is_verified(trials: Sequence[Trial]) -> bool:
+    """Tells what verification came to. Garbled answers count, too, for they are not what they must be either."""
+    outcomes = sum((Counter(trial.summary.outcomes) for trial in trials), Counter[str]())
+    num_right, num_wrong, num_garbled = (outcomes[each] for each in (Outcome.OK, Outcome.WRONG, Outcome.GARBLED))
+    if num_wrong or num_garbled:
+        print(
+            f"verification FAILED: of {num_right + num_wrong + num_garbled} answers {num_wrong} are wrong and "
+            f"{num_garbled} garbled; {REQUESTS} tells which, and how"
+        )
+        return False
+    print(f"verified: {num_right} answers, each as it must be" if num_right else "nothing was answered to be verified")
+    return True
+
+
+def _verdict(trials: Sequence[Trial], arguments: argparse.Namespace) -> int:
+    is_verified = not arguments.verify or _is_verified(trials)
     if trials[-1].was_stopped:
         return INTERRUPTED
+    if not is_verified:
+        return MISSED  # however late the client was: that does not make an answer wrong
     code = FINE
     summaries = [trial.summary for trial in trials]
     for summary in summaries:
         goodput = summary.full.goodput
         is_missed = any(not verdict.is_met for verdict in summary.verdicts)
-        if summary.objectives and goodput is not None and goodput.share < attainment:
+        if summary.objectives and goodput is not None and goodput.share < arguments.attainment:
             is_missed = True
         if is_missed:
             code = MISSED
@@ -243,6 +316,7 @@ def _verdict(trials: Sequence[Trial], attainment: float) -> int:
 
 
 def _experiment(arguments: argparse.Namespace, arrivals: str) -> Experiment:
+    _check(arguments)
     try:
         fields: dict[str, Any] = msgspec.json.decode(arguments.fields, type=dict) if arguments.fields else {}
     except msgspec.DecodeError as error:
@@ -274,13 +348,42 @@ def _experiment(arguments: argparse.Namespace, arrivals: str) -> Experiment:
     )
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises LoadTestError for numbers that nobody can mean."""
+    if not 0.0 < arguments.attainment <= 1.0:
+        raise LoadTestError(f"--attainment {arguments.attainment:g} is not above 0 and at most 1; 99 % is 0.99")
+    if arguments.processes < 1:
+        raise LoadTestError(f"--processes {arguments.processes}: it takes at least 1 to ask anything")
+    if arguments.warm_up < 0:
+        raise LoadTestError(f"--warm-up {arguments.warm_up} is below 0; 0 is none")
+
+
 def _output(arguments: argparse.Namespace) -> Any:
     return None if arguments.quiet else sys.stderr
 
 
-def _folder(arguments: argparse.Namespace) -> Path:
+@contextlib.contextmanager
+def _folder(arguments: argparse.Namespace) -> Iterator[Path]:
+    """Where results go. It is made before anything is asked, for a run whose results cannot be written is in vain; and
+    it is taken away if there are none. Raises LoadTestError."""
     now = datetime.datetime.now(tz=datetime.UTC)
-    return Path(arguments.out or Path("loadtest-results") / now.strftime("%Y-%m-%d-%H%M%S"))
+    folder = Path(arguments.out or Path("loadtest-results") / now.strftime("%Y-%m-%d-%H%M%S"))
+    made: list[Path] = []
+    try:
+        try:
+            made += [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise LoadTestError(
+                f"--out {folder}: results cannot be written there ({error.strerror}); choose another folder"
+            ) from None
+        yield folder
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):  # it has results
+                path.rmdir()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -25,7 +25,7 @@ from loadtest.statistics import (
     correlation_length,
     widening,
 )
-from loadtest.summary import Summary
+from loadtest.summary import Summary, prefix_cache_hit_rate
 from loadtest.timeline import Measurements
 
 FASTER = "faster"
@@ -52,6 +52,7 @@ LATENCIES: dict[str, Callable[[Measurements], Floats]] = {
     "E2E": lambda measured: measured.e2e_s,
 }
 PERCENTS = (50.0, 99.0)
+NOTABLE_HITS = 0.1  # of the prompts' tokens: by how much the sides' prefix caches may differ without a word
 
 
 class Side(Struct, frozen=True):
@@ -109,7 +110,10 @@ def compare(
             resampled = [bootstrap_percentiles(cut.blocks, percent, num_resamples, generator) for cut in cuts]
             factor = widening(min(cut.num_pieces for cut in cuts), confidence)
             figures.append(_compared(told, "s", pooled, resampled, confidence, factor, is_rate=False))
-    for name, unit, amounts in (("output tokens", "tokens/s", _tokens), ("requests", "requests/s", _requests)):
+    for name, unit, amounts in (
+        ("output tokens", "tokens/s", Measurements.token_arrivals),
+        ("requests", "requests/s", _requests),
+    ):
         pooled, resampled = [], []
         for side in (a, b):
             blocks = [_blocks(run, *amounts(run)) for run in side.runs]
@@ -190,15 +194,6 @@ def _compared(
     return Compared(name, unit, a, b, ratio, low, high, verdict)
 
 
-def _tokens(measured: Measurements) -> tuple[Floats, Floats]:
-    """When tokens came, and how many."""
-    is_eventless = measured.is_answered & (measured.num_events == 0)
-    return (
-        np.concatenate([measured.event_s, measured.ended_s[is_eventless]]),
-        np.concatenate([measured.event_tokens, measured.num_tokens[is_eventless]]),
-    )
-
-
 def _requests(measured: Measurements) -> tuple[Floats, Floats]:
     """When answers ended."""
     ends_s = measured.ended_s[measured.is_answered]
@@ -217,8 +212,9 @@ def _warnings(a: Side, b: Side) -> list[str]:
     warnings = []
     for name in SETTINGS:
         values = [[str(getattr(each.settings, name)) for each in side.summaries] for side in (a, b)]
-        if len({value for side in values for value in side}) > 1:
-            told = [" and ".join(dict.fromkeys(side)) or "unknown" for side in values]
+        # Side against side: that repetitions have seeds of their own is as it should be.
+        if all(values) and set(values[0]) != set(values[1]):
+            told = [" and ".join(dict.fromkeys(side)) for side in values]
             warnings.append(f"{name} differs: {told[0]} in {a.name}, {told[1]} in {b.name}")
     for side in (a, b):
         if num_invalid := sum(not each.is_valid for each in side.summaries):
@@ -233,6 +229,12 @@ def _warnings(a: Side, b: Side) -> list[str]:
         )
     if abs(lengths[0] - lengths[1]) > 0.01 * max(lengths):
         warnings.append(f"answers have {lengths[0]:.4g} tokens on average in {a.name}, {lengths[1]:.4g} in {b.name}")
+    hit_rates = [prefix_cache_hit_rate(side.summaries) for side in (a, b)]
+    if hit_rates[0] is not None and hit_rates[1] is not None and abs(hit_rates[0] - hit_rates[1]) > NOTABLE_HITS:
+        warnings.append(
+            f"the server's prefix cache held {hit_rates[0]:.0%} of the prompts' tokens in {a.name}, {hit_rates[1]:.0%} "
+            f"in {b.name}: what is asked twice is answered sooner; repeat with another --seed, or restart the server"
+        )
     return warnings
 
 

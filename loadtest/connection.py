@@ -63,6 +63,24 @@ def resolve(url: str) -> list[Address]:
     return [Address(int(family), at[:2], parts.netloc) for family, _, _, _, at in found if isinstance(at[0], str)]
 
 
+def check_sources(sources: Sequence[str], addresses: Sequence[Address]) -> None:
+    """Raises LoadTestError for what is no address of this machine, or of another family than a server's. In a run the
+    same error number would say that an address has no port left."""
+    for source in sources:
+        for family in {address.family for address in addresses}:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                try:
+                    socket.inet_pton(family, source)
+                    probe.bind((source, 0))
+                except OSError as error:
+                    kind = "IPv6" if family == socket.AF_INET6 else "IPv4"
+                    why = f"an {kind} address" if error.errno is None else f"of this machine: {error.strerror}"
+                    raise LoadTestError(
+                        f"--sources {source}: this is no address to come from, for it is not {why}; name local {kind} "
+                        "addresses, such as 127.0.0.2 to a server at 127.0.0.1"
+                    ) from None
+
+
 def request_head(path: str, host: str, api_key: str | None) -> bytes:
     """Up to where the body's length stands."""
     key = "" if api_key is None else f"Authorization: Bearer {api_key}\r\n"

@@ -32,6 +32,8 @@ BROKEN_OFF = frozenset({"abort", "error", "deadline"})
 # Of a body's fields, those that TGI has beside `parameters`.
 _BESIDE_PARAMETERS = frozenset({"inputs", "parameters", "stream", "model", "options"})
 
+MAX_MESSAGE_LENGTH = 500  # characters
+
 History = Sequence[str]  # what was said so far: prompt, answer, prompt, …, and the prompt to be answered
 
 
@@ -90,6 +92,7 @@ class _Usage(Struct):
 class _ErrorBody(Struct):
     code: str | int | None = None
     type: str | None = None
+    message: Any = None
 
 
 class _Failure(Struct):
@@ -99,6 +102,7 @@ class _Failure(Struct):
     error_type: str | None = None
     code: str | int | None = None  # of older vLLM, where the object is the body
     type: str | None = None
+    message: Any = None
 
 
 class _Token(Struct):
@@ -175,6 +179,16 @@ def refusal_code(body: bytes | bytearray) -> str:
     if told.error is None:
         return _code(_ErrorBody(told.code, told.type), "")
     return _code(told.error, told.error_type or "")
+
+
+def refusal_message(body: bytes | bytearray) -> str:
+    """The server's own words for why it refused, shortened; empty if it has none that we know."""
+    try:
+        told = _decode_failure(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+    message = told.error.message if isinstance(told.error, _ErrorBody) else told.error or told.message
+    return message[:MAX_MESSAGE_LENGTH] if isinstance(message, str) else ""
 
 
 def _code(error: _ErrorBody | str, error_type: str | None) -> str:

@@ -125,11 +125,11 @@ def keep(trial: Trial, folder: Path) -> None:
     (folder / TABLE).write_text(table([trial.summary], [trial.label]))
 
 
-def keep_all(trials: Sequence[Trial], folder: Path, title: str) -> None:
-    """Several runs in folders of their own, and a page and a table of all of them."""
+def keep_all(trials: Sequence[Trial], folder: Path, title: str, conclusion: str = "") -> None:
+    """Several runs in folders of their own, and a table and a page of all of them, which begins with the conclusion."""
     for trial in trials:
         keep(trial, folder / "".join(c if c.isalnum() or c in ".-" else "-" for c in trial.label))
-    write(folder / PAGE, [trial.as_run() for trial in trials], title)
+    write(folder / PAGE, [trial.as_run() for trial in trials], title, conclusion)
     (folder / TABLE).write_text(table([trial.summary for trial in trials], [trial.label for trial in trials]))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from loadtest.comparison import Comparison
+from loadtest.record import Outcome
 from loadtest.statistics import Distribution
-from loadtest.summary import Failure, Figures, Summary
+from loadtest.summary import Failure, Figures, Summary, prefix_cache_hit_rate
 
 NOTHING = "-"
 PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "p999", "max")
@@ -90,6 +92,11 @@ def headline(summary: Summary, figures: Figures) -> dict[str, str]:
             rows[f"{name} p99.9 / max"] = f"{as_time(told.p999)} / {as_time(told.max)}" if told else NOTHING
     loop = summary.event_loop_lag_s
     rows["event loop of the client p99 / max"] = f"{as_time(loop.p99)} / {as_time(loop.max)}" if loop else NOTHING
+    hit_rate = prefix_cache_hit_rate([summary])
+    if hit_rate is not None:
+        rows["prefix cache hits, told by the server"] = f"{as_share(hit_rate)} of prompt tokens"
+    if summary.settings.verifies:
+        rows["answers verified"] = _verified(summary.outcomes)
     if figures.goodput is not None:
         good = figures.goodput
         share = f"{as_share(good.share)}, {as_number(good.requests_per_s)} requests/s"
@@ -102,11 +109,28 @@ def headline(summary: Summary, figures: Figures) -> dict[str, str]:
     return rows
 
 
+def _verified(outcomes: Mapping[str, int]) -> str:
+    num_right, num_wrong = outcomes.get(Outcome.OK.value, 0), outcomes.get(Outcome.WRONG.value, 0)
+    told = f"{as_number(num_right)} of {as_number(num_right + num_wrong)}"
+    return f"{told}: {as_number(num_wrong)} WRONG" if num_wrong else told
+
+
+def distinct(labels: Sequence[str]) -> list[str]:
+    """Repetitions that are called alike get their number."""
+    totals, so_far = Counter(labels), Counter[str]()
+    told = []
+    for label in labels:
+        so_far[label] += 1
+        told.append(label if totals[label] == 1 else f"{label} ({so_far[label]} of {totals[label]})")
+    return told
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def table(summaries: Sequence[Summary], labels: Sequence[str]) -> str:
     """One column for each run, and under it what was run, on what, and whether it can be believed."""
+    labels = distinct(labels)
     columns = [headline(each, each.full) for each in summaries]
     steady = [headline(each, each.steady) if each.steady else {} for each in summaries]
     names = dict.fromkeys(name for column in columns for name in column)
@@ -115,7 +139,7 @@ def table(summaries: Sequence[Summary], labels: Sequence[str]) -> str:
     for name in ("output tokens/s", "TTFT p50 / p99", "TPOT p50 / p99"):
         if any(steady):
             lines.append(_row([f"{name}, steady state", *(column.get(name, NOTHING) for column in steady)]))
-    lines.append(_row(["failures", *(_failures(each) for each in summaries)]))
+    lines.append(_row(["failures", *(frequent_failures(each) for each in summaries)]))
     lines.append(_row(["valid", *("yes" if each.is_valid else "**no**" for each in summaries)]))
     lines.append("")
     for label, summary in zip(labels, summaries, strict=True):
@@ -139,7 +163,7 @@ def comparison_table(comparison: Comparison) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _failures(summary: Summary) -> str:
+def frequent_failures(summary: Summary) -> str:
     """The three most frequent kinds."""
     kinds = [f"{as_number(each.num)} {failure_label(each)}" for each in summary.failures[:3]]
     num_more = sum(each.num for each in summary.failures[3:])

@@ -38,6 +38,7 @@ class Series(Struct, frozen=True):
     colour: int = 0
     is_points: bool = False
     is_dashed: bool = False
+    radius: float = 2.0  # of points
     notes: Sequence[str] = ()  # in place of what a tooltip says, one for each point
 
 
@@ -225,7 +226,7 @@ class _Frame(Struct, frozen=True):
         places = np.flatnonzero(np.isfinite(series.x) & np.isfinite(series.y))
         if len(places):
             places = places[thin_points(series.x[places], series.y[places], max_points)]
-        self._draw_circles("points", series, places, 2.0)
+        self._draw_circles("points", series, places, series.radius)
 
     def draw_line(self, series: Series) -> None:
         is_known = np.isfinite(series.x) & np.isfinite(series.y)
@@ -254,16 +255,16 @@ class _Frame(Struct, frozen=True):
 
 
 def _draw_legend(svg: Element, series: Sequence[Series], width: float) -> None:
-    """From the right, in one line; each letter is taken to be 6.5 pixels wide."""
-    right = width - RIGHT
-    for each in reversed(series):
+    """To the right, in one line of text, its keys included: only who draws it knows how wide the letters are."""
+    told = [each for each in series if each.label]
+    if not told:
+        return
+    line = element(svg, "text", x=width - RIGHT, y=14.0, class_="tick end")
+    for place, each in enumerate(told):
         label = each.label if len(each.label) <= 40 else each.label[:39] + "…"
-        if not label:
-            continue
-        element(svg, "text", label, x=right, y=14.0, class_="tick end")
-        right -= 6.5 * len(label) + 10.0
-        element(svg, "rect", x=right, y=6.0, width=8.0, height=8.0, class_=f"key c{each.colour % NUM_COLOURS}")
-        right -= 10.0
+        gap = "\u00a0" * 3 if place + 1 < len(told) else ""
+        key = element(line, "tspan", "\u25a0", class_=f"key c{each.colour % NUM_COLOURS}")
+        key.tail = written(f"\u00a0{label}{gap}")
 
 
 def cumulative(values: Floats, num_points: int = 300) -> tuple[Floats, Floats]:

@@ -10,7 +10,16 @@ from msgspec import Struct
 
 from loadtest.clock import now_s
 from loadtest.connection import Exchange
-from loadtest.doors import BatchAnswer, History, StreamReader, body_of, read_batch, reader_for, refusal_code
+from loadtest.doors import (
+    BatchAnswer,
+    History,
+    StreamReader,
+    body_of,
+    read_batch,
+    reader_for,
+    refusal_code,
+    refusal_message,
+)
 from loadtest.planned import Request
 from loadtest.record import Counted, Outcome, Record
 from loadtest.target import Door, Target
@@ -85,6 +94,11 @@ class Query(Exchange):
             outcome, error = Outcome.GARBLED, "the answer's content-type is not text/event-stream"
         records = [self._record(turn.request, outcome, error, start_s, process) for turn in self.turns]
         return records, [""] * len(records)
+
+    @property
+    def refusal(self) -> str:
+        """The server's own words for a refusal; empty if it is none, or has none."""
+        return refusal_message(self.received) if self.outcome is None and self.status != 200 else ""
 
     def read(self) -> StreamReader:
         """What came so far of a stream."""

@@ -6,6 +6,7 @@ It is built of elements and serialized as XML that is HTML as well, so that noth
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,10 +17,13 @@ import numpy as np
 from msgspec import Struct
 
 from loadtest.markdown import (
+    NOTHING,
     PERCENTILES,
     as_number,
     as_time,
+    distinct,
     failure_label,
+    frequent_failures,
     headline,
     outcome_label,
     percentile_rows,
@@ -30,10 +34,13 @@ from loadtest.summary import Figures, Summary
 from loadtest.timeline import Measurements, Scrape, Timeline, server_series, timeline
 
 MAX_POINTS = 1000  # of a cloud, in a page of one run
-NUM_BINS = 200
-LEAST_BIN_S = 0.02
+MAX_BINS, MIN_BINS = 60, 20  # of a line over time: in finer ones a trend is lost in the noise
+BIN_S = 1.0  # between those
 MAX_ERRORS = 5  # that have a colour of their own
 FAILED = 5  # the colour
+NOT_VALID = "NO"
+BAD = ("MISSED", "WRONG", NOT_VALID)  # how a cell ends that is to be seen
+LOAD = re.compile(r"[a-z]+:([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)(?:,|$)")  # a rate, or a number of clients
 MAY_BE_EMPTY = {"meta", "circle", "g", "line", "path", "rect"}  # void, or of SVG
 
 STYLE = """
@@ -53,7 +60,8 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } summary { 
 .small { grid-template-columns: repeat(auto-fit, minmax(min(380px, 100%), 1fr)); }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { padding: 3px 10px; border-bottom: 1px solid var(--grid); text-align: right; white-space: nowrap; }
-td:first-child, th:first-child { text-align: left; }
+td:first-child, th:first-child { text-align: left; position: sticky; left: 0; background: var(--page); }
+.columns td, .columns th { white-space: normal; } details { margin-top: 8px; }
 pre { background: var(--tile); border-radius: 6px; padding: 8px 12px; white-space: pre-wrap; overflow-wrap: anywhere; }
 .chart { width: 100%; height: auto; } .chart text { font: 11px system-ui, sans-serif; fill: var(--text); }
 .chart .heading { font-weight: 600; } .chart .tick { fill: var(--faint); }
@@ -83,12 +91,12 @@ class Run(Struct, frozen=True):
     scrapes: Sequence[Scrape] = ()
 
 
-def write(path: Path, runs: Sequence[Run], title: str = "Load test") -> None:
-    path.write_text(render(runs, title), encoding="utf-8")
+def write(path: Path, runs: Sequence[Run], title: str = "Load test", conclusion: str = "") -> None:
+    path.write_text(render(runs, title, conclusion), encoding="utf-8")
 
 
-def render(runs: Sequence[Run], title: str = "Load test") -> str:
-    """Of one run all that is known; of several first what happens from one to the next."""
+def render(runs: Sequence[Run], title: str = "Load test", conclusion: str = "") -> str:
+    """Of one run all that is known; of several first what happens from one to the next, and what follows from it."""
     assert runs
     page = element(None, "html", lang="en")
     head = element(page, "head")
@@ -98,10 +106,13 @@ def render(runs: Sequence[Run], title: str = "Load test") -> str:
     element(head, "style", STYLE + COLOURS)
     body = element(page, "body")
     element(body, "h1", title)
+    if conclusion:
+        element(element(body, "p"), "b", conclusion)
     max_points = max(100, MAX_POINTS // len(runs))
     if len(runs) == 1:
         _show_run(body, runs[0], max_points)
     else:
+        runs = _by_load(runs)
         _show_sweep(body, runs)
         for run in runs:
             details = element(body, "details")
@@ -122,7 +133,7 @@ def _show_run(parent: Element, run: Run, max_points: int) -> None:
     _show_doubts(parent, summary)
     _show_tiles(parent, headline(summary, summary.full))
     end_s = max([run.measured.span_s()[1], *(t_s for t_s, _ in run.scrapes)])
-    series = timeline(run.measured, bin_s=max(end_s / NUM_BINS, LEAST_BIN_S))
+    series = timeline(run.measured, bin_s=_bin_s(end_s))
     axis = msgspec.structs.replace(TIME, high=end_s or 1.0)
     element(parent, "h2", "Latency over time, by intended start")
     _show(parent, _latency_charts(run.measured, axis, max_points))
@@ -140,6 +151,11 @@ def _show_run(parent: Element, run: Run, max_points: int) -> None:
         _show_times(parent, "the steady state", summary.steady)
     element(parent, "h2", "How it was run")
     _show_environment(parent, summary)
+
+
+def _bin_s(end_s: float) -> float:
+    """All of the run's bins are whole: a part of one at the end would look like a fall."""
+    return max(end_s, 1e-3) / min(MAX_BINS, max(MIN_BINS, int(end_s / BIN_S)))
 
 
 def _show(parent: Element, charts: Iterable[Element], kind: str = "charts") -> None:
@@ -164,7 +180,7 @@ def _show_tiles(parent: Element, figures: dict[str, str]) -> None:
     tiles = element(parent, "div", class_="tiles")
     for name, value in figures.items():
         tile = element(tiles, "div", class_="tile")
-        element(tile, "b", value, class_="bad" if value.endswith("MISSED") else "")
+        element(tile, "b", value, class_="bad" if value.endswith(BAD) else "")
         element(tile, "span", name)
 
 
@@ -266,27 +282,29 @@ def _show_times(parent: Element, what: str, figures: Figures, event_loop_lag_s: 
     _show_table(parent, heads, percentile_rows(figures, event_loop_lag_s))
 
 
-def _show_table(parent: Element, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    table = element(element(parent, "div", class_="scroll"), "table")
+def _show_table(parent: Element, heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> None:
+    table = element(element(parent, "div", class_="scroll"), "table", class_=kind)
     line = element(table, "tr")
     for head in heads:
         element(line, "th", head)
     for row in rows:
         line = element(table, "tr")
         for cell in row:
-            element(line, "td", cell)
+            element(line, "td", cell, class_="bad" if cell.endswith(BAD) else "")
 
 
 def _show_environment(parent: Element, summary: Summary) -> None:
     element(parent, "pre", summary.environment.command)
+    environment = msgspec.to_builtins(summary.environment)
+    server_info = environment.pop("server_info")
     for name, value in (
-        ("environment", msgspec.structs.replace(summary.environment, server_info=None)),
-        ("settings", summary.settings),
-        ("the server about itself", summary.environment.server_info),
+        ("environment", environment),
+        ("settings", msgspec.to_builtins(summary.settings)),
+        ("the server about itself", server_info),
     ):
         if value is not None:
             element(parent, "p", name)
-            element(parent, "pre", json.dumps(msgspec.to_builtins(value), indent=2, ensure_ascii=False))
+            element(parent, "pre", json.dumps(value, indent=2, ensure_ascii=False))
 
 
 # -- several runs -----------------------------------------------------------------------------------------------------
@@ -294,6 +312,7 @@ def _show_environment(parent: Element, summary: Summary) -> None:
 
 def _show_sweep(parent: Element, runs: Sequence[Run]) -> None:
     element(parent, "h2", "Throughput against latency")
+    is_invalid = np.array([not run.summary.is_valid for run in runs])
     full = [run.summary.full for run in runs]
     tokens = np.array([each.output_tokens_per_s for each in full])
     requests = np.array([each.requests_per_s for each in full])
@@ -308,6 +327,11 @@ def _show_sweep(parent: Element, runs: Sequence[Run]) -> None:
             Series("p50", tokens, _percentile(of, "p50"), 0, notes=notes),
             Series("p99", tokens, _percentile(of, "p99"), 1, notes=notes),
         ]
+        if is_invalid.any():
+            doubtful = [f"{note}, not valid" for note, is_it in zip(notes, is_invalid, strict=True) if is_it]
+            marks = np.concatenate([each.y[is_invalid] for each in series])
+            places = np.tile(tokens[is_invalid], 2)
+            series.append(Series("not valid", places, marks, FAILED, is_points=True, notes=doubtful * 2, radius=5.0))
         charts.append(chart(name, series, Axis("output tokens/s", as_number), LATENCY, width=460.0))
     if any(each.goodput for each in full):
         good = np.array([each.goodput.requests_per_s if each.goodput else np.nan for each in full])
@@ -323,9 +347,22 @@ def _show_sweep(parent: Element, runs: Sequence[Run]) -> None:
         )
     _show(parent, charts, "charts small")
     columns = [headline(run.summary, run.summary.full) for run in runs]
+    for run, column in zip(runs, columns, strict=True):
+        column["failures"] = frequent_failures(run.summary)
+        column["valid"] = "yes" if run.summary.is_valid else NOT_VALID
     names = list(dict.fromkeys(name for column in columns for name in column))
-    rows = [[run.label, *(column.get(name, "") for name in names)] for run, column in zip(runs, columns, strict=True)]
-    _show_table(parent, ["", *names], rows)
+    element(parent, "h2", "Figures")
+    rows = [[name, *(column.get(name, NOTHING) for column in columns)] for name in names]
+    _show_table(parent, ["", *distinct([run.label for run in runs])], rows, "columns")
+
+
+def _by_load(runs: Sequence[Run]) -> Sequence[Run]:
+    """By the rate or the number of clients that was asked for, if all of them have one: a line joins neighbours."""
+    found = [LOAD.match(run.summary.settings.arrivals) for run in runs]
+    loads = [float(each[1]) for each in found if each is not None]
+    if len(loads) < len(runs):
+        return runs
+    return [run for _, run in sorted(zip(loads, runs, strict=True), key=lambda each: each[0])]
 
 
 def _percentile(distributions: Sequence[Distribution | None], name: str) -> Floats:

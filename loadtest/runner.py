@@ -19,7 +19,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from loadtest.clock import Alarm, Heartbeat, now_s
-from loadtest.connection import Address, Exchange, Pool, resolve
+from loadtest.connection import Address, Exchange, Pool, check_sources, resolve
 from loadtest.doors import PATHS
 from loadtest.errors import LoadTestError
 from loadtest.planned import Plan, Request
@@ -93,6 +93,8 @@ class Runner:
         self._process = process
         self._sources = sources
         self._addresses = [_first_that_answers(resolve(url)) for url in target.urls]
+        check_sources(sources, self._addresses)
+        self.refusal = ""  # the server's words for the first one that it refused
         self._on_progress = on_progress
         self._progress = Progress(num_planned=len(plan.requests))
         self._batches = deque(_batches(plan, target.batch_size if target.door is Door.GENERATE else 1))
@@ -311,6 +313,7 @@ class Runner:
 
     def _note(self, query: Query) -> None:
         """Write it down, and go on with the conversations that it belongs to."""
+        self.refusal = self.refusal or query.refusal
         for turn, record, text in zip(query.turns, *query.records(self._start_s, self._process), strict=True):
             self._keep(record)
             if self._target.verifies and record.outcome is Outcome.OK:
@@ -415,6 +418,8 @@ def check(target: Target) -> None:
             f"the field max_tokens is {target.fields['max_tokens']}, but the sum that the door {Door.GENERATE.value} "
             "tells of its answers' tokens is held against what the plan asks for; give the workload output=N instead"
         )
+    if not target.timeout_s > 0.0:
+        raise LoadTestError(f"the timeout is {target.timeout_s:g} s; it must be above 0")
     if target.max_connections is not None and target.max_connections < 1:
         raise LoadTestError(f"max_connections is {target.max_connections}; it must be at least 1")
 
@@ -431,12 +436,17 @@ async def warm_up(
     if not prompts:
         return
     plan = Plan(prompts, "closed", "warm-up", 0, num_clients=min(len(prompts), NUM_WARM_UP_CLIENTS))
-    result = await Runner(target, plan, model=model, sources=sources).run(now_s())
+    runner = Runner(target, plan, model=model, sources=sources)
+    result = await runner.run(now_s())
     if not any(record.outcome is Outcome.OK for record in result.records):
         first = result.records[0]
+        if runner.refusal:
+            why = f"the server at {', '.join(target.urls)} says: {runner.refusal}"
+        else:
+            why = f"is the server up at {', '.join(target.urls)}, and does it have this door?"
         raise LoadTestError(
             f"none of {len(result.records)} requests to warm up was answered: {first.outcome.value}, {first.error}; "
-            f"is the server up at {', '.join(target.urls)}, and does it have this door?"
+            + why
         )
 
 

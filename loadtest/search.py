@@ -11,7 +11,7 @@ nearer the server is to its limit, so probes should last many times as long as a
 from __future__ import annotations
 
 from enum import StrEnum
-from math import ceil, log2, sqrt
+from math import ceil, exp, log2, sqrt
 from statistics import NormalDist
 
 import numpy as np
@@ -61,6 +61,7 @@ class Result(Struct, frozen=True):
     missed_rate: float | None  # the lowest that was not shown to meet them; None is that there is none up to max_rate
     stopped_by: str  # in words
     probed: list[Probed]
+    is_limited_by_client: bool = False  # the missed rate is one that the client could not ask for, so it tells nothing
 
 
 class Search:
@@ -68,6 +69,9 @@ class Search:
 
     A rate that is still undecided after `max_requests` counts as not met: what is reported has been shown, and is a
     little too low rather than too high.
+
+    A probe that the client spoiled says nothing: its rate is asked once more, and counts as missed if it is spoiled
+    again. And where nothing has met the limits yet, no lower rate is tried that cannot be better (see `_is_hopeless`).
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class Search:
         self._num_attained = 0
         self._num_total = 0
         self._look = 0
+        self._was_spoiled = False  # by the client, at this rate
         self._met: float | None = None
         self._missed: float | None = None
         self._probed: list[Probed] = []
@@ -122,11 +127,18 @@ class Search:
         *,
         is_saturated: bool = False,
         is_client_limited: bool = False,
+        num_in_flight: float | None = None,
+        is_unanswered: bool = False,
     ) -> Decision:
-        """What became of it: how many of how many requests met all limits. Raises LoadTestError if there were none."""
+        """What became of it: how many of how many requests met all limits, how many were in flight on average, and
+        whether nothing was answered though there was time. Raises LoadTestError if there were no requests."""
         assert probe == self.next_probe(), "this is not what was asked for"
         if num_total == 0:
             raise LoadTestError(f"the probe at {probe.rate:g} requests/s had no requests; let it last longer")
+        if is_client_limited and not self._was_spoiled:
+            self._was_spoiled = True
+            self._look += 1
+            return Decision.CLIENT
         self._num_attained += num_attained
         self._num_total += num_total
         low, high = wilson_interval(self._num_attained, self._num_total, self.confidence)
@@ -140,13 +152,38 @@ class Search:
         else:
             self._missed = probe.rate
         self._num_attained = self._num_total = self._look = 0
-        self._rate = self._next_rate()
+        self._was_spoiled = False
+        self._rate = None if self._is_hopeless(num_in_flight, is_unanswered) else self._next_rate()
         return decision
 
     @property
     def result(self) -> Result:
         assert self._rate is None, "there is a probe to run yet"
-        return Result(self._met, self._missed, self._stopped_by, self._probed)
+        is_limited_by_client = self._missed is not None and self._last(self._missed).decision is Decision.CLIENT
+        return Result(self._met, self._missed, self._stopped_by, self._probed, is_limited_by_client)
+
+    def _is_hopeless(self, num_in_flight: float | None, is_unanswered: bool) -> bool:
+        """Whether nothing has met the limits, and nothing at a lower rate can.
+
+        A lower rate leaves more requests alone with the server, and does nothing for those that were. Of requests that
+        come at random (Poisson) with L in flight on average, a share of e^-L finds nobody there, and of these at least
+        e^-L are joined by nobody (exact for equal times and no queue; a queue leaves more alone). If more of them than
+        that could not have been good, those alone are not good enough.
+        """
+        last = self._probed[-1]
+        if self._met is not None or last.decision is not Decision.MISSED:
+            return False
+        if is_unanswered:
+            self._stopped_by = f"{last.rate:.4g}/s, at which nothing was answered: a lower rate is no remedy"
+            return True
+        if num_in_flight is None or last.high >= self.attainment * exp(-2.0 * num_in_flight):
+            return False
+        share = f"{last.num_attained} of {last.num_total} requests met the limits"
+        self._stopped_by = (
+            f"{last.rate:.4g}/s: {share} with {num_in_flight:.2g} in flight on average, so that those that had the "
+            "server to themselves miss them too, and a lower rate is no remedy"
+        )
+        return True
 
     def _decide(self, low: float, high: float, is_saturated: bool, is_client_limited: bool) -> Decision:
         if is_client_limited:
@@ -167,7 +204,7 @@ class Search:
         elif met is None:
             if missed > self.min_rate:
                 return max(missed / BRACKET_FACTOR, self.min_rate)
-            self._stopped_by = f"the lowest rate allowed, {self.min_rate:g}/s, was not shown to meet the limits"
+            self._stopped_by = f"the lowest rate allowed, {self.min_rate:g}/s, which was not shown to meet the limits"
         elif missed / met > (1.0 + self.tolerance) ** BRACKET_SHARE:
             return sqrt(met * missed)
         else:
@@ -175,13 +212,16 @@ class Search:
         return None
 
     def _why(self, rate: float) -> str:
-        last = next(each for each in reversed(self._probed) if each.rate == rate)
+        last = self._last(rate)
         if last.decision is Decision.CLIENT:
             return "the client was the bottleneck, so the server's maximum may be higher"
         if last.decision is Decision.SATURATED:
             return "requests and latency grew until the end, so it is more than the server can do"
         share = f"{last.num_attained} of {last.num_total} requests met the limits"
         return f"{share}, which leaves it undecided" if last.decision is Decision.UNDECIDED else share
+
+    def _last(self, rate: float) -> Probed:
+        return next(each for each in reversed(self._probed) if each.rate == rate)
 
 
 def num_needed(attainment: float, confidence: float) -> int:
@@ -231,8 +271,18 @@ def is_saturated(measured: Measurements) -> bool:
         return False
     in_flight = measured.in_flight().means(edges_s)
     belongs = measured.is_answered & (measured.intended_s >= from_s)
-    ttft = batch_medians(measured.intended_s[belongs], measured.ttft_s[belongs])
-    return _grows((edges_s[:-1] + edges_s[1:]) / 2.0, in_flight) and _grows(*ttft)
+    # Of whole answers there is no first token; there it is the answer that comes later and later.
+    latency_s = np.where(np.isnan(measured.ttft_s), measured.e2e_s, measured.ttft_s)
+    latencies = batch_medians(measured.intended_s[belongs], latency_s[belongs])
+    return _grows((edges_s[:-1] + edges_s[1:]) / 2.0, in_flight) and _grows(*latencies)
+
+
+def num_in_flight(measured: Measurements) -> float:
+    """On average, from the first request's intended start to the last one's."""
+    starts_s = measured.intended_s[measured.is_begun]
+    if len(starts_s) == 0 or starts_s.max() <= starts_s.min():
+        return 0.0
+    return measured.in_flight().mean(float(starts_s.min()), float(starts_s.max()))
 
 
 def _grows(x: Floats, y: Floats) -> bool:

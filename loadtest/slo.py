@@ -7,6 +7,8 @@ many were (Zhong et al., "DistServe", OSDI 2024, section 2). `ttft_p99:500ms` is
 - `e2e`: from the intended start to the end.
 - `tpot`: the mean time per output token after the first ones.
 - `itl`: as a limit, the longest pause that the request's reader saw; as a demand, of the times between tokens.
+
+What nothing was measured of is missed: whole answers have neither a first token nor times between tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from loadtest.errors import LoadTestError
 from loadtest.statistics import Floats, percentile_with_losses
 
 NAMES = ("ttft", "tpot", "itl", "e2e")
+BETWEEN_TOKENS = ("tpot", "itl")
 UNITS_S = {"ms": 0.001, "s": 1.0}
 PART = re.compile(r"([a-z0-9]+)(?:_(mean|max|p[0-9]+(?:\.[0-9]+)?))?:([0-9]+(?:\.[0-9]+)?)(ms|s)")
 EXAMPLE = "ttft:200ms,tpot:30ms,e2e:5s,ttft_p99:500ms"
@@ -97,7 +100,7 @@ def _statistic(text: str) -> str:
     if not text.startswith("p"):
         return text
     digits = text[1:]
-    if "." not in digits and len(digits) > 2 and digits != "100":
+    if "." not in digits and len(digits) > 2 and digits.startswith("9"):  # p101 is no p10.1, but a slip
         digits = f"{digits[:2]}.{digits[2:]}"
     if float(digits) > 100.0:
         raise LoadTestError(f"--slo: {text} is no percentile; they go from p0 to p100")
@@ -107,9 +110,20 @@ def _statistic(text: str) -> str:
 def within(limit: Limit, values: Mapping[str, Floats]) -> NDArray[np.bool_]:
     """Which requests kept it; `values` holds by name what each request took, in seconds.
 
-    A figure that a request does not have (NaN), such as the time per token after the only one, is kept.
+    Who has no such time (NaN), for lack of a second token, keeps a limit upon times between tokens, but only if others
+    have any: a limit that nothing was held against is kept by nobody, as a demand is then missed. A first token and an
+    end are what everybody waits for: who has none, misses.
     """
-    return ~(values[limit.name] > limit.limit_s)
+    own = values[limit.name]
+    is_within: NDArray[np.bool_] = own <= limit.limit_s
+    if limit.name in BETWEEN_TOKENS and is_measured(limit, values):
+        is_within |= np.isnan(own)
+    return is_within
+
+
+def is_measured(limit: Limit, values: Mapping[str, Floats]) -> bool:
+    """Whether any request has what the limit is upon."""
+    return not np.isnan(values[limit.name]).all()
 
 
 def good(
@@ -149,7 +163,10 @@ def judge(objectives: Objectives, values: Mapping[str, Floats], num_answered: in
 
 def _judge(demand: Demand, values: Floats, num_answered: int, num_failed: int) -> Verdict:
     known = values[~np.isnan(values)]
-    num_lost = math.ceil(num_failed * max(1.0, len(known) / max(1, num_answered)))
+    if demand.name in BETWEEN_TOKENS:
+        num_lost = math.ceil(num_failed * max(1.0, len(known) / max(1, num_answered)))
+    else:
+        num_lost = num_failed + num_answered - len(known)  # an answer without a first token misses, as in `within`
     if demand.statistic == "mean":
         value_s = float(known.mean()) if len(known) and not num_lost else math.inf
     elif demand.statistic == "max":

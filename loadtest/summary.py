@@ -23,6 +23,7 @@ SCHEMA_VERSION = 1
 LAG_SHARE = 0.05  # of the median time to the first token
 LEAST_LAG_LIMIT_S = 0.002  # what the self-test holds it to
 NOTABLE_SHARE = 0.1  # of a published p99.9 or maximum, that the client's greatest lag may be without a word
+RAMP = "ramp:"  # arrivals whose rate never holds still
 CLIENT_WAS_LATE = "the client itself was up to"  # how that word begins
 
 
@@ -162,7 +163,9 @@ def summarise(
     lags_s = client_lags_s(measured, target)
     loop_lag_s = distribution(np.asarray(event_loop_lags_s, np.float64))
     full = _figures(measured, measured.span_s(), lags_s, objectives, is_to_be_served, is_whole=True)
-    window = steady_window(measured, is_open=plan.num_clients is None, share=steady_share)
+    window = None
+    if not plan.arrivals.startswith(RAMP):  # whose plateau would be of few requests at rates that few others have
+        window = steady_window(measured, is_open=plan.num_clients is None, share=steady_share)
     steady = None if window is None else _figures(measured, window, lags_s, objectives, is_to_be_served, is_whole=False)
     reasons = [*errors, *_missing(plan, measured), *_bottleneck(full, loop_lag_s)]
     num_failed = int((is_to_be_served & ~measured.is_answered).sum())
@@ -176,7 +179,12 @@ def summarise(
         settings=_settings(plan, target, client),
         is_valid=not reasons,
         invalid_because=reasons,
-        notes=[*notes, *_notes(measured, full, int(lost_turns.sum())), *_late_tails(full, loop_lag_s)],
+        notes=[
+            *notes,
+            *_notes(measured, full, int(lost_turns.sum()), int(forestalled.sum())),
+            *_unmeasured(objectives, measured),
+            *_late_tails(full, loop_lag_s),
+        ],
         outcomes=dict(Counter(each.outcome.value for each in measured.records)),
         failures=_failures(measured),
         num_forestalled=int(forestalled.sum()),
@@ -231,6 +239,18 @@ def _by_name(measured: Measurements, itl_s: Floats) -> dict[str, Floats]:
     return {"ttft": measured.ttft_s, "tpot": measured.tpot_s, "itl": itl_s, "e2e": measured.e2e_s}
 
 
+def _unmeasured(objectives: Objectives | None, measured: Measurements) -> list[str]:
+    """Limits that nobody keeps, because there is nothing to hold them against."""
+    if objectives is None or not measured.is_answered.any():
+        return []
+    values = _by_name(measured, measured.longest_pause_s)
+    return [
+        f"{limit.name}: no answer has any, as with whole answers or those of one token, so that all miss this limit"
+        for limit in objectives.limits
+        if not slo.is_measured(limit, values)
+    ]
+
+
 def _figures(
     measured: Measurements,
     window_s: tuple[float, float],
@@ -250,9 +270,8 @@ def _figures(
     belongs = inside(measured.intended_s)
     ended = measured.is_answered & inside(measured.ended_s)
     is_pause_inside = inside(measured.pause_ended_s)
-    tokens = float(measured.event_tokens[inside(measured.event_s)].sum())
-    # An answer without any event, which is one that came whole, came at its end.
-    tokens += float(measured.num_tokens[ended & (measured.num_events == 0)].sum())
+    came_s, num_came = measured.token_arrivals()
+    tokens = float(num_came[inside(came_s)].sum())
     prompt_tokens = measured.num_prompt_tokens[belongs & measured.is_answered]
     in_flight = measured.in_flight()
     goodput = None
@@ -331,6 +350,17 @@ def _failures(measured: Measurements) -> list[Failure]:
     return [Failure(*kind, num) for kind, num in kinds.most_common()]
 
 
+def prefix_cache_hit_rate(summaries: Sequence[Summary]) -> float | None:
+    """Of the prompts' tokens that were looked up during these runs, the share that was found; None if not told."""
+    num_queries = num_hits = 0.0
+    for each in summaries:
+        queries, hits = each.server.get("num_prefix_cache_queries"), each.server.get("num_prefix_cache_hits")
+        if queries is not None and hits is not None:
+            num_queries += queries.increase or 0.0
+            num_hits += hits.increase or 0.0
+    return num_hits / num_queries if num_queries else None
+
+
 def _server_figure(name: str, values: Floats) -> ServerFigure:
     increase = None
     if name in COUNTERS:
@@ -357,8 +387,11 @@ def _missing(plan: Plan, measured: Measurements) -> list[str]:
 
 
 def lag_limit_s(figures: Figures) -> float:
-    """What the client may be late by at the 99th percentile: LAG_SHARE of the median TTFT, or LEAST_LAG_LIMIT_S."""
-    answer = figures.ttft_from_start_s
+    """What the client may be late by at the 99th percentile: LAG_SHARE of the median TTFT, or LEAST_LAG_LIMIT_S.
+
+    Whole answers have no TTFT: of the time to their end.
+    """
+    answer = figures.ttft_from_start_s or figures.e2e_from_start_s
     return max(LEAST_LAG_LIMIT_S, LAG_SHARE * answer.p50 if answer else 0.0)
 
 
@@ -366,12 +399,13 @@ def _bottleneck(full: Figures, loop_lag_s: Distribution | None) -> list[str]:
     if full.num_answered == 0:
         return ["no request was answered, so there is nothing to measure"]
     limit_s = lag_limit_s(full)
+    median = "TTFT" if full.ttft_from_start_s else "E2E"
     reasons = []
     for what, lag_s in (("requests started", full.client_lag_s), ("the client's event loop was", loop_lag_s)):
         if lag_s is not None and lag_s.p99 > limit_s:
             reasons.append(
                 f"the client was the bottleneck: {what} {lag_s.p99 * 1e3:.3g} ms late at the 99th percentile, where "
-                f"{limit_s * 1e3:.3g} ms are allowed ({LAG_SHARE * 100:g} % of the median TTFT, or "
+                f"{limit_s * 1e3:.3g} ms are allowed ({LAG_SHARE * 100:g} % of the median {median}, or "
                 f"{LEAST_LAG_LIMIT_S * 1e3:g} ms); use more processes or a lower rate"
             )
     return reasons
@@ -398,8 +432,13 @@ def _late_tails(full: Figures, loop_lag_s: Distribution | None) -> list[str]:
     return [f"{CLIENT_WAS_LATE} {late_s * 1e3:.3g} ms late, which may be in {', '.join(doubtful)}"]
 
 
-def _notes(measured: Measurements, full: Figures, num_lost_turns: int) -> list[str]:
+def _notes(measured: Measurements, full: Figures, num_lost_turns: int, num_forestalled: int) -> list[str]:
     notes = []
+    if num_forestalled:
+        notes.append(
+            f"{num_forestalled} of {len(measured.records)} planned requests were not begun before the run ended, and "
+            "are in no figure"
+        )
     if num_failed := int(measured.is_failed.sum()):
         notes.append(f"{num_failed} of {full.num_requests} requests failed, and are in no latency")
     if num_stopped := int(measured.is_stopped.sum()):

@@ -34,8 +34,17 @@ SERVER_SERIES: dict[str, tuple[str, ...]] = {
     "num_waiting": ("servekit_num_requests_waiting", "vllm:num_requests_waiting"),
     "kv_cache_usage": ("servekit_kv_cache_usage_perc", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
     "num_preemptions": ("servekit_num_preemptions_total", "vllm:num_preemptions_total"),
+    # In tokens of prompts.
+    "num_prefix_cache_queries": (
+        *("servekit_prefix_cache_queries_total", "vllm:prefix_cache_queries_total"),
+        "vllm:gpu_prefix_cache_queries_total",
+    ),
+    "num_prefix_cache_hits": (
+        *("servekit_prefix_cache_hits_total", "vllm:prefix_cache_hits_total"),
+        "vllm:gpu_prefix_cache_hits_total",
+    ),
 }
-COUNTERS = ("num_preemptions",)
+COUNTERS = ("num_preemptions", "num_prefix_cache_queries", "num_prefix_cache_hits")
 
 
 class Measurements(Struct, frozen=True):
@@ -47,7 +56,7 @@ class Measurements(Struct, frozen=True):
     started_s: Floats
     ended_s: Floats
     answered_s: Floats  # the same; NaN of requests not answered
-    first_s: Floats  # when the first tokens came; of an answer that came whole, its end; NaN of requests not answered
+    first_s: Floats  # when the first tokens came; NaN of requests not answered, and of answers that came whole
     last_s: Floats
     num_tokens: Floats  # 0 of requests not answered
     num_tokens_told: Floats  # by events, first one included
@@ -116,6 +125,14 @@ class Measurements(Struct, frozen=True):
             pause_s, tokens = pause_s[chosen], tokens[chosen]
         return np.repeat(pause_s / tokens, tokens)
 
+    def token_arrivals(self) -> tuple[Floats, Floats]:
+        """When tokens came, and how many; those of an answer without any event, which came whole, came at its end."""
+        is_whole = self.is_answered & (self.num_events == 0)
+        return (
+            np.concatenate([self.event_s, self.ended_s[is_whole]]),
+            np.concatenate([self.event_tokens, self.num_tokens[is_whole]]),
+        )
+
     @property
     def is_failed(self) -> Booleans:
         """Begun, and neither answered nor cut by the user."""
@@ -154,7 +171,7 @@ def measure(records: Sequence[Record]) -> Measurements:
     first = (np.cumsum(num_events) - num_events)[has_events]
     last = first + num_events[has_events] - 1
     answered_s = np.where(is_answered, ended_s, np.nan)
-    first_s, last_s = answered_s.copy(), answered_s.copy()
+    first_s, last_s = np.full(num, np.nan), np.full(num, np.nan)
     first_s[has_events], last_s[has_events] = event_s[first], event_s[last]
     num_tokens_told = np.bincount(owner, told, num).astype(np.float64)
     num_tokens_first = np.zeros(num)
@@ -307,7 +324,7 @@ def timeline(measured: Measurements, scrapes: Sequence[Scrape] = (), bin_s: floa
     def counted(times_s: Floats) -> list[int]:
         return [int(each) for each in _per_bin(times_s, None, bin_s, num_bins)]
 
-    tokens = _per_bin(measured.event_s, measured.event_tokens, bin_s, num_bins)
+    tokens = _per_bin(*measured.token_arrivals(), bin_s, num_bins)
     p50_s, p99_s = _percentiles_per_bin(measured.intended_s, measured.ttft_s, bin_s, num_bins)
     return Timeline(
         bin_s=bin_s,

@@ -4,7 +4,7 @@
                (Qin et al., "Mooncake", FAST 2025): no text, but which prompts begin alike
     burstgpt   CSV with Timestamp (s), Request tokens, Response tokens (Wang et al., "BurstGPT", 2024): no text
     sharegpt   {"conversations": [{"from", "value"}, …]}: no times; from what the model said only its length is taken
-    jsonl      {"prompt", "max_tokens"?, "timestamp"?: s}
+    jsonl      {"prompt", "max_tokens" or "output_length"?, "timestamp"?: s}
     batch      the lines of an OpenAI batch, {"body": {"prompt" or "messages", "max_tokens"?}}: no times
 
 All but CSV are read as JSON lines and as one JSON list. Where a trace has lengths but no text, text of about that
@@ -109,10 +109,16 @@ class ShareGPT(Record, frozen=True):
 class Prompt(Record, frozen=True):
     prompt: Annotated[str, Meta(min_length=1)]
     max_tokens: Length | None = None
+    output_length: Length | None = None  # another name for it
     timestamp: float | None = None  # seconds
 
     def entry(self, index: int, stand_in: StandIn) -> Entry:
-        num_output_tokens = next(stand_in.outputs) if self.max_tokens is None else self.max_tokens
+        lengths = {each for each in (self.max_tokens, self.output_length) if each is not None}
+        if len(lengths) > 1:
+            raise LoadTestError(
+                f"max_tokens is {self.max_tokens} and output_length {self.output_length}; keep one of them"
+            )
+        num_output_tokens = lengths.pop() if lengths else next(stand_in.outputs)
         return Entry([Turn(self.prompt, max(1, num_output_tokens))], self.timestamp)
 
 
@@ -145,11 +151,12 @@ class BatchLine(Record, frozen=True):
         return Entry([Turn(prompt, max(1, limits[0] if limits else next(stand_in.outputs)))])
 
 
-FORMATS: dict[str, tuple[type[Record], str]] = {  # each with a field that no other has
+# Each with a field that no other has; but who gives prompts may also give their lengths, and means the prompts.
+FORMATS: dict[str, tuple[type[Record], str]] = {
+    "jsonl": (Prompt, "prompt"),
     "mooncake": (Mooncake, "input_length"),
     "burstgpt": (BurstGPT, "Request tokens"),
     "sharegpt": (ShareGPT, "conversations"),
-    "jsonl": (Prompt, "prompt"),
     "batch": (BatchLine, "body"),
 }
 
@@ -180,6 +187,7 @@ class Trace(Workload, frozen=True):
         stand_in = StandIn(words, self.output.endless(for_outputs), endless_thinking_s(for_thinking, self.think))
         name: str | None = self.format
         place = "its beginning"
+        is_empty = True
         try:
             records, decode = _opened(lines)
             for index, (place, record) in enumerate(records):  # noqa: B007 - an error tells the place
@@ -189,7 +197,10 @@ class Trace(Workload, frozen=True):
                 if entry.start_s is not None and not isfinite(entry.start_s):
                     raise LoadTestError(f"the time is {entry.start_s}")
                 if entry.turns:
+                    is_empty = False
                     yield Entry(entry.turns[: self.turns], entry.start_s)
+            if is_empty:
+                raise LoadTestError("nothing to ask is in this file; is it the right one?")
         except (msgspec.DecodeError, csv.Error, LoadTestError) as error:
             form = f" (read as {name})" if name else ""
             raise LoadTestError(f"trace {self.file}, {place}{form}: {error}") from None

@@ -24,7 +24,7 @@ from loadtest.scrape import get
 from loadtest.self_test import Accuracy, Omission, SelfTestReport, Stall
 from loadtest.statistics import Distribution, distribution
 from loadtest.summary import CLIENT_WAS_LATE, Summary
-from loadtest.target import Door
+from loadtest.target import Door, Target
 
 FILES = {SUMMARY, REQUESTS, TIMELINE, PAGE, TABLE}
 NOBODY = "http://127.0.0.1:1"
@@ -73,6 +73,15 @@ def kept(url: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]
     return folder, main(
         asking("run", url, folder, "--arrivals", "closed:2", "--requests", "20", "--label", "two", *slo)
     )
+
+
+@pytest.fixture(scope="module")
+def trial(url: str) -> Trial:
+    """For those to whom it is all one what was run."""
+    words = asking("run", url, Path(), "--requests", "8", "--slo", "ttft:20s")
+    arguments = command_line._parser().parse_args(words)
+    arguments.command = ""
+    return command_line.run(command_line._experiment(arguments, "burst"), "whole", None)
 
 
 def test_a_run_leaves_all_its_files_and_can_be_recalled(kept: tuple[Path, int]) -> None:
@@ -131,6 +140,17 @@ def test_a_run_without_an_answer_is_not_valid(tmp_path: Path, capfd: pytest.Capt
         (["run"], "would never end"),
         (["run", "--door", "generate", "--fields", '{"max_tokens": 3}', "--requests", "2"], "output=N instead"),
         (["sweep", "--requests", "2"], "needs --rates 1,2,4"),
+        (["sweep", "--rates", "5,x", "--requests", "2"], "arrivals poisson:x"),
+        (["sweep", "--rates", "2,3", "--clients", "1,8"], "not both"),
+        (["sweep", "--rates", "2,2"], "is there twice"),
+        (["run", "--requests", "2", "--out", "/proc/nope"], "--out /proc/nope: results cannot be written there"),
+        (["run", "--requests", "2", "--processes", "0"], "--processes 0"),
+        (["run", "--requests", "2", "--warm-up", "-1"], "--warm-up -1"),
+        (["run", "--requests", "2", "--attainment", "99"], "99 % is 0.99"),
+        (["run", "--url", NOBODY, "--requests", "2", "--timeout", "0"], "the timeout is 0 s"),
+        (["run", "--url", NOBODY, "--requests", "2", "--sources", "abc"], "--sources abc: this is no address"),
+        (["run", "--url", NOBODY, "--requests", "2", "--sources", "10.99.99.99"], "it is not of this machine"),
+        (["self-test", "--rate", "0"], "--rate 0: a self-test is at 1 to"),
         (["find-max"], "needs --slo"),
         (["find-max", "--slo", "ttft_p99:500ms"], "ttft_p99 is asked of a run as a whole"),
         (["find-max", "--slo", "ttft:5s,itl_mean:1ms"], "itl_mean is asked of a run as a whole"),
@@ -183,8 +203,60 @@ def test_a_server_that_refuses_all_is_not_the_clients_fault(tmp_path: Path, monk
     words = asking("find-max", NOBODY, tmp_path, *LOOKS, "--slo", "ttft:20s", "--attainment", "0.5", "--warm-up", "0")
     assert main(words) == MISSED
     found = msgspec.json.decode((tmp_path / "find-max.json").read_bytes(), type=search.Result)
-    assert found.rate is None and "lowest rate allowed" in found.stopped_by
-    assert [each.decision for each in found.probed] == [search.Decision.MISSED] * 2
+    assert found.rate is None and "at which nothing was answered" in found.stopped_by
+    assert [each.decision for each in found.probed] == [search.Decision.MISSED]
+
+
+def test_limits_that_nobody_can_keep_end_a_search(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "_is_client_limited", lambda summary: False)
+    looks = ("--start-rate", "50", "--probe-requests", "20", "--max-probe-requests", "20")
+    assert main(asking("find-max", url, tmp_path, *looks, "--slo", "ttft:0.001ms", "--attainment", "0.8")) == MISSED
+    found = msgspec.json.decode((tmp_path / "find-max.json").read_bytes(), type=search.Result)
+    assert found.rate is None and len(found.probed) <= 3 and "no remedy" in found.stopped_by
+
+
+def test_a_result_that_is_the_clients_is_not_valid(
+    trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command_line, "run", lambda _, label, __: msgspec.structs.replace(trial, label=label))
+    monkeypatch.setattr(command_line, "_is_client_limited", lambda summary: True)
+    monkeypatch.setattr(search, "Search", partial(search.Search, min_rate=100.0))
+    assert main(asking("find-max", NOBODY, tmp_path, *LOOKS, "--slo", "ttft:20s", "--attainment", "0.5")) == NOT_VALID
+    shown = capsys.readouterr().out
+    assert shown.count("client") >= 3 and shown.count("asked once more") == 1 and "not valid: 100 requests/s" in shown
+    assert sum((path / SUMMARY).exists() for path in tmp_path.iterdir()) == 2
+
+
+# -- verification ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_right", "told"), [(True, "verified: 3 answers"), (False, "of 3 answers 3 are wrong")])
+def test_wrong_answers_are_one_for_ci(
+    is_right: bool,
+    told: str,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _always_valid(monkeypatch)
+    right = command_line.run
+
+    def ran(experiment: Experiment, label: str, output: object) -> Trial:
+        trial = right(msgspec.structs.replace(experiment, target=_unverified(experiment)), label, output)
+        if not is_right:
+            trial.summary = msgspec.structs.replace(trial.summary, outcomes={"wrong": 3}, is_valid=False)
+        return trial
+
+    monkeypatch.setattr(command_line, "run", ran)
+    few = ("--arrivals", "burst", "--requests", "3", "--verify")
+    assert main(asking("run", url, tmp_path, *few)) == (FINE if is_right else MISSED)
+    assert told in capsys.readouterr().out
+
+
+def _unverified(experiment: Experiment) -> Target:
+    """The known server is not the simulated model."""
+    return msgspec.structs.replace(experiment.target, verifies=False)
 
 
 def test_a_client_that_lags_is_the_bottleneck(kept: tuple[Path, int]) -> None:
@@ -258,6 +330,7 @@ def _received_s(url: str) -> float:
     return max((each.received_s for each in written.values()), default=0.0)
 
 
+@pytest.mark.parametrize(("end", "code"), [(KeyboardInterrupt, INTERRUPTED), (LoadTestError("gone"), WRONG_USE)])
 @pytest.mark.parametrize(
     "words",
     [
@@ -265,20 +338,19 @@ def _received_s(url: str) -> float:
         ["find-max", *LOOKS, "--slo", "ttft:20s", "--attainment", "0.5"],
     ],
 )
-def test_what_was_whole_before_an_interruption_is_kept(
-    words: list[str], url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_was_whole_before_an_interruption_or_an_error_is_kept(
+    words: list[str], end: BaseException, code: int, trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = command_line.run
     trials: list[Trial] = []
 
     def ran(experiment: Experiment, label: str, output: object) -> Trial:
         if trials:
-            raise KeyboardInterrupt
-        trials.append(run(experiment, label, None))
-        return trials[0]
+            raise end
+        trials.append(trial)
+        return trial
 
     monkeypatch.setattr(command_line, "run", ran)
-    assert main(asking(words[0], url, tmp_path, *words[1:])) == INTERRUPTED
+    assert main(asking(words[0], NOBODY, tmp_path, *words[1:])) == code
     assert len(list(tmp_path.glob(f"*/{SUMMARY}"))) == 1 and (tmp_path / PAGE).exists()
 
 

@@ -13,7 +13,7 @@ from loadtest.comparison import FASTER, NO_DIFFERENCE, SLOWER, TOO_SHORT, Compar
 from loadtest.markdown import comparison_table
 from loadtest.planned import Plan, Request
 from loadtest.record import Outcome, Record
-from loadtest.summary import Environment, Summary, summarise
+from loadtest.summary import Environment, ServerFigure, Summary, summarise
 from loadtest.target import Door, Target
 from loadtest.timeline import Measurements, measure
 
@@ -183,6 +183,37 @@ def test_settings_that_differ_are_told() -> None:
         "seed differs: 1 in main, 2 in branch",
         "door differs: chat in main, tgi in branch",
     ]
+
+
+def test_repetitions_may_have_seeds_of_their_own_if_both_sides_have_the_same() -> None:
+    generator = np.random.default_rng(14)
+    run = a_run(generator)
+    seeds = [[1, 2, 3], [3, 1, 2], [4, 5, 6]]
+    a, same, other = ([summary_of(run, seed=seed) for seed in each] for each in seeds)
+    sides = [Side(name, [run] * 3, each) for name, each in (("a1", a), ("b1", same), ("c1", other))]
+    assert compare(sides[0], sides[1], generator, 100).warnings == []
+    warnings = compare(sides[0], sides[2], generator, 100).warnings
+    assert warnings == ["seed differs: 1 and 2 and 3 in a1, 4 and 5 and 6 in c1"]
+
+
+@pytest.mark.parametrize(("hits", "is_told"), [(150.0, True), (100.0, False)])
+def test_a_side_that_found_more_in_the_prefix_cache_is_told(hits: float, is_told: bool) -> None:
+    generator = np.random.default_rng(15)
+    run = a_run(generator)
+    summary = summary_of(run)
+
+    def with_hits(increase: float) -> Summary:
+        server = {
+            "num_prefix_cache_queries": ServerFigure(0.0, 0.0, 1000.0),
+            "num_prefix_cache_hits": ServerFigure(0.0, 0.0, increase),
+        }
+        return msgspec.structs.replace(summary, server=server)
+
+    main, branch = Side("main", [run] * 2, [with_hits(0.0)] * 2), Side("branch", [run] * 2, [with_hits(hits)] * 2)
+    warnings = compare(main, branch, generator, 100).warnings
+    assert len(warnings) == is_told
+    if is_told:
+        assert "held 0% of the prompts' tokens in main, 15% in branch" in warnings[0] and "--seed" in warnings[0]
 
 
 def test_prompts_of_another_length_are_told() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadtest.doors import BatchAnswer, StreamReader, body_of, read_batch, reader_for, refusal_code
+from loadtest.doors import BatchAnswer, StreamReader, body_of, read_batch, reader_for, refusal_code, refusal_message
 from loadtest.events import Event, split
 from loadtest.record import Counted, Outcome
 from loadtest.scrape import read_metrics
@@ -450,6 +450,22 @@ def test_a_batch_with_an_answer_too_few_is_garbled() -> None:
 )
 def test_a_refusal_is_counted_by_the_servers_own_code(body: str, code: str) -> None:
     assert refusal_code(body.encode()) == code
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('{"error":{"message":"no field `temprature`","code":"unknown_field"}}', "no field `temprature`"),
+        ('{"object":"error","message":"too long","type":"NotFoundError","code":404}', "too long"),
+        ('{"error":"Model is overloaded","error_type":"overloaded"}', "Model is overloaded"),
+        ('{"error":{"message":["m"]}}', ""),
+        ('{"error":{"message":"' + "m" * 600 + '"}}', "m" * 500),
+        ("<html>Bad Gateway</html>", ""),
+        ("{}", ""),
+    ],
+)
+def test_a_refusal_is_quoted_in_the_servers_own_words(body: str, message: str) -> None:
+    assert refusal_message(body.encode()) == message
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtest import slo
-from loadtest.markdown import as_number, as_share, as_time, table
+from loadtest import report, slo
+from loadtest.markdown import as_number, as_share, as_time, distinct, table
 from loadtest.pictures import Axis, Series, chart, cumulative, thin_line, thin_points
 from loadtest.planned import Plan, Request
 from loadtest.record import Counted, Outcome, Record
@@ -158,6 +158,30 @@ def test_everything_people_look_for_is_there() -> None:
     assert titles[:5] == ["TTFT", "TPOT", "E2E", "goodput, requests/s", "goodput, share"]
 
 
+def test_a_search_is_drawn_by_rate_with_its_result_and_what_is_not_valid() -> None:
+    runs = [a_run(rate=rate) for rate in (10.0, 5.0, 20.0)]
+    invalid = msgspec.structs.replace(runs[2].summary, is_valid=False)
+    runs[2] = msgspec.structs.replace(runs[2], summary=invalid)
+    page = render(runs, "Search", "12 requests/s meet the limits")
+    _, root = parsed(page)
+    assert page.index("12 requests/s meet the limits") < page.index("<svg")
+    first = next(root.iter("svg"))
+    path = next(each for each in first.iter("path")).get("d", "")
+    across = [float(each.split()[0]) for each in path[1:].split("L")]
+    assert len(across) == 3 and across == sorted(across), "and not from probe to probe"
+    assert [each.text for each in first.iter("title")].count("poisson:20 queue_full, not valid") == 2
+    # A column for each run, as in the Markdown, so that all figures are seen without scrolling.
+    rows = [[cell.text for cell in row] for row in next(root.iter("table"))]
+    assert [each.split()[0] for each in rows[0][1:] if each] == ["poisson:5", "poisson:10", "poisson:20"]
+    told = {row[0]: row[1:] for row in rows}
+    assert told["valid"] == ["yes", "yes", "NO"] and told["failures"] == ["6 refused 503 queue_full"] * 3
+
+
+@pytest.mark.parametrize(("end_s", "num_bins"), [(2.0, 20), (10.0, 20), (40.0, 40), (600.0, 60)])
+def test_lines_over_time_are_coarse_enough_to_show_a_trend(end_s: float, num_bins: int) -> None:
+    assert end_s / report._bin_s(end_s) == pytest.approx(num_bins)
+
+
 def test_an_invalid_run_says_so_first() -> None:
     run = a_run()
     run.measured.records[0].started_s += 10.0
@@ -291,6 +315,10 @@ def test_several_runs_are_one_table_with_a_column_each() -> None:
     assert "6 refused 503 queue_full" in text
     assert "| valid | yes | yes |" in text and "<script" not in text.replace("\\<", "").split("loadtest run")[0]
     assert "on queue_full, Python 3.11" in text and "`loadtest run queue_full`" in text
+
+
+def test_repetitions_that_are_called_alike_are_numbered() -> None:
+    assert distinct(["a1", "b1", "a1"]) == ["a1 (1 of 2)", "b1", "a1 (2 of 2)"]
 
 
 def test_the_table_says_what_is_not_valid_and_why() -> None:

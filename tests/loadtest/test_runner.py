@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -414,6 +415,8 @@ def test_a_batch_is_one_request_and_a_record_for_each_prompt() -> None:
         ({"door": Door.CHAT, "verifies": True}, "cannot be verified"),
         ({"batch_size": 2}, "batch size is 2"),
         ({"max_connections": 0}, "max_connections is 0"),
+        ({"timeout_s": -2.0}, "timeout is -2 s"),
+        ({"timeout_s": math.nan}, "timeout is nan s"),
     ],
 )
 def test_what_contradicts_itself_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -425,3 +428,22 @@ def test_warming_up_in_vain_is_told_with_its_reason() -> None:
     target = Target(["http://127.0.0.1:1"], Door.COMPLETIONS)
     with pytest.raises(LoadTestError, match=r"none of 3 requests .* connection refused; is the server up"):
         uvloop.run(warm_up(target, at_once(3)))
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (
+            b'{"error": {"message": "no temprature", "code": "unknown"}}',
+            "unknown; the server at .* says: no temprature",
+        ),
+        (b"", "refused, 400; is the server up"),
+    ],
+)
+def test_a_server_that_refuses_to_be_warmed_up_is_quoted(body: bytes, told: str) -> None:
+    async def main() -> None:
+        async with served(saying(b"HTTP/1.1 400 No\r\ncontent-length: %d\r\n\r\n" % len(body) + body)) as url:
+            await warm_up(Target([url], Door.COMPLETIONS), at_once(2))
+
+    with pytest.raises(LoadTestError, match=told):
+        uvloop.run(main())

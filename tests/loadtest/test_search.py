@@ -10,7 +10,7 @@ import pytest
 
 from loadtest.errors import LoadTestError
 from loadtest.record import Outcome, Record
-from loadtest.search import Decision, Result, Search, is_saturated, num_needed
+from loadtest.search import Decision, Result, Search, is_saturated, num_in_flight, num_needed
 from loadtest.statistics import wilson_interval
 from loadtest.timeline import Measurements, measure
 
@@ -113,6 +113,80 @@ def test_a_probe_that_ran_full_is_missed_however_good_it_was(
     result = search.result
     assert result.rate is not None and 9.7 < result.rate <= 10.0 and words in result.stopped_by
     assert {each.decision for each in result.probed if each.rate > 10.0} == {decision}
+
+
+def test_a_probe_that_the_client_spoiled_once_is_asked_again_and_does_not_count() -> None:
+    search = Search(start_rate=8.0, max_rate=16.0, num_requests=700)
+    first = search.next_probe()
+    assert first is not None
+    assert search.record(first, 0, 700, is_client_limited=True) is Decision.CLIENT
+    again = search.next_probe()
+    assert again is not None and (again.rate, again.num_requests, again.look) == (8.0, 700, 1)
+    assert search.record(again, 700, 700) is Decision.MET
+    result = answer_all(search, is_good=True)
+    assert result.rate == 16.0 and result.probed[0].num_total == 700 and not result.is_limited_by_client
+
+
+def test_a_result_says_that_it_is_the_clients() -> None:
+    search = Search(start_rate=1.0)
+    while (probe := search.next_probe()) is not None:
+        search.record(probe, probe.num_requests, probe.num_requests, is_client_limited=probe.rate > 10.0)
+    assert search.result.is_limited_by_client
+    search = Search(start_rate=1.0)
+    while (probe := search.next_probe()) is not None:  # of 16/s the client is to blame, of what decides it is not
+        is_good = probe.rate <= 10.0
+        search.record(probe, probe.num_requests * is_good, probe.num_requests, is_client_limited=probe.rate == 16.0)
+    assert not search.result.is_limited_by_client
+
+
+def alone(rate: float, service_s: float, generator: np.random.Generator) -> float:
+    """The share of Poisson arrivals that share no moment with another, with one server for each."""
+    starts_s = np.cumsum(generator.exponential(1.0 / rate, 100_000))
+    gaps_s = np.diff(starts_s)
+    return float(((gaps_s[:-1] >= service_s) & (gaps_s[1:] >= service_s)).mean())
+
+
+@pytest.mark.parametrize("in_flight", [0.05, 0.3, 1.0])
+def test_a_search_ends_where_those_with_the_server_to_themselves_miss_the_limits(in_flight: float) -> None:
+    share_alone = alone(in_flight, 1.0, np.random.default_rng(1))
+    assert share_alone == pytest.approx(math.exp(-2.0 * in_flight), rel=0.05)
+    for share, is_over in ((share_alone * 0.85, True), (share_alone * 1.1, False)):
+        search = Search(start_rate=4.0, num_requests=5000)
+        probe = search.next_probe()
+        assert probe is not None
+        num_good = round(min(share, 0.97) * 5000)
+        assert search.record(probe, num_good, 5000, num_in_flight=in_flight) is Decision.MISSED
+        assert (search.next_probe() is None) is is_over
+        if is_over:
+            assert search.result.rate is None and "a lower rate is no remedy" in search.result.stopped_by
+
+
+def test_a_miss_under_load_or_after_a_rate_that_was_met_does_not_end_a_search() -> None:
+    search = Search(start_rate=4.0)
+    probe = search.next_probe()
+    assert probe is not None
+    search.record(probe, 0, 700, num_in_flight=20.0)
+    probe = search.next_probe()
+    assert probe is not None and probe.rate == 2.0
+    search.record(probe, 700, 700, num_in_flight=0.1)
+    probe = search.next_probe()
+    assert probe is not None and 2.0 < probe.rate < 4.0
+    search.record(probe, 0, 700, num_in_flight=0.1)
+    assert search.next_probe() is not None
+
+
+def test_a_server_that_answers_nothing_is_not_asked_at_a_lower_rate() -> None:
+    search = Search(start_rate=4.0)
+    probe = search.next_probe()
+    assert probe is not None
+    search.record(probe, 0, 700, num_in_flight=30.0, is_unanswered=True)
+    assert search.next_probe() is None and "nothing was answered" in search.result.stopped_by
+
+
+def test_those_in_flight_are_as_many_as_little_has_it() -> None:
+    measured, _ = queue(50.0, 20_000, seed=2)
+    assert num_in_flight(measured) == pytest.approx(50.0 * measured.e2e_s.mean(), rel=0.02)
+    assert num_in_flight(measure([])) == 0.0
 
 
 def test_as_many_requests_are_needed_as_wilson_says() -> None:

@@ -126,6 +126,21 @@ def test_plain_lines_say_what_they_want_and_the_rest_is_drawn(tmp_path: Path) ->
     assert [(each.prompt, each.max_tokens, each.intended_s) for each in asked] == [("One", 9, 0.0), ("Two", 3, 0.5)]
 
 
+def test_the_other_name_of_an_answers_length_is_heeded_and_prompts_are_never_made_up(tmp_path: Path) -> None:
+    lines = [{"prompt": "One", "input_length": 900, "output_length": 7}, {"prompt": "Two", "output_length": 0}]
+    asked = planned(tmp_path, json_lines(lines), arrivals="burst")
+    assert [(each.prompt, each.max_tokens) for each in asked] == [("One", 7), ("Two", 1)]
+    with pytest.raises(LoadTestError, match="max_tokens is 3 and output_length 4; keep one"):
+        entries(json_lines([{"prompt": "a", "max_tokens": 3, "output_length": 4}]))
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", "[]", "Timestamp,Request tokens,Response tokens\n"])
+def test_a_file_with_nothing_to_ask_is_told_as_such(tmp_path: Path, text: str) -> None:
+    for arrivals in ("trace", "poisson:5"):
+        with pytest.raises(LoadTestError, match="nothing to ask is in this file"):
+            planned(tmp_path, text, arrivals)
+
+
 def test_batch_lines_are_prompts_or_messages_in_one_text() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     bodies = [
@@ -156,7 +171,7 @@ def test_batch_lines_are_prompts_or_messages_in_one_text() -> None:
         (json_lines([{"body": {"model": "m"}}]), "line 1 (read as batch): body has neither"),
         (
             json_lines([{"text": "a", "n": 1}]),
-            "line 1: its fields (text, n) are of no known format; known are mooncake by",
+            "line 1: its fields (text, n) are of no known format; known are jsonl by",
         ),
         ("a,b\n1,2\n", "line 2: its fields (a, b)"),
         ("[3]", "entry 1: its fields ()"),
