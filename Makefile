@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Changes when the code's requirements do, not when the code does.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve test simulate torture coverage check format bench bench-manager bench-grammar bench-scheduling bench-streams parallel-queries demo-model demo-model-eval clean help
+.PHONY: serve test simulate torture coverage check format bench bench-manager bench-grammar bench-scheduling bench-streams bench-worker parallel-queries demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ bench-scheduling: $(INSTALLED)  ## what the policies do for people, in virtual t
 
 bench-streams: $(INSTALLED)  ## what an open stream costs: memory and tasks
 	$(BIN)/python -m benchmarks.open_streams $(ARGS)
+
+bench-worker: $(INSTALLED)  ## what a step costs the worker, beside its multiplications alone
+	$(BIN)/python -m benchmarks.worker $(ARGS)
 
 parallel-queries: $(INSTALLED)  ## 102,000 queries in flight at once, each checked (quarter of an hour); ARGS="streams"
 	$(BIN)/python -m benchmarks.parallel_queries $(ARGS)

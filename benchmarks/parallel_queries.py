@@ -193,9 +193,10 @@ def tell(case: Case, trial: Trial, watch: Watch, wall_s: float) -> bool:
     print(f"  the servers count {counted[0]:,} answers and {counted[1]:,} tokens")
     print(f"  in flight at once: {full.in_flight_max:,} as the client has it", end="")
     print(f", {watch.most_in_flight:,.0f} as the server tells" if watch.most_in_flight else "")
-    if full.ttft_s is not None and full.e2e_s is not None:
-        print(f"  first token {as_time(full.ttft_s.p50)} (p50), {as_time(full.ttft_s.p99)} (p99); ", end="")
-        print(f"whole answer {as_time(full.e2e_s.p50)}, {as_time(full.e2e_s.p99)}; {wall_s:.0f} s in all")
+    for name, told in (("first token", full.ttft_s), ("whole answer", full.e2e_s)):
+        if told is not None:
+            print(f"  {name} {as_time(told.p50)} (p50), {as_time(told.p99)} (p99)")
+    print(f"  {wall_s:.0f} s in all")
     of_server, of_worker = (
         (most - least) / case.num_queries for least, most in zip(watch.at_rest, watch.most_bytes, strict=True)
     )
