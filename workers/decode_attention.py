@@ -110,37 +110,35 @@ def decode_attention(dtype: torch.dtype) -> DecodeAttention | None:
         )
         return None
     try:
-        return DecodeAttention(ctypes.CDLL(str(_compiled(compiler, MACROS[dtype]))))
+        return DecodeAttention(_library(compiler, MACROS[dtype]))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
         log.warning("decode steps gather their pages, and are slower: %s could not compile: %s", compiler, said)
         return None
 
 
-def _compiled(compiler: str, macros: tuple[str, ...]) -> Path:
-    """The library, from the cache or made now. Raises OSError or SubprocessError."""
+def _library(compiler: str, macros: tuple[str, ...]) -> ctypes.CDLL:
+    """From the cache, or made now. Raises OSError or SubprocessError."""
     made_of = (SOURCE.read_text(), *FLAGS, *macros, _processor(), compiler, str(os.stat(compiler).st_mtime_ns))
     name = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:32] + ".so"
-    folder = _cache_folder()
-    if folder is not None and (folder / name).exists():
-        return folder / name
-    made = Path(tempfile.mkdtemp(dir=folder, prefix="compiling-")) / name
-    try:
+    kept = _cache_folder()
+    if kept is not None and (kept / name).exists():
+        return ctypes.CDLL(str(kept / name))
+    with tempfile.TemporaryDirectory(dir=kept, prefix="compiling-") as folder:
+        made = Path(folder) / name
         command = [compiler, *FLAGS, *macros, str(SOURCE), "-o", str(made), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
-        if folder is None:
-            return made
-        return made.replace(folder / name)  # at once: somebody else may be compiling, too
-    finally:
-        if folder is not None:
-            shutil.rmtree(made.parent)
+        library = ctypes.CDLL(str(made))  # which stays mapped, wherever the file goes
+        if kept is not None:
+            made.replace(kept / name)  # at once: somebody else may be compiling, too
+        return library
 
 
 def _cache_folder() -> Path | None:
     """Where libraries are kept; None if there is no place where nobody else can have put one."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(base).expanduser() / "servekit"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # the latter for a user without a home
+        folder = Path(base).expanduser() / "servekit"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
         is_ours = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -1,7 +1,7 @@
 """Linear layers whose weights lie as oneDNN reads them.
 
-torch's own lays a weight out anew in every call, or multiplies it as it lies: on a CPU with bfloat16 instructions that
-is up to 1.7 times the time for a few rows, and twice in float32 (docs/performance.md). Here it happens once.
+torch's own lays a weight out anew in every call, or multiplies it as it lies, which for the few rows of a decode step
+takes longer than reading it. Here it happens once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-NUM_ROWS = 32  # of a step that the layout is chosen for; it is no slower than torch's own with 1 or with 512
+NUM_ROWS = 32  # of a step that the layout is chosen for; one layout serves all sizes
 
 
 class PackedLinear(nn.Module):

@@ -157,3 +157,10 @@ def test_it_is_compiled_once_and_only_a_folder_of_our_own_is_believed(
     assert decode_attention(torch.float32) is not None
     library.parent.chmod(0o777)
     assert module._cache_folder() is None
+
+
+def test_a_user_without_a_home_has_it_too_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-this-name/cache")
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    assert_same((case := Case(torch.float32)).output(), case.expected())
+    assert not list(tmp_path.iterdir())
