@@ -53,6 +53,10 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="auto is float32 on a CPU and the checkpoint's own on a GPU"),
     ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        Meta(description="auto reads the model's weights; dummy needs none and makes up random ones, for benchmarks"),
+    ] = "auto"
 
     max_model_len: Annotated[
         Positive | None, Meta(description="longest prompt plus output in tokens; the model's own by default")
@@ -173,6 +177,9 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = "text"
     otlp_endpoint: Annotated[
         str | None, Meta(description="where to send OpenTelemetry traces, http://host:4318; needs servekit[otel]")
+    ] = None
+    profile: Annotated[
+        str | None, Meta(description="directory for traces of the worker's steps; POST /profile/start begins one")
     ] = None
 
     @property
@@ -315,6 +322,8 @@ def doubts(config: ServeConfig) -> list[str]:
         )
     if config.scheduling_policy == "fair" and config.api_keys_file is None:
         found.append("scheduling_policy = 'fair': without an api_keys_file all requests are one tenant's")
+    if config.load_format == "dummy":
+        found.append("load_format = 'dummy': the weights are random, and so is whatever the model says")
     return found
 
 

@@ -26,6 +26,7 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     num_kv_blocks: int | None
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
+    load_format: str = "auto"  # dummy: random weights
 
 
 class ModelInfo(Struct, frozen=True):
@@ -50,6 +51,8 @@ class WorkerReady(Struct, frozen=True, tag="worker_ready"):
     num_blocks: int
     kv_bytes_per_token: int
     load_time_s: float
+    num_weight_bytes: int = 0  # as they stand in the model's files, or were made up
+    weights_time_s: float = 0.0  # of `load_time_s`: until the layers were ready to compute with them
 
 
 class Loading(Struct, frozen=True, tag="loading"):
@@ -176,9 +179,29 @@ class StepFailed(Struct, frozen=True, tag="step_failed"):
     message: str
 
 
+class StartProfile(Struct, frozen=True, tag="start_profile"):
+    """Record what the steps after this one do; answered by `Profiled`."""
+
+    directory: str  # for the trace
+    max_steps: int  # the ones after these are not recorded
+
+
+class StopProfile(Struct, frozen=True, tag="stop_profile"):
+    """Write down what was recorded; answered by `Profiled`."""
+
+
+class Profiled(Struct, frozen=True, tag="profiled"):
+    """What came of it. A refusal changes nothing."""
+
+    refusal: str = ""
+    failure: str = ""  # why there is no trace of what was recorded
+    path: str = ""  # of the trace, once it is written
+    num_steps: int = 0
+
+
 class Shutdown(Struct, frozen=True, tag="shutdown"):
     """Last message of a worker's life."""
 
 
-ToWorker = LoadModel | StepPlan | Shutdown
-FromWorker = Loading | WorkerReady | WorkerFailed | Heartbeat | StepResult | StepFailed
+ToWorker = LoadModel | StepPlan | StartProfile | StopProfile | Shutdown
+FromWorker = Loading | WorkerReady | WorkerFailed | Heartbeat | StepResult | StepFailed | Profiled

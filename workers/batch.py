@@ -5,7 +5,6 @@ The step is one flat row of tokens, whatever sequences they belong to: [num_toke
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from servekit.messages import Row, Seat, StepPlan
-from workers.attention import QueryGroup
+from workers.paged_step import StepRows, on_device
 from workers.sampler import SamplingRow
 
 Indices = NDArray[np.int64]
@@ -38,8 +37,7 @@ class Batch:
 
     input_ids: Tensor  # [num_tokens]
     position_ids: Tensor  # [num_tokens]
-    slot_mapping: Tensor  # [num_tokens] flat KV cell of each token
-    groups: list[QueryGroup]
+    rows: StepRows
     logits_indices: Tensor  # [num_sampled] which tokens' logits are wanted
     sampled_cells: Tensor  # [num_sampled] where in the token table the sampled ids go
     sampling: list[SamplingRow]  # num_sampled of them
@@ -54,21 +52,14 @@ class SlotTable:
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        max_model_len: int,
-        num_blocks: int,
-        block_size: int,
-        device: torch.device,
-        pads_decodes: bool = True,
+        self, num_slots: int, max_model_len: int, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
         self.block_size = block_size
-        self.pads_decodes = pads_decodes  # decode rows of a group attend to as many pages as the longest of them
         self.row_length = max_model_len + 1  # the last sampled token has a position too
         # int32: with many slots and a long context this is the largest table there is.
         self.token_ids = torch.zeros(num_slots * self.row_length, dtype=torch.int32, device=device)
         max_blocks = min(num_blocks, -(-self.row_length // block_size))
-        self.block_tables: Indices = np.zeros((num_slots, max_blocks), dtype=np.int64)
+        self.block_tables: NDArray[np.int32] = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self.num_blocks: Indices = np.zeros(num_slots, dtype=np.int64)
         self.seats: dict[int, Seat] = {}
 
@@ -101,35 +92,39 @@ class SlotTable:
 
 def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
     """Bring the table up to date with the plan, and lay the step out flat."""
-    device = table.token_ids.device
+    device, block_size = table.token_ids.device, table.block_size
     for seat in plan.seats:
         table.sit(seat)
     for row in plan.rows:
         table.append_blocks(row)
-    lengths = [row.num_tokens for row in plan.rows]
-    first = np.cumsum([0, *lengths[:-1]])  # where each row begins in the flat step
-    positions = np.concatenate([np.arange(row.start, row.start + row.num_tokens) for row in plan.rows])
-    slots = np.repeat([row.slot for row in plan.rows], lengths)
-
-    def to_device(indices: Indices) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(indices, dtype=np.int64)).to(device, non_blocking=True)
-
     _write_known_tokens(plan, table)
-    blocks = table.block_tables[slots, positions // table.block_size]
-    sampling = [(int(begin), row) for begin, row in zip(first, plan.rows, strict=True) if row.samples]
+    seated = np.array([row.slot for row in plan.rows])
+    begin = np.array([row.start for row in plan.rows])
+    num_queries = np.array([row.num_tokens for row in plan.rows])
+    num_keys, ends = begin + num_queries, num_queries.cumsum()
+    first = ends - num_queries  # where each row begins in the flat step
+    positions = np.arange(ends[-1]) + (begin - first).repeat(num_queries)
+    slots = seated.repeat(num_queries)
+    blocks = table.block_tables[slots, positions // block_size]
+    width = -(-int(num_keys.max()) // block_size)
+    step_rows = StepRows(
+        block_size,
+        num_queries,
+        num_keys,
+        on_device(np.append(first, ends[-1]), device, torch.int32),
+        on_device(num_keys, device, torch.int32),
+        on_device(table.block_tables[seated, :width], device),
+        on_device(blocks.astype(np.int64) * block_size + positions % block_size, device),
+    )
+    sampling = [(index, row) for index, row in enumerate(plan.rows) if row.samples]
+    sampled = [index for index, _ in sampling]
     prompt_rows = (table.prompt_row(i, int(first[i]), row) for i, row in enumerate(plan.rows))
     return Batch(
-        input_ids=table.token_ids[to_device(slots * table.row_length + positions)].long(),
-        position_ids=to_device(positions),
-        slot_mapping=to_device(blocks * table.block_size + positions % table.block_size),
-        groups=[
-            QueryGroup(to_device(indices), to_device(positions[indices]), to_device(block_table))
-            for indices, block_table in _group_rows(plan.rows, first, table)
-        ],
-        logits_indices=to_device(np.array([begin + row.num_tokens - 1 for begin, row in sampling])),
-        sampled_cells=to_device(
-            np.array([row.slot * table.row_length + row.start + row.num_tokens for _, row in sampling])
-        ),
+        input_ids=table.token_ids[on_device(slots * table.row_length + positions, device)].long(),
+        position_ids=on_device(positions, device),
+        rows=step_rows,
+        logits_indices=on_device(ends[sampled] - 1, device),
+        sampled_cells=on_device((seated * table.row_length + num_keys)[sampled], device),
         sampling=[table.sampling_row(row) for _, row in sampling],
         prompt_rows=[row for row in prompt_rows if row is not None],
     )
@@ -138,6 +133,8 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
 def _write_known_tokens(plan: StepPlan, table: SlotTable) -> None:
     """Put the token ids that the manager sent into the token table."""
     known = [token_id for row in plan.rows for token_id in row.token_ids]
+    if not known:
+        return
     cells = [
         row.slot * table.row_length + position
         for row in plan.rows
@@ -147,24 +144,3 @@ def _write_known_tokens(plan: StepPlan, table: SlotTable) -> None:
     table.token_ids[torch.tensor(cells, dtype=torch.int64, device=device)] = torch.tensor(
         known, dtype=torch.int32, device=device
     )
-
-
-def _group_rows(rows: tuple[Row, ...], first: Indices, table: SlotTable) -> list[tuple[Indices, Indices]]:
-    """(token_indices [B, Q], block_table [B, num_blocks]) of rows that compute equally many tokens Q.
-
-    Rows of a group are padded to its longest block table. So that one long sequence does not make all others as
-    expensive as itself, only tables of the same order of magnitude (in powers of two) come together; unless each row
-    reads its own pages only.
-    """
-    groups: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        is_padded = table.pads_decodes or row.num_tokens > 1
-        order = int(table.num_blocks[row.slot] - 1).bit_length() if is_padded else 0
-        groups[row.num_tokens, order].append(index)
-    shaped = []
-    for (num_tokens, _), members in groups.items():
-        token_indices = first[members][:, None] + np.arange(num_tokens)
-        slots = [rows[index].slot for index in members]
-        last = max(rows[index].start for index in members) + num_tokens - 1
-        shaped.append((token_indices, table.block_tables[slots, : last // table.block_size + 1]))
-    return shaped

@@ -6,10 +6,9 @@ differ by family, but seen: one forward pass with an attention function that rec
 
 from __future__ import annotations
 
-import copy
 import logging
-import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,20 +17,24 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
 from servekit.errors import ConfigError
 from servekit.messages import ModelInfo
-from workers.attention import PAGED_ATTENTION
-from workers.checkpoint import WEIGHTS, check_num_layers, check_num_parameters, find_weights
+from workers.attention import PAGED_ATTENTION, score_of
+from workers.checkpoint import WEIGHTS
 from workers.kv_cache import LayerShape
-from workers.packed_linear import can_pack, pack_linears
+from workers.paged_step import Score
+from workers.progress import Progress
+from workers.surgery import operate
+from workers.weights import make_weights, move, read_weights
 
 log = logging.getLogger("servekit.worker")
 
 RECORDING_ATTENTION = "servekit_recording"
+SAMPLE_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,17 @@ class LoadedModel:
     info: ModelInfo
     device: torch.device
     dtype: torch.dtype
+    sample: Sample
+    num_weight_bytes: int  # as they stand in the files, or were made up
+    weights_time_s: float  # from the first look at them to layers that are ready to compute
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What transformers' own layers, with its own attention, said of some tokens."""
+
+    token_ids: tuple[int, ...]
+    logits: Tensor  # [num_tokens, vocab_size] float32
 
 
 class ModelManager:
@@ -60,38 +74,40 @@ class ModelManager:
             )
         # Its warnings are for people who call generate() with masks and padding; we do neither.
         transformers_logging.set_verbosity_error()
-        if not sys.stderr.isatty():
-            transformers_logging.disable_progress_bar()
 
-    def load(self, path: Path, dtype: str, max_model_len: int | None) -> LoadedModel:
-        """Load the model in `path`. Raises ConfigError, by name, for what cannot be served."""
+    def load(
+        self,
+        path: Path,
+        dtype: str,
+        max_model_len: int | None,
+        *,
+        load_format: str = "auto",
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> LoadedModel:
+        """Load the model in `path`; with the format `dummy` its weights are random, and no file holds any.
+
+        `tell` hears of each stage. Raises ConfigError, by name, for what cannot be served.
+        """
+        started_s, progress = time.monotonic(), Progress(tell)
         config = _read_config(path)
         architecture = str((config.architectures or [config.model_type])[0])
-        files = find_weights(path)
         log.info("loading %s from %s", architecture, path)
         with _refusals(architecture):
-            _check_extent(config, files)
-            # With loading info it answers a pair, which its annotations do not know.
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=self._resolve_dtype(dtype),
-                attn_implementation=PAGED_ATTENTION,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-        model: PreTrainedModel
-        model, report = loaded
-        _check_complete(report, path)
-        model.to(self.device)  # type: ignore[arg-type]
+            if load_format == "dummy":
+                progress.tell("making up the weights")
+                model, num_bytes = make_weights(config, self._resolve_dtype(dtype), self.device)
+            else:
+                model, num_bytes = read_weights(path, config, self._resolve_dtype(dtype), progress)
+        move(model, self.device, progress)
         model.eval()
-        layers, decoder = _record_layers(model, architecture)
+        calls, decoder = _record_layers(model, architecture)
         info = _describe(model, architecture, path, max_model_len)
-        if self.device.type == "cpu" and can_pack(model.dtype):
-            log.info("laid out %d weights for oneDNN", pack_linears(model))
-        return LoadedModel(model, decoder, layers, info, self.device, model.dtype)
+        sample = _take_sample(model, info)
+        if self.device.type == "cpu":
+            with progress.over("laying out the weights", [call.score for call in calls]) as scores:
+                decoder = operate(model, decoder, scores)
+        shapes, time_s = [call.shape for call in calls], time.monotonic() - started_s
+        return LoadedModel(model, decoder, shapes, info, self.device, model.dtype, sample, num_bytes, time_s)
 
     def _resolve_dtype(self, dtype: str) -> str | torch.dtype:
         if dtype != "auto":
@@ -99,6 +115,15 @@ class ModelManager:
             return resolved
         # float32 is what a CPU is exact in, and often fastest: many CPUs only emulate bfloat16.
         return torch.float32 if self.device.type == "cpu" else "auto"
+
+
+@torch.inference_mode()
+def _take_sample(model: PreTrainedModel, info: ModelInfo) -> Sample:
+    num_tokens = min(SAMPLE_TOKENS, info.max_model_len, info.vocab_size)
+    token_ids = torch.arange(num_tokens).mul(7).remainder(info.vocab_size)
+    with attention_switched(model, "eager"):
+        output = model(input_ids=token_ids[None].to(model.device), use_cache=False)
+    return Sample(tuple(token_ids.tolist()), output.logits[0].float())
 
 
 def _read_config(path: Path) -> Any:
@@ -109,23 +134,6 @@ def _read_config(path: Path) -> Any:
     if getattr(config, "transformers_weights", WEIGHTS) not in (None, WEIGHTS):
         raise ConfigError(f"{path / 'config.json'} has transformers_weights; the weights must be in {WEIGHTS}")
     return config
-
-
-def _check_extent(config: Any, files: list[Path]) -> None:
-    """Refuse what the files cannot hold: transformers would take the memory for it, and hours to fill it with noise."""
-    check_num_layers(files, config.get_text_config().num_hidden_layers)
-    with torch.device("meta"):
-        described = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
-        )
-    check_num_parameters(files, described.num_parameters())
-
-
-def _check_complete(report: Mapping[str, Any], path: Path) -> None:
-    """Refuse a checkpoint that lacks weights; transformers would fill them with noise and serve that."""
-    missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
-    if missing:
-        raise ConfigError(f"{path} lacks {len(missing)} of the model's weights, among them {', '.join(missing[:3])}")
 
 
 def _in_a_line(error: Exception) -> str:
@@ -168,11 +176,11 @@ def _refusal(architecture: str, why: str) -> ConfigError:
 class _AttentionCall:
     layer: int | None
     shape: LayerShape
-    sliding_window: int | None
+    score: Score
 
 
-def _record_layers(model: PreTrainedModel, architecture: str) -> tuple[list[LayerShape], nn.Module]:
-    """Run one token through the model and see what each layer stores, and which module is the decoder.
+def _record_layers(model: PreTrainedModel, architecture: str) -> tuple[list[_AttentionCall], nn.Module]:
+    """Run one token through the model and see what each layer asks, and which module is the decoder.
 
     Raises ConfigError, by name.
     """
@@ -195,7 +203,7 @@ def _record_layers(model: PreTrainedModel, architecture: str) -> tuple[list[Laye
     _check_windows(config, calls, architecture)
     if not decoders:
         raise _refusal(architecture, "no part of it answers with its last hidden state")
-    return [call.shape for call in calls], decoders[-1]
+    return calls, decoders[-1]
 
 
 def _check_windows(config: Any, calls: list[_AttentionCall], architecture: str) -> None:
@@ -204,10 +212,10 @@ def _check_windows(config: Any, calls: list[_AttentionCall], architecture: str) 
     window = getattr(config, "sliding_window", None)
     if kinds is None:
         kinds = ["full_attention"] * len(calls)
-        if window and not any(call.sliding_window for call in calls):
+        if window and not any(call.score.window for call in calls):
             raise _refusal(architecture, f"its sliding window of {window} is not passed to the attention interface")
     for call, kind in zip(calls, kinds, strict=True):
-        if kind == "sliding_attention" and not call.sliding_window:
+        if kind == "sliding_attention" and not call.score.window:
             raise _refusal(architecture, f"layer {call.layer} slides but does not tell attention its window")
         if kind not in ("full_attention", "sliding_attention"):
             raise _refusal(architecture, f"layer {call.layer} is of kind {kind}")
@@ -221,12 +229,11 @@ def _recording_attention(
     attention_mask: Tensor | None,
     *,
     recorded_calls: list[_AttentionCall],
-    sliding_window: int | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Note what the layer asks for, and answer with zeros of the right shape."""
     shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
-    recorded_calls.append(_AttentionCall(getattr(module, "layer_idx", None), shape, sliding_window))
+    recorded_calls.append(_AttentionCall(getattr(module, "layer_idx", None), shape, score_of(query, options)))
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 

@@ -24,14 +24,14 @@ from servekit.messages import (
     WorkerReady,
 )
 from servekit.sampling_params import SamplingParams
-from workers.attention import PagedStep
+from workers.attention import choose_attention
 from workers.bans import ban
 from workers.batch import Batch, SlotTable, make_batch
 from workers.constraints import Constraints
-from workers.decode_attention import decode_attention
-from workers.kv_cache import KVCache, kv_bytes_per_token
+from workers.kv_cache import KVCache, bytes_per_block
 from workers.logprobs import prompt_logprobs, sampled_logprobs
-from workers.model_manager import LoadedModel, ModelManager, attention_switched, output_recorded, output_replayed
+from workers.model_manager import LoadedModel, ModelManager, output_recorded, output_replayed
+from workers.paged_step import PagedStep
 from workers.penalties import adjust
 from workers.pieces import LEAST_TOKENS, attempt, in_pieces, joined, release_memory
 from workers.runner import OutOfMemory
@@ -40,7 +40,6 @@ from workers.sampler import sample
 log = logging.getLogger("servekit.worker")
 
 CPU_KV_CACHE_BYTES = 2**30
-SELF_CHECK_TOKENS = 24
 # Relative distance of logits. Half precision rounds every product; a wrong page or position gives values near 1.
 SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.15}
 
@@ -50,14 +49,16 @@ class ModelRunner:
 
     def __init__(self, loaded: LoadedModel, settings: LoadModel) -> None:
         self.loaded = loaded
-        self.kv_bytes_per_token = kv_bytes_per_token(loaded.layers, loaded.dtype)
+        layers, dtype, device, block_size = loaded.layers, loaded.dtype, loaded.device, settings.block_size
+        self.attention = choose_attention(device, dtype, layers)
+        self._bytes_per_block = bytes_per_block(layers, self.attention.block_shapes, block_size, dtype)
         num_blocks = settings.num_kv_blocks or self._num_blocks_that_fit(settings)
-        self.cache = KVCache(loaded.layers, num_blocks, settings.block_size, loaded.dtype, loaded.device)
-        self._decode = decode_attention(loaded.dtype) if loaded.device.type == "cpu" else None
+        self.cache = KVCache(layers, self.attention.block_shapes, num_blocks, block_size, dtype, device)
         # No sequence is longer than the pool, whatever context the model claims.
-        longest = min(loaded.info.max_model_len, num_blocks * settings.block_size + 1)
-        sizes = (settings.max_num_seqs, longest, num_blocks, settings.block_size)
-        self.table = SlotTable(*sizes, loaded.device, pads_decodes=self._decode is None)
+        longest = min(loaded.info.max_model_len, num_blocks * block_size + 1)
+        self.table = SlotTable(settings.max_num_seqs, longest, num_blocks, block_size, device)
+        # A mask of four dimensions is taken to be finished, where without one transformers would look at the positions.
+        self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
         tokenizer_file = Path(settings.model_path) / "tokenizer.json"
         self.constraints = Constraints(tokenizer_file, loaded.info.vocab_size, loaded.info.eos_token_ids)
 
@@ -133,22 +134,27 @@ class ModelRunner:
         output = self.loaded.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
+            attention_mask=self._no_mask,
             use_cache=False,
             logits_to_keep=token_indices,
-            paged=PagedStep(self.cache, batch.slot_mapping, batch.groups, self._decode),
+            paged=PagedStep(self.attention, self.cache, batch.rows, None if batch.prompt_rows else token_indices),
         )
         logits: Tensor = output.logits[0]
         return logits.float()
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Over all layers."""
+        return -(-self._bytes_per_block // self.cache.block_size)
+
     def _num_blocks_that_fit(self, settings: LoadModel) -> int:
-        block_bytes = self.kv_bytes_per_token * settings.block_size
         memory = settings.kv_cache_memory_bytes or self._free_memory(settings.gpu_memory_utilization)
-        if memory < block_bytes:
+        if memory < self._bytes_per_block:
             raise ConfigError(
-                f"{memory} bytes are left for the KV cache, and one block takes {block_bytes}; raise "
+                f"{memory} bytes are left for the KV cache, and one block takes {self._bytes_per_block}; raise "
                 "kv_cache_memory_bytes, or gpu_memory_utilization where that decides"
             )
-        return memory // block_bytes
+        return memory // self._bytes_per_block
 
     def _free_memory(self, gpu_memory_utilization: float) -> int:
         if self.loaded.device.type == "cpu":
@@ -160,19 +166,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def self_check(self) -> float:
-        """Compare paged chunks with one plain forward pass; returns the relative distance of their logits.
+        """Compare paged chunks with what transformers said of the same tokens; returns the relative distance.
 
         Raises ConfigError when they differ: better no answer than a wrong one, whatever the architecture hides.
         """
-        info, device = self.loaded.info, self.loaded.device
-        num_tokens = min(
-            SELF_CHECK_TOKENS, info.max_model_len, self.cache.num_blocks * self.cache.block_size, info.vocab_size
-        )
-        token_ids = tuple(torch.arange(num_tokens).mul(7).remainder(info.vocab_size).tolist())
-        prompt = torch.tensor([token_ids], device=device)
-        with attention_switched(self.loaded.model, "eager"):
-            plain = self.loaded.model(input_ids=prompt, use_cache=False).logits[0, -1].float()
-        paged = self._run_in_chunks(token_ids)
+        info, sample = self.loaded.info, self.loaded.sample
+        num_tokens = min(len(sample.token_ids), self.cache.num_blocks * self.cache.block_size)
+        plain = sample.logits[num_tokens - 1]
+        paged = self._run_in_chunks(sample.token_ids[:num_tokens])
         distance = float((paged - plain).norm(dim=-1).max() / plain.norm())
         if not distance <= SELF_CHECK_TOLERANCE.get(self.loaded.dtype, 0.15):
             raise ConfigError(
@@ -214,9 +215,10 @@ def load(settings: LoadModel, tell: Callable[[str], None]) -> tuple[ModelRunner,
     runner.constraints.warm_up()
     elapsed_s = time.monotonic() - started
     log.info(
-        "loaded %.1f M parameters in %.1f s; paged logits agree with transformers' within %.1g",
+        "loaded %.1f M parameters in %.1f s; attention: %s; paged logits agree with transformers' within %.1g",
         loaded.info.num_parameters / 1e6,
         elapsed_s,
+        runner.attention.name,
         distance,
     )
     ready = WorkerReady(

@@ -12,18 +12,37 @@ from torch import Tensor, nn
 NUM_ROWS = 32  # of a step that the layout is chosen for; one layout serves all sizes
 
 
+class PackedWeight:
+    """The weight and bias of linear layers that have one input: they are one, side by side."""
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        assert len(biases) in (0, len(linears))
+        self._bias = torch.cat(biases) if biases else None
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, NUM_ROWS)
+        # Overloads by name: to find the one that fits takes torch as long as a small operation.
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        self._multiply_and_add = torch.ops.mkldnn._linear_pointwise.binary
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x W' + b."""
+        output: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
+        return output
+
+    def add(self, x: Tensor, to: Tensor) -> Tensor:
+        """to + x W' + b, rounded once."""
+        output: Tensor = self._multiply_and_add(x, to, self._weight, self._bias, "add")
+        return output
+
+
 class PackedLinear(nn.Module):
     """y = x W' + b, as the layer that it was made of."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
-        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), NUM_ROWS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
-        return output
+        self.forward = PackedWeight(linear).multiply
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -1,89 +1,248 @@
-"""Claims about paged attention, against a softmax written out over a sequence's own keys."""
+"""Claims about paged attention, whoever computes it, against a softmax in float64 over a sequence's own keys."""
 
 from __future__ import annotations
 
-import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from workers.attention import PagedStep, QueryGroup, paged_attention
+from workers.attention import choose_attention, paged_attention
 from workers.kv_cache import KVCache, LayerShape
+from workers.paged_step import HeadNorms, PagedAttention, PagedStep, Score, StepRows
+from workers.torch_attention import TorchAttention
 
-NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 2, 8, 4
+Way = tuple[PagedAttention, torch.dtype]
+CPU = torch.device("cpu")
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 
 
-class Layer(torch.nn.Module):
+def make_attention(name: str, dtype: torch.dtype) -> PagedAttention:
+    if name == "torch":
+        return TorchAttention()
+    chosen = choose_attention(CPU, dtype, [LayerShape(1, 16, 16)])
+    assert chosen.name == name
+    return chosen
+
+
+@pytest.fixture(params=[("cpu", torch.float32), ("cpu", torch.bfloat16), ("torch", torch.float32)], ids=str)
+def way(request: pytest.FixtureRequest) -> Way:
+    name, dtype = request.param
+    return make_attention(name, dtype), dtype
+
+
+class Module(torch.nn.Module):
     layer_idx = 0
 
 
-def naive(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Whole sequences, one head at a time: queries [T, H, D], keys and values [T, kv_heads, D]."""
-    num_tokens, num_heads, head_dim = queries.shape
-    output = torch.empty(num_tokens, num_heads, head_dim)
-    for head, position in itertools.product(range(num_heads), range(num_tokens)):
-        first = 0 if window is None else max(0, position - window + 1)
-        kv_head = head * NUM_KV_HEADS // num_heads
-        scores = keys[first : position + 1, kv_head] @ queries[position, head] * head_dim**-0.5
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[head : head + 1]])
-        weights = torch.softmax(scores, 0)[: position + 1 - first]
-        output[position, head] = weights @ values[first : position + 1, kv_head]
-    return output
+class Case:
+    """Sequences in scattered blocks among those of others, computed in steps that mix chunks and single tokens."""
+
+    # How many tokens each sequence has after each step; a step computes what came to it.
+    STEPS = ((8, 5, 4, 30, 1), (9, 6, 11, 70, 2), (9, 7, 12, 71, 20))
+
+    def __init__(
+        self,
+        way: Way,
+        shape: LayerShape = LayerShape(2, 64, 64),  # noqa: B008 - a value
+        num_groups: int = 3,
+        block_size: int = 16,
+        score: Score = Score(0.2),  # noqa: B008 - a value
+    ) -> None:
+        torch.manual_seed(3)
+        self.attention, self.dtype = way
+        self.shape, self.block_size, self.score = shape, block_size, score
+        self.num_heads = num_groups * shape.num_kv_heads
+        lengths = self.STEPS[-1]
+        widths = [-(-length // block_size) for length in lengths]
+        num_blocks = sum(widths) + 3
+        blocks = np.random.default_rng(5).permutation(num_blocks)[: sum(widths)]
+        self.tables = np.split(blocks, np.cumsum(widths)[:-1])
+        cache_of = (self.attention.block_shapes, num_blocks, block_size, self.dtype, CPU)
+        self.cache = KVCache([shape], *cache_of)
+        self.spare = next(block for block in range(num_blocks) if block not in blocks)
+        sizes = ((self.num_heads, shape.key_dim), *((shape.num_kv_heads, d) for d in (shape.key_dim, shape.value_dim)))
+        self.sequences = [[torch.randn(n, *size).to(self.dtype) for size in sizes] for n in lengths]
+
+    def rows(self, begin: tuple[int, ...], end: tuple[int, ...]) -> tuple[StepRows, list[int]]:
+        """Those that compute anything, and which sequences they are."""
+        block_size = self.block_size
+        members = [i for i, (start, stop) in enumerate(zip(begin, end, strict=True)) if stop > start]
+        num_queries = np.array([end[i] - begin[i] for i in members])
+        num_keys = np.array([end[i] for i in members])
+        width = max(-(-end[i] // block_size) for i in members)
+        table = torch.full((len(members), width), self.spare, dtype=torch.int32)
+        cells: list[int] = []
+        for row, i in enumerate(members):
+            own = self.tables[i][:width]
+            table[row, : len(own)] = torch.from_numpy(own)
+            cells += [
+                own[p // self.block_size] * self.block_size + p % self.block_size for p in range(begin[i], end[i])
+            ]
+        starts = torch.tensor([0, *num_queries.cumsum()], dtype=torch.int32)
+        lengths = torch.from_numpy(num_keys).int()
+        return StepRows(block_size, num_queries, num_keys, starts, lengths, table, torch.tensor(cells)), members
+
+    def run(self, compute: Callable[[PagedStep, list[Tensor]], Tensor]) -> list[Tensor]:
+        """Each sequence's output [num_tokens, num_heads, value_dim], put together from all steps."""
+        outputs: list[list[Tensor]] = [[] for _ in self.sequences]
+        for begin, end in zip(((0,) * 5, *self.STEPS), self.STEPS, strict=False):
+            rows, members = self.rows(begin, end)
+            flat = [torch.cat([self.sequences[i][kind][begin[i] : end[i]] for i in members]) for kind in range(3)]
+            output = compute(PagedStep(self.attention, self.cache, rows), flat)
+            for i, part in zip(members, output.split(rows.num_queries.tolist()), strict=True):
+                outputs[i].append(part)
+        return [torch.cat(parts) for parts in outputs]
+
+    def attend(self, step: PagedStep, flat: list[Tensor]) -> Tensor:
+        return self.attention.attend(step, 0, flat[0], flat[1], flat[2], self.score)
+
+    def expected(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """In float64, all of a sequence at once."""
+        queries, keys, values = (each.double() for each in (queries, keys, values))
+        keys, values = (each.repeat_interleave(self.num_heads // each.shape[1], dim=1) for each in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.score.scale
+        if self.score.softcap is not None:
+            scores = self.score.softcap * torch.tanh(scores / self.score.softcap)
+        distance = torch.arange(len(queries))[:, None] - torch.arange(len(keys))
+        seen = (distance >= 0) & (distance < (self.score.window or 10**9))
+        scores = scores.masked_fill(~seen, -math.inf)
+        if self.score.sinks is not None:
+            sinks = self.score.sinks.double()[:, None, None].expand(-1, len(queries), 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : len(keys)]
+        return torch.einsum("hqk,khd->qhd", weights, values)
+
+    def assert_right(self, factor: float = 1.0) -> None:
+        for output, sequence in zip(self.run(self.attend), self.sequences, strict=True):
+            assert_same(output, self.expected(*sequence), factor)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5])
+def assert_same(output: Tensor, expected: Tensor, factor: float = 1.0) -> None:
+    distances = (output.double() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    assert distances.max() <= factor * TOLERANCES[output.dtype], distances
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (16, 16), (64, 64), (80, 80), (128, 128), (48, 32), (192, 128), (256, 256)])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 3), (8, 1), (1, 7), (2, 12)])
+def test_it_is_attention(way: Way, dims: tuple[int, int], heads: tuple[int, int]) -> None:
+    Case(way, LayerShape(heads[0], *dims), heads[1], score=Score(1.3 / math.sqrt(dims[0]))).assert_right()
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 24, 32, 100])
+@pytest.mark.parametrize("window", [None, 20])
+def test_pages_may_have_any_size(way: Way, block_size: int, window: int | None) -> None:
+    Case(way, block_size=block_size, score=Score(0.2, window)).assert_right()
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 40])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("num_groups", [1, 3])
-def test_paged_chunks_give_the_naive_softmax(
-    window: int | None, softcap: float | None, with_sinks: bool, num_groups: int
+def test_windows_soft_caps_and_sinks(
+    way: Way,
+    window: int | None,
+    softcap: float | None,
+    with_sinks: bool,
+    num_groups: int,
 ) -> None:
-    """Three sequences in scattered blocks; a first step, then one that mixes decodes and a chunk."""
-    torch.manual_seed(0)
-    num_heads = NUM_KV_HEADS * num_groups
-    sinks = torch.randn(num_heads) if with_sinks else None
-    lengths, tables = [9, 6, 11], [[7, 2, 5], [0, 9], [3, 8, 1]]
-    cache = KVCache([LayerShape(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM)], 10, BLOCK_SIZE, torch.float32, torch.device("cpu"))
-    sequences = [
-        (torch.randn(n, num_heads, HEAD_DIM), *torch.randn(2, n, NUM_KV_HEADS, HEAD_DIM).unbind(0)) for n in lengths
-    ]
-    outputs = [torch.empty(n, num_heads, HEAD_DIM) for n in lengths]
-    for spans in [[(0, 8), (0, 5), (0, 4)], [(8, 9), (5, 6), (4, 11)]]:
-        groups, cells, first = [], [], 0
-        for (start, stop), table in zip(spans, tables, strict=True):
-            cells += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, stop)]
-        offsets = [0, *itertools.accumulate(stop - start for start, stop in spans)]
-        for size in {stop - start for start, stop in spans}:
-            rows = [i for i, (start, stop) in enumerate(spans) if stop - start == size]
-            indices = torch.tensor([[offsets[i] + j for j in range(size)] for i in rows])
-            positions = torch.tensor([[spans[i][0] + j for j in range(size)] for i in rows])
-            padded = torch.tensor([(tables[i] + [6, 6])[:3] for i in rows])
-            groups.append(QueryGroup(indices, positions, padded))
-        flat = [
-            torch.cat([sequence[k][start:stop] for sequence, (start, stop) in zip(sequences, spans, strict=True)])
-            for k in range(3)
-        ]
-        result, _ = paged_attention(
-            Layer(),
-            *(tensor.transpose(0, 1)[None] for tensor in flat),
-            None,
-            paged=PagedStep(cache, torch.tensor(cells), groups),
-            sliding_window=window,
-            softcap=softcap,
-            s_aux=sinks,
-        )
-        for i, (start, stop) in enumerate(spans):
-            outputs[i][start:stop] = result[0, first : first + stop - start]
-            first += stop - start
-    for output, sequence in zip(outputs, sequences, strict=True):
-        torch.testing.assert_close(output, naive(*sequence, window, softcap, sinks), rtol=1e-5, atol=1e-5)
+    sinks = torch.linspace(-3, 3, 2 * num_groups).to(way[1]) if with_sinks else None
+    Case(way, num_groups=num_groups, score=Score(0.2, window, softcap, sinks)).assert_right()
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish(way: Way) -> None:
+    Case(way, score=Score(40.0)).assert_right(
+        factor=20
+    )  # for scores of some hundreds are rounded before they are powers
+
+
+def test_through_the_interface_of_transformers_it_is_the_same(way: Way) -> None:
+    sinks = torch.linspace(-1, 1, 6).to(way[1])
+    case = Case(way, score=Score(64**-0.5, 9, 4.0, sinks))
+    options = {"sliding_window": 9, "softcap": 4.0, "s_aux": sinks, "dropout": 0.0}
+
+    def compute(step: PagedStep, flat: list[Tensor]) -> Tensor:
+        queries, keys, values = (each.transpose(0, 1)[None] for each in flat)
+        output, _ = paged_attention(Module(), queries, keys, values, None, paged=step, **options)
+        return output[0]
+
+    for output, sequence in zip(case.run(compute), case.sequences, strict=True):
+        assert_same(output, case.expected(*sequence))
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_rotated_on_the_way_it_is_what_transformers_rotates_before(way: Way, with_norms: bool, head_dim: int) -> None:
+    case = Case(way, LayerShape(2, head_dim, head_dim), score=Score(head_dim**-0.5))
+    norms = None
+    if with_norms:
+        norms = HeadNorms(*(torch.rand(2, head_dim) + 0.5).to(case.dtype), 1e-5)
+    longest = max(case.STEPS[-1])
+    angles = torch.outer(torch.arange(longest), 1000.0 ** -torch.linspace(0, 1, head_dim // 2)).repeat(1, 2)
+    rotation = angles.cos().to(case.dtype), angles.sin().to(case.dtype)
+
+    def compute(step: PagedStep, flat: list[Tensor]) -> Tensor:
+        keys, counts = step.rows.num_keys, step.rows.num_queries
+        at = torch.cat([torch.arange(k - n, k) for k, n in zip(keys, counts, strict=True)])
+        qkv = torch.cat([each.flatten(1) for each in flat], dim=1)
+        cosines, sines = (each[at].contiguous() for each in rotation)
+        output = case.attention.attend_rotated(step, 0, qkv, (cosines, sines), norms, case.score)
+        return output.view(len(at), case.num_heads, head_dim)
+
+    def prepared(heads: Tensor, weight: Tensor | None) -> Tensor:
+        heads = heads.double()
+        if weight is not None:
+            heads = torch.nn.functional.rms_norm(heads, (head_dim,), weight.double(), 1e-5)
+        cosines, sines = (each[: len(heads)].double()[None] for each in rotation)
+        return apply_rotary_pos_emb(heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], cosines, sines)[0][
+            0
+        ].transpose(0, 1)
+
+    for output, (queries, keys, values) in zip(case.run(compute), case.sequences, strict=True):
+        weights = (None, None) if norms is None else (norms.query_weight, norms.key_weight)
+        expected = case.expected(prepared(queries, weights[0]), prepared(keys, weights[1]), values)
+        assert_same(output, expected, factor=3)  # queries and keys were rounded in between
+
+
+def test_what_is_not_finite_hurts_only_its_own_sequence(way: Way) -> None:
+    case = Case(way)
+    for poison, tensor in zip((math.nan, math.inf, -math.inf), case.sequences[3], strict=True):
+        tensor[40:50] = poison
+    outputs = case.run(case.attend)
+    assert all(torch.isfinite(pages).all() for pages in (case.cache.keys[0], case.cache.values[0]))
+    for i in (0, 1, 2, 4):
+        assert_same(outputs[i], case.expected(*case.sequences[i]))
+
+
+def test_a_copied_block_holds_the_same(way: Way) -> None:
+    case = Case(way)
+    case.run(case.attend)
+    begin, end = (0, 0, 0, 70, 0), (0, 0, 0, 71, 0)
+    rows, _ = case.rows(begin, end)
+    flat = [kind[70:71] for kind in case.sequences[3]]
+    before = case.attend(PagedStep(case.attention, case.cache, rows), flat)
+    old = int(case.tables[3][-1])
+    case.cache.copy_blocks(torch.tensor([old]), torch.tensor([case.spare]))
+    case.cache.keys[0][old] = case.cache.values[0][old] = 0
+    case.tables[3][-1] = case.spare
+    rows, _ = case.rows(begin, end)
+    after = case.attend(PagedStep(case.attention, case.cache, rows), flat)
+    assert torch.equal(before, after)
+
+
+def test_layers_may_have_different_scores(way: Way) -> None:
+    """What is remembered of a layer must not outlive its score."""
+    case = Case(way)
+    case.assert_right()
+    case.score = replace(case.score, window=7)
+    case.assert_right()
+
+
+def test_heads_too_large_for_the_stack_are_gathered() -> None:
+    assert choose_attention(CPU, torch.float32, [LayerShape(1, 16, 16), LayerShape(1, 528, 16)]).name == "torch"
+    assert choose_attention(CPU, torch.float16, [LayerShape(1, 16, 16)]).name == "torch"

@@ -17,7 +17,10 @@ from servekit.model_files import DEMO_MODEL_PATH
 from servekit.sequence import FinishReason, Sequence
 from tests.inprocess import InProcessEngine, load
 from tests.tiny_models import ARCHITECTURES, REFUSED, VOCAB_SIZE, make_model
+from workers import model_runner
 from workers.model_manager import LoadedModel, ModelManager
+from workers.paged_step import StepRows
+from workers.torch_attention import TorchAttention
 
 NO_TOKEN = 2**31  # an id that no model samples
 LENGTHS = [1, 23, 5, 12, 3, 31, 8, 2, 17, 9]
@@ -95,6 +98,12 @@ def test_tokens_are_those_of_generate(name: str, chunk: int, max_steps_in_flight
     assert [sequence.output_token_ids for sequence in sequences] == answers
     if chunk > 1:  # with one token a step, only the oldest ever grows, and it has the pool to itself
         assert engine.manager.num_preemptions > 0, "the pool was meant to be too small"
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "demo"])
+def test_tokens_are_those_of_generate_where_nothing_can_be_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "choose_attention", lambda *_: TorchAttention())
+    test_tokens_are_those_of_generate(name, 7, 2)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
@@ -185,11 +194,13 @@ def test_an_overflow_in_one_sequence_does_not_reach_the_next(tmp_path: Path) -> 
     loaded, answers = prepared("llama")
     engine = InProcessEngine(loaded, num_blocks=64)
     prompts = make_prompts(VOCAB_SIZE)
-    for layer in range(len(loaded.layers)):
-        cells = torch.arange(engine.runner.cache.num_blocks * engine.runner.cache.block_size)
-        shape = (len(cells), loaded.layers[layer].num_kv_heads, loaded.layers[layer].key_dim)
-        for poison in (float("nan"), float("inf"), float("-inf")):
-            engine.runner.cache.write(layer, cells, torch.full(shape, poison), torch.full(shape, poison))
+    embeddings = loaded.model.get_input_embeddings().weight
+    kept = embeddings[3].clone()
+    for poison in (float("nan"), float("inf"), float("-inf")):
+        embeddings.data[3] = poison  # all keys and values of a sequence of this token are of no use
+        engine.add([3] * 60, max_tokens=1)
+        engine.run()
+    embeddings.data[3] = kept
     sequences = serve_with_joins_and_leaves(engine, prompts)
     assert [sequence.output_token_ids for sequence in sequences] == answers
 
@@ -198,8 +209,13 @@ def test_the_self_check_catches_pages_that_lie(monkeypatch: pytest.MonkeyPatch) 
     loaded, _ = prepared("llama")
     engine = InProcessEngine(loaded)
     assert engine.runner.self_check() < 1e-5
-    read = engine.runner.cache.read
-    monkeypatch.setattr(engine.runner.cache, "read", lambda layer, table: read(layer, table.roll(1, -1)))
+    prepare = engine.runner.attention.prepare
+
+    def lie(rows: StepRows) -> object:
+        rows.block_table.copy_(rows.block_table.roll(1, -1))
+        return prepare(rows)
+
+    monkeypatch.setattr(engine.runner.attention, "prepare", lie)
     with pytest.raises(ConfigError, match="its logits differ"):
         engine.runner.self_check()
 

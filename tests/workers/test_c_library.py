@@ -1,0 +1,87 @@
+"""Claims about how C is compiled, and kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from workers import c_library as module
+from workers.c_library import c_library
+
+
+@pytest.fixture(autouse=True)
+def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    c_library.cache_clear()
+    yield
+    c_library.cache_clear()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One source, and no time spent on making it fast."""
+    monkeypatch.setattr(module, "SOURCES", ("layers.c",))
+    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-O0"))
+
+
+def test_without_a_compiler_there_is_none_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "COMPILERS", ("no-such-compiler",))
+    with caplog.at_level(logging.WARNING):
+        assert c_library(torch.float32) is None
+    assert "no C compiler (no-such-compiler)" in caplog.text
+
+
+def test_a_compiler_that_fails_is_quoted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "FLAGS", ("-fno-such-flag",))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert c_library(torch.float32) is None
+    assert "could not compile" in caplog.text and "no-such-flag" in caplog.text
+    assert not list((tmp_path / "servekit").iterdir()), "it left something behind"
+
+
+@pytest.mark.usefixtures("quick")
+def test_it_is_compiled_once_and_only_a_folder_of_our_own_is_believed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert c_library(torch.float32) is not None
+    (library,) = (tmp_path / "servekit").iterdir()
+    c_library.cache_clear()
+    monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: pytest.fail("it was compiled again"))
+    assert c_library(torch.float32) is not None
+    library.parent.chmod(0o777)
+    assert module._cache_folder() is None
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_user_without_a_home_has_it_too_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-this-name/cache")
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    library = c_library(torch.float32)
+    assert library is not None and library.swiglu
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("touched", [*module.SOURCES, *module.HEADERS])
+def test_what_changed_is_compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, touched: str) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name in ("layers.c", "paged_attention.c", "vectors.h"):
+        (folder / name).write_text((module.FOLDER / name).read_text())
+    monkeypatch.setattr(module, "FOLDER", folder)
+    monkeypatch.setattr(module, "SOURCES", ("layers.c", "paged_attention.c"))
+    c_library(torch.float32)
+    (folder / touched).write_text((folder / touched).read_text() + "\n")
+    c_library.cache_clear()
+    c_library(torch.float32)
+    assert len(list((tmp_path / "cache" / "servekit").iterdir())) == 2
