@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Changes when the code's requirements do, not when the code does.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve test simulate torture coverage check format bench bench-manager bench-grammar bench-scheduling bench-streams bench-worker parallel-queries demo-model demo-model-eval clean help
+.PHONY: serve test simulate torture coverage check format bench bench-manager bench-grammar bench-scheduling bench-streams bench-accuracy bench-memory bench-worker parallel-queries demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,12 @@ bench-scheduling: $(INSTALLED)  ## what the policies do for people, in virtual t
 
 bench-streams: $(INSTALLED)  ## what an open stream costs: memory and tasks
 	$(BIN)/python -m benchmarks.open_streams $(ARGS)
+
+bench-accuracy: $(INSTALLED)  ## how far the worker's bfloat16 is from exact, in logits and in tokens (4 minutes)
+	$(BIN)/python -m benchmarks.accuracy $(ARGS)
+
+bench-memory: $(INSTALLED)  ## whether a worker's memory grows in 100,000 steps (4 minutes)
+	$(BIN)/python -m benchmarks.worker_memory $(ARGS)
 
 bench-worker: $(INSTALLED)  ## what a step costs the worker, beside its multiplications alone
 	$(BIN)/python -m benchmarks.worker $(ARGS)

@@ -33,6 +33,7 @@ from servekit.messages import StepFailed, WorkerReady
 from servekit.metrics import Metrics, Snapshot
 from servekit.model_executor import ModelExecutor, load_message
 from servekit.model_files import find_chat_template, find_model
+from servekit.profiling import Profiling
 from servekit.proof import Proof
 from servekit.sampling_params import SamplingParams
 from servekit.scheduler_config import scheduler_config
@@ -63,6 +64,7 @@ class LLMEngine:
         self._clock = clock
         self._wake = asyncio.Event()  # for a main loop that has nothing to do
         self._executor = ModelExecutor(config, on_loss=self._wake.set)
+        self.profiling = Profiling(config, self._executor)
         self._tokenizer: Tokenizer | None = None
         self._manager: WorkloadManager | None = None
         self._intake: Intake | None = None
@@ -164,6 +166,7 @@ class LLMEngine:
 
     async def start(self) -> None:
         """Load the model and begin to serve. Raises ConfigError or WorkerError."""
+        self.profiling.prepare()
         path = await in_daemon_thread(find_model, self.config.model)
         self._tokenizer = await in_daemon_thread(load_tokenizer, path)
         template = find_chat_template(path, self.config.chat_template)

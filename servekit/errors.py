@@ -8,6 +8,7 @@
     │  ├─ Forbidden             403  the key is not for this
     │  ├─ ModelNotFound         404  the server has no model of that name
     │  ├─ RequestTimeout        408  the head or the body did not come in time
+    │  ├─ ProfilerRefuses       409  of servekit.profiling: steps are recorded already, or are not
     │  ├─ RequestTooLarge       413  the body is over the size limit
     │  ├─ UnsupportedEncoding   415  the body is compressed
     │  ├─ RateLimited           429  the key's own limit is reached

@@ -10,8 +10,17 @@ from itertools import chain
 from msgspec.structs import replace
 
 from servekit.config import ServeConfig
-from servekit.errors import ServekitError, WorkerLost
-from servekit.messages import LoadModel, StepFailed, StepPlan, StepResult, WorkerReady
+from servekit.errors import ServekitError, WorkerLost, WorkerNotReady
+from servekit.messages import (
+    LoadModel,
+    Profiled,
+    StartProfile,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    StopProfile,
+    WorkerReady,
+)
 from servekit.patience import StepPatience, backoff_s
 from servekit.simulated_model import is_simulated
 from servekit.worker_process import WorkerProcess
@@ -109,6 +118,12 @@ class ModelExecutor:
             self._num_losses = 0
         return message
 
+    async def ask(self, question: StartProfile | StopProfile) -> Profiled:
+        """The worker's answer to what is no step. Raises WorkerNotReady, WorkerLost or WorkerTimeout."""
+        if self._process is None or not self.is_ready:
+            raise WorkerNotReady(f"there is no model worker at the moment: {self.stage}", retry_after_s=5)
+        return await self._process.ask(question)
+
     async def replace(self, on_failed_start: Callable[[], None]) -> None:
         """End the worker, whatever is left of it, and start others until one is ready.
 
@@ -172,4 +187,5 @@ def load_message(config: ServeConfig, path: str) -> LoadModel:
         num_kv_blocks=config.num_kv_blocks,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,
+        load_format=config.load_format,
     )

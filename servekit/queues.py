@@ -76,6 +76,10 @@ class MessageReceiver(Generic[Message]):
         message: Message = self._decode(frame)
         return message
 
+    def has_message(self) -> bool:
+        """Whether `receive` would find something at once, be it the end."""
+        return self._connection.poll(0)
+
     def receive_ready(self) -> list[Message]:
         """The messages that are whole by now, for an event loop that says there is something to read.
 

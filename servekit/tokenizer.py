@@ -109,7 +109,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in a model's directory. Raises ConfigError for what cannot be streamed exactly."""
     file = path / "tokenizer.json"
     if not file.exists():
-        raise ConfigError(f"{path} has no tokenizer.json; convert its tokenizer with transformers' AutoTokenizer")
+        raise ConfigError(
+            f"{path} has no tokenizer.json; copy the model's, or convert its tokenizer with transformers' AutoTokenizer"
+        )
     try:
         decoder = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile).decoder
         return Tokenizer(HuggingFaceTokenizer.from_file(str(file)), decoder)

@@ -12,12 +12,25 @@ import os
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
 from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerTimeout
-from servekit.messages import HEARTBEAT_S, FromWorker, Heartbeat, Loading, Shutdown, ToWorker, WorkerFailed, WorkerReady
+from servekit.messages import (
+    HEARTBEAT_S,
+    FromWorker,
+    Heartbeat,
+    Loading,
+    Profiled,
+    Shutdown,
+    StartProfile,
+    StopProfile,
+    ToWorker,
+    WorkerFailed,
+    WorkerReady,
+)
 from servekit.processes import DUMP_SIGNAL
 from servekit.queues import MessageReceiver, MessageSender, make_pipe
 
@@ -30,7 +43,8 @@ DUMP_TIMEOUT_S = 0.3
 # The kernel reaps what was killed at once, except out of a driver that is stuck.
 REAP_TIMEOUT_S = 10.0
 
-LOADING_PATIENCE = 10  # times the heartbeat_timeout, while the model loads
+PATIENCE = 10  # times the heartbeat_timeout, while the model loads or a trace is written
+PROFILE_TIMEOUT_S = 120.0  # for the profiler's beginning or its end, and for a step that has to wait for either
 
 # What the worker's environment gets unless the operator has set it.
 WORKER_ENVIRONMENT = {
@@ -40,6 +54,11 @@ WORKER_ENVIRONMENT = {
     # Measured in one run on two cores, tokens/s of 32 requests to the demo model, alone | beside a busy torch process:
     # spinning 2,101 | 240, never 1,956 | 1,233, this 2,979 | 1,480. To compare: `GOMP_SPINCOUNT=300000 make bench`.
     "GOMP_SPINCOUNT": "3000",
+    # Weights in huge pages (glibc 2.35; others ignore it): a decode step walks through all of them, and through the
+    # table of small pages beside. A step of the 88 M model for one sequence (`make bench-worker`): 9.4 ms without, 8.4.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    # torch's profiler says when it begins and ends, in no format of ours; from this level on it says nothing.
+    "KINETO_LOG_LEVEL": "6",
 }
 
 
@@ -60,6 +79,8 @@ class WorkerProcess:
         self._is_ready = False
         # Each message is answered once, and few are in flight; a worker that says more has gone mad.
         self._inbox: asyncio.Queue[FromWorker | None] = asyncio.Queue(maxsize=64)
+        self._asked: deque[asyncio.Future[Profiled]] = deque()  # questions that are no steps, in the order of answers
+        self._num_asked = 0  # ever
         self._num_silent_ticks = 0
         self._loop = asyncio.get_running_loop()
         self._start(arguments)
@@ -109,16 +130,41 @@ class WorkerProcess:
     async def receive(self, timeout_s: float) -> FromWorker:
         """Its next answer. Raises the loss: WorkerLost, WorkerTimeout, or ConfigError before it was ready."""
         message = None
-        try:
-            if self.loss is None or not self._inbox.empty():
-                async with asyncio.timeout(timeout_s):
-                    message = await self._inbox.get()
-        except TimeoutError:
-            self.lose(WorkerTimeout(f"the model worker did not answer within {timeout_s:.3g} s"), "step_timeout")
+        if self.loss is None or not self._inbox.empty():
+            num_answered = self._num_asked - len(self._asked)
+            message = await self._next(timeout_s)
+            if message is None and self.loss is None and self._num_asked > num_answered:
+                message = await self._next(PROFILE_TIMEOUT_S)  # something else came first
         if message is None:
+            self.lose(WorkerTimeout(f"the model worker did not answer within {timeout_s:.3g} s"), "step_timeout")
             assert self.loss is not None
             raise self.loss
         return message
+
+    async def _next(self, timeout_s: float) -> FromWorker | None:
+        """What it says next, or None if it says nothing, or is lost."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                return await self._inbox.get()
+        return None
+
+    async def ask(self, question: StartProfile | StopProfile) -> Profiled:
+        """Its answer, while steps may be under way: `receive` never gives it. Raises the loss."""
+        if self.loss is not None:
+            raise self.loss
+        answer = self._loop.create_future()
+        self._asked.append(answer)  # also if whoever waits for it goes away: the answer comes all the same
+        self._num_asked += 1
+        self.send(question)
+        try:
+            async with asyncio.timeout(PROFILE_TIMEOUT_S):
+                profiled: Profiled = await answer
+                return profiled
+        except TimeoutError:
+            what = f"the model worker did not answer {type(question).__name__} within {PROFILE_TIMEOUT_S:g} s"
+            self.lose(WorkerTimeout(what), "step_timeout")
+            assert self.loss is not None
+            raise self.loss from None
 
     async def end(self, kindly: bool = False) -> None:
         """End it, if it has not ended by itself; its stacks go to the log if it hung. A second time nothing happens."""
@@ -190,6 +236,11 @@ class WorkerProcess:
         elif isinstance(message, WorkerFailed):
             kind = ConfigError if message.is_config_error and not self._is_ready else WorkerLost
             self.lose(kind(message.message), "failed")
+        elif isinstance(message, Profiled):
+            if not self._asked:
+                raise ValueError("an answer to no question")
+            if not (answer := self._asked.popleft()).done():
+                answer.set_result(message)
         else:
             self._is_ready = self._is_ready or isinstance(message, WorkerReady)
             self._inbox.put_nowait(message)
@@ -216,8 +267,8 @@ class WorkerProcess:
         """
         self._num_silent_ticks += 1
         # Before its first word it imports, with no thread but one, and may take its time. While it loads, a library may
-        # hold the interpreter's lock for longer than any step does.
-        limit_s = self._heartbeat_timeout_s * (1 if self._is_ready else LOADING_PATIENCE)
+        # hold the interpreter's lock for longer than any step does, and so may torch's profiler.
+        limit_s = self._heartbeat_timeout_s * (1 if self._is_ready and not self._asked else PATIENCE)
         if self._has_spoken and self._num_silent_ticks * HEARTBEAT_S > limit_s:
             what = f"gave no sign of life for {limit_s:g} s (heartbeat_timeout)"
             self.lose(WorkerTimeout(f"the model worker {what}"), "silence")
@@ -236,6 +287,9 @@ class WorkerProcess:
         self._loop.remove_writer(self._tasks.fileno())
         with contextlib.suppress(asyncio.QueueFull):
             self._inbox.put_nowait(None)  # wakes whoever waits for an answer
+        for answer in self._asked:
+            if not answer.done():
+                answer.set_exception(error)
         self._on_loss()
 
 

@@ -8,6 +8,7 @@ the device.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,16 +23,45 @@ from workers.kv_cache import LayerShape
 from workers.paged_step import PagedAttention, PagedStep, Score
 from workers.torch_attention import TorchAttention
 
+log = logging.getLogger("servekit.worker")
+
 PAGED_ATTENTION = "servekit_paged"
 
 
-def choose_attention(device: torch.device, dtype: torch.dtype, layers: list[LayerShape]) -> PagedAttention:
-    """The fastest way that this device, dtype and these layers have."""
-    if device.type == "cpu" and max(max(layer.key_dim, layer.value_dim) for layer in layers) <= MAX_HEAD_DIM:
+def choose_attention(
+    device: torch.device, dtype: torch.dtype, layers: list[LayerShape], scores: list[Score], block_size: int
+) -> PagedAttention:
+    """The fastest way that this device, dtype, block size and these layers have; the log tells of those that lost."""
+    if device.type == "cuda":
+        return _choose_on_gpu(layers, scores, block_size)
+    if device.type == "cpu" and _longest_head(layers) <= MAX_HEAD_DIM:
         library = c_library(dtype)
         if library is not None:
             return CpuAttention(library, dtype)
     return TorchAttention()
+
+
+def _choose_on_gpu(layers: list[LayerShape], scores: list[Score], block_size: int) -> PagedAttention:
+    """flash-attn, the one within torch, Triton, in this order; without Triton, torch's own operations."""
+    try:
+        # Not at the top: it needs Triton, which comes with torch for CUDA and with no other.
+        from workers import gpu_attention
+    except ImportError as error:
+        log.warning("attention gathers its pages, and is slow: %s", error)
+        return TorchAttention()
+    reasons = gpu_attention.reasons_against_flash(layers, scores, block_size)
+    if not reasons:
+        for find in (gpu_attention.find_flash_attention, gpu_attention.find_varlen_attention):
+            found = find(scores)
+            if not isinstance(found, str):
+                return found
+            reasons.append(found)
+    log.info("attention: triton and not flash attention, for %s", "; ".join(reasons))
+    return gpu_attention.TritonAttention()
+
+
+def _longest_head(layers: list[LayerShape]) -> int:
+    return max(max(layer.key_dim, layer.value_dim) for layer in layers)
 
 
 def paged_attention(

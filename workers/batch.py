@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from servekit.messages import Row, Seat, StepPlan
-from workers.paged_step import StepRows, on_device
+from workers.paged_step import StepRows
 from workers.sampler import SamplingRow
+from workers.staging import staged
 
 Indices = NDArray[np.int64]
 
@@ -107,25 +108,28 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
     slots = seated.repeat(num_queries)
     blocks = table.block_tables[slots, positions // block_size]
     width = -(-int(num_keys.max()) // block_size)
-    step_rows = StepRows(
-        block_size,
-        num_queries,
-        num_keys,
-        on_device(np.append(first, ends[-1]), device, torch.int32),
-        on_device(num_keys, device, torch.int32),
-        on_device(table.block_tables[seated, :width], device),
-        on_device(blocks.astype(np.int64) * block_size + positions % block_size, device),
+    sampled = [index for index, row in enumerate(plan.rows) if row.samples]
+    cells, position_ids, logits_indices, sampled_cells, query_starts, lengths, block_table, slot_mapping = staged(
+        [
+            slots * table.row_length + positions,
+            positions,
+            ends[sampled] - 1,
+            (seated * table.row_length + num_keys)[sampled],
+            np.append(first, ends[-1]).astype(np.int32),
+            num_keys.astype(np.int32),
+            table.block_tables[seated, :width],
+            blocks.astype(np.int64) * block_size + positions % block_size,
+        ],
+        device,
     )
-    sampling = [(index, row) for index, row in enumerate(plan.rows) if row.samples]
-    sampled = [index for index, _ in sampling]
     prompt_rows = (table.prompt_row(i, int(first[i]), row) for i, row in enumerate(plan.rows))
     return Batch(
-        input_ids=table.token_ids[on_device(slots * table.row_length + positions, device)].long(),
-        position_ids=on_device(positions, device),
-        rows=step_rows,
-        logits_indices=on_device(ends[sampled] - 1, device),
-        sampled_cells=on_device((seated * table.row_length + num_keys)[sampled], device),
-        sampling=[table.sampling_row(row) for _, row in sampling],
+        input_ids=table.token_ids[cells].long(),
+        position_ids=position_ids,
+        rows=StepRows(block_size, num_queries, num_keys, query_starts, lengths, block_table, slot_mapping),
+        logits_indices=logits_indices,
+        sampled_cells=sampled_cells,
+        sampling=[table.sampling_row(plan.rows[index]) for index in sampled],
         prompt_rows=[row for row in prompt_rows if row is not None],
     )
 
@@ -140,7 +144,5 @@ def _write_known_tokens(plan: StepPlan, table: SlotTable) -> None:
         for row in plan.rows
         for position in range(row.start, row.start + len(row.token_ids))
     ]
-    device = table.token_ids.device
-    table.token_ids[torch.tensor(cells, dtype=torch.int64, device=device)] = torch.tensor(
-        known, dtype=torch.int32, device=device
-    )
+    at, token_ids = staged([np.array(cells), np.array(known, dtype=np.int32)], table.token_ids.device)
+    table.token_ids[at] = token_ids

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from workers.packed_linear import PackedWeight
+from workers.packed_linear import Weight
 from workers.paged_step import HeadNorms, PagedStep, Rotation, Score
 
 FUSIBLE = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -36,7 +36,7 @@ class LayerKernels(Protocol):
 class FusedLayer:
     """x + attention(norm(x)), and the same with an MLP; SwiGLU, and rotary positions."""
 
-    def __init__(self, layer: Any, score: Score, kernels: LayerKernels) -> None:
+    def __init__(self, layer: Any, score: Score, kernels: LayerKernels, weight: type[Weight]) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._kernels, self._score, self._layer = kernels, score, attention.layer_idx
         self._before_attention, self._before_mlp = map(_parts, (layer.input_layernorm, layer.post_attention_layernorm))
@@ -44,10 +44,10 @@ class FusedLayer:
         if hasattr(attention, "q_norm"):
             (query_weight, epsilon), (key_weight, _) = map(_parts, (attention.q_norm, attention.k_norm))
             self._head_norms = HeadNorms(query_weight, key_weight, epsilon)
-        self._qkv = PackedWeight(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._output = PackedWeight(attention.o_proj)
-        self._gate_up = PackedWeight(mlp.gate_proj, mlp.up_proj)
-        self._down = PackedWeight(mlp.down_proj)
+        self._qkv = weight(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._output = weight(attention.o_proj)
+        self._gate_up = weight(mlp.gate_proj, mlp.up_proj)
+        self._down = weight(mlp.down_proj)
 
     def attend(self, x: Tensor, rotation: Rotation, paged: PagedStep) -> Tensor:
         """What attention makes of x [num_tokens, size], before it is projected: [num_tokens, num_heads * head_dim]."""
@@ -68,13 +68,13 @@ class FusedDecoder(nn.Module):
     In the last layer, what nobody looks at ends with its keys and values: of a prompt chunk that is nearly all.
     """
 
-    def __init__(self, decoder: Any, scores: list[Score], kernels: LayerKernels) -> None:
+    def __init__(self, decoder: Any, scores: list[Score], kernels: LayerKernels, weight: type[Weight]) -> None:
         super().__init__()
         self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
         self._kernels, self._last_norm = kernels, _parts(decoder.norm)
         self._layers = []
         for index, score in enumerate(scores):
-            self._layers.append(FusedLayer(decoder.layers[index], score, kernels))
+            self._layers.append(FusedLayer(decoder.layers[index], score, kernels, weight))
             decoder.layers[index] = nn.Identity()  # so that memory holds one layer twice at most
 
     def forward(
@@ -114,11 +114,13 @@ def can_fuse(layer: nn.Module) -> bool:
     return is_silu and all(type(linear) is nn.Linear for linear in linears) and not any(size % LANES for size in sizes)
 
 
-def fuse_layers(model: Any, decoder: Any, scores: list[Score], kernels: LayerKernels) -> nn.Module | None:
+def fuse_layers(
+    model: Any, decoder: Any, scores: list[Score], kernels: LayerKernels, weight: type[Weight]
+) -> nn.Module | None:
     """Replace the model's decoder, if all its layers can be; returns what is there now."""
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not all(map(can_fuse, layers)) or model.model is not decoder:
         return None
-    fused = FusedDecoder(decoder, scores, kernels)
+    fused = FusedDecoder(decoder, scores, kernels, weight)
     model.model = fused
     return fused

@@ -44,6 +44,7 @@ class LoadedModel:
     model: PreTrainedModel
     decoder: nn.Module  # all of the model but its output head
     layers: list[LayerShape]
+    scores: list[Score]  # and how each of them weighs keys
     info: ModelInfo
     device: torch.device
     dtype: torch.dtype
@@ -92,29 +93,37 @@ class ModelManager:
         config = _read_config(path)
         architecture = str((config.architectures or [config.model_type])[0])
         log.info("loading %s from %s", architecture, path)
+        wanted = (config, self._resolve_dtype(dtype), PAGED_ATTENTION)
         with _refusals(architecture):
             if load_format == "dummy":
                 progress.tell("making up the weights")
-                model, num_bytes = make_weights(config, self._resolve_dtype(dtype), self.device)
+                model, num_bytes = make_weights(*wanted, self.device)
             else:
-                model, num_bytes = read_weights(path, config, self._resolve_dtype(dtype), progress)
+                model, num_bytes = read_weights(path, *wanted, progress)
+        if dtype == "auto" and self.device.type == "cpu" and _multiplies_bfloat16() and config.dtype is torch.bfloat16:
+            log.info("in float32, where tokens are exact; --dtype bfloat16, as the files are, would be twice as fast")
         move(model, self.device, progress)
         model.eval()
         calls, decoder = _record_layers(model, architecture)
         info = _describe(model, architecture, path, max_model_len)
         sample = _take_sample(model, info)
-        if self.device.type == "cpu":
-            with progress.over("laying out the weights", [call.score for call in calls]) as scores:
-                decoder = operate(model, decoder, scores)
-        shapes, time_s = [call.shape for call in calls], time.monotonic() - started_s
-        return LoadedModel(model, decoder, shapes, info, self.device, model.dtype, sample, num_bytes, time_s)
+        shapes, scores = [call.shape for call in calls], [call.score for call in calls]
+        with progress.over("laying out the weights", scores) as counted:
+            decoder = operate(model, decoder, counted)
+        time_s = time.monotonic() - started_s
+        return LoadedModel(model, decoder, shapes, scores, info, self.device, model.dtype, sample, num_bytes, time_s)
 
     def _resolve_dtype(self, dtype: str) -> str | torch.dtype:
         if dtype != "auto":
             resolved: torch.dtype = getattr(torch, dtype)
             return resolved
-        # float32 is what a CPU is exact in, and often fastest: many CPUs only emulate bfloat16.
+        # float32 is what a CPU is exact in, and often fastest: many only emulate bfloat16. Where this one does not,
+        # that it would be faster is said, not done: the tokens would depend on the machine.
         return torch.float32 if self.device.type == "cpu" else "auto"
+
+
+def _multiplies_bfloat16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 @torch.inference_mode()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -28,18 +29,20 @@ from workers.attention import choose_attention
 from workers.bans import ban
 from workers.batch import Batch, SlotTable, make_batch
 from workers.constraints import Constraints
+from workers.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from workers.kv_cache import KVCache, bytes_per_block
+from workers.kv_capacity import CPU_KV_CACHE_BYTES, MemoryUse, explain, kv_cache_bytes, largest_step, num_blocks_in
 from workers.logprobs import prompt_logprobs, sampled_logprobs
 from workers.model_manager import LoadedModel, ModelManager, output_recorded, output_replayed
-from workers.paged_step import PagedStep
+from workers.paged_step import PagedStep, StepRows
 from workers.penalties import adjust
 from workers.pieces import LEAST_TOKENS, attempt, in_pieces, joined, release_memory
 from workers.runner import OutOfMemory
 from workers.sampler import sample
+from workers.staging import on_host
 
 log = logging.getLogger("servekit.worker")
 
-CPU_KV_CACHE_BYTES = 2**30
 # Relative distance of logits. Half precision rounds every product; a wrong page or position gives values near 1.
 SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.15}
 
@@ -50,21 +53,32 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, settings: LoadModel) -> None:
         self.loaded = loaded
         layers, dtype, device, block_size = loaded.layers, loaded.dtype, loaded.device, settings.block_size
-        self.attention = choose_attention(device, dtype, layers)
+        self.attention = choose_attention(device, dtype, layers, loaded.scores, block_size)
         self._bytes_per_block = bytes_per_block(layers, self.attention.block_shapes, block_size, dtype)
-        num_blocks = settings.num_kv_blocks or self._num_blocks_that_fit(settings)
+        memory = settings.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
+        num_blocks = settings.num_kv_blocks or num_blocks_in(memory, self._bytes_per_block)
         self.cache = KVCache(layers, self.attention.block_shapes, num_blocks, block_size, dtype, device)
         # No sequence is longer than the pool, whatever context the model claims.
         longest = min(loaded.info.max_model_len, num_blocks * block_size + 1)
         self.table = SlotTable(settings.max_num_seqs, longest, num_blocks, block_size, device)
+        self._graphs: DecodeGraphs | None = None
         # A mask of four dimensions is taken to be finished, where without one transformers would look at the positions.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
         tokenizer_file = Path(settings.model_path) / "tokenizer.json"
         self.constraints = Constraints(tokenizer_file, loaded.info.vocab_size, loaded.info.eos_token_ids)
 
-    @torch.inference_mode()
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be launched before the one before it is done."""
+        return self.loaded.device.type == "cuda"
+
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute the step's rows, and let those that sample choose a token each.
+        """Launch, and wait for it. Raises OutOfMemory."""
+        return self.launch(plan)()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Compute the step's rows, and let those that sample choose a token each; what is returned waits for it.
 
         In pieces if memory does not hold it at once. Raises OutOfMemory if that does not help.
         """
@@ -80,7 +94,8 @@ class ModelRunner:
         if isinstance(result, str):
             release_memory()
             raise OutOfMemory(f"a step of {plan.num_tokens} tokens does not fit, not even in pieces: {result}")
-        return replace(result, step_time_s=time.monotonic() - started)
+        finish = result
+        return lambda: replace(finish(), step_time_s=time.monotonic() - started)
 
     def _begin(self, plan: StepPlan) -> Batch:
         """What a plan changes before anything is computed, and its inputs. Raises OutOfMemory."""
@@ -95,18 +110,22 @@ class ModelRunner:
             self.cache.copy_blocks(sources, targets)
         return make_batch(plan, self.table)
 
-    def _execute_in_pieces(self, plan: StepPlan, most_tokens: int) -> StepResult:
+    def _execute_in_pieces(self, plan: StepPlan, most_tokens: int) -> Callable[[], StepResult]:
         pieces = in_pieces(plan, most_tokens)
-        return joined([(self._execute(piece, make_batch(piece, self.table)), rows) for piece, rows in pieces])
+        result = joined([(self._execute(piece, make_batch(piece, self.table))(), rows) for piece, rows in pieces])
+        return lambda: result
 
-    def _execute(self, plan: StepPlan, batch: Batch) -> StepResult:
+    def _execute(self, plan: StepPlan, batch: Batch) -> Callable[[], StepResult]:
         raw, of_prompts = self._compute(batch)
-        sampled, of_sampled, failures = self._choose(raw, batch) if batch.sampling else ((), (), ())
-        return StepResult(plan.epoch, plan.step_id, sampled, 0.0, of_sampled, of_prompts, failures)
+        if not batch.sampling:
+            return lambda: StepResult(plan.epoch, plan.step_id, (), 0.0, (), of_prompts, ())
+        token_ids, of_sampled, failures = self._choose(raw, batch)
+        arrived = on_host(token_ids)
+        return lambda: StepResult(plan.epoch, plan.step_id, tuple(arrived()), 0.0, of_sampled, of_prompts, failures)
 
     def _choose(
         self, raw: Tensor, batch: Batch
-    ) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...], tuple[tuple[int, str], ...]]:
+    ) -> tuple[Tensor, tuple[TokenLogprobs | None, ...], tuple[tuple[int, str], ...]]:
         """A token for each row that samples, from raw logits [num_sampled, vocab_size], and what to tell of it."""
         rows, table = batch.sampling, self.table
         logits = adjust(raw, rows, table)
@@ -116,10 +135,12 @@ class ModelRunner:
         logits, failures = self.constraints.constrain(logits, rows, table, in_place)
         token_ids = sample(logits, rows)
         table.token_ids[batch.sampled_cells] = token_ids.int()
-        return tuple(token_ids.tolist()), sampled_logprobs(raw, token_ids, rows), failures
+        return token_ids, sampled_logprobs(raw, token_ids, rows), failures
 
     def _compute(self, batch: Batch) -> tuple[Tensor, tuple[PromptLogprobs, ...]]:
         """Logits [num_sampled, vocab_size] in float32, and what is to be told of prompts."""
+        if self._graphs is not None and self._graphs.takes(batch):
+            return self._graphs.run(batch), ()
         if not batch.prompt_rows:
             return self._forward(batch, batch.logits_indices), ()
         with output_recorded(self.loaded.decoder) as outputs:
@@ -131,36 +152,39 @@ class ModelRunner:
 
     def _forward(self, batch: Batch, token_indices: Tensor) -> Tensor:
         """Logits [num_indices, vocab_size] in float32, of those of the step's flat tokens."""
-        output = self.loaded.model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
+        wanted = None if batch.prompt_rows else token_indices
+        paged = PagedStep(self.attention, self.cache, batch.rows, wanted)
+        return self._logits(batch.input_ids[None], batch.position_ids[None], paged, token_indices)
+
+    def _forward_decodes(self, input_ids: Tensor, position_ids: Tensor, rows: StepRows) -> Tensor:
+        """The same of a step whose rows all compute one token."""
+        return self._logits(input_ids, position_ids, PagedStep(self.attention, self.cache, rows), 0)
+
+    def _logits(self, input_ids: Tensor, position_ids: Tensor, paged: PagedStep, keep: Tensor | int) -> Tensor:
+        output: Any = self.loaded.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
             attention_mask=self._no_mask,
             use_cache=False,
-            logits_to_keep=token_indices,
-            paged=PagedStep(self.attention, self.cache, batch.rows, None if batch.prompt_rows else token_indices),
+            logits_to_keep=keep,
+            paged=paged,
         )
         logits: Tensor = output.logits[0]
         return logits.float()
+
+    @torch.inference_mode()
+    def capture_decodes(self, capture: Capture) -> None:
+        """Let decode steps be replays of graphs from now on. Raises what capturing the first one raises."""
+        most_rows, width = len(self.table.num_blocks), self.table.block_tables.shape[1]
+        sizes = (most_rows, width, self.cache.block_size)
+        graphs = DecodeGraphs(self._forward_decodes, *sizes, self.loaded.device, capture)
+        graphs.capture_largest()
+        self._graphs = graphs
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Over all layers."""
         return -(-self._bytes_per_block // self.cache.block_size)
-
-    def _num_blocks_that_fit(self, settings: LoadModel) -> int:
-        memory = settings.kv_cache_memory_bytes or self._free_memory(settings.gpu_memory_utilization)
-        if memory < self._bytes_per_block:
-            raise ConfigError(
-                f"{memory} bytes are left for the KV cache, and one block takes {self._bytes_per_block}; raise "
-                "kv_cache_memory_bytes, or gpu_memory_utilization where that decides"
-            )
-        return memory // self._bytes_per_block
-
-    def _free_memory(self, gpu_memory_utilization: float) -> int:
-        if self.loaded.device.type == "cpu":
-            return CPU_KV_CACHE_BYTES
-        free, total = torch.cuda.mem_get_info(self.loaded.device)
-        return int(free - (1.0 - gpu_memory_utilization) * total)
 
     # -- the proof that pages give what the model gives ---------------------------------------------------------------
 
@@ -200,24 +224,66 @@ class ModelRunner:
         return torch.cat([logits, replayed])
 
 
+def make_runner(loaded: LoadedModel, settings: LoadModel) -> ModelRunner:
+    """With as many KV blocks as were asked for, or as fit; on a GPU, with decode steps as graphs."""
+    if loaded.device.type != "cuda":
+        return ModelRunner(loaded, settings)
+    if not settings.num_kv_blocks and not settings.kv_cache_memory_bytes:
+        use, utilization = _rehearse(loaded, settings), settings.gpu_memory_utilization
+        log.info("%s", explain(use, utilization))
+        settings = replace(settings, kv_cache_memory_bytes=max(1, kv_cache_bytes(use, utilization)))
+    runner = ModelRunner(loaded, settings)
+    _capture(runner)
+    return runner
+
+
+def _capture(runner: ModelRunner) -> None:
+    try:
+        runner.capture_decodes(CudaCapture())
+    except RuntimeError as error:  # whatever a model's own layers do that no graph can hold
+        log.warning("decode steps are launched one kernel at a time, for they could not be captured: %s", error)
+
+
+def _rehearse(loaded: LoadedModel, settings: LoadModel) -> MemoryUse:
+    """See what memory the largest step takes, and the largest graph, with a cache just large enough for it."""
+    device = loaded.device
+    release_memory()
+    free, total = torch.cuda.mem_get_info(device)
+    before = torch.cuda.memory_allocated(device)
+    plan, num_blocks = largest_step(settings, loaded.info.max_model_len)
+    runner = ModelRunner(loaded, replace(settings, num_kv_blocks=num_blocks))
+    cache = torch.cuda.memory_allocated(device) - before
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.execute(plan)
+    _capture(runner)
+    step = torch.cuda.max_memory_allocated(device) - before - cache
+    del runner
+    release_memory()
+    return MemoryUse(total, free, step)
+
+
 def load(settings: LoadModel, tell: Callable[[str], None]) -> tuple[ModelRunner, WorkerReady]:
     """From the model's directory to a runner that was seen to give what transformers gives; `tell` hears of each stage.
 
     Raises ConfigError.
     """
     started = time.monotonic()
-    tell("loading the weights")
-    loaded = ModelManager(settings.device).load(Path(settings.model_path), settings.dtype, settings.max_model_len)
+    loaded = ModelManager(settings.device).load(
+        Path(settings.model_path), settings.dtype, settings.max_model_len, load_format=settings.load_format, tell=tell
+    )
     tell("making room for the KV cache")
-    runner = ModelRunner(loaded, settings)
+    runner = make_runner(loaded, settings)
     tell("comparing paged with plain attention")
     distance = runner.self_check()
     runner.constraints.warm_up()
     elapsed_s = time.monotonic() - started
     log.info(
-        "loaded %.1f M parameters in %.1f s; attention: %s; paged logits agree with transformers' within %.1g",
+        "loaded %.1f M parameters in %.1f s, %.1f of them for the weights (%.2f GB/s); attention: %s; paged logits "
+        "agree with transformers' within %.1g",
         loaded.info.num_parameters / 1e6,
         elapsed_s,
+        loaded.weights_time_s,
+        loaded.num_weight_bytes / loaded.weights_time_s / 1e9,
         runner.attention.name,
         distance,
     )
@@ -228,5 +294,7 @@ def load(settings: LoadModel, tell: Callable[[str], None]) -> tuple[ModelRunner,
         num_blocks=runner.cache.num_blocks,
         kv_bytes_per_token=runner.kv_bytes_per_token,
         load_time_s=elapsed_s,
+        num_weight_bytes=loaded.num_weight_bytes,
+        weights_time_s=loaded.weights_time_s,
     )
     return runner, ready

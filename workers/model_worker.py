@@ -6,6 +6,9 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from servekit.errors import ConfigError
 from servekit.messages import (
@@ -14,10 +17,13 @@ from servekit.messages import (
     Heartbeat,
     Loading,
     LoadModel,
+    Profiled,
     Shutdown,
+    StartProfile,
     StepFailed,
     StepPlan,
     StepResult,
+    StopProfile,
     ToWorker,
     WorkerFailed,
     WorkerReady,
@@ -25,6 +31,9 @@ from servekit.messages import (
 from servekit.queues import MessageReceiver, MessageSender
 from servekit.simulated_model import is_simulated
 from workers.runner import OutOfMemory, Runner
+
+if TYPE_CHECKING:
+    from workers.profiler import Profiler
 
 log = logging.getLogger("servekit.worker")
 
@@ -38,13 +47,19 @@ class ModelWorker:
         self._sending = threading.Lock()  # answers and heartbeats share the queue
         self._runner: Runner | None = None
         self._failed_epoch: int | None = None
+        self._profiler: Profiler | None = None
+        self._launched: Callable[[], StepResult | StepFailed] | None = None  # a step that nobody has waited for yet
 
     def run(self) -> int:
         """Serve until told to stop, or until the manager is gone; returns the exit code."""
         threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
         try:
-            while not isinstance(message := self._tasks.receive(), Shutdown):
-                self._send(self._handle(message))
+            while not isinstance(message := self._receive(), Shutdown):
+                if isinstance(message, StepPlan):
+                    self._launch(message)
+                else:
+                    self._settle()
+                    self._send(self._handle(message))
         except (EOFError, BrokenPipeError):
             log.warning("the manager is gone")
         except ConfigError as error:
@@ -55,6 +70,26 @@ class ModelWorker:
             self._send(WorkerFailed(f"the model worker failed: {type(error).__name__}: {error}"))
             return 1
         return 0
+
+    def _receive(self) -> ToWorker:
+        if not self._tasks.has_message():
+            self._settle()  # nothing is to be launched behind the last step, so there is time to wait for it
+        return self._tasks.receive()
+
+    def _launch(self, plan: StepPlan) -> None:
+        """Begin a step, and answer for the one before it, which the device was busy with meanwhile."""
+        assert self._runner is not None, "a step before the model was loaded"
+        finish = self._begin(plan, self._runner)
+        self._settle()
+        self._launched = finish
+        if not self._runner.runs_ahead:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the step that was launched last, if there is one, and answer for it."""
+        finish, self._launched = self._launched, None
+        if finish is not None:
+            self._send(finish())
 
     def _send(self, message: FromWorker) -> None:
         with self._sending:
@@ -67,12 +102,14 @@ class ModelWorker:
                 time.sleep(HEARTBEAT_S)
                 self._send(Heartbeat())
 
-    def _handle(self, message: LoadModel | StepPlan) -> FromWorker:
+    def _handle(self, message: LoadModel | StartProfile | StopProfile) -> FromWorker:
         match message:
             case LoadModel():
                 return self._load(message)
-            case StepPlan():
-                return self._execute(message)
+            case StartProfile():
+                return self._start_profile(message)
+            case StopProfile():
+                return self._stop_profile()
 
     def _load(self, settings: LoadModel) -> WorkerReady:
         if is_simulated(settings.model_path):
@@ -82,12 +119,31 @@ class ModelWorker:
         self._runner, ready = load(settings, lambda stage: self._send(Loading(stage)))
         return ready
 
-    def _execute(self, plan: StepPlan) -> StepResult | StepFailed:
-        assert self._runner is not None, "a step before the model was loaded"
+    def _begin(self, plan: StepPlan, runner: Runner) -> Callable[[], StepResult | StepFailed]:
+        """What is returned waits for the step's answer."""
         if plan.epoch == self._failed_epoch:
-            return StepFailed(plan.epoch, plan.step_id, "the step before it failed")
+            return lambda: StepFailed(plan.epoch, plan.step_id, "the step before it failed")
+        plan = plan.with_grammars_back()
         try:
-            return self._runner.execute(plan.with_grammars_back())
+            return runner.launch(plan) if self._profiler is None else self._profiler.launch(plan, runner)
         except OutOfMemory as error:
             self._failed_epoch = plan.epoch  # the manager begins again in another one, and seats everybody anew
-            return StepFailed(plan.epoch, plan.step_id, str(error))
+            failed = StepFailed(plan.epoch, plan.step_id, str(error))
+            return lambda: failed
+
+    def _start_profile(self, message: StartProfile) -> Profiled:
+        if self._profiler is not None:
+            return Profiled(refusal="steps are being recorded already; POST /profile/stop ends that")
+        from workers.profiler import Profiler  # and torch, which a simulated model does without
+
+        self._profiler = Profiler(Path(message.directory), message.max_steps)
+        return Profiled()
+
+    def _stop_profile(self) -> Profiled:
+        if self._profiler is None:
+            return Profiled(
+                refusal="no steps are being recorded; POST /profile/start begins, and what a worker had recorded that "
+                "was lost is lost with it"
+            )
+        profiler, self._profiler = self._profiler, None
+        return profiler.end()

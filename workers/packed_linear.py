@@ -1,39 +1,69 @@
-"""Linear layers whose weights lie as oneDNN reads them.
+"""Linear layers of one input as one multiplication, with their weights as the device reads them.
 
-torch's own lays a weight out anew in every call, or multiplies it as it lies, which for the few rows of a decode step
-takes longer than reading it. Here it happens once.
+On a CPU that is how oneDNN lays them out. torch's own lays a weight out anew in every call, or multiplies it as it is,
+which for the few rows of a decode step takes longer than reading it; here it happens once.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 NUM_ROWS = 32  # of a step that the layout is chosen for; one layout serves all sizes
 
 
-class PackedWeight:
+class Weight(Protocol):
     """The weight and bias of linear layers that have one input: they are one, side by side."""
 
+    def __init__(self, *linears: nn.Linear) -> None: ...
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x W' + b."""
+
+    def add(self, x: Tensor, to: Tensor) -> Tensor:
+        """to + x W' + b, rounded once."""
+
+
+class PackedWeight:
+    """As oneDNN lays it out."""
+
     def __init__(self, *linears: nn.Linear) -> None:
-        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        assert len(biases) in (0, len(linears))
-        self._bias = torch.cat(biases) if biases else None
-        weight = torch.cat([linear.weight.detach() for linear in linears])
+        weight, self._bias = _joined(linears)
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, NUM_ROWS)
         # Overloads by name: to find the one that fits takes torch as long as a small operation.
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
         self._multiply_and_add = torch.ops.mkldnn._linear_pointwise.binary
 
     def multiply(self, x: Tensor) -> Tensor:
-        """x W' + b."""
         output: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
         return output
 
     def add(self, x: Tensor, to: Tensor) -> Tensor:
-        """to + x W' + b, rounded once."""
         output: Tensor = self._multiply_and_add(x, to, self._weight, self._bias, "add")
         return output
+
+
+class DenseWeight:
+    """As torch has it: on a GPU."""
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        self._weight, self._bias = _joined(linears)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+    def add(self, x: Tensor, to: Tensor) -> Tensor:
+        return torch.addmm(to if self._bias is None else to + self._bias, x, self._weight.T)
+
+
+def _joined(linears: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None]:
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    assert len(biases) in (0, len(linears))
+    weights = [linear.weight.detach() for linear in linears]
+    return torch.cat(weights) if len(weights) > 1 else weights[0], torch.cat(biases) if biases else None
 
 
 class PackedLinear(nn.Module):

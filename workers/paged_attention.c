@@ -147,27 +147,33 @@ static inline int64_t tile_of(const rows *these, int64_t at) {
     return (page * (rounded_up(of->block_size) / LANES) + at % of->block_size / LANES) * LANES;
 }
 
-/* Ask for what the next strip reads, from position `at` on. Tiles are too short, and too far from each other, for the
-   processor to guess: without this, half of the time went by waiting. Into the second level, for the first is small. */
-static inline void fetch(const rows *these, int64_t at) {
-    const int64_t key_bytes = rounded_up(these->of->key_dim) * (int64_t)sizeof(scalar);
-    const int64_t value_bytes = rounded_up(these->of->value_dim) * (int64_t)sizeof(scalar);
-    for (int t = 0; t < STRIP && at < these->end; t++) {
+/* The tiles of a strip, from position `at` on; returns how many there are. */
+static inline int strip_of(const rows *these, int64_t at, const scalar **keys, const scalar **values) {
+    int num = 0;
+    for (; num < STRIP && at < these->end; num++) {
         const int64_t tile = tile_of(these, at);
-        const char *keys = (const char *)these->keys + tile * key_bytes;
-        const char *values = (const char *)these->values + tile * value_bytes;
-        for (int64_t i = 0; i < LANES * key_bytes; i += 64) __builtin_prefetch(keys + i, 0, 1);
-        for (int64_t i = 0; i < LANES * value_bytes; i += 64) __builtin_prefetch(values + i, 0, 1);
-        at += LANES < these->of->block_size ? LANES : these->of->block_size;
+        keys[num] = these->keys + tile * rounded_up(these->of->key_dim);
+        values[num] = these->values + tile * rounded_up(these->of->value_dim);
+        const int64_t left = these->of->block_size - at % these->of->block_size;
+        at += left < LANES ? left : LANES;
     }
+    return num;
 }
 
-/* `num` is the number of rows, and a constant wherever this is inlined, so that their sums stay in registers. */
-static inline __attribute__((always_inline)) void scores_of(floats *scores, const int num, const scalar *keys,
+/* Tiles are too short, and too far from each other, for the processor to guess which one comes next, so it is told: while
+   a tile is read, `ahead` is asked for, line by line. Asked for all at once, they would wait for each other, and the
+   processor for them. Into the second level, for the first is small. */
+static inline void fetch(const scalar *ahead) { __builtin_prefetch(ahead, 0, 1); }
+
+/* `num` is the number of rows, and a constant wherever this is inlined, so that their sums stay in registers; `fetches`
+   another: a prompt chunk reads the same keys many times, and most often finds them in a cache. */
+static inline __attribute__((always_inline)) void scores_of(floats *scores, const int num, const int fetches,
+                                                            const scalar *keys, const scalar *ahead,
                                                             const packed *queries, int64_t num_packed) {
     floats sum[num], other[num]; /* two, for a sum waits for the one before it */
     for (int r = 0; r < num; r++) sum[r] = other[r] = (floats){};
-    for (int64_t p = 0; p < num_packed; p += 2, keys += 2 * LANES * PACK) {
+    for (int64_t p = 0; p < num_packed; p += 2, keys += 2 * LANES * PACK, ahead += 2 * LANES * PACK) {
+        if (fetches) fetch(ahead), fetch(ahead + LANES * PACK);
         for (int r = 0; r < num; r++) sum[r] = multiplied(sum[r], keys, queries[r * num_packed + p]);
         for (int r = 0; r < num; r++) other[r] = multiplied(other[r], keys + LANES * PACK, queries[r * num_packed + p + 1]);
     }
@@ -176,17 +182,20 @@ static inline __attribute__((always_inline)) void scores_of(floats *scores, cons
 
 /* Add `num_tiles` tiles of values, times their weights, to `width` vectors of each row's sum. */
 static inline __attribute__((always_inline)) void weigh(floats *sums, int64_t sums_stride, const int num,
-                                                        const int width, const scalar *const *tiles, int num_tiles,
+                                                        const int fetches, const int width, const scalar *const *tiles,
+                                                        const scalar *const *ahead, int num_tiles, int64_t from,
                                                         int64_t stride, const packed (*weights)[STRIP][LANES / PACK]) {
     floats sum[num][width];
     for (int r = 0; r < num; r++)
         for (int w = 0; w < width; w++) sum[r][w] = sums[r * sums_stride + w];
     for (int t = 0; t < num_tiles; t++) {
-        const scalar *values = tiles[t];
-        for (int p = 0; p < LANES / PACK; p++, values += stride)
-            for (int w = 0; w < width; w++)
+        const scalar *values = tiles[t] + from, *next = ahead[t] + from;
+        for (int p = 0; p < LANES / PACK; p++, values += stride, next += stride)
+            for (int w = 0; w < width; w++) {
+                if (fetches) fetch(next + w * LANES * PACK);
                 for (int r = 0; r < num; r++)
                     sum[r][w] = multiplied(sum[r][w], values + w * LANES * PACK, weights[r][t][p]);
+            }
     }
     for (int r = 0; r < num; r++)
         for (int w = 0; w < width; w++) sums[r * sums_stride + w] = sum[r][w];
@@ -198,7 +207,8 @@ static inline floats capped(floats scores, float cap) { /* cap * tanh(scores / c
     return chosen(scores < 0.0f, -size, size);
 }
 
-static inline __attribute__((always_inline)) void attend_rows(const rows *these, const rows *next, const int num) {
+static inline __attribute__((always_inline)) void attend_rows(const rows *these, const rows *next, const int num,
+                                                              const int fetches) {
     const layer *of = these->of;
     const int64_t key_dim = rounded_up(of->key_dim), value_dim = rounded_up(of->value_dim);
     const int64_t num_packed = key_dim / PACK, width = value_dim / LANES;
@@ -217,17 +227,19 @@ static inline __attribute__((always_inline)) void attend_rows(const rows *these,
     int64_t at = these->begin;
     while (at < these->end) {
         floats scores[STRIP][num];
-        const scalar *values[STRIP];
-        int num_tiles = 0;
-        if (at + STRIP * LANES < these->end) fetch(these, at + STRIP * LANES);
-        else if (next) fetch(next, next->begin);
-        for (; num_tiles < STRIP && at < these->end; num_tiles++) {
+        const scalar *keys[STRIP], *values[STRIP], *keys_ahead[STRIP], *values_ahead[STRIP];
+        const int num_tiles = strip_of(these, at, keys, values);
+        const int64_t after = at + STRIP * LANES;
+        int num_ahead = 0;
+        if (after < these->end) num_ahead = strip_of(these, after, keys_ahead, values_ahead);
+        else if (next) num_ahead = strip_of(next, next->begin, keys_ahead, values_ahead);
+        for (; num_ahead < num_tiles; num_ahead++) /* nothing: what is here already */
+            keys_ahead[num_ahead] = keys[num_ahead], values_ahead[num_ahead] = values[num_ahead];
+        for (int t = 0; t < num_tiles; t++) {
             const int64_t place = at % of->block_size;
             const int64_t full = of->block_size - place < LANES ? of->block_size - place : LANES;
-            const int64_t tile = tile_of(these, at);
-            values[num_tiles] = these->values + tile * value_dim;
-            floats *score = scores[num_tiles];
-            scores_of(score, num, these->keys + tile * key_dim, queries, num_packed);
+            floats *score = scores[t];
+            scores_of(score, num, fetches, keys[t], keys_ahead[t], queries, num_packed);
             for (int r = 0; r < num; r++) {
                 score[r] *= of->scale;
                 if (of->softcap != 0.0f) score[r] = capped(score[r], of->softcap);
@@ -262,16 +274,12 @@ static inline __attribute__((always_inline)) void attend_rows(const rows *these,
         }
         int64_t w = 0;
         const int wide = num <= 6 ? 4 : 2; /* as many sums as registers hold */
-        for (; w + wide <= width; w += wide) {
-            const scalar *from[STRIP];
-            for (int t = 0; t < num_tiles; t++) from[t] = values[t] + w * LANES * PACK;
-            weigh(sums + w, width, num, wide, from, num_tiles, value_dim * PACK, weights);
-        }
-        for (; w < width; w++) {
-            const scalar *from[STRIP];
-            for (int t = 0; t < num_tiles; t++) from[t] = values[t] + w * LANES * PACK;
-            weigh(sums + w, width, num, 1, from, num_tiles, value_dim * PACK, weights);
-        }
+        for (; w + wide <= width; w += wide)
+            weigh(sums + w, width, num, fetches, wide, values, values_ahead, num_tiles, w * LANES * PACK, value_dim * PACK,
+                  weights);
+        for (; w < width; w++)
+            weigh(sums + w, width, num, fetches, 1, values, values_ahead, num_tiles, w * LANES * PACK, value_dim * PACK,
+                  weights);
     }
     for (int r = 0; r < num; r++) {
         const float share = 1.0f / total_of(total[r]);
@@ -283,14 +291,16 @@ static inline __attribute__((always_inline)) void attend_rows(const rows *these,
 
 static void attend_any(const rows *these, const rows *next) {
     switch (these->num) {
-        case 1: attend_rows(these, next, 1); break;
-        case 2: attend_rows(these, next, 2); break;
-        case 3: attend_rows(these, next, 3); break;
-        case 4: attend_rows(these, next, 4); break;
-        case 5: attend_rows(these, next, 5); break;
-        case 6: attend_rows(these, next, 6); break;
-        case 7: attend_rows(these, next, 7); break;
-        default: attend_rows(these, next, 8);
+        case 1: attend_rows(these, next, 1, 1); break;
+        case 2: attend_rows(these, next, 2, 1); break;
+        case 3: attend_rows(these, next, 3, 1); break;
+        case 4: attend_rows(these, next, 4, 1); break;
+        case 5: attend_rows(these, next, 5, 1); break;
+        case 6: attend_rows(these, next, 6, 1); break;
+        case 7: attend_rows(these, next, 7, 1); break;
+        default:
+            if (these->position[0] == these->position[MOST_ROWS - 1]) attend_rows(these, next, MOST_ROWS, 1);
+            else attend_rows(these, next, MOST_ROWS, 0);
     }
 }
 

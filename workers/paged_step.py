@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -92,8 +91,3 @@ class PagedStep:
         self.rows = rows
         self.wanted = wanted  # the tokens whose last hidden state anybody looks at; None is all
         self.prepared = attention.prepare(rows)
-
-
-def on_device(numbers: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The same numbers as a tensor, of another dtype if one is named."""
-    return torch.from_numpy(np.ascontiguousarray(numbers)).to(device, dtype, non_blocking=True)

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from servekit.sampling_params import SamplingParams
+from workers.staging import staged
 
 _MASK64 = 2**64 - 1
 MIN_TEMPERATURE = 1e-5  # below, dividing by it overflows; the result is the greedy one anyway
@@ -54,6 +56,8 @@ def _mix(state: int) -> int:
 
 def sample(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
     """Token ids [num_rows] for logits [num_rows, vocab_size]."""
+    if logits.is_cuda and not all(row.is_greedy for row in rows) and all(_is_known_to_gpu(row) for row in rows):
+        return _sample_on_gpu(logits, rows)
     token_ids = logits.argmax(dim=-1)
     plain = [i for i, row in enumerate(rows) if not row.is_greedy and not row.is_filtered]
     filtered = [i for i, row in enumerate(rows) if not row.is_greedy and row.is_filtered]
@@ -67,6 +71,29 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
         ranks = _invert(kept, rows, filtered)
         token_ids[filtered] = order.gather(-1, ranks[:, None])[:, 0]
     return token_ids
+
+
+def _is_known_to_gpu(row: SamplingRow) -> bool:
+    return row.sampling.typical_p == 1.0
+
+
+def _sample_on_gpu(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
+    """The same choices without a sort of the vocabulary, and without waiting for the device."""
+    from workers.triton_sampling import Filters, sample  # not at the top: Triton comes with torch for CUDA only
+
+    of_rows = [row.sampling for row in rows]
+    temperatures, uniforms, top_k, top_p, min_p = staged(
+        [
+            np.array([params.temperature for params in of_rows], dtype=np.float32),
+            np.array([uniform(row.sampling.seed, row.position) for row in rows]),
+            np.array([params.top_k for params in of_rows], dtype=np.int32),
+            np.array([params.top_p for params in of_rows], dtype=np.float32),
+            np.array([params.min_p for params in of_rows], dtype=np.float32),
+        ],
+        logits.device,
+    )
+    filters = Filters(top_k, top_p, min_p) if any(row.is_filtered for row in rows) else None
+    return sample(logits, temperatures, uniforms, filters)
 
 
 def _probabilities(logits: Tensor, rows: list[SamplingRow], chosen: list[int]) -> Tensor:

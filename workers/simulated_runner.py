@@ -18,17 +18,20 @@ KV_BYTES_PER_TOKEN = 8
 class SimulatedRunner:
     """Does a step at once, and tells of it when it would have been done."""
 
+    runs_ahead = False
+
     def __init__(self, model: SimulatedModel, worker: SimulatedWorker) -> None:
         self._model = model
         self._worker = worker
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         started = time.monotonic()
         result = self._worker.execute(plan)
         remaining_s = started + self._model.duration_s(plan) - time.monotonic()
         if remaining_s > 0:
             time.sleep(remaining_s)
-        return replace(result, step_time_s=time.monotonic() - started)
+        result = replace(result, step_time_s=time.monotonic() - started)
+        return lambda: result
 
 
 def load(settings: LoadModel, tell: Callable[[str], None]) -> tuple[SimulatedRunner, WorkerReady]:

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.kv_cache import LayerShape, Shape
-from workers.paged_step import HeadNorms, PagedStep, Rotation, Score, StepRows, on_device
+from workers.paged_step import HeadNorms, PagedStep, Rotation, Score, StepRows
+from workers.staging import staged
 
 
 @dataclass(slots=True)
@@ -57,15 +58,15 @@ class TorchAttention:
         for row, (num_queries, num_keys) in enumerate(zip(rows.num_queries, rows.num_keys, strict=True)):
             groups[int(num_queries), int(num_keys - 1).bit_length()].append(row)
         starts = np.cumsum(rows.num_queries) - rows.num_queries
-        device = rows.block_table.device
         shaped = []
         for (num_queries, _), members in groups.items():
             within = np.arange(num_queries)
             token_indices = starts[members][:, None] + within
             positions = (rows.num_keys - rows.num_queries)[members][:, None] + within
+            wanted = [np.array(members), token_indices, positions]
+            chosen, at, positions_there = staged(wanted, rows.block_table.device)
             width = -(-int(rows.num_keys[members].max()) // rows.block_size)
-            block_table = rows.block_table[on_device(np.array(members), device), :width]
-            shaped.append(QueryGroup(on_device(token_indices, device), on_device(positions, device), block_table))
+            shaped.append(QueryGroup(at, positions_there, rows.block_table[chosen, :width]))
         return shaped
 
     def attend(

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from servekit.api import about, native, openai, openapi, tgi, tokens
+from servekit.api import about, native, openai, openapi, profile, tgi, tokens
 from servekit.api.access import guard
 from servekit.api.event_stream import KeepAlive
 from servekit.api.http import CLIENT_CLOSED_REQUEST, Endpoint, engine_of, note_code, refuse, respond
@@ -31,6 +31,7 @@ ENDPOINTS: list[Endpoint] = [
     *openai.ENDPOINTS,
     *tokens.ENDPOINTS,
     *about.ENDPOINTS,
+    *profile.ENDPOINTS,
 ]
 
 

@@ -21,12 +21,14 @@ _REFERENCE = "#/components/schemas/{name}"
 # Refusals that not every route knows.
 _OF_WISHES = {400, 504}  # where there is something to ask for
 _OF_BODIES = {404, 413, 415}
+_OF_SWITCHES = {409}
 _TELLS_MORE = {  # a header that comes with a refusal
     401: {"WWW-Authenticate": {"schema": {"type": "string"}, "description": "how to show a key"}},
     429: (_LATER := {"Retry-After": {"schema": {"type": "integer"}, "description": "try again after so many seconds"}}),
     503: _LATER,
 }
 _STATES = ("/health", "/ready")  # open to everybody, and their 503 is an answer
+_SWITCHES = ("/profile/start", "/profile/stop")  # which may be where one wants them already
 Json = dict[str, Any]
 
 
@@ -114,7 +116,10 @@ def _refusals(endpoint: Endpoint) -> Iterator[tuple[str, Json]]:
     for status in sorted({kind.status for kind in kinds}):
         if status in _OF_WISHES and not endpoint.takes:
             continue
-        if status in _OF_BODIES and endpoint.method != "POST" and not (status == 404 and "{" in endpoint.path):
+        has_body = endpoint.method == "POST" and endpoint.takes
+        if status in _OF_BODIES and not has_body and not (status == 404 and "{" in endpoint.path):
+            continue
+        if status in _OF_SWITCHES and endpoint.path not in _SWITCHES:
             continue
         if endpoint.path in _STATES and status in (401, 403, 429, 503):
             if status == 503:

@@ -528,9 +528,11 @@ def test_the_document_has_every_route_and_its_examples_are_answered(server: Serv
                 target = path.replace("{model}", "demo")
                 query = {"prompt": "Hello", "max_tokens": 2} if path == "/generate_stream" else {}
                 assert server.client.get(target, params=query).status_code == 200
-            else:
+            elif "requestBody" in told:
                 example = told["requestBody"]["content"]["application/json"]["example"]
                 assert server.client.post(path, json=example).status_code == 200
+            else:  # a switch that this server does not have
+                assert server.client.post(path).status_code == 409
     text = json.dumps(api)
     references = {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}
     assert references <= api["components"]["schemas"].keys()

@@ -13,9 +13,12 @@ from servekit.messages import (
     Heartbeat,
     Loading,
     ModelInfo,
+    Profiled,
     Shutdown,
+    StartProfile,
     StepPlan,
     StepResult,
+    StopProfile,
     ToWorker,
     WorkerReady,
 )
@@ -23,6 +26,8 @@ from servekit.processes import leave_traces
 from servekit.queues import MessageReceiver, MessageSender, adopt_reader, adopt_writer
 
 READY = WorkerReady(ModelInfo("Stand-in", 1, 10, 100, (), 1.0, 0, 1.0), "cpu", "float32", 1, 1, 0.0)
+
+SLOWLY_S = 2.5
 
 
 def main() -> None:
@@ -45,9 +50,14 @@ def main() -> None:
     if told.does == "stops while it loads":
         os.kill(os.getpid(), signal.SIGSTOP)
     results.send(READY)
-    if told.does != "silent":
+    if told.does not in ("silent", "profiles slowly"):
         threading.Thread(target=beat, daemon=True).start()
     while not isinstance(plan := tasks.receive(), Shutdown):
+        if isinstance(plan, StartProfile | StopProfile):
+            if told.does == "profiles slowly":
+                time.sleep(SLOWLY_S)
+            results.send(Profiled(num_steps=plan.max_steps if isinstance(plan, StartProfile) else 0))
+            continue
         assert isinstance(plan, StepPlan)
         if told.does == "garbage":
             os.write(told.result_fd, bytes([0, 0, 0, 4, 1, 2, 3, 4]))
@@ -64,6 +74,8 @@ def main() -> None:
         elif told.does == "chatters":
             for number in range(1000):
                 results.send(StepResult(0, number, (), 0.0))
+        elif told.does == "answers":
+            results.send(Profiled())
         else:
             results.send(StepResult(plan.epoch, plan.step_id, (7,), 0.0))
 

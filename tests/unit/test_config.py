@@ -118,3 +118,4 @@ def test_every_setting_is_in_the_docs() -> None:
 def test_settings_that_are_hardly_meant_are_pointed_out() -> None:
     assert doubts(load_config({}, {})) == []
     assert len(doubts(load_config({"max_num_batched_tokens": "4", "scheduling_policy": "fair"}, {}))) == 2
+    assert "the weights are random" in doubts(load_config({"load_format": "dummy"}, {}))[0]

@@ -17,10 +17,10 @@ import pytest
 
 from servekit import worker_process
 from servekit.errors import ServekitError, WorkerLost, WorkerTimeout
-from servekit.messages import LoadModel, Row, StepPlan, StepResult
+from servekit.messages import LoadModel, Profiled, Row, StartProfile, StepPlan, StepResult, StopProfile
 from servekit.worker_process import WorkerProcess
 from tests.unit import stand_in_worker
-from tests.unit.stand_in_worker import READY
+from tests.unit.stand_in_worker import READY, SLOWLY_S
 
 LOAD = LoadModel("", "auto", "cpu", 16, 1, 1, None, 1, None, 0.9)
 PLAN = StepPlan(0, 0, (), (Row(0, 0, 1, (1,), (), True),))
@@ -150,6 +150,7 @@ async def test_a_stopped_worker_can_be_ended(start: Start) -> None:
         ("garbage", "sent what nobody understands"),
         ("torn", "ended with exit code 0"),
         ("chatters", "sent what nobody understands"),
+        ("answers", "an answer to no question"),
     ],
 )
 async def test_nonsense_ends_the_worker_and_nothing_else(start: Start, does: str, expected: str) -> None:
@@ -173,3 +174,72 @@ async def test_a_plan_that_the_pipe_cannot_hold_does_not_hold_up_the_loop(start:
     os.kill(process.pid, signal.SIGCONT)
     assert await process.receive(20) == StepResult(0, 0, (7,), 0.0)
     await process.end(kindly=True)
+
+
+async def test_a_question_has_its_own_answer_among_those_to_steps(start: Start) -> None:
+    process = start()
+    assert await process.receive(20) == READY
+    process.send(PLAN)
+    first, second = (asyncio.create_task(process.ask(StartProfile("", number))) for number in (3, 4))
+    await asyncio.sleep(0)
+    process.send(PLAN)
+    assert (await first, await second) == (Profiled(num_steps=3), Profiled(num_steps=4))
+    assert [await process.receive(20) for _ in range(2)] == [StepResult(0, 0, (7,), 0.0)] * 2
+    await process.end(kindly=True)
+
+
+async def test_whoever_goes_away_leaves_its_answer_to_nobody(start: Start) -> None:
+    process = start()
+    assert await process.receive(20) == READY
+    gone = asyncio.create_task(process.ask(StartProfile("", 3)))
+    await asyncio.sleep(0)
+    gone.cancel()
+    assert await process.ask(StartProfile("", 4)) == Profiled(num_steps=4)
+    await process.end(kindly=True)
+
+
+async def test_a_worker_that_writes_a_trace_may_be_silent_and_steps_wait_for_it(start: Start) -> None:
+    """And when it has answered, its silence counts as before."""
+    process = start("profiles slowly", silence_s=1.0)
+    assert await process.receive(20) == READY
+    began = time.monotonic()
+    asked = asyncio.create_task(process.ask(StopProfile()))
+    await asyncio.sleep(0)
+    process.send(PLAN)
+    assert await process.receive(0.5) == StepResult(0, 0, (7,), 0.0)
+    assert time.monotonic() - began > SLOWLY_S and await asked == Profiled()
+    error = await loss_of(process)
+    assert isinstance(error, WorkerTimeout) and "no sign of life for 1 s" in error.message
+    await process.end()
+
+
+async def test_a_step_may_wait_for_a_question_that_was_asked_after_it_was_sent(start: Start) -> None:
+    process = start("profiles slowly")
+    assert await process.receive(20) == READY
+    waiting = asyncio.create_task(process.receive(0.5))
+    await asyncio.sleep(0.1)
+    asked = asyncio.create_task(process.ask(StopProfile()))
+    await asyncio.sleep(0.1)
+    process.send(PLAN)
+    assert await waiting == StepResult(0, 0, (7,), 0.0) and await asked == Profiled()
+    await process.end()
+
+
+async def test_whoever_asked_hears_of_the_loss(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = start("profiles slowly")
+    assert await process.receive(20) == READY
+    asked = asyncio.create_task(process.ask(StopProfile()))
+    await asyncio.sleep(0.1)
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost, match="SIGKILL"):
+        async with asyncio.timeout(10):
+            await asked
+    with pytest.raises(WorkerLost, match="SIGKILL"):
+        await process.ask(StopProfile())
+    await process.end()
+    stuck = start("profiles slowly")
+    monkeypatch.setattr(worker_process, "PROFILE_TIMEOUT_S", 0.5)
+    assert await stuck.receive(20) == READY
+    with pytest.raises(WorkerTimeout, match=r"did not answer StopProfile within 0\.5 s"):
+        await stuck.ask(StopProfile())
+    await stuck.end()

@@ -25,7 +25,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 def make_attention(name: str, dtype: torch.dtype) -> PagedAttention:
     if name == "torch":
         return TorchAttention()
-    chosen = choose_attention(CPU, dtype, [LayerShape(1, 16, 16)])
+    chosen = choose_attention(CPU, dtype, [LayerShape(1, 16, 16)], [], 16)
     assert chosen.name == name
     return chosen
 
@@ -244,5 +244,5 @@ def test_layers_may_have_different_scores(way: Way) -> None:
 
 
 def test_heads_too_large_for_the_stack_are_gathered() -> None:
-    assert choose_attention(CPU, torch.float32, [LayerShape(1, 16, 16), LayerShape(1, 528, 16)]).name == "torch"
-    assert choose_attention(CPU, torch.float16, [LayerShape(1, 16, 16)]).name == "torch"
+    assert choose_attention(CPU, torch.float32, [LayerShape(1, 16, 16), LayerShape(1, 528, 16)], [], 16).name == "torch"
+    assert choose_attention(CPU, torch.float16, [LayerShape(1, 16, 16)], [], 16).name == "torch"

@@ -1,0 +1,58 @@
+"""Whether a worker's memory grows: many steps of ever changing shape, and what the process holds meanwhile.
+
+    python -m benchmarks.worker_memory [--steps 100000]
+
+A small random Llama, so that a step is short: what could grow is not the model's but what is kept for each step, shape
+and sequence. Requests of random lengths come and go, so that prompt chunks, decodes and preemptions mix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+from tests.inprocess import InProcessEngine
+from tests.tiny_models import ARCHITECTURES, make_model
+from workers.model_manager import ModelManager
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+NUM_REPORTS = 10
+MIB = 2**20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100_000)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), *ARCHITECTURES["llama"])
+        loaded = ModelManager("cpu").load(Path(folder), "float32", None)
+    engine = InProcessEngine(loaded, num_blocks=60, block_size=16, max_num_seqs=8, max_num_batched_tokens=64)
+    rng = random.Random(0)
+    started = time.monotonic()
+    print("| steps | resident, MiB |\n|---:|---:|")
+    for step in range(arguments.steps + 1):
+        while engine.manager.num_running + engine.manager.num_waiting < 10:
+            prompt = [rng.randrange(3, 100) for _ in range(rng.randrange(1, 90))]
+            sampling = {"temperature": rng.choice([0.0, 1.0]), "top_p": rng.choice([0.5, 1.0]), "seed": step}
+            engine.add(prompt, max_tokens=rng.randrange(1, 60), **sampling)
+        engine.step()
+        if step % (arguments.steps // NUM_REPORTS) == 0:
+            engine.logprobs.clear()  # the harness's, not the worker's
+            print(f"| {step:,} | {resident_bytes() / MIB:.1f} |", flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    elapsed_s = time.monotonic() - started
+    print(f"\nat most {peak / MIB:.1f} MiB; {arguments.steps / elapsed_s:.0f} steps/s")
+
+
+if __name__ == "__main__":
+    main()

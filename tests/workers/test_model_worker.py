@@ -1,0 +1,114 @@
+"""Claims about the worker's main loop: the order in which it launches steps and answers for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from servekit.messages import FromWorker, Heartbeat, Shutdown, StepFailed, StepPlan, StepResult, ToWorker
+from servekit.queues import MessageReceiver, MessageSender, make_pipe
+from workers.model_worker import ModelWorker
+from workers.runner import OutOfMemory
+
+TIMEOUT_S = 5.0
+
+
+class FakeRunner:
+    """Notes what happens; a step is done when `allow` says so."""
+
+    def __init__(self, runs_ahead: bool) -> None:
+        self.runs_ahead = runs_ahead
+        self.events: list[str] = []
+        self.lacks_memory = False
+        self.allowed = threading.Semaphore(0)
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        if self.lacks_memory:
+            raise OutOfMemory("it does not fit")
+        self.events.append(f"launch {plan.step_id}")
+
+        def finish() -> StepResult:
+            assert self.allowed.acquire(timeout=TIMEOUT_S)
+            self.events.append(f"finish {plan.step_id}")
+            return StepResult(plan.epoch, plan.step_id, (), 0.0)
+
+        return finish
+
+
+class Manager:
+    """The other ends of the worker's queues."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        task_reader, task_writer = make_pipe()
+        result_reader, result_writer = make_pipe()
+        self.tasks = MessageSender[ToWorker](task_writer)
+        self._results = MessageReceiver[FromWorker](result_reader, FromWorker)
+        self._worker = ModelWorker(
+            MessageReceiver[ToWorker](task_reader, ToWorker), MessageSender[FromWorker](result_writer)
+        )
+        self._worker._runner = runner
+        self._thread = threading.Thread(target=self._worker.run)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def answer(self) -> FromWorker:
+        while isinstance(message := self._results.receive(), Heartbeat):
+            pass
+        return message
+
+    def end(self) -> None:
+        self.tasks.send(Shutdown())
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive()
+
+
+def plan(step_id: int) -> StepPlan:
+    return StepPlan(0, step_id, (), ())
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_a_step_is_launched_before_the_one_before_it_is_waited_for_where_the_device_has_a_queue(
+    runs_ahead: bool,
+) -> None:
+    runner = FakeRunner(runs_ahead)
+    manager = Manager(runner)
+    for step_id in range(3):
+        manager.tasks.send(plan(step_id))
+        runner.allowed.release()
+    manager.start()
+    answers = [manager.answer() for _ in range(3)]
+    assert [answer.step_id for answer in answers if isinstance(answer, StepResult)] == [0, 1, 2]
+    ahead = ["launch 0", "launch 1", "finish 0", "launch 2", "finish 1", "finish 2"]
+    in_turn = ["launch 0", "finish 0", "launch 1", "finish 1", "launch 2", "finish 2"]
+    assert runner.events == (ahead if runs_ahead else in_turn)
+    manager.end()
+
+
+def test_the_last_step_is_answered_though_no_other_comes() -> None:
+    runner = FakeRunner(runs_ahead=True)
+    manager = Manager(runner)
+    manager.start()
+    for step_id in range(3):
+        manager.tasks.send(plan(step_id))
+        runner.allowed.release()
+        answer = manager.answer()
+        assert isinstance(answer, StepResult) and answer.step_id == step_id
+    manager.end()
+
+
+def test_a_step_that_does_not_fit_is_told_after_the_ones_before_it_and_fails_those_behind_it() -> None:
+    runner = FakeRunner(runs_ahead=True)
+    manager = Manager(runner)
+    manager.start()
+    manager.tasks.send(plan(0))
+    runner.allowed.release()
+    assert isinstance(manager.answer(), StepResult)
+    runner.lacks_memory = True
+    manager.tasks.send(plan(1))
+    manager.tasks.send(plan(2))
+    answers = [manager.answer(), manager.answer()]
+    assert [(type(answer), answer.step_id) for answer in answers] == [(StepFailed, 1), (StepFailed, 2)]  # type: ignore[union-attr]
+    manager.end()

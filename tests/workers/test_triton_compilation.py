@@ -1,0 +1,126 @@
+"""Claims about what Triton's compiler makes of the kernels. It needs no GPU; the interpreter accepts more than it does.
+
+It is run as a process of its own, because Triton's functions are compiled or interpreted for the life of a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+CONSUMER_SHARED_MEMORY_BYTES = 99 * 1024  # of an RTX 3090, 4090 or 5090; data-centre GPUs have more
+RESERVED_BYTES = 1024  # of each program's shared memory, by the system
+
+
+def test_kernels_compile_use_the_matrix_units_and_fit_the_shared_memory(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.workers.test_triton_compilation"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    kernels = [json.loads(line) for line in process.stdout.splitlines()]
+    of_attention = {"_attend_kernel", "_reduce_kernel", "_store_kernel"}
+    others = {
+        *("_add_norm_kernel", "_rotate_and_store_kernel", "_swiglu_kernel"),
+        *("_survey_kernel", "_choose_kernel", "_choose_filtered_kernel"),
+    }
+    for capability, names in ((80, of_attention), (90, of_attention | others)):
+        assert {kernel["name"] for kernel in kernels if kernel["capability"] == capability} == names
+    for kernel in kernels:
+        assert kernel["shared_memory_bytes"] + RESERVED_BYTES <= CONSUMER_SHARED_MEMORY_BYTES, kernel
+        assert kernel["has_matrix_instructions"] == (kernel["name"] == "_attend_kernel"), kernel
+
+
+def main() -> None:
+    """Launch every kernel on GPUs that are not there, and print what was compiled."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import CompiledKernel
+
+    class Absent:
+        """A driver that loads nothing and launches nothing; its device is numbered by its capability."""
+
+        def __init__(self, capability: int) -> None:
+            self.capability = capability
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", self.capability, 32)
+
+        def get_current_device(self) -> int:
+            return self.capability
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    def run(kernel: CompiledKernel) -> object:
+        instructions = kernel.asm["ptx"]
+        said = {
+            "capability": kernel.metadata.target.arch,
+            "name": kernel.metadata.name,
+            "shared_memory_bytes": kernel.metadata.shared,
+            "has_matrix_instructions": "mma.sync" in instructions or "wgmma.mma_async" in instructions,
+        }
+        print(json.dumps(said))  # noqa: T201
+        return lambda *_: None
+
+    CompiledKernel.run = property(run)
+    CompiledKernel.launch_metadata = lambda *_: None
+    CompiledKernel.function = None
+    for capability in (80, 90):
+        triton.runtime.driver.set_active(Absent(capability))
+        attention()
+    layers()
+    sampling()
+
+
+def attention() -> None:
+    from workers.triton_attention import attend, make_workspace, store
+
+    for num_heads, num_kv_heads, dim, num_tokens, window, softcap in (
+        (32, 8, 128, 1000, None, None),
+        (32, 8, 128, 4, None, None),
+        (14, 2, 64, 1000, 128, None),
+        (8, 4, 256, 1000, None, 50.0),
+        (8, 4, 256, 4, 4096, 50.0),
+    ):
+        queries = torch.empty(num_tokens, num_heads, dim, dtype=torch.bfloat16)
+        pages = torch.empty(3, 16, num_kv_heads, dim, dtype=torch.bfloat16)
+        numbers, table = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 64, dtype=torch.int32)
+        workspace = make_workspace(num_heads, num_kv_heads, dim, torch.device("cpu"))
+        sinks = None if window is None else torch.empty(num_heads)
+        steps = (numbers, numbers[:4], table)
+        attend(queries, pages, pages, *steps, torch.empty_like(queries), 0.1, workspace, window, softcap, sinks)
+        store(queries[:, :num_kv_heads], queries[:, :num_kv_heads], pages, pages, torch.zeros(num_tokens).long())
+
+
+def layers() -> None:
+    from workers.triton_layers import add_norm, rotate_and_store, swiglu
+
+    hidden, qkv = torch.empty(4, 4096, dtype=torch.bfloat16), torch.empty(4, 48 * 128, dtype=torch.bfloat16)
+    add_norm(hidden, hidden, hidden[0], 1e-6)
+    swiglu(hidden)
+    pages, angles = torch.empty(3, 16, 8, 128, dtype=torch.bfloat16), torch.empty(4, 128)
+    norm, cells = torch.empty(128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+    rotate_and_store(qkv, 32, 8, 128, angles, angles, norm, norm, 1e-6, pages, pages, cells)
+    rotate_and_store(qkv, 32, 8, 128, angles, angles, None, None, 1e-6, pages, pages, cells)
+
+
+def sampling() -> None:
+    from workers.triton_sampling import Filters, sample
+
+    zeros = torch.zeros(4)
+    sample(torch.empty(4, 151_936), zeros, zeros.double(), Filters(zeros.int(), zeros, zeros))
+
+
+if __name__ == "__main__":
+    main()
