@@ -58,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL_PATH)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8_e4m3", "int8"])
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     arguments = parser.parse_args()
@@ -65,7 +66,14 @@ def main() -> None:
     torch.manual_seed(0)
     prompts = torch.randint(3, loaded.info.vocab_size, (arguments.prompts, PROMPT_LENGTH))
 
-    engine = InProcessEngine(loaded, num_blocks=1024, block_size=16, max_num_seqs=32, max_num_batched_tokens=512)
+    engine = InProcessEngine(
+        loaded,
+        num_blocks=1024,
+        block_size=16,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+    )
     sequences = []
     for some in batches(prompts):
         sequences += [engine.add(prompt, max_tokens=arguments.tokens, ignore_eos=True) for prompt in some.tolist()]
@@ -86,8 +94,9 @@ def main() -> None:
             answers[name] = [answer for of_some in told for answer in of_some]
     errors[f"servekit, {arguments.dtype}"] = error_of(paged.double(), exact)
 
+    kept = "" if arguments.kv_cache_dtype == "auto" else f", keys and values in {arguments.kv_cache_dtype}"
     size = f"{arguments.prompts} prompts of {PROMPT_LENGTH} tokens, answers of {arguments.tokens}"
-    print(f"{arguments.model.name}: {size}")
+    print(f"{arguments.model.name}: {size}{kept}")
     print("\n| greedy tokens of | and of | answers that are the same | tokens that are |\n|---|---|---:|---:|")
     pairs = [(f"servekit, {arguments.dtype}", ours, name, theirs) for name, theirs in answers.items()]
     if arguments.dtype != "float32":

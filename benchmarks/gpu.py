@@ -31,6 +31,7 @@ from servekit.sampling_params import SamplingParams
 from workers.kv_cache import KVCache, LayerShape
 from workers.model_manager import LoadedModel, ModelManager
 from workers.model_runner import ModelRunner, make_runner
+from workers.page_dtype import PlainPages
 from workers.paged_step import PagedAttention, PagedStep, Score, StepRows
 from workers.torch_attention import TorchAttention
 
@@ -142,7 +143,7 @@ def reference(
     attention: PagedAttention,
 ) -> Tensor:
     """The same by torch's own operations in float64, over a copy of the pages."""
-    plain = TorchAttention()
+    plain = TorchAttention(PlainPages(torch.float64))
     assert attention.block_shapes(shape, BLOCK_SIZE) == plain.block_shapes(shape, BLOCK_SIZE)
     cache = KVCache([shape], plain.block_shapes, step.cache.num_blocks, BLOCK_SIZE, torch.float64, queries.device)
     cache.keys[0].copy_(step.cache.keys[0]), cache.values[0].copy_(step.cache.values[0])
@@ -288,7 +289,7 @@ def main() -> None:
 
         for dtype in (torch.float32, torch.bfloat16):
             with torch.inference_mode():
-                error = check_attention(TritonAttention(), device, dtype)
+                error = check_attention(TritonAttention(PlainPages(dtype)), device, dtype)
             print(f"attention by Triton, {dtype}: largest error of a row {error:.1e} of float64's", flush=True)
             assert error < (1e-5 if dtype is torch.float32 else 2e-2), "the kernel is wrong"
     rows = []

@@ -77,6 +77,11 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         float, Meta(gt=0.0, le=1.0, description="share of the GPU's memory that weights and KV cache may take")
     ] = 0.9
 
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8_e4m3", "int8"],
+        Meta(description="what keys and values are kept in; auto is the model's dtype, the others are a byte each"),
+    ] = "auto"
+
     max_steps_in_flight: Annotated[
         int, Meta(ge=1, le=4, description="steps sent to the worker before the first of them is answered")
     ] = 2

@@ -27,6 +27,7 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     load_format: str = "auto"  # dummy: random weights
+    kv_cache_dtype: str = "auto"  # the model's own
 
 
 class ModelInfo(Struct, frozen=True):

@@ -188,4 +188,5 @@ def load_message(config: ServeConfig, path: str) -> LoadModel:
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,
         load_format=config.load_format,
+        kv_cache_dtype=config.kv_cache_dtype,
     )

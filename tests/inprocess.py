@@ -28,6 +28,7 @@ class InProcessEngine:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 64,
         max_steps_in_flight: int = 1,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         settings = LoadModel(
             model_path=loaded.model.name_or_path,
@@ -40,6 +41,7 @@ class InProcessEngine:
             num_kv_blocks=num_blocks,
             kv_cache_memory_bytes=None,
             gpu_memory_utilization=0.9,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.runner = ModelRunner(loaded, settings)
         self.manager = WorkloadManager(

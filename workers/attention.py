@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from workers.c_library import c_library
 from workers.cpu_attention import MAX_HEAD_DIM, CpuAttention
 from workers.kv_cache import LayerShape
+from workers.page_dtype import Int8Pages, PageDtype, PlainPages, page_dtype
 from workers.paged_step import PagedAttention, PagedStep, Score
 from workers.torch_attention import TorchAttention
 
@@ -29,35 +30,46 @@ PAGED_ATTENTION = "servekit_paged"
 
 
 def choose_attention(
-    device: torch.device, dtype: torch.dtype, layers: list[LayerShape], scores: list[Score], block_size: int
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: list[LayerShape],
+    scores: list[Score],
+    block_size: int,
+    kv_cache_dtype: str = "auto",
 ) -> PagedAttention:
-    """The fastest way that this device, dtype, block size and these layers have; the log tells of those that lost."""
-    if device.type == "cuda":
-        return _choose_on_gpu(layers, scores, block_size)
-    if device.type == "cpu" and _longest_head(layers) <= MAX_HEAD_DIM:
-        library = c_library(dtype)
+    """The fastest way that this device, these dtypes, layers and block size have; the log tells of those that lost."""
+    pages = page_dtype(kv_cache_dtype, dtype)
+    if device.type == "cuda" and not isinstance(pages, Int8Pages):
+        return _choose_on_gpu(layers, scores, block_size, pages)
+    if not isinstance(pages, PlainPages):
+        log.warning("attention gathers pages of %s on this device, and is slow; they take half the memory", pages.name)
+    elif device.type == "cpu" and _longest_head(layers) <= MAX_HEAD_DIM:
+        library = c_library(str(dtype).removeprefix("torch."))
         if library is not None:
             return CpuAttention(library, dtype)
-    return TorchAttention()
+    return TorchAttention(pages)
 
 
-def _choose_on_gpu(layers: list[LayerShape], scores: list[Score], block_size: int) -> PagedAttention:
+def _choose_on_gpu(layers: list[LayerShape], scores: list[Score], block_size: int, pages: PageDtype) -> PagedAttention:
     """flash-attn, the one within torch, Triton, in this order; without Triton, torch's own operations."""
     try:
         # Not at the top: it needs Triton, which comes with torch for CUDA and with no other.
         from workers import gpu_attention
     except ImportError as error:
         log.warning("attention gathers its pages, and is slow: %s", error)
-        return TorchAttention()
-    reasons = gpu_attention.reasons_against_flash(layers, scores, block_size)
+        return TorchAttention(pages)
+    if block_size & (block_size - 1):
+        log.warning("attention gathers its pages, and is slow: --block-size %d is no power of two", block_size)
+        return TorchAttention(pages)
+    reasons = gpu_attention.reasons_against_flash(layers, scores, block_size, pages)
     if not reasons:
         for find in (gpu_attention.find_flash_attention, gpu_attention.find_varlen_attention):
-            found = find(scores)
+            found = find(scores, pages)
             if not isinstance(found, str):
                 return found
             reasons.append(found)
     log.info("attention: triton and not flash attention, for %s", "; ".join(reasons))
-    return gpu_attention.TritonAttention()
+    return gpu_attention.TritonAttention(pages)
 
 
 def _longest_head(layers: list[LayerShape]) -> int:

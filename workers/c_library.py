@@ -1,7 +1,8 @@
 """What workers/ has in C, compiled for the processor at hand when it is first needed, and kept.
 
 torch has no operation that attends over pages on a CPU, and between the multiplications of a decoder layer it makes ten
-passes where one does. Compiling takes two seconds, once; without a C compiler the worker does without, and says so.
+passes where one does. Compiling takes three seconds, once, beside the import of torch. Without a compiler the worker
+does without, and says so.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
-
-import torch
 
 log = logging.getLogger("servekit.worker")
 
@@ -32,44 +32,77 @@ FLAGS = (
     *("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros", "-freciprocal-math"),
 )
-MACROS = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
+MACROS: dict[str, tuple[str, ...]] = {"float32": (), "bfloat16": ("-DBFLOAT16",)}  # by dtype, without importing torch
 COMPILE_TIMEOUT_S = 120
+
+_compiling = threading.Lock()
 
 
 @functools.cache
-def c_library(dtype: torch.dtype) -> ctypes.CDLL | None:
+def c_library(dtype: str) -> ctypes.CDLL | None:
     """For tensors of this dtype on the CPU; None, and a line in the log, where it cannot be had."""
     if dtype not in MACROS:
         return None
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        log.warning("there is no C compiler (%s): steps take about twice as long", ", ".join(COMPILERS))
-        return None
-    try:
-        return _library(compiler, MACROS[dtype])
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        log.warning("%s could not compile, so steps take about twice as long: %s", compiler, said)
-        return None
+    with _compiling:
+        compiler = _find_compiler()
+        if compiler is None:
+            log.warning("there is no C compiler (%s): steps take about twice as long", ", ".join(COMPILERS))
+            return None
+        try:
+            return _library(compiler, MACROS[dtype])
+        except (OSError, subprocess.SubprocessError) as error:
+            said = getattr(error, "stderr", None) or error
+            log.warning("%s could not compile, so steps take about twice as long: %s", compiler, said)
+            return None
+
+
+def compile_ahead(dtype: str) -> None:
+    """Begin now, if it was never compiled: a thread waits for the compiler while this one imports torch.
+
+    It is not loaded before torch is, which brings the OpenMP library that both must share.
+    """
+    compiler, kept = _find_compiler(), _cache_folder()
+    if dtype in MACROS and compiler is not None and kept is not None:
+        threading.Thread(target=_compile_into, args=(kept, compiler, MACROS[dtype]), daemon=True).start()
+
+
+def _compile_into(kept: Path, compiler: str, macros: tuple[str, ...]) -> None:
+    with _compiling, contextlib.suppress(OSError, subprocess.SubprocessError):  # `c_library` tries again, and says so
+        made = kept / _name(compiler, macros)
+        if not made.exists():
+            with tempfile.TemporaryDirectory(dir=kept, prefix="compiling-") as folder:
+                _compile(compiler, macros, Path(folder) / made.name).replace(made)
+
+
+def _find_compiler() -> str | None:
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def _library(compiler: str, macros: tuple[str, ...]) -> ctypes.CDLL:
     """From the cache, or made now. Raises OSError or SubprocessError."""
-    texts = [(FOLDER / name).read_text() for name in (*SOURCES, *HEADERS)]
-    made_of = (*texts, *FLAGS, *macros, _processor(), compiler, str(os.stat(compiler).st_mtime_ns))
-    name = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:32] + ".so"
-    kept = _cache_folder()
+    name, kept = _name(compiler, macros), _cache_folder()
     if kept is not None and (kept / name).exists():
         return ctypes.CDLL(str(kept / name))
     with tempfile.TemporaryDirectory(dir=kept, prefix="compiling-") as folder:
-        made = Path(folder) / name
-        sources = [str(FOLDER / source) for source in SOURCES]
-        command = [compiler, *FLAGS, *macros, *sources, "-o", str(made), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+        made = _compile(compiler, macros, Path(folder) / name)
         library = ctypes.CDLL(str(made))  # which stays mapped, wherever the file goes
         if kept is not None:
             made.replace(kept / name)  # at once: somebody else may be compiling, too
         return library
+
+
+def _name(compiler: str, macros: tuple[str, ...]) -> str:
+    """Of the file; another one as soon as anything is different that it is made of."""
+    texts = [(FOLDER / name).read_text() for name in (*SOURCES, *HEADERS)]
+    made_of = (*texts, *FLAGS, *macros, _processor(), compiler, str(os.stat(compiler).st_mtime_ns))
+    return hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:32] + ".so"
+
+
+def _compile(compiler: str, macros: tuple[str, ...], made: Path) -> Path:
+    """Raises OSError or SubprocessError."""
+    command = [compiler, *FLAGS, *macros, *(str(FOLDER / source) for source in SOURCES), "-o", str(made), "-lm"]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+    return made
 
 
 def _cache_folder() -> Path | None:

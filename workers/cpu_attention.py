@@ -36,6 +36,7 @@ class CpuAttention:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         pointer: Any = ctypes.c_void_p
         number: Any = ctypes.c_int64
+        self.stored = dtype
         self._pack = PACK[dtype]
         of_step = [number, pointer, number, pointer, pointer, pointer, number]
         self._attend = library.write_and_attend

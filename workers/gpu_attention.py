@@ -16,6 +16,7 @@ from torch import Tensor
 
 from workers import triton_attention, triton_layers
 from workers.kv_cache import LayerShape, Shape
+from workers.page_dtype import Float8Pages, PageDtype, PlainPages
 from workers.paged_step import HeadNorms, PagedStep, Rotation, Score, StepRows
 
 FLASH_BLOCK_SIZE = 256  # pages of flash-attn 2 are multiples of it
@@ -27,7 +28,10 @@ class TritonAttention:
 
     name = "triton"
 
-    def __init__(self) -> None:
+    def __init__(self, pages: PageDtype) -> None:
+        """Pages hold the model's own dtype or float8."""
+        self.stored = pages.stored
+        self._seen_as = torch.float8_e4m3fn if isinstance(pages, Float8Pages) else pages.stored
         self._workspaces: dict[tuple[int, int, int], Tensor] = {}
 
     def block_shapes(self, layer: LayerShape, block_size: int) -> tuple[Shape, Shape]:
@@ -39,7 +43,7 @@ class TritonAttention:
     def attend(
         self, step: PagedStep, layer: int, queries: Tensor, keys: Tensor, values: Tensor, score: Score
     ) -> Tensor:
-        pages = step.cache.keys[layer], step.cache.values[layer]
+        pages = self._pages(step, layer)
         triton_attention.store(_with_dense_dims(keys), _with_dense_dims(values), *pages, step.rows.slot_mapping)
         return self.look(step, layer, _with_dense_dims(queries), score)
 
@@ -49,7 +53,7 @@ class TritonAttention:
         shape = step.cache.layers[layer]
         num_heads = qkv.shape[1] // shape.key_dim - 2 * shape.num_kv_heads
         weights = (None, None, 0.0) if norms is None else (norms.query_weight, norms.key_weight, norms.epsilon)
-        pages = step.cache.keys[layer], step.cache.values[layer]
+        pages = self._pages(step, layer)
         triton_layers.rotate_and_store(
             *(qkv, num_heads, shape.num_kv_heads, shape.key_dim, *rotation, *weights, *pages, step.rows.slot_mapping)
         )
@@ -62,8 +66,7 @@ class TritonAttention:
         output = queries.new_empty(*queries.shape[:2], shape.value_dim)
         triton_attention.attend(
             queries,
-            step.cache.keys[layer],
-            step.cache.values[layer],
+            *self._pages(step, layer),
             rows.query_starts,
             rows.lengths,
             rows.block_table,
@@ -75,6 +78,9 @@ class TritonAttention:
             score.sinks,
         )
         return output
+
+    def _pages(self, step: PagedStep, layer: int) -> tuple[Tensor, Tensor]:
+        return step.cache.keys[layer].view(self._seen_as), step.cache.values[layer].view(self._seen_as)
 
     def _workspace(self, num_heads: int, shape: LayerShape, device: torch.device) -> Tensor:
         """Shared by all layers of a size: they come one after the other."""
@@ -98,8 +104,8 @@ class FlashAttention(TritonAttention):
 
     name = "flash_attn"
 
-    def __init__(self, varlen: Callable[..., Tensor], with_kvcache: Callable[..., Tensor]) -> None:
-        super().__init__()
+    def __init__(self, pages: PageDtype, varlen: Callable[..., Tensor], with_kvcache: Callable[..., Tensor]) -> None:
+        super().__init__(pages)
         self._varlen, self._with_kvcache = varlen, with_kvcache
 
     def prepare(self, rows: StepRows) -> _Lengths:
@@ -126,8 +132,8 @@ class VarlenAttention(TritonAttention):
 
     name = "torch_varlen"
 
-    def __init__(self, varlen: Callable[..., Any]) -> None:
-        super().__init__()
+    def __init__(self, pages: PageDtype, varlen: Callable[..., Any]) -> None:
+        super().__init__(pages)
         self._varlen = varlen
 
     def prepare(self, rows: StepRows) -> _Lengths:
@@ -157,11 +163,15 @@ class TritonLayers:
         return triton_layers.swiglu(gate_up)
 
 
-def reasons_against_flash(layers: list[LayerShape], scores: list[Score], block_size: int) -> list[str]:
+def reasons_against_flash(
+    layers: list[LayerShape], scores: list[Score], block_size: int, pages: PageDtype
+) -> list[str]:
     """Why flash attention, from wherever it comes, cannot serve these layers; nothing if it can."""
     reasons = []
     if block_size % FLASH_BLOCK_SIZE:
         reasons.append(f"its pages are multiples of {FLASH_BLOCK_SIZE} tokens, and --block-size is {block_size}")
+    if not isinstance(pages, PlainPages):
+        reasons.append(f"its pages are not {pages.name}")
     if any(score.sinks is not None for score in scores):
         reasons.append("it knows no attention sinks")
     if any(layer.key_dim != layer.value_dim or layer.key_dim > FLASH_HEAD_DIM for layer in layers):
@@ -169,17 +179,17 @@ def reasons_against_flash(layers: list[LayerShape], scores: list[Score], block_s
     return reasons
 
 
-def find_flash_attention(_: list[Score]) -> FlashAttention | str:
+def find_flash_attention(_: list[Score], pages: PageDtype) -> FlashAttention | str:
     """The package's; or why not."""
     try:
         # Built for another torch it fails as it is loaded; flash-attn 4 alone has the package and not these functions.
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # type: ignore[import-not-found]
     except (ImportError, OSError) as error:
         return f"flash-attn cannot be imported: {error}"
-    return FlashAttention(flash_attn_varlen_func, flash_attn_with_kvcache)
+    return FlashAttention(pages, flash_attn_varlen_func, flash_attn_with_kvcache)
 
 
-def find_varlen_attention(scores: list[Score]) -> VarlenAttention | str:
+def find_varlen_attention(scores: list[Score], pages: PageDtype) -> VarlenAttention | str:
     """torch's own; or why not."""
     if any(score.softcap for score in scores):
         return "torch's own knows no soft caps"
@@ -189,7 +199,7 @@ def find_varlen_attention(scores: list[Score]) -> VarlenAttention | str:
         return f"torch {torch.__version__} has none of its own: {error}"
     if "block_table" not in inspect.signature(varlen_attn).parameters:
         return f"that of torch {torch.__version__} takes no block table"
-    return VarlenAttention(varlen_attn)
+    return VarlenAttention(pages, varlen_attn)
 
 
 def _with_dense_dims(tensor: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ from workers.staging import on_host
 log = logging.getLogger("servekit.worker")
 
 # Relative distance of logits. Half precision rounds every product; a wrong page or position gives values near 1.
-SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.15}
+ROUNDED_TOLERANCE = 0.15
+SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: ROUNDED_TOLERANCE, torch.float16: ROUNDED_TOLERANCE}
 
 
 class ModelRunner:
@@ -53,11 +54,11 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, settings: LoadModel) -> None:
         self.loaded = loaded
         layers, dtype, device, block_size = loaded.layers, loaded.dtype, loaded.device, settings.block_size
-        self.attention = choose_attention(device, dtype, layers, loaded.scores, block_size)
-        self._bytes_per_block = bytes_per_block(layers, self.attention.block_shapes, block_size, dtype)
+        self.attention = choose_attention(device, dtype, layers, loaded.scores, block_size, settings.kv_cache_dtype)
+        self._bytes_per_block = bytes_per_block(layers, self.attention.block_shapes, block_size, self.attention.stored)
         memory = settings.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
         num_blocks = settings.num_kv_blocks or num_blocks_in(memory, self._bytes_per_block)
-        self.cache = KVCache(layers, self.attention.block_shapes, num_blocks, block_size, dtype, device)
+        self.cache = KVCache(layers, self.attention.block_shapes, num_blocks, block_size, self.attention.stored, device)
         # No sequence is longer than the pool, whatever context the model claims.
         longest = min(loaded.info.max_model_len, num_blocks * block_size + 1)
         self.table = SlotTable(settings.max_num_seqs, longest, num_blocks, block_size, device)
@@ -199,7 +200,8 @@ class ModelRunner:
         plain = sample.logits[num_tokens - 1]
         paged = self._run_in_chunks(sample.token_ids[:num_tokens])
         distance = float((paged - plain).norm(dim=-1).max() / plain.norm())
-        if not distance <= SELF_CHECK_TOLERANCE.get(self.loaded.dtype, 0.15):
+        is_exact = self.attention.stored is self.loaded.dtype
+        if not distance <= (SELF_CHECK_TOLERANCE[self.loaded.dtype] if is_exact else ROUNDED_TOLERANCE):
             raise ConfigError(
                 f"architecture {info.architecture} cannot be served: over KV pages its logits differ from "
                 f"transformers' own by {distance:.2g} (relative)"

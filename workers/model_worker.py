@@ -30,12 +30,15 @@ from servekit.messages import (
 )
 from servekit.queues import MessageReceiver, MessageSender
 from servekit.simulated_model import is_simulated
+from workers.c_library import compile_ahead
 from workers.runner import OutOfMemory, Runner
 
 if TYPE_CHECKING:
     from workers.profiler import Profiler
 
 log = logging.getLogger("servekit.worker")
+
+NVIDIA_DRIVER = Path("/dev/nvidiactl")  # there is one if this exists; torch knows more, but is not there yet
 
 
 class ModelWorker:
@@ -115,6 +118,8 @@ class ModelWorker:
         if is_simulated(settings.model_path):
             from workers.simulated_runner import load
         else:
+            if settings.device == "cpu" or (settings.device == "auto" and not NVIDIA_DRIVER.exists()):
+                compile_ahead("float32" if settings.dtype == "auto" else settings.dtype)
             from workers.model_runner import load  # type: ignore[assignment]  # and torch, which takes seconds
         self._runner, ready = load(settings, lambda stage: self._send(Loading(stage)))
         return ready

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -55,6 +56,7 @@ class PagedAttention(Protocol):
     """One way to attend over pages, for one dtype and device."""
 
     name: str
+    stored: torch.dtype  # of its pages
 
     def block_shapes(self, layer: LayerShape, block_size: int) -> tuple[Shape, Shape]:
         """How it wants the keys, and the values, of a block to lie."""

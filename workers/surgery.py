@@ -27,7 +27,7 @@ def operate(model: PreTrainedModel, decoder: nn.Module, scores: list[Score]) -> 
 def _operate_on_cpu(model: PreTrainedModel, decoder: nn.Module, scores: list[Score]) -> nn.Module | None:
     if not can_pack(model.dtype):
         return None
-    library = c_library(model.dtype)
+    library = c_library(str(model.dtype).removeprefix("torch."))
     fused = None if library is None else fuse_layers(model, decoder, scores, CpuLayers(library), PackedWeight)
     pack_linears(model)
     return fused

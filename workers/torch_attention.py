@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.kv_cache import LayerShape, Shape
+from workers.page_dtype import PageDtype
 from workers.paged_step import HeadNorms, PagedStep, Rotation, Score, StepRows
 from workers.staging import staged
 
@@ -41,12 +42,18 @@ class QueryGroup:
 
 
 class TorchAttention:
-    """Pages [num_blocks, block_size, num_kv_heads, dim]."""
+    """Pages [num_blocks, block_size, num_kv_heads, dim], or in a byte each."""
 
     name = "torch"
 
+    def __init__(self, pages: PageDtype) -> None:
+        self.stored = pages.stored
+        self._pages = pages
+
     def block_shapes(self, layer: LayerShape, block_size: int) -> tuple[Shape, Shape]:
-        return (block_size, layer.num_kv_heads, layer.key_dim), (block_size, layer.num_kv_heads, layer.value_dim)
+        widths = map(self._pages.width, (layer.key_dim, layer.value_dim))
+        key_shape, value_shape = ((block_size, layer.num_kv_heads, width) for width in widths)
+        return key_shape, value_shape
 
     def prepare(self, rows: StepRows) -> list[QueryGroup]:
         """Group the rows by how many tokens they compute.
@@ -75,10 +82,11 @@ class TorchAttention:
         cache, groups = step.cache, step.prepared
         all_pages = cache.keys[layer], cache.values[layer]
         for pages, new in zip(all_pages, (keys, values), strict=True):
-            pages.flatten(0, 1).index_copy_(0, step.rows.slot_mapping, new.nan_to_num(0.0, 0.0, 0.0))
+            pages.flatten(0, 1).index_copy_(0, step.rows.slot_mapping, self._pages.encode(new))
         output = queries.new_empty(*queries.shape[:2], values.shape[-1])
         for group in groups:
-            of_keys, of_values = (pages[group.block_table].flatten(1, 2).transpose(1, 2) for pages in all_pages)
+            gathered = (pages[group.block_table].flatten(1, 2).transpose(1, 2) for pages in all_pages)
+            of_keys, of_values = (self._pages.decode(pages, queries.dtype) for pages in gathered)
             mask = group.mask(of_keys.shape[2], score.window)
             output[group.token_indices] = attend(queries[group.token_indices], of_keys, of_values, mask, score)
         return output

@@ -63,7 +63,8 @@ def test_an_answer_tells_where_its_time_went(server: ServerProcess) -> None:
     (*others, last), whole = server.stream(PROMPT, max_tokens=10), server.generate(PROMPT, max_tokens=10)
     for told in (last["metrics"], whole["metrics"]):
         assert 0 <= told["queue_time_ms"] <= told["time_to_first_token_ms"] - 20
-        assert 180 <= told["total_time_ms"] - told["time_to_first_token_ms"] < 300
+        # Nine steps of 20 ms, less what the first token was noticed later than the last.
+        assert 170 <= told["total_time_ms"] - told["time_to_first_token_ms"] < 300
     assert not any("metrics" in event for event in others)
 
 

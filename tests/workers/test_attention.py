@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from workers.attention import choose_attention, paged_attention
 from workers.kv_cache import KVCache, LayerShape
+from workers.page_dtype import PlainPages
 from workers.paged_step import HeadNorms, PagedAttention, PagedStep, Score, StepRows
 from workers.torch_attention import TorchAttention
 
@@ -24,7 +25,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 
 def make_attention(name: str, dtype: torch.dtype) -> PagedAttention:
     if name == "torch":
-        return TorchAttention()
+        return TorchAttention(PlainPages(dtype))
     chosen = choose_attention(CPU, dtype, [LayerShape(1, 16, 16)], [], 16)
     assert chosen.name == name
     return chosen
@@ -63,7 +64,7 @@ class Case:
         num_blocks = sum(widths) + 3
         blocks = np.random.default_rng(5).permutation(num_blocks)[: sum(widths)]
         self.tables = np.split(blocks, np.cumsum(widths)[:-1])
-        cache_of = (self.attention.block_shapes, num_blocks, block_size, self.dtype, CPU)
+        cache_of = (self.attention.block_shapes, num_blocks, block_size, self.attention.stored, CPU)
         self.cache = KVCache([shape], *cache_of)
         self.spare = next(block for block in range(num_blocks) if block not in blocks)
         sizes = ((self.num_heads, shape.key_dim), *((shape.num_kv_heads, d) for d in (shape.key_dim, shape.value_dim)))

@@ -24,7 +24,7 @@ FUSED = ["llama", "mistral_sliding", "qwen2", "qwen3"]
 
 
 def kernels(dtype: torch.dtype) -> CpuLayers:
-    library = c_library(dtype)
+    library = c_library(str(dtype).removeprefix("torch."))
     assert library is not None
     return CpuLayers(library)
 

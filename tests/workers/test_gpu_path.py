@@ -26,12 +26,14 @@ from workers.fused_layers import FusedDecoder, fuse_layers
 from workers.kv_cache import LayerShape
 from workers.model_manager import ModelManager
 from workers.packed_linear import DenseWeight
+from workers.page_dtype import Float8Pages, PageDtype, PlainPages
 from workers.paged_step import Score
 from workers.sampler import SamplingRow
 
 if DEVICE.type != "cpu":
     pytest.skip("the steps of a GPU are tested by benchmarks/gpu.py", allow_module_level=True)
 
+PLAIN = PlainPages(torch.float32)
 LAYERS, SCORES = [LayerShape(2, 64, 64)], [Score(0.125)]
 
 
@@ -44,7 +46,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("score", [Score(0.2), Score(0.2, 9, 4.0, torch.linspace(-1, 1, 6))], ids=["plain", "all"])
 def test_triton_attends(score: Score) -> None:
-    Case((gpu_attention.TritonAttention(), torch.float32), score=score).assert_right()
+    Case((gpu_attention.TritonAttention(PLAIN), torch.float32), score=score).assert_right()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -58,7 +60,7 @@ def test_steps_of_triton_and_graphs_give_the_tokens_of_generate(
         return fuse_layers(model, decoder, scores, gpu_attention.TritonLayers(), DenseWeight)
 
     monkeypatch.setattr(surgery, "_operate_on_cpu", operate)
-    monkeypatch.setattr(model_runner, "choose_attention", lambda *_: gpu_attention.TritonAttention())
+    monkeypatch.setattr(model_runner, "choose_attention", lambda *_: gpu_attention.TritonAttention(PLAIN))
     loaded = ModelManager("cpu").load(tmp_path, "float32", None)
     assert isinstance(loaded.decoder, FusedDecoder)
     engine = InProcessEngine(loaded, num_blocks=12, block_size=16, max_num_seqs=3, max_num_batched_tokens=24)
@@ -91,31 +93,38 @@ class TestChoice:
         monkeypatch.setitem(sys.modules, "flash_attn", package)
 
     def test_flash_attn_is_preferred_where_its_pages_fit(self) -> None:
-        assert _choose_on_gpu(LAYERS, SCORES, 256).name == "flash_attn"
+        assert _choose_on_gpu(LAYERS, SCORES, 256, PLAIN).name == "flash_attn"
 
     @pytest.mark.parametrize(
-        ("layers", "scores", "block_size", "why"),
+        ("layers", "scores", "block_size", "pages", "why"),
         [
-            (LAYERS, SCORES, 16, "its pages are multiples of 256 tokens, and --block-size is 16"),
-            (LAYERS, [Score(1.0, sinks=torch.zeros(2))], 256, "it knows no attention sinks"),
-            ([LayerShape(2, 192, 128)], SCORES, 256, "keys as many as values"),
-            ([LayerShape(2, 512, 512)], SCORES, 256, "its heads have 256 dimensions at most"),
+            (LAYERS, SCORES, 16, PLAIN, "its pages are multiples of 256 tokens, and --block-size is 16"),
+            (LAYERS, [Score(1.0, sinks=torch.zeros(2))], 256, PLAIN, "it knows no attention sinks"),
+            (LAYERS, SCORES, 256, Float8Pages(), "its pages are not fp8_e4m3"),
+            ([LayerShape(2, 192, 128)], SCORES, 256, PLAIN, "keys as many as values"),
+            ([LayerShape(2, 512, 512)], SCORES, 256, PLAIN, "its heads have 256 dimensions at most"),
         ],
     )
     def test_where_it_cannot_be_triton_attends_and_the_log_says_why(
-        self, layers: list[LayerShape], scores: list[Score], block_size: int, why: str, caplog: pytest.LogCaptureFixture
+        self,
+        layers: list[LayerShape],
+        scores: list[Score],
+        block_size: int,
+        pages: PageDtype,
+        why: str,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         with caplog.at_level("INFO"):
-            assert _choose_on_gpu(layers, scores, block_size).name == "triton"
+            assert _choose_on_gpu(layers, scores, block_size, pages).name == "triton"
         assert why in caplog.text
 
     def test_without_the_package_torchs_own_is_taken_if_it_has_block_tables(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setitem(sys.modules, "flash_attn", None)
-        assert _choose_on_gpu(LAYERS, SCORES, 256).name == "torch_varlen"
+        assert _choose_on_gpu(LAYERS, SCORES, 256, PLAIN).name == "torch_varlen"
         with caplog.at_level("INFO"):
-            assert _choose_on_gpu(LAYERS, [Score(1.0, softcap=3.0)], 256).name == "triton"
+            assert _choose_on_gpu(LAYERS, [Score(1.0, softcap=3.0)], 256, PLAIN).name == "triton"
         assert "torch's own knows no soft caps" in caplog.text
 
     def test_without_triton_pages_are_gathered(
@@ -123,5 +132,5 @@ class TestChoice:
     ) -> None:
         monkeypatch.setitem(sys.modules, "workers.gpu_attention", None)
         monkeypatch.delattr("workers.gpu_attention", raising=False)
-        assert _choose_on_gpu(LAYERS, SCORES, 16).name == "torch"
+        assert _choose_on_gpu(LAYERS, SCORES, 16, PLAIN).name == "torch"
         assert "attention gathers its pages, and is slow" in caplog.text

@@ -19,6 +19,7 @@ from tests.inprocess import InProcessEngine, load
 from tests.tiny_models import ARCHITECTURES, REFUSED, VOCAB_SIZE, make_model
 from workers import model_runner
 from workers.model_manager import LoadedModel, ModelManager
+from workers.page_dtype import PlainPages
 from workers.paged_step import StepRows
 from workers.torch_attention import TorchAttention
 
@@ -102,7 +103,7 @@ def test_tokens_are_those_of_generate(name: str, chunk: int, max_steps_in_flight
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "demo"])
 def test_tokens_are_those_of_generate_where_nothing_can_be_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "choose_attention", lambda *_: TorchAttention())
+    monkeypatch.setattr(model_runner, "choose_attention", lambda *_: TorchAttention(PlainPages(torch.float32)))
     test_tokens_are_those_of_generate(name, 7, 2)
 
 
