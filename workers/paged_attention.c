@@ -77,8 +77,8 @@ static void write_cell(const layer *of, scalar *key_pages, scalar *value_pages, 
 /* keys [num_tokens, num_kv_heads, key_dim], values alike, with `key_stride` and `value_stride` scalars from token to
    token; slot_mapping [num_tokens]. */
 static void write_pages(const layer *of, scalar *key_pages, scalar *value_pages, const int64_t *slot_mapping,
-                 int64_t num_tokens, const scalar *keys, int64_t key_stride, const scalar *values,
-                 int64_t value_stride) {
+                        int64_t num_tokens, const scalar *keys, int64_t key_stride, const scalar *values,
+                        int64_t value_stride) {
 #pragma omp parallel for if (num_tokens > 16)
     for (int64_t token = 0; token < num_tokens; token++)
         for (int64_t head = 0; head < of->num_kv_heads; head++)
@@ -87,10 +87,8 @@ static void write_pages(const layer *of, scalar *key_pages, scalar *value_pages,
                        values + token * value_stride + head * of->value_dim);
 }
 
-/* What a decoder layer does between its first multiplication and attention, in one go: rotate the query and key heads
-   of `qkv` [num_tokens, stride] by cosines and sines [num_tokens, key_dim] (the halves of a head are rotated against each
-   other, Su et al., 2021, "RoFormer", as transformers lays it out), each normalised before if there are weights for it,
-   queries in place, and write keys and values into their pages. */
+/* One head, in place: normalised if there are weights for it, then its halves rotated against each other, as
+   transformers lays it out (Su et al., 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding"). */
 static void rotated(scalar *head, int64_t dim, const scalar *cosines, const scalar *sines, const scalar *weight,
                     float epsilon) {
     float values[MOST_DIM], factor = 1.0f;
@@ -107,9 +105,11 @@ static void rotated(scalar *head, int64_t dim, const scalar *cosines, const scal
     }
 }
 
+/* What a decoder layer does between its first multiplication and attention, in one go: rotate the query and key heads of
+   `qkv` [num_tokens, stride] by cosines and sines [num_tokens, key_dim], and write keys and values into their pages. */
 static void rotate_and_write(const layer *of, scalar *key_pages, scalar *value_pages, const int64_t *slot_mapping,
-                      int64_t num_tokens, scalar *qkv, int64_t stride, const scalar *cosines, const scalar *sines,
-                      const scalar *query_norm, const scalar *key_norm, float epsilon) {
+                             int64_t num_tokens, scalar *qkv, int64_t stride, const scalar *cosines,
+                             const scalar *sines, const scalar *query_norm, const scalar *key_norm, float epsilon) {
     const int64_t dim = of->key_dim;
 #pragma omp parallel for if (num_tokens > 3)
     for (int64_t token = 0; token < num_tokens; token++) {

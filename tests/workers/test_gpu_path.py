@@ -49,7 +49,7 @@ def test_triton_attends(score: Score) -> None:
     Case((gpu_attention.TritonAttention(PLAIN), torch.float32), score=score).assert_right()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen3"])
 def test_steps_of_triton_and_graphs_give_the_tokens_of_generate(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
