@@ -217,14 +217,14 @@ class Sequences:
         pending()
 
 
-def weights_read(loaded: LoadedModel) -> tuple[int, int]:
-    """(bytes, multiplications) of a token's way through the layers and the head; embeddings are looked up."""
+def weights_read(loaded: LoadedModel) -> tuple[int, int, int]:
+    """(bytes, parameters of the layers, of the head) on a token's way; embeddings are looked up."""
     config = loaded.model.config
     hidden, head_dim = config.hidden_size, config.hidden_size // config.num_attention_heads
     qkv = (config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim
     of_layer = hidden * (qkv + config.num_attention_heads * head_dim + 3 * config.intermediate_size)
-    parameters = config.num_hidden_layers * of_layer + config.vocab_size * hidden
-    return 2 * parameters, parameters
+    of_layers, of_head = config.num_hidden_layers * of_layer, config.vocab_size * hidden
+    return 2 * (of_layers + of_head), of_layers, of_head
 
 
 def measure(name: str, device: str, ceilings: Ceilings, batches: list[int], context: int) -> Iterator[dict[str, Any]]:
@@ -234,7 +234,7 @@ def measure(name: str, device: str, ceilings: Ceilings, batches: list[int], cont
         started = time.monotonic()
         loaded = ModelManager(device).load(Path(folder), "bfloat16", None, load_format="dummy")
         load_s = time.monotonic() - started
-        num_bytes, num_multiplications = weights_read(loaded)
+        num_bytes, of_layers, of_head = weights_read(loaded)
         num_steps = 50 if loaded.device.type == "cuda" else 3
         for batch in batches:
             settings = settings_for(Path(folder), device, batch, context + num_steps + 8)
@@ -242,7 +242,7 @@ def measure(name: str, device: str, ceilings: Ceilings, batches: list[int], cont
             sequences = Sequences(runner, batch, context, num_steps + 8)
             step_s = sequences.step_s(num_steps)
             sequences.assert_nothing_waits()
-            multiply_s = 2 * batch * num_multiplications / ceilings.flops
+            multiply_s = 2 * batch * (of_layers + of_head) / ceilings.flops
             keys_s = batch * context * runner.kv_bytes_per_token / ceilings.bytes_per_s
             floor_s = max(num_bytes / ceilings.bytes_per_s, multiply_s) + keys_s
             yield {
@@ -263,7 +263,7 @@ def measure(name: str, device: str, ceilings: Ceilings, batches: list[int], cont
         prefill_s = seconds(prefill, loaded.device, 5)
         config = loaded.model.config
         scores = 2 * config.num_hidden_layers * config.hidden_size * chunk**2  # causal: half of all pairs, twice over
-        floor_s = (2 * chunk * num_multiplications + scores) / ceilings.flops
+        floor_s = (2 * chunk * of_layers + 2 * of_head + scores) / ceilings.flops
         yield {
             "shape": name, "what": "prefill", "batch": chunk, "step_ms": 1e3 * prefill_s, "floor_ms": 1e3 * floor_s,
             "of_floor": floor_s / prefill_s, "tokens_per_s": chunk / prefill_s, "attention": runner.attention.name,

@@ -93,5 +93,7 @@ def make_model(directory: Path, model_type: str, configuration: dict[str, object
                 parameter.mul_(5.0 if "embed" not in name else 10.0)
             elif "sinks" in name:
                 parameter.normal_()
+            else:  # norms' weights and biases: ones and zeros would be the same wherever they are put
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.save_pretrained(directory)
     return model

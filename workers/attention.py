@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from workers.c_library import c_library
 from workers.cpu_attention import MAX_HEAD_DIM, CpuAttention
 from workers.kv_cache import LayerShape
-from workers.page_dtype import Int8Pages, PageDtype, PlainPages, page_dtype
+from workers.page_dtype import Float8Pages, Int8Pages, PageDtype, PlainPages, page_dtype
 from workers.paged_step import PagedAttention, PagedStep, Score
 from workers.torch_attention import TorchAttention
 
@@ -39,15 +39,24 @@ def choose_attention(
 ) -> PagedAttention:
     """The fastest way that this device, these dtypes, layers and block size have; the log tells of those that lost."""
     pages = page_dtype(kv_cache_dtype, dtype)
-    if device.type == "cuda" and not isinstance(pages, Int8Pages):
+    if device.type == "cuda" and _reads_on_gpu(pages):
         return _choose_on_gpu(layers, scores, block_size, pages)
     if not isinstance(pages, PlainPages):
-        log.warning("attention gathers pages of %s on this device, and is slow; they take half the memory", pages.name)
+        log.warning(
+            "attention gathers pages of %s on this device, and is slow; they take a byte for each number", pages.name
+        )
     elif device.type == "cpu" and _longest_head(layers) <= MAX_HEAD_DIM:
         library = c_library(str(dtype).removeprefix("torch."))
         if library is not None:
             return CpuAttention(library, dtype)
     return TorchAttention(pages)
+
+
+def _reads_on_gpu(pages: PageDtype) -> bool:
+    """Whether our kernels read them there: float8 is known to GPUs from compute capability 8.9 on."""
+    if isinstance(pages, Float8Pages):
+        return torch.cuda.get_device_capability() >= (8, 9)
+    return not isinstance(pages, Int8Pages)
 
 
 def _choose_on_gpu(layers: list[LayerShape], scores: list[Score], block_size: int, pages: PageDtype) -> PagedAttention:

@@ -82,7 +82,8 @@ def _library(compiler: str, macros: tuple[str, ...]) -> ctypes.CDLL:
     """From the cache, or made now. Raises OSError or SubprocessError."""
     name, kept = _name(compiler, macros), _cache_folder()
     if kept is not None and (kept / name).exists():
-        return ctypes.CDLL(str(kept / name))
+        with contextlib.suppress(OSError):  # it is damaged, and will be written over
+            return ctypes.CDLL(str(kept / name))
     with tempfile.TemporaryDirectory(dir=kept, prefix="compiling-") as folder:
         made = _compile(compiler, macros, Path(folder) / name)
         library = ctypes.CDLL(str(made))  # which stays mapped, wherever the file goes

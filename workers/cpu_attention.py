@@ -32,6 +32,7 @@ class CpuAttention:
     """Pages in tiles of sixteen tokens, packed as the multiplications read them."""
 
     name = "cpu"
+    captures = False
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         pointer: Any = ctypes.c_void_p

@@ -27,6 +27,7 @@ class TritonAttention:
     """All that layers ask, by triton_attention.py; also what a CUDA graph of a decode step is captured with."""
 
     name = "triton"
+    captures = True
 
     def __init__(self, pages: PageDtype) -> None:
         """Pages hold the model's own dtype or float8."""
@@ -172,10 +173,12 @@ def reasons_against_flash(
         reasons.append(f"its pages are multiples of {FLASH_BLOCK_SIZE} tokens, and --block-size is {block_size}")
     if not isinstance(pages, PlainPages):
         reasons.append(f"its pages are not {pages.name}")
+    elif pages.stored not in (torch.bfloat16, torch.float16):
+        reasons.append(f"it does not compute in {str(pages.stored).removeprefix('torch.')}")
     if any(score.sinks is not None for score in scores):
         reasons.append("it knows no attention sinks")
-    if any(layer.key_dim != layer.value_dim or layer.key_dim > FLASH_HEAD_DIM for layer in layers):
-        reasons.append(f"its heads have {FLASH_HEAD_DIM} dimensions at most, keys as many as values")
+    if any(layer.key_dim != layer.value_dim or layer.key_dim > FLASH_HEAD_DIM or layer.key_dim % 8 for layer in layers):
+        reasons.append(f"its heads have multiples of 8 dimensions, {FLASH_HEAD_DIM} at most, keys as many as values")
     return reasons
 
 

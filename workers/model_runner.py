@@ -63,6 +63,7 @@ class ModelRunner:
         longest = min(loaded.info.max_model_len, num_blocks * block_size + 1)
         self.table = SlotTable(settings.max_num_seqs, longest, num_blocks, block_size, device)
         self._graphs: DecodeGraphs | None = None
+        self._finished_s = 0.0  # when the last step was seen to be done
         # A mask of four dimensions is taken to be finished, where without one transformers would look at the positions.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
         tokenizer_file = Path(settings.model_path) / "tokenizer.json"
@@ -83,7 +84,7 @@ class ModelRunner:
 
         In pieces if memory does not hold it at once. Raises OutOfMemory if that does not help.
         """
-        started = time.monotonic()
+        launched = time.monotonic()
         batch = self._begin(plan)
         most_tokens = plan.num_tokens
         result = attempt(partial(self._execute, plan, batch))
@@ -96,7 +97,14 @@ class ModelRunner:
             release_memory()
             raise OutOfMemory(f"a step of {plan.num_tokens} tokens does not fit, not even in pieces: {result}")
         finish = result
-        return lambda: replace(finish(), step_time_s=time.monotonic() - started)
+
+        def wait() -> StepResult:
+            done = finish()
+            # What was launched ahead began when the step before it was done.
+            started, self._finished_s = max(launched, self._finished_s), time.monotonic()
+            return replace(done, step_time_s=self._finished_s - started)
+
+        return wait
 
     def _begin(self, plan: StepPlan) -> Batch:
         """What a plan changes before anything is computed, and its inputs. Raises OutOfMemory."""
@@ -202,9 +210,10 @@ class ModelRunner:
         distance = float((paged - plain).norm(dim=-1).max() / plain.norm())
         is_exact = self.attention.stored is self.loaded.dtype
         if not distance <= (SELF_CHECK_TOLERANCE[self.loaded.dtype] if is_exact else ROUNDED_TOLERANCE):
+            remedy = "" if is_exact else "; its keys and values need --kv-cache-dtype auto"
             raise ConfigError(
                 f"architecture {info.architecture} cannot be served: over KV pages its logits differ from "
-                f"transformers' own by {distance:.2g} (relative)"
+                f"transformers' own by {distance:.2g} (relative){remedy}"
             )
         return distance
 
@@ -240,6 +249,11 @@ def make_runner(loaded: LoadedModel, settings: LoadModel) -> ModelRunner:
 
 
 def _capture(runner: ModelRunner) -> None:
+    if not runner.attention.captures:
+        log.warning(
+            "decode steps are launched one kernel at a time: attention by %s is in no graph", runner.attention.name
+        )
+        return
     try:
         runner.capture_decodes(CudaCapture())
     except RuntimeError as error:  # whatever a model's own layers do that no graph can hold

@@ -24,7 +24,7 @@ class Weight(Protocol):
         """x W' + b."""
 
     def add(self, x: Tensor, to: Tensor) -> Tensor:
-        """to + x W' + b, rounded once."""
+        """to + x W' + b, rounded once where there is no bias."""
 
 
 class PackedWeight:

@@ -29,7 +29,7 @@ enum { STRIP = 4, MOST_ROWS = 8, MOST_DIM = 512 };
 
 #ifdef BFLOAT16
 enum { PACK = 2 };
-typedef uint32_t packed; /* two scalars, the first one in the lower half */
+typedef uint32_t packed __attribute__((may_alias)); /* two scalars, the first one in the lower half */
 
 static inline floats multiplied(floats sum, const scalar *pairs, packed pair) {
 #ifdef __AVX512BF16__
@@ -61,9 +61,10 @@ static inline int64_t rounded_up(int64_t size) { return (size + LANES - 1) / LAN
 
 /* -- writing ----------------------------------------------------------------------------------------------------- */
 
-/* One token's key and value of one head into its cell; what is not finite becomes zero. */
+/* One token's key and value of one head into its cell, if it has one; what is not finite becomes zero. */
 static void write_cell(const layer *of, scalar *key_pages, scalar *value_pages, int64_t head, int64_t cell,
                        const scalar *key, const scalar *value) {
+    if (cell < 0) return;
     const int64_t tiles = rounded_up(of->block_size) / LANES;
     const int64_t block = cell / of->block_size, place = cell % of->block_size, lane = place % LANES;
     const int64_t tile = (block * of->num_kv_heads + head) * tiles + place / LANES;
@@ -387,7 +388,7 @@ void write_and_attend(OF_LAYER, OF_STEP, const scalar *queries, int64_t query_st
     attend(of, &in);
 }
 
-/* qkv [num_tokens, num_heads + 2 * num_kv_heads, key_dim], dense, of which the queries are overwritten. */
+/* qkv [num_tokens, num_heads + 2 * num_kv_heads, key_dim], dense, of which queries and keys are overwritten. */
 void rotate_write_and_attend(OF_LAYER, OF_STEP, scalar *qkv, const scalar *cosines, const scalar *sines,
                              const scalar *query_norm, const scalar *key_norm, float epsilon, scalar *output) {
     const int64_t stride = (of->num_heads + 2 * of->num_kv_heads) * of->key_dim;

@@ -57,6 +57,7 @@ class PagedAttention(Protocol):
 
     name: str
     stored: torch.dtype  # of its pages
+    captures: bool  # whether what it does depends on shapes alone, so that it can be repeated as a graph
 
     def block_shapes(self, layer: LayerShape, block_size: int) -> tuple[Shape, Shape]:
         """How it wants the keys, and the values, of a block to lie."""

@@ -45,6 +45,7 @@ class TorchAttention:
     """Pages [num_blocks, block_size, num_kv_heads, dim], or in a byte each."""
 
     name = "torch"
+    captures = False  # its groups are made on the host
 
     def __init__(self, pages: PageDtype) -> None:
         self.stored = pages.stored

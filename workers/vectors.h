@@ -59,10 +59,11 @@ static inline floats chosen(ints mask, floats yes, floats no) { /* a lane of the
     return (floats)((mask & (ints)yes) | (~mask & (ints)no));
 }
 
-/* e^x for x <= 0, to 2e-7 of it: 2^n by its bits, the rest as a polynomial. Below e^-87 it stays what it is there. */
+/* e^x for x <= 0, to 4e-6 of it (2e-7 near 0): 2^n by its bits, the rest as a polynomial. Below e^-87.3 it is 0, as it
+   must be for keys that are not to be seen: anything else times a large value is a number. */
 static inline floats exp_of_negative(floats x) {
     x *= 1.44269504f;
-    x = chosen(x < -126.0f, (floats){} - 126.0f, x);
+    x = chosen(x < -127.0f, (floats){} - 127.0f, x); /* whose exponent's bits are 0 */
     ints whole = __builtin_convertvector(x - 0.5f, ints); /* towards zero: the next whole number from x - 1/2 */
     floats part = x - __builtin_convertvector(whole, floats);
     floats value = part * 1.5403530e-4f + 1.3333558e-3f;

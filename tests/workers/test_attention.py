@@ -220,6 +220,14 @@ def test_what_is_not_finite_hurts_only_its_own_sequence(way: Way) -> None:
         assert_same(outputs[i], case.expected(*case.sequences[i]))
 
 
+def test_the_largest_numbers_in_a_block_are_nothing_to_its_next_owner(way: Way) -> None:
+    case = Case(way)
+    case.cache.keys[0].fill_(1e30), case.cache.values[0].fill_(3e38)
+    outputs = case.run(case.attend)
+    for output, sequence in zip(outputs, case.sequences, strict=True):
+        assert_same(output, case.expected(*sequence))
+
+
 def test_a_copied_block_holds_the_same(way: Way) -> None:
     case = Case(way)
     case.run(case.attend)

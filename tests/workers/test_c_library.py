@@ -63,6 +63,17 @@ def test_it_is_compiled_once_and_only_a_folder_of_our_own_is_believed(
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_damaged_library_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = module._find_compiler()
+    assert compiler is not None and module._cache_folder() is not None
+    kept = tmp_path / "servekit" / module._name(compiler, module.MACROS["float32"])
+    kept.write_bytes(b"no library")
+    assert c_library("float32") is not None
+    assert kept.stat().st_size > 1000
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_user_without_a_home_has_it_too_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-this-name/cache")
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))

@@ -33,7 +33,7 @@ from workers.sampler import SamplingRow
 if DEVICE.type != "cpu":
     pytest.skip("the steps of a GPU are tested by benchmarks/gpu.py", allow_module_level=True)
 
-PLAIN = PlainPages(torch.float32)
+PLAIN, HALF = PlainPages(torch.float32), PlainPages(torch.bfloat16)
 LAYERS, SCORES = [LayerShape(2, 64, 64)], [Score(0.125)]
 
 
@@ -93,16 +93,17 @@ class TestChoice:
         monkeypatch.setitem(sys.modules, "flash_attn", package)
 
     def test_flash_attn_is_preferred_where_its_pages_fit(self) -> None:
-        assert _choose_on_gpu(LAYERS, SCORES, 256, PLAIN).name == "flash_attn"
+        assert _choose_on_gpu(LAYERS, SCORES, 256, HALF).name == "flash_attn"
 
     @pytest.mark.parametrize(
         ("layers", "scores", "block_size", "pages", "why"),
         [
-            (LAYERS, SCORES, 16, PLAIN, "its pages are multiples of 256 tokens, and --block-size is 16"),
-            (LAYERS, [Score(1.0, sinks=torch.zeros(2))], 256, PLAIN, "it knows no attention sinks"),
+            (LAYERS, SCORES, 16, HALF, "its pages are multiples of 256 tokens, and --block-size is 16"),
+            (LAYERS, [Score(1.0, sinks=torch.zeros(2))], 256, HALF, "it knows no attention sinks"),
+            (LAYERS, SCORES, 256, PLAIN, "it does not compute in float32"),
             (LAYERS, SCORES, 256, Float8Pages(), "its pages are not fp8_e4m3"),
-            ([LayerShape(2, 192, 128)], SCORES, 256, PLAIN, "keys as many as values"),
-            ([LayerShape(2, 512, 512)], SCORES, 256, PLAIN, "its heads have 256 dimensions at most"),
+            ([LayerShape(2, 192, 128)], SCORES, 256, HALF, "keys as many as values"),
+            ([LayerShape(2, 512, 512)], SCORES, 256, HALF, "multiples of 8 dimensions, 256 at most"),
         ],
     )
     def test_where_it_cannot_be_triton_attends_and_the_log_says_why(
@@ -122,9 +123,9 @@ class TestChoice:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setitem(sys.modules, "flash_attn", None)
-        assert _choose_on_gpu(LAYERS, SCORES, 256, PLAIN).name == "torch_varlen"
+        assert _choose_on_gpu(LAYERS, SCORES, 256, HALF).name == "torch_varlen"
         with caplog.at_level("INFO"):
-            assert _choose_on_gpu(LAYERS, [Score(1.0, softcap=3.0)], 256, PLAIN).name == "triton"
+            assert _choose_on_gpu(LAYERS, [Score(1.0, softcap=3.0)], 256, HALF).name == "triton"
         assert "torch's own knows no soft caps" in caplog.text
 
     def test_without_triton_pages_are_gathered(
@@ -132,5 +133,5 @@ class TestChoice:
     ) -> None:
         monkeypatch.setitem(sys.modules, "workers.gpu_attention", None)
         monkeypatch.delattr("workers.gpu_attention", raising=False)
-        assert _choose_on_gpu(LAYERS, SCORES, 16, PLAIN).name == "torch"
+        assert _choose_on_gpu(LAYERS, SCORES, 16, HALF).name == "torch"
         assert "attention gathers its pages, and is slow" in caplog.text

@@ -83,6 +83,10 @@ def test_pages_of_the_models_own_dtype_must_be_exact(monkeypatch: pytest.MonkeyP
         InProcessEngine(loaded).runner.self_check()
 
 
-def test_int8_on_a_gpu_is_gathered() -> None:
+@pytest.mark.parametrize(("name", "capability"), [("int8", (9, 0)), ("fp8_e4m3", (8, 0))])
+def test_what_a_gpu_cannot_read_is_gathered(
+    name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     layers = [LayerShape(2, 64, 64)]
-    assert choose_attention(torch.device("cuda"), torch.bfloat16, layers, [], 16, "int8").name == "torch"
+    assert choose_attention(torch.device("cuda"), torch.bfloat16, layers, [], 16, name).name == "torch"
