@@ -2,8 +2,8 @@
 
 A graph is what was launched once, at fixed addresses; so it is captured for a number of rows, and every step of that
 many rows or somewhat fewer is copied into its inputs. Rows that are too many have length 0 and write to no cell. The
-largest is captured when the worker loads: what memory it takes is then known, and the others share it, but for logits of
-their own. Each of them is captured when it is first needed, so that serving begins in seconds.
+largest is captured when the worker loads: what memory it takes is then known, and the others share it, but for their
+logits. Each of them is captured when it is first needed, so that serving begins in seconds.
 """
 
 from __future__ import annotations
