@@ -5,9 +5,9 @@
 In turn: the two ceilings of this GPU (memory, and bfloat16 multiplication), the kernels against float64, and for each
 shape, in random weights made on the device, decode steps at several batch sizes and the prefill of a long prompt. The
 floor of a decode step is the time to read weights, keys and values once, or to multiply, whichever is longer;
-that of prefill is its multiplications. Steps are timed by the wall clock and one ahead, as a worker runs them. That no
-step waits for the device in secret is asserted by torch's own sync debug mode. Raw figures are written as JSON, the
-tables to standard output.
+that of prefill is its multiplications. Steps are timed by the wall clock and one ahead, as a worker runs them. That a
+greedy decode step does not wait for the device in secret is asserted by torch's own sync debug mode. Raw figures are
+written as JSON, the tables to standard output.
 """
 
 from __future__ import annotations
