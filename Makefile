@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Changes when the code's requirements do, not when the code does.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve test simulate torture coverage check format bench bench-manager bench-grammar bench-scheduling bench-streams bench-accuracy bench-memory bench-worker parallel-queries demo-model demo-model-eval clean help
+.PHONY: serve test simulate torture coverage check format bench bench-manager bench-grammar bench-scheduling bench-streams bench-accuracy bench-memory bench-worker bench-gpu bench-viewers parallel-queries screenshot demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,7 +16,7 @@ serve: $(INSTALLED)  ## serve the embedded demo model; ARGS="--port 9000" passes
 
 # With a thread for each, the two do not wait for one another's.
 test: $(INSTALLED)  ## run the tests; each file in one of two processes, for most of them wait for servers
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 coverage: $(INSTALLED)  ## branch coverage of the pure core by its unit tests and a few simulations: 100 %
 	$(BIN)/coverage run -m pytest -q tests/unit tests/sim -m "not long"
@@ -62,6 +62,12 @@ bench-memory: $(INSTALLED)  ## whether a worker's memory grows in 100,000 steps 
 bench-worker: $(INSTALLED)  ## what a step costs the worker, beside its multiplications alone
 	$(BIN)/python -m benchmarks.worker $(ARGS)
 
+bench-gpu: $(INSTALLED)  ## all that is to be measured on a GPU, and each stage alone; ARGS="--out FOLDER --stages kernels steps"
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+bench-viewers: $(INSTALLED)  ## what it costs that somebody watches the scheduler
+	$(BIN)/python -m benchmarks.viewers $(ARGS)
+
 parallel-queries: $(INSTALLED)  ## 102,000 queries in flight at once, each checked (quarter of an hour); ARGS="streams"
 	$(BIN)/python -m benchmarks.parallel_queries $(ARGS)
 
@@ -70,6 +76,9 @@ demo-model: $(INSTALLED)  ## train the demo model again, from its seed (about ha
 
 demo-model-eval: $(INSTALLED)  ## how well the demo model answers held-out questions
 	$(BIN)/python scripts/demo_model/evaluate.py --model servekit/demo_model $(ARGS)
+
+screenshot: $(INSTALLED)  ## the pictures of the console in docs/, by Chromium
+	$(BIN)/python -m scripts.screenshot $(ARGS)
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.progress import no_bars_in_files, progress
 from servekit.model_files import DEMO_MODEL_PATH
 from tests.inprocess import InProcessEngine
 from workers.model_manager import ModelManager
@@ -39,8 +40,8 @@ def by_generate(model: torch.nn.Module, prompts: Tensor, num_tokens: int) -> lis
     return whole[:, prompts.shape[1] :].tolist()
 
 
-def batches(prompts: Tensor) -> Iterator[Tensor]:
-    return iter(prompts.split(AT_ONCE))
+def batches(prompts: Tensor, whose: str) -> Iterator[Tensor]:
+    return progress(prompts.split(AT_ONCE), f"answers of {whose}", lambda some: f"{len(some)} prompts")
 
 
 def same(first: list[list[int]], second: list[list[int]]) -> tuple[float, float]:
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     arguments = parser.parse_args()
+    no_bars_in_files()
     loaded = ModelManager("cpu").load(arguments.model, arguments.dtype, None)
     torch.manual_seed(0)
     prompts = torch.randint(3, loaded.info.vocab_size, (arguments.prompts, PROMPT_LENGTH))
@@ -75,7 +77,7 @@ def main() -> None:
         kv_cache_dtype=arguments.kv_cache_dtype,
     )
     sequences = []
-    for some in batches(prompts):
+    for some in batches(prompts, "servekit"):
         sequences += [engine.add(prompt, max_tokens=arguments.tokens, ignore_eos=True) for prompt in some.tolist()]
         engine.run()
     ours = [sequence.output_token_ids for sequence in sequences]
@@ -90,7 +92,7 @@ def main() -> None:
         name = str(dtype).removeprefix("torch.")
         errors[f"transformers, {name}"] = error_of(logits, exact)
         if dtype is not torch.float64:
-            told = [by_generate(model, some, arguments.tokens) for some in batches(prompts)]
+            told = [by_generate(model, some, arguments.tokens) for some in batches(prompts, f"transformers, {name}")]
             answers[name] = [answer for of_some in told for answer in of_some]
     errors[f"servekit, {arguments.dtype}"] = error_of(paged.double(), exact)
 
@@ -113,7 +115,7 @@ def logits_of(engine: InProcessEngine, prompt: list[int]) -> Tensor:
     """[1, vocab_size], the worker's, for the prompt's last token."""
     kept: list[Tensor] = []
     choose = engine.runner._choose
-    engine.runner._choose = lambda raw, batch: (kept.append(raw.clone()), choose(raw, batch))[1]
+    engine.runner._choose = lambda raw, *rest: (kept.append(raw.clone()), choose(raw, *rest))[1]
     engine.add(prompt, max_tokens=1, ignore_eos=True)
     engine.run()
     engine.runner._choose = choose

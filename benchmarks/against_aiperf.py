@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from benchmarks.progress import progress
 from loadtest.experiment import Experiment, run
 from loadtest.target import Door, Target
 from servekit.model_files import SIMULATED_MODEL_PATH
@@ -70,7 +71,7 @@ def ask_loadtest(port: int, load: str, num_requests: int, seed: int) -> dict[str
 def compare(load: str, aiperf: str, port: int, num_rounds: int, num_requests: int, folder: Path) -> None:
     """Under one load, in turn."""
     theirs, ours = list[dict[str, float]](), list[dict[str, float]]()
-    for number in range(num_rounds):
+    for number in progress(range(num_rounds), load, lambda number: f"round {number + 1}, loadtest and then aiperf"):
         ours.append(ask_loadtest(port, load, num_requests, number))
         theirs.append(ask_aiperf(aiperf, port, load, num_requests, number, folder / f"{load}-{number}"))
     print(f"\n| {load} | aiperf | loadtest | ratio |\n|---|---:|---:|---:|")

@@ -24,6 +24,7 @@ import httpx2
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.progress import Progress, no_bars_in_files, tell
 from servekit.model_files import find_model
 
 NO_EOS = [2**31]  # an id beyond the vocabulary: the output has its full length
@@ -135,16 +136,16 @@ async def measure(arguments: argparse.Namespace) -> None:
         print(f"{num_tokens} tokens per request, median of {arguments.rounds} rounds\n")
         print("| concurrent requests | generate loop, tokens/s | servekit, tokens/s | ratio |")
         print("|---:|---:|---:|---:|")
-        for concurrency in arguments.concurrency:
-            prompts = make_prompts(concurrency)
-            rounds = [
-                (baseline.run(prompts, num_tokens), await served.run(prompts, num_tokens))
-                for _ in range(arguments.rounds)
-            ]
-            loop_s, served_s = (statistics.median(times) for times in zip(*rounds, strict=True))
-            total = concurrency * num_tokens
-            ratio = statistics.median(loop / ours for loop, ours in rounds)
-            print(f"| {concurrency} | {total / loop_s:,.0f} | {total / served_s:,.0f} | {ratio:.1f} |", flush=True)
+        with Progress("rounds", len(arguments.concurrency) * arguments.rounds) as progress:
+            for concurrency in arguments.concurrency:
+                prompts, rounds = make_prompts(concurrency), []
+                for _ in range(arguments.rounds):
+                    progress.begin(f"{concurrency} requests to both")
+                    rounds.append((baseline.run(prompts, num_tokens), await served.run(prompts, num_tokens)))
+                loop_s, served_s = (statistics.median(times) for times in zip(*rounds, strict=True))
+                total = concurrency * num_tokens
+                ratio = statistics.median(loop / ours for loop, ours in rounds)
+                tell(f"| {concurrency} | {total / loop_s:,.0f} | {total / served_s:,.0f} | {ratio:.1f} |")
     finally:
         served.stop()
 
@@ -155,6 +156,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-tokens", type=int, default=64)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    no_bars_in_files()
     asyncio.run(measure(parser.parse_args()))
 
 

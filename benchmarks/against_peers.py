@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+from benchmarks.progress import Progress, tell
 from loadtest.experiment import Experiment, run
 from loadtest.markdown import as_number, as_time
 from loadtest.statistics import Distribution
@@ -49,7 +50,7 @@ def ask(url: str, workload: str, num_clients: int, seed: int, characters_per_tok
     )
     summary = run(experiment, url, None).summary
     if not summary.is_valid or summary.failures:
-        print(f"{url}: {summary.invalid_because} {summary.failures}", file=sys.stderr)
+        tell(f"{url}: {summary.invalid_because} {summary.failures}", file=sys.stderr)
     return summary
 
 
@@ -83,6 +84,22 @@ def row(name: str, num_clients: int, sides: dict[str, list[Summary]]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def play(urls: dict[str, str], arguments: argparse.Namespace) -> None:
+    """Ask all sides in turn, and print a row for each load."""
+    num_steps = len(arguments.workloads) * len(arguments.clients) * arguments.rounds * len(urls)
+    with Progress("rounds", num_steps) as progress:
+        for number, name in enumerate(arguments.workloads):
+            for num_clients in arguments.clients:
+                sides: dict[str, list[Summary]] = {side: [] for side in urls}
+                for of_round in range(arguments.rounds):
+                    seed = 1000 * number + 100 * of_round + num_clients
+                    for side, url in urls.items():
+                        progress.begin(f"{side}, {name}, {num_clients} clients")
+                        summary = ask(url, WORKLOADS[name], num_clients, seed, arguments.characters_per_token)
+                        sides[side].append(summary)
+                tell(row(name, num_clients, sides))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo", help="what servekit serves")
@@ -103,18 +120,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         flags = ("--model", arguments.model, "--log-level", "warning", *arguments.serve.split())
         with nullcontext() if arguments.url else serving(*flags, log=Path(folder) / "log") as server:
-            urls = {"servekit": server.url if server else arguments.url, **peers}
-            for number, name in enumerate(arguments.workloads):
-                for num_clients in arguments.clients:
-                    sides: dict[str, list[Summary]] = {side: [] for side in names}
-                    for of_round in range(arguments.rounds):
-                        seed = 1000 * number + 100 * of_round + num_clients
-                        for side in names:
-                            workload = WORKLOADS[name]
-                            sides[side].append(
-                                ask(urls[side], workload, num_clients, seed, arguments.characters_per_token)
-                            )
-                    print(row(name, num_clients, sides), flush=True)
+            play({"servekit": server.url if server else arguments.url, **peers}, arguments)
 
 
 if __name__ == "__main__":

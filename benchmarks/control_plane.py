@@ -27,6 +27,7 @@ import httpx2
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from benchmarks.progress import Progress
 from loadtest.experiment import Experiment, run
 from loadtest.record import Outcome
 from loadtest.target import Door, Target
@@ -118,9 +119,11 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200, help="of an answer")
     arguments = parser.parse_args()
-    for number in range(arguments.rounds):
-        for side in SIDES:
-            play(side, arguments.streams, arguments.tokens, number)
+    with Progress("rounds", arguments.rounds * len(SIDES)) as progress:
+        for number in range(arguments.rounds):
+            for side in SIDES:
+                progress.begin(side.name)
+                play(side, arguments.streams, arguments.tokens, number)
     print(f"{os.cpu_count()} cores, {arguments.streams} streams, median of {arguments.rounds} rounds")
     print("\n| | tokens/s | server, µs of CPU a token | worker | client | lag of the client |")
     print("|---|---:|---:|---:|---:|---:|")

@@ -23,6 +23,8 @@ import torch
 from against_generate import Served
 from settings import Round, scrape
 
+from benchmarks.progress import Progress, progress
+
 
 def schema(number: int) -> dict[str, Any]:
     """An array, so that it goes on as long as the run does."""
@@ -68,11 +70,13 @@ async def measure(arguments: argparse.Namespace) -> None:
     try:
         await served.wait_until_ready()
         compiling = await first_times(served, size)
-        for number in range(arguments.rounds + 1):
-            for kind, grammars in kinds.items():
-                played = await play(served, grammars, num_tokens)
-                if number:  # the first one warms up
-                    rounds[kind].append(played)
+        with Progress("rounds", (arguments.rounds + 1) * len(kinds)) as steps:
+            for number in range(arguments.rounds + 1):
+                for kind, grammars in kinds.items():
+                    steps.begin(f"grammars: {kind}")
+                    played = await play(served, grammars, num_tokens)
+                    if number:  # the first one warms up
+                        rounds[kind].append(played)
     finally:
         served.stop()
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {arguments.model}")
@@ -94,7 +98,7 @@ async def first_times(served: Served, size: int) -> float:
     """Seconds that a grammar nobody has asked for before adds to a request of one token."""
     added = []
     async with httpx2.AsyncClient(base_url=served.url, timeout=600) as client:
-        for number in range(size):
+        for number in progress(range(size), "grammars compiled"):
             elapsed_s = []
             for _ in range(2):
                 started = time.perf_counter()

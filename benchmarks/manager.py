@@ -13,6 +13,7 @@ import platform
 import statistics
 import time
 
+from benchmarks.progress import progress, tell
 from servekit.messages import StepResult
 from servekit.sampling_params import SamplingParams
 from servekit.scheduler_config import SchedulerConfig
@@ -101,7 +102,7 @@ def main() -> None:
         "| running sequences | median µs | p99 µs | µs per sequence | prefix cache's part, µs | churn, µs | tight, µs |"
     )
     print("|---:|---:|---:|---:|---:|---:|---:|")
-    for num_sequences in (1, 16, 64, 256, 1024):
+    for num_sequences in progress((1, 16, 64, 256, 1024), "sizes", lambda number: f"{number:,} sequences"):
         times_us = sorted(decode_times_us(num_sequences, num_steps))
         without = statistics.mean(decode_times_us(num_sequences, num_steps, enable_prefix_caching=False))
         median, tail = statistics.median(times_us), times_us[int(0.99 * num_steps)]
@@ -109,10 +110,9 @@ def main() -> None:
         rooms = (80, 16 if num_sequences > 1 else 80)
         churn, tight = (statistics.median(churn_times_us(num_sequences, num_steps, room)) for room in rooms)
         each = median / num_sequences
-        print(
+        tell(
             f"| {num_sequences:,} | {median:,.0f} | {tail:,.0f} | {each:.2f} | {added:,.0f} | "
-            f"{churn:,.0f} | {tight:,.0f} |",
-            flush=True,
+            f"{churn:,.0f} | {tight:,.0f} |"
         )
     times_us, without_us = prefill_times_us(num_steps, True), prefill_times_us(num_steps, False)
     added = statistics.median(times_us) - statistics.median(without_us)

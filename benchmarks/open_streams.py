@@ -15,6 +15,7 @@ import socket
 import tempfile
 from pathlib import Path
 
+from benchmarks.progress import Progress, tell
 from tests.server_process import ServerProcess, serving
 
 MAX_TOKENS = 200  # more than come while it looks
@@ -53,24 +54,28 @@ def measure(num_streams: int) -> None:
     limits += ("--max-num-queued-reqs", str(num_streams), "--max-num-batched-tokens", str(16 * num_streams))
     with tempfile.TemporaryDirectory() as folder:
         arguments = ("--model", "sim:step=500ms", "--log-level", "warning", *limits)
-        with serving(*arguments, log=Path(folder) / "log") as server:
+        with serving(*arguments, log=Path(folder) / "log") as server, Progress("stages", 4) as progress:
+            progress.begin("a hundred streams first")
             read_until_all_stream([open_stream(server, i) for i in range(100)], 2)  # what the first ones bring
             server.wait_until_at_rest()
             pids = {"server": server.process.pid, "worker": server.worker_pids()[0]}
             before = {name: resident_bytes(pid) for name, pid in pids.items()}
             tasks = server.metric("servekit_api_event_loop_tasks")
+            progress.begin(f"opening {num_streams:,} streams")
             connections = [open_stream(server, i) for i in range(num_streams)]
+            progress.begin("until each has had two tokens")
             read_until_all_stream(connections, 2)
             for name, pid in pids.items():
                 cost = (resident_bytes(pid) - before[name]) / num_streams / 1024
-                print(f"{name}: {cost:.1f} KiB for each of {num_streams} streams")
+                tell(f"{name}: {cost:.1f} KiB for each of {num_streams} streams")
             tasks = server.metric("servekit_api_event_loop_tasks") - tasks
-            print(f"tasks: {tasks / num_streams:.2f} for each")
+            tell(f"tasks: {tasks / num_streams:.2f} for each")
+            progress.begin("until the server has forgotten them")
             for connection in connections:
                 connection.close()
             server.wait_until_at_rest()
             kept = resident_bytes(pids["server"]) - before["server"]
-            print(f"server: {kept / 2**20:.0f} MiB more than before when all of them have gone")
+            tell(f"server: {kept / 2**20:.0f} MiB more than before when all of them have gone")
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ import httpx2
 from msgspec import Struct
 
 from benchmarks.open_streams import resident_bytes
+from benchmarks.progress import progress
 from loadtest.experiment import Experiment, Trial, run
 from loadtest.markdown import as_time
 from loadtest.record import Outcome
@@ -147,7 +148,9 @@ def serve(case: Case, folder: Path, stack: ExitStack) -> tuple[list[ServerProces
         stack.enter_context(
             serving(*flags, "--served-model-name", f"server-{number}", log=folder / f"log-{number}", port=port)
         )
-        for number in range(case.num_servers)
+        for number in progress(
+            range(case.num_servers), f"{case.name}: servers", lambda number: f"number {number + 1} starts"
+        )
     ]
     while num_listening(port) < case.num_servers:  # whoever answered /ready was one of them
         time.sleep(0.1)
@@ -304,7 +307,7 @@ async def _ask_demo(port: int, number: int) -> tuple[list[Reply], list[list[int]
         for i in range(NUM_DEMO_PROMPTS)
     ]
     connections = Connections(port)
-    wanted = [(await ask(connections, each)).answers for each in asked]
+    wanted = [(await ask(connections, each)).answers for each in progress(asked, "demo: alone", lambda each: each.name)]
     replies = await asyncio.gather(*(ask(connections, asked[i % NUM_DEMO_PROMPTS]) for i in range(number)))
     return replies, wanted
 

@@ -15,6 +15,7 @@ import argparse
 import random
 import statistics
 
+from benchmarks.progress import progress, tell
 from servekit.policy import Fair
 from servekit.scheduler_config import SchedulerConfig
 from servekit.simulation import Arrival, Client, Scenario, Simulation
@@ -92,6 +93,11 @@ def document_latency(clients: list[Client]) -> float:
     return 1e3 * statistics.median(client.token_times_s[0] - client.arrival.at_s for client in documents)
 
 
+def words_of(policy_and_target: tuple[str, int | None]) -> str:
+    policy, target_ms = policy_and_target
+    return policy if target_ms is None else f"{policy}, {target_ms} ms"
+
+
 def head_of_line(num_seeds: int) -> None:
     print("TTFT p99 of short prompts (50 to 300 tokens, 15 a second), ms: alone; beside 10,000-token prompts, one a")
     print("second; beside bursts of eight documents of 4,000 to 10,000 tokens. In brackets: times what it is alone\n")
@@ -99,7 +105,7 @@ def head_of_line(num_seeds: int) -> None:
         "| policy | ITL target | alone | beside 10,000-token prompts | beside bursts | ITL p99 | documents' TTFT p50 |"
     )
     print("|---|---:|---:|---:|---:|---:|---:|")
-    for policy, target_ms in POLICIES_AND_TARGETS:
+    for policy, target_ms in progress(POLICIES_AND_TARGETS, "head of line", words_of):
         scheduler = serving(policy, None if target_ms is None else target_ms / 1e3)
         ttft: dict[str, list[float]] = {"none": [], "steady": [], "bursts": []}
         gaps, documents = [], []
@@ -112,10 +118,9 @@ def head_of_line(num_seeds: int) -> None:
                 if kind == "steady":
                     documents.append(document_latency(clients))
         alone, steady, bursts = (statistics.median(values) for values in ttft.values())
-        print(
+        tell(
             f"| {policy} | {target_ms or '-'} | {alone:.0f} | {steady:.0f} ({steady / alone:.2f}) "
-            f"| {bursts:.0f} ({bursts / alone:.2f}) | {max(gaps):.1f} | {statistics.median(documents):,.0f} |",
-            flush=True,
+            f"| {bursts:.0f} ({bursts / alone:.2f}) | {max(gaps):.1f} | {statistics.median(documents):,.0f} |"
         )
 
 
@@ -159,7 +164,7 @@ def fairness(num_seeds: int) -> None:
     print("|---|---:|---:|---:|---:|")
     for policy in ("fcfs", "fair"):
         lags, ttft = [], []
-        for seed in range(num_seeds):
+        for seed in progress(range(num_seeds), f"fairness, {policy}", lambda seed: f"seed {seed}"):
             simulation = Simulation(flood(seed, policy), check=False, watch_lag=True)
             simulation.run()
             lags.append(simulation.lag.worst)

@@ -20,6 +20,8 @@ import httpx2
 import torch
 from against_generate import Served, make_prompts
 
+from benchmarks.progress import Progress, tell
+
 
 class Round:
     """What one round on one server showed."""
@@ -61,24 +63,26 @@ async def measure(arguments: argparse.Namespace) -> None:
         print(f"{arguments.num_tokens} tokens per request, medians of {arguments.rounds} rounds\n")
         print("| concurrent requests | setting | tokens/s | step, ms | overhead, ms | tokens/s, ratio |")
         print("|---:|---|---:|---:|---:|---:|")
-        for concurrency in arguments.concurrency:
-            rounds: list[list[Round]] = [[], []]
-            for number in range(arguments.rounds):
-                prompts = [
-                    f"{number} {concurrency} {index} {text}" for index, text in enumerate(make_prompts(concurrency))
-                ]
-                for played, served in zip(rounds, servers, strict=True):
-                    played.append(await play(served, prompts, arguments.num_tokens))
-            pairs = zip(*rounds, strict=True)
-            ratio = statistics.median(second.tokens_per_s / first.tokens_per_s for first, second in pairs)
-            for setting, played in zip(settings, rounds, strict=True):
-                medians = [
-                    statistics.median(getattr(r, column) for r in played)
-                    for column in ("tokens_per_s", "step_ms", "overhead_ms")
-                ]
-                last = f"{ratio:.3f}" if played is rounds[1] else "1"
-                figures = f"{medians[0]:,.0f} | {medians[1]:.2f} | {medians[2]:.2f}"
-                print(f"| {concurrency} | `{setting}` | {figures} | {last} |", flush=True)
+        with Progress("rounds", len(arguments.concurrency) * arguments.rounds * len(servers)) as progress:
+            for concurrency in arguments.concurrency:
+                rounds: list[list[Round]] = [[], []]
+                for number in range(arguments.rounds):
+                    prompts = [
+                        f"{number} {concurrency} {index} {text}" for index, text in enumerate(make_prompts(concurrency))
+                    ]
+                    for setting, played, served in zip(settings, rounds, servers, strict=True):
+                        progress.begin(f"{concurrency} requests, {setting}")
+                        played.append(await play(served, prompts, arguments.num_tokens))
+                pairs = zip(*rounds, strict=True)
+                ratio = statistics.median(second.tokens_per_s / first.tokens_per_s for first, second in pairs)
+                for setting, played in zip(settings, rounds, strict=True):
+                    medians = [
+                        statistics.median(getattr(r, column) for r in played)
+                        for column in ("tokens_per_s", "step_ms", "overhead_ms")
+                    ]
+                    last = f"{ratio:.3f}" if played is rounds[1] else "1"
+                    figures = f"{medians[0]:,.0f} | {medians[1]:.2f} | {medians[2]:.2f}"
+                    tell(f"| {concurrency} | `{setting}` | {figures} | {last} |")
     finally:
         for served in servers:
             served.stop()

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.progress import no_bars_in_files, progress, tell
 from servekit.messages import LoadModel, Row, Seat, StepPlan
 from servekit.sampling_params import SamplingParams
 from servekit.worker_process import WORKER_ENVIRONMENT
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256, help="tokens of each sequence")
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
+    no_bars_in_files()
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.model or Path(folder)
         if arguments.model is None:
@@ -163,7 +165,7 @@ def main() -> None:
         "tokens/s",
     ]
     print(f"\n| {' | '.join(heads)} |\n|{'---:|' * len(heads)}")
-    for num_sequences in arguments.batches:
+    for num_sequences in progress(arguments.batches, "batches", lambda number: f"{number} sequences"):
         steps = Steps(loaded, num_sequences, arguments.context, arguments.steps + 3)
         multiply = floor.multiply(num_sequences)
         memory = Memory(num_sequences * steps.length * steps.runner.kv_bytes_per_token)
@@ -176,7 +178,7 @@ def main() -> None:
             *(f"{1e3 * (multiply_s + read_s):.1f}", f"{step_s / (multiply_s + read_s):.2f}"),
             f"{num_sequences / step_s:.0f}",
         )
-        print(f"| {num_sequences} | {' | '.join(cells)} |")
+        tell(f"| {num_sequences} | {' | '.join(cells)} |")
     print(f"\na prompt of {arguments.context} tokens takes {1e3 * steps.prefill_s:.0f} ms")
 
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.progress import Progress, no_bars_in_files, tell
 from tests.inprocess import InProcessEngine
 from tests.tiny_models import ARCHITECTURES, make_model
 from workers.model_manager import ModelManager
@@ -33,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100_000)
     arguments = parser.parse_args()
+    no_bars_in_files()
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), *ARCHITECTURES["llama"])
         loaded = ModelManager("cpu").load(Path(folder), "float32", None)
@@ -40,15 +42,19 @@ def main() -> None:
     rng = random.Random(0)
     started = time.monotonic()
     print("| steps | resident, MiB |\n|---:|---:|")
-    for step in range(arguments.steps + 1):
-        while engine.manager.num_running + engine.manager.num_waiting < 10:
-            prompt = [rng.randrange(3, 100) for _ in range(rng.randrange(1, 90))]
-            sampling = {"temperature": rng.choice([0.0, 1.0]), "top_p": rng.choice([0.5, 1.0]), "seed": step}
-            engine.add(prompt, max_tokens=rng.randrange(1, 60), **sampling)
-        engine.step()
-        if step % (arguments.steps // NUM_REPORTS) == 0:
-            engine.logprobs.clear()  # the harness's, not the worker's
-            print(f"| {step:,} | {resident_bytes() / MIB:.1f} |", flush=True)
+    steps_a_mark = max(1, arguments.steps // 100)
+    with Progress("hundredths", arguments.steps // steps_a_mark + 1) as progress:
+        for step in range(arguments.steps + 1):
+            if step % steps_a_mark == 0:
+                progress.begin(f"step {step:,}")
+            while engine.manager.num_running + engine.manager.num_waiting < 10:
+                prompt = [rng.randrange(3, 100) for _ in range(rng.randrange(1, 90))]
+                sampling = {"temperature": rng.choice([0.0, 1.0]), "top_p": rng.choice([0.5, 1.0]), "seed": step}
+                engine.add(prompt, max_tokens=rng.randrange(1, 60), **sampling)
+            engine.step()
+            if step % (arguments.steps // NUM_REPORTS) == 0:
+                engine.logprobs.clear()  # the harness's, not the worker's
+                tell(f"| {step:,} | {resident_bytes() / MIB:.1f} |")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     elapsed_s = time.monotonic() - started
     print(f"\nat most {peak / MIB:.1f} MiB; {arguments.steps / elapsed_s:.0f} steps/s")

@@ -1,18 +1,17 @@
-"""How far the loading of a model has come: a bar at a terminal, elsewhere a line of the log now and then.
-
-Server and worker write to one standard error, and neither knows when the other has something to say. So the bar leaves
-the cursor where it begins, and whatever comes next is written over it; libraries' bars leave it behind their end, where
-a line of the log would go on.
-"""
+"""How far the loading of a model has come: tqdm's bar at a terminal, elsewhere a line of the log now and then."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO, TypeVar
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm.contrib.logging import logging_redirect_tqdm  # type: ignore[import-untyped]
 
 from servekit.logs import is_for_programs
 
@@ -22,7 +21,8 @@ Item = TypeVar("Item")
 
 BAR_AFTER_S = 0.5  # what takes less needs none
 BAR_EVERY_S = 0.1
-BAR_WIDTH = 20
+# So short that most lines of the server's log cover all of it.
+BAR_FORMAT = "{desc} |{bar:20}| {percentage:3.0f} %, {remaining} left"
 TELL_EVERY_S = 1.0
 LINE_EVERY_S = 5.0
 
@@ -36,7 +36,10 @@ class Progress:
         terminal: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The terminal is that of standard error if there is one; JSON there is for programs, and no place for bars."""
+        """The terminal is that of standard error if there is one; JSON there is for programs, and no place for bars.
+
+        The clock is for `tell` and for lines; tqdm has its own.
+        """
         self.tell = tell
         self._clock = clock
         self._terminal = terminal
@@ -47,11 +50,19 @@ class Progress:
     def stage(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
         """Something that takes its time: what it gives is to be called with how much more of `total` is done."""
         self.tell(name)
-        stage = _Stage(name, total, self.tell, self._terminal, self._clock)
-        try:
-            yield stage.advance
-        finally:
-            stage.erase()
+        total = max(total, 1)
+        say_how_far = _every_few_seconds(name, total, self.tell, self._clock, logs=self._terminal is None)
+        if self._terminal is None:
+            yield say_how_far
+            return
+        # What is logged here meanwhile wipes the bar away first, or the end of it would stand behind a short line.
+        with _Bar.at(self._terminal, name, total) as bar, logging_redirect_tqdm(tqdm_class=_Bar):
+
+            def advance(amount: int) -> None:
+                bar.update(amount)
+                say_how_far(amount)
+
+            yield advance
 
     @contextmanager
     def over(self, name: str, items: list[Item]) -> Iterator[list[Item]]:
@@ -73,43 +84,77 @@ class _Counted(list[Item]):
             self._advance(1)
 
 
-class _Stage:
-    def __init__(
-        self,
-        name: str,
-        total: int,
-        tell: Callable[[str], None],
-        terminal: TextIO | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self._name, self._total, self._done = name, max(total, 1), 0
-        self._tell, self._terminal, self._clock = tell, terminal, clock
-        now = clock()
-        self._tell_s, self._line_s, self._bar_s = now + TELL_EVERY_S, now + LINE_EVERY_S, now + BAR_AFTER_S
-        self._bar = ""  # what stands at the terminal
+def _every_few_seconds(
+    name: str, total: int, tell: Callable[[str], None], clock: Callable[[], float], logs: bool
+) -> Callable[[int], None]:
+    """To be called with how much more is done: says each second how far that is, and logs it every five."""
+    done = 0
+    tell_s, line_s = clock() + TELL_EVERY_S, clock() + LINE_EVERY_S
 
-    def advance(self, amount: int) -> None:
-        self._done += amount
-        now, percent = self._clock(), 100 * self._done // self._total
-        if now >= self._tell_s:
-            self._tell_s = now + TELL_EVERY_S
-            self._tell(f"{self._name}: {percent} %")
-        if self._terminal is not None:
-            if now >= self._bar_s:
-                self._bar_s = now + BAR_EVERY_S
-                self._draw(percent)
-        elif now >= self._line_s:
-            self._line_s = now + LINE_EVERY_S
-            log.info("%s: %d %%", self._name, percent)
+    def advance(amount: int) -> None:
+        nonlocal done, tell_s, line_s
+        done += amount
+        now, percent = clock(), 100 * done // total
+        if now >= tell_s:
+            tell_s = now + TELL_EVERY_S
+            tell(f"{name}: {percent} %")
+        if logs and now >= line_s:
+            line_s = now + LINE_EVERY_S
+            log.info("%s: %d %%", name, percent)
 
-    def _draw(self, percent: int) -> None:
-        assert self._terminal is not None
-        filled = "#" * (BAR_WIDTH * percent // 100)
-        self._bar = f"{self._name} [{filled:.<{BAR_WIDTH}}] {percent:3} %"
-        self._terminal.write(f"\r{self._bar}\r")
+    return advance
+
+
+class _Bar(tqdm):  # type: ignore[misc]
+    """tqdm's, in a process that is not alone at its terminal, and whose threads and semaphores are counted."""
+
+    monitor_interval = 0  # no thread that wakes up for the worker's whole life to see whether a bar stands still
+
+    @classmethod
+    def at(cls, terminal: TextIO, name: str, total: int) -> _Bar:
+        """One that is gone when it is closed."""
+        return cls(
+            total=total,
+            desc=name,
+            file=_LeftAtTheStart(terminal),
+            delay=BAR_AFTER_S,
+            mininterval=BAR_EVERY_S,
+            miniters=1,  # or after many small pieces it would wait for as many before it looks at the clock again
+            smoothing=0,
+            leave=False,
+            dynamic_ncols=True,
+            bar_format=BAR_FORMAT,
+        )
+
+
+# tqdm's own has a semaphore of multiprocessing in it, which may start a process to look after it.
+_Bar.set_lock(threading.RLock())
+
+
+class _LeftAtTheStart:
+    """A terminal whose cursor goes back to the line's start after everything that is written.
+
+    Server and worker write to one standard error, and neither knows when the other has something to say. So the bar
+    leaves the cursor where it begins, and whatever comes next is written over it; tqdm alone leaves it behind the bar's
+    end, where a line of the log would go on.
+    """
+
+    def __init__(self, terminal: TextIO) -> None:
+        self._terminal = terminal
+        self.encoding = terminal.encoding  # tqdm's blocks, or # where there are none
+
+    def __eq__(self, other: object) -> bool:
+        """So that tqdm finds it to be where the log goes."""
+        return other is self or other is self._terminal
+
+    __hash__ = object.__hash__
+
+    def write(self, text: str) -> None:
+        if text:
+            self._terminal.write(f"{text}\r")  # in one piece: nobody comes between
+
+    def flush(self) -> None:
         self._terminal.flush()
 
-    def erase(self) -> None:
-        if self._terminal is not None and self._bar:
-            self._terminal.write(f"\r{' ' * len(self._bar)}\r")
-            self._terminal.flush()
+    def fileno(self) -> int:
+        return self._terminal.fileno()  # for its width

@@ -16,6 +16,7 @@ import torch
 from exercises import MAKERS, exercise
 from questions import Question, question_groups
 from stories import story_requests
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from wordings import FACT_CATEGORIES
@@ -107,7 +108,7 @@ def all_answers(model: PreTrainedModel, tokenizer: Tokenizer, texts: list[str], 
     """`answers` in batches of texts of like length, in the order asked."""
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     found: dict[int, str] = {}
-    for start in range(0, len(order), BATCH_ROWS):
+    for start in tqdm(range(0, len(order), BATCH_ROWS), desc="batches", disable=None, leave=False):
         indices = order[start : start + BATCH_ROWS]
         batch = answers(model, tokenizer, [texts[index] for index in indices], new_tokens)
         found.update(zip(indices, batch, strict=True))

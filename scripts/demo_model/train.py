@@ -10,6 +10,7 @@ circuit several times sooner than AdamW does.
 import argparse
 import math
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +22,9 @@ from tokenizer import BOS, EOS, MAX_LENGTH, PAD, VOCABULARY_SIZE, learn_tokenize
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
+from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 LAYERS = 4
 HIDDEN = 256
@@ -184,22 +187,38 @@ def load_checkpoint(run: Run, path: Path) -> int:
 
 
 def train(run: Run, corpus: Corpus, first_step: int, checkpoint: Path) -> None:
-    """Make the remaining steps, with a line of progress now and then."""
+    """Make the remaining steps, with a line of progress now and then, and a bar where somebody watches."""
     body = torch.compile(run.model.model, dynamic=False)
     copy_steps = min(COPY_STEPS, run.steps // 4)
     since = time.monotonic()
-    for step in range(first_step, run.steps):
-        set_rates(run, step)
-        loss = train_step(run, body, step_batches(corpus, step, copy_steps))
-        done = step + 1
-        if done % REPORT_EVERY == 0:
-            speed = REPORT_EVERY * STEP_TOKENS / (time.monotonic() - since)
-            copied = copy_accuracy(run, corpus)
-            progress = f"step {done}/{run.steps}  loss {loss:.3f}  copy {copied:.2f}"
-            print(f"{progress}  {speed:.0f} tokens/s", flush=True)
-            since = time.monotonic()
-        if done % SAVE_EVERY == 0:
-            save_checkpoint(run, checkpoint, done)
+    with progress_bar(first_step, run.steps) as bar:
+        for step in range(first_step, run.steps):
+            set_rates(run, step)
+            loss = train_step(run, body, step_batches(corpus, step, copy_steps))
+            done = step + 1
+            bar.set_postfix_str(f"step {done}, loss {loss:.3f}", refresh=False)
+            bar.update(STEP_TOKENS)
+            if done % REPORT_EVERY == 0:
+                speed = REPORT_EVERY * STEP_TOKENS / (time.monotonic() - since)
+                copied = copy_accuracy(run, corpus)
+                tqdm.write(f"step {done}/{run.steps}  loss {loss:.3f}  copy {copied:.2f}  {speed:.0f} tokens/s")
+                sys.stdout.flush()
+                since = time.monotonic()
+            if done % SAVE_EVERY == 0:
+                save_checkpoint(run, checkpoint, done)
+
+
+def progress_bar(first_step: int, steps: int) -> tqdm:
+    """How many tokens were read, how fast, and how long it will take; nothing where standard error is no terminal."""
+    return tqdm(
+        initial=first_step * STEP_TOKENS,
+        total=steps * STEP_TOKENS,
+        unit=" tokens",
+        unit_scale=True,
+        disable=None,
+        dynamic_ncols=True,
+        desc="training",
+    )
 
 
 def export(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
@@ -234,6 +253,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Train and export."""
     arguments = parse_arguments()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # transformers would draw its own into a file, too
     torch.manual_seed(arguments.seed)
     lessons = Lessons()
     tokenizer = learn_tokenizer(lessons.texts(TOKENIZER_TEXTS, arguments.seed))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
 
 import pytest
 
-from workers.progress import BAR_WIDTH, Progress
+from tests.pseudo_terminal import pseudo_terminal
+from workers.progress import Progress, _Bar
 
 
 class Clock:
@@ -45,36 +47,94 @@ def load(progress: Progress, clock: Clock, seconds: float, parts: int = 100) -> 
             advance(1)
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bars appear at once, and with every piece: tqdm's clock is the real one, which a test cannot set."""
+    monkeypatch.setattr("workers.progress.BAR_AFTER_S", 0.0)
+    monkeypatch.setattr("workers.progress.BAR_EVERY_S", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_bar_grows_at_a_terminal_and_leaves_nothing_behind() -> None:
-    terminal, clock, seen = Terminal(), Clock(), list[str]()
-    progress = Progress(terminal=terminal, clock=clock)
-    with progress.stage("reading", 40) as advance:
+    terminal, seen = Terminal(), list[str]()
+    with Progress(terminal=terminal).stage("reading", 40) as advance:
         for _ in range(40):
-            clock.now_s += 0.1
             advance(1)
             seen.append(terminal.line)
-    assert seen[3] == "" and seen[19] == f"reading [{'#' * 10}{'.' * 10}]  50 %"
-    assert seen[-1] == f"reading [{'#' * BAR_WIDTH}] 100 %"
-    assert terminal.line.strip() == "" and not terminal.lines
+    assert seen[19].startswith(f"reading |{'#' * 10}{' ' * 10}|  50 %, ") and "left" in seen[19]
+    assert seen[39].startswith(f"reading |{'#' * 20}| 100 %, ")
+    assert terminal.line.strip() == "" and terminal.column == 0 and not terminal.lines
 
 
+@pytest.mark.usefixtures("impatient")
 def test_what_somebody_else_logs_is_written_over_the_bar() -> None:
-    terminal, clock = Terminal(), Clock()
+    terminal = Terminal()
     line = "12:00:00 INFO    servekit  request method=POST path=/generate status=503"
-    with Progress(terminal=terminal, clock=clock).stage("reading", 2) as advance:
-        clock.now_s = 1.0
+    with Progress(terminal=terminal).stage("reading", 2) as advance:
         advance(1)
         assert terminal.line and terminal.column == 0
         terminal.write(line + "\n")
-        clock.now_s = 2.0
         advance(1)
     assert terminal.lines == [line]
 
 
-def test_what_takes_no_time_shows_no_bar() -> None:
+@pytest.mark.usefixtures("impatient")
+def test_what_is_logged_beside_a_bar_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, log = Terminal(), logging.getLogger("servekit.worker")
+    console = logging.StreamHandler(terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(logging.root, "handlers", [console])
+    monkeypatch.setattr(log, "level", logging.INFO)
+    with Progress(terminal=terminal).stage("reading", 2) as advance:
+        advance(1)
+        log.info("short")
+        assert terminal.line.startswith("reading |") and terminal.column == 0, "and the bar is below it"
+    assert terminal.lines == ["short"] and logging.root.handlers == [console]
+
+
+def test_what_takes_no_time_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.progress.BAR_AFTER_S", 3600.0)
     terminal, clock = Terminal(), Clock()
     load(Progress(terminal=terminal, clock=clock), clock, seconds=0.4)
     assert terminal.line == ""
+
+
+@pytest.mark.usefixtures("impatient")
+def test_where_standard_error_is_a_terminal_the_bar_is_there_and_no_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, told = Clock(), list[str]()
+    with caplog.at_level(logging.INFO, "servekit.worker"), pseudo_terminal() as (terminal, seen):
+        monkeypatch.setattr(sys, "stderr", terminal)
+        load(Progress(told.append, clock=clock), clock, seconds=40.0, parts=4)
+    assert "\rreading |█████               |  25 %, " in seen.text and "\n" not in seen.text
+    assert seen.text.rstrip("\r").endswith("    "), "what is left is blank"
+    assert not caplog.records
+    assert told == ["reading", "reading: 25 %", "reading: 50 %", "reading: 75 %", "reading: 100 %"]
+    assert "monitor" not in vars(_Bar), "tqdm's thread would wake the worker up for ever"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_bar_is_no_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pseudo_terminal(num_columns=30) as (terminal, seen):
+        monkeypatch.setattr(sys, "stderr", terminal)
+        load(Progress(), Clock(), seconds=1.0, parts=4)
+    assert "reading |" in seen.text and max(map(len, seen.text.split("\r"))) <= 30
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("is_for_programs", [False, True], ids=["a file", "a terminal that is to have JSON"])
+def test_elsewhere_nothing_is_drawn(
+    is_for_programs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, output = Clock(), Terminal() if is_for_programs else io.StringIO()
+    monkeypatch.setattr("workers.progress.is_for_programs", lambda: is_for_programs)
+    monkeypatch.setattr(output, "isatty", lambda: is_for_programs)
+    monkeypatch.setattr(sys, "stderr", output)
+    with caplog.at_level(logging.INFO, "servekit.worker"):
+        load(Progress(clock=clock), clock, seconds=20.0, parts=4)
+    assert output.getvalue() == "" and getattr(output, "line", "") == ""
+    assert caplog.messages == ["reading: 25 %", "reading: 50 %", "reading: 75 %", "reading: 100 %"]
 
 
 def test_elsewhere_there_is_a_line_every_few_seconds_at_most(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,139 @@
+"""Whether the host waits for the device as it launches, how long a launch takes it, and what the device idles between.
+
+That nothing waits is seen by torch's own sync debug mode, in which every operation that would wait raises.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import islice, pairwise
+
+import torch
+
+from benchmarks.gpu.at_work import work
+from benchmarks.gpu.reading import union_length
+from benchmarks.gpu.records import Record
+from benchmarks.gpu.sequences import GREEDY, Sequences
+from benchmarks.gpu.session import BLOCK_SIZE, Session, SkippedError
+from servekit.messages import Row, Seat, StepPlan
+from servekit.sampling_params import SamplingParams
+from workers.model_manager import LoadedModel
+from workers.model_runner import ModelRunner, make_runner
+
+CONTEXT = 64
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "temperature": SamplingParams(max_tokens=4096, temperature=0.8, seed=1),
+    "top-k, top-p, min-p": SamplingParams(max_tokens=4096, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=1),
+    "penalties": SamplingParams(
+        max_tokens=4096, temperature=0.8, frequency_penalty=0.5, repetition_penalty=1.1, seed=1
+    ),
+    "logprobs": SamplingParams(max_tokens=4096, temperature=0.0, logprobs=5),
+    "minimum of tokens": SamplingParams(max_tokens=4096, min_tokens=4000, temperature=0.0),
+}
+
+
+def run(session: Session) -> None:
+    shape = session.shapes[-1]  # the smallest, where launching weighs most
+    loaded = session.load(shape)
+    for name, sampling in SAMPLINGS.items():
+        with session.row("waits", what=f"decode, {name}") as row:
+            row |= _launch_strictly(session, loaded, sampling, mixed=False)
+    for name in ("greedy", "top-k, top-p, min-p"):
+        with session.row("waits", what=f"a prompt beside decodes, {name}") as row:
+            row |= _launch_strictly(session, loaded, SAMPLINGS[name], mixed=True)
+    for batch in session.batches:
+        with session.row("launches", shape=shape.name, batch=batch) as row:
+            _time_launches(session, loaded, batch, row)
+
+
+def _launch_strictly(
+    session: Session, loaded: LoadedModel, sampling: SamplingParams, mixed: bool
+) -> dict[str, float | str]:
+    """Once without the debug mode, for kernels are compiled and graphs captured; then with it."""
+    runner = make_runner(loaded, session.settings(5, 4 * CONTEXT))
+    sequences = Sequences(runner, 4, CONTEXT, 2 * CONTEXT, sampling)
+    plans = _with_prompts(sequences, sampling) if mixed else sequences.plans()
+    for plan in islice(plans, 3):
+        runner.execute(plan)
+    plan = next(plans)
+    if not session.on_gpu:
+        runner.execute(plan)
+        raise SkippedError("a CPU has no queue that anybody could wait for")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        started = time.perf_counter()
+        pending = runner.launch(plan)
+        launch_s = time.perf_counter() - started
+        was_done = pending.is_done()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    result = pending.finish()
+    assert len(result.token_ids) == len(plan.rows), result
+    assert pending.is_done(), "a step that was waited for is not done"
+    return {"launch_s": launch_s, "was_done": str(was_done)}
+
+
+def _with_prompts(sequences: Sequences, sampling: SamplingParams) -> Iterator[StepPlan]:
+    """Steps in which a new sequence takes the fifth seat and has its prompt computed, beside four that decode."""
+    blocks = tuple(range(4 * -(-3 * CONTEXT // BLOCK_SIZE), 4 * -(-3 * CONTEXT // BLOCK_SIZE) + CONTEXT // BLOCK_SIZE))
+    for plan in sequences.plans():
+        seat = Seat(slot=4, sampling=sampling, prompt_length=CONTEXT)
+        row = Row(4, 0, CONTEXT, tuple(range(3, 3 + CONTEXT)), blocks, samples=True)
+        yield StepPlan(plan.epoch, plan.step_id, (seat,), (*plan.rows, row))
+
+
+def _time_launches(session: Session, loaded: LoadedModel, batch: int, row: Record) -> None:
+    """The host's part of a step, and the device's idle share with two steps in flight; one by one, as one may fail."""
+    num_steps = 40 if session.on_gpu else 3
+    runner = make_runner(loaded, session.settings(batch, session.context + 4 * num_steps))
+    sequences = Sequences(runner, batch, session.context, 4 * num_steps)
+    sequences.run(3)
+    row["launch_s"], row["gap_s"] = _launches(runner, sequences.plans(), num_steps, session.on_gpu)
+    row["step_s"] = statistics.median(sequences.run(num_steps))
+    if session.on_gpu:
+        row["idle"] = _idle_share(sequences, num_steps)
+
+
+def _launches(
+    runner: ModelRunner, plans: Iterator[StepPlan], num_steps: int, on_gpu: bool
+) -> tuple[float, float | None]:
+    """Seconds of a launch on the host, and of the device between one step's last kernel and the next one's first."""
+    launch_s, marks, pending = [], [], None
+    for plan in islice(plans, num_steps):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (None, None)
+        started = time.perf_counter()
+        if begin is not None:
+            begin.record()
+        following = runner.launch(plan)
+        if end is not None:
+            end.record()
+        launch_s.append(time.perf_counter() - started)
+        marks.append((begin, end))
+        if pending is not None:
+            pending.finish()
+        pending = following
+    if pending is not None:
+        pending.finish()
+    gaps_ms = [before.elapsed_time(after) for (_, before), (after, _) in pairwise(marks) if before]
+    return statistics.median(launch_s), 1e-3 * statistics.median(gaps_ms) if gaps_ms else None
+
+
+def _idle_share(sequences: Sequences, num_steps: int) -> float | None:
+    """Of the device, by the profiler, which slows the host down: no more than this. None if it saw nothing."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        sequences.run(num_steps)
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    spans = [(e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type == cuda]
+    if not spans:
+        return None
+    whole = max(end for _, end in spans) - min(begin for begin, _ in spans)
+    return 1 - union_length(spans) / whole
+
+
+if __name__ == "__main__":
+    work(run)

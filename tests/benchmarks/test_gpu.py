@@ -1,0 +1,157 @@
+"""Claims about the pure parts of benchmarks/gpu: floors, records, tables, and what fits into a command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import tables
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.reading import counts, step_while_all_run, summary_line, union_length
+from benchmarks.gpu.records import Record, Recorder, latest, parse, read_all
+from benchmarks.gpu.shapes import GOALS, SHAPES, Ceilings, decode_floor_s, prefill_floor_s, visible_pairs
+from benchmarks.gpu.stages import STAGES, commands
+from benchmarks.gpu.tables import TABLES, markdown, outcome, page
+
+LLAMA = SHAPES["llama-3-8b"]
+H200 = Ceilings(bytes_per_s=4.3e12, flops=790e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters"),
+    [("llama-3-8b", 8_030_261_248), ("qwen2.5-1.5b", 1_543_714_304), ("qwen2.5-0.5b", 494_032_768)],
+)
+def test_shapes_have_as_many_parameters_as_the_published_models(name: str, num_parameters: int) -> None:
+    assert SHAPES[name].num_parameters == num_parameters
+
+
+@pytest.mark.parametrize(("batch", "milliseconds"), [(1, 3.52), (32, 4.49), (128, 7.49), (256, 12.85)])
+def test_the_floor_of_a_decode_step_is_what_was_worked_out_by_hand(batch: int, milliseconds: float) -> None:
+    assert 1e3 * decode_floor_s(LLAMA, batch, 1024, H200) == pytest.approx(milliseconds, abs=0.01)
+
+
+def test_the_floor_of_prefill_counts_half_of_the_pairs_of_tokens() -> None:
+    chunk = 8192
+    linear = 2 * chunk * LLAMA.multiplied_in_layers + 2 * LLAMA.multiplied_in_head
+    pairs = visible_pairs(chunk, chunk) * 4 * LLAMA.num_layers * LLAMA.num_heads * LLAMA.head_dim
+    assert prefill_floor_s(LLAMA, chunk, H200) * H200.flops == pytest.approx(linear + pairs, rel=1e-3)
+    assert chunk / prefill_floor_s(LLAMA, chunk, H200) * 0.6 == pytest.approx(29_400, rel=0.02)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 9), (7, 7), (3, 8)])
+def test_visible_pairs_are_those_of_a_count(num_queries: int, num_keys: int) -> None:
+    counted = sum(key <= num_keys - num_queries + query for query in range(num_queries) for key in range(num_keys))
+    assert visible_pairs(num_queries, num_keys) == counted
+
+
+def test_goals_are_of_shapes_that_are_measured() -> None:
+    assert {name for name, _, _ in GOALS} <= SHAPES.keys()
+
+
+def test_commands_hold_every_stage_once_in_order_and_none_is_too_long() -> None:
+    told = commands(STAGES, 9.0)
+    assert [stage for command in told for stage in command] == list(STAGES)
+    assert all(sum(stage.minutes for stage in command) <= 9.0 for command in told)
+    assert len(told) <= 3, "all of it is to be done in three commands of ten minutes"
+    assert sum(stage.minutes for stage in STAGES) <= 25.0
+
+
+def test_a_stage_that_never_fits_has_a_command_of_its_own() -> None:
+    assert [len(command) for command in commands(STAGES[:3], 0.1)] == [1, 1, 1]
+
+
+def test_every_stage_has_its_module() -> None:
+    for stage in STAGES:
+        assert (Path(tables.__file__).parent / f"{stage.module}.py").exists()
+
+
+def record(stage: str, table: str, run: str = "1", **fields: object) -> Record:
+    return {"run": run, "stage": stage, "table": table, **fields}
+
+
+def test_a_line_that_was_cut_off_is_left_out() -> None:
+    whole = json.dumps(record("steps", "steps"))
+    assert list(parse([whole, whole[:-5], "", "[]", "{}"])) == [record("steps", "steps")]
+
+
+def test_of_a_stage_that_ran_twice_the_later_run_counts(tmp_path: Path) -> None:
+    for run, batch in (("20260102", 2), ("20260101", 1)):
+        Recorder(tmp_path, run, "steps").write("steps", {"batch": batch})
+    Recorder(tmp_path, "20260101", "tokens").write("tokens", {"model": "llama"})
+    kept = latest(read_all(tmp_path))
+    assert [(each["stage"], each.get("batch")) for each in kept] == [("tokens", None), ("steps", 2)]
+
+
+def test_tables_have_only_columns_that_somebody_fills() -> None:
+    row = {"shape": "llama-3-8b", "what": "decode", "batch": 128, "step_s": 0.01, "share": 0.7512, "goal": 0.75}
+    assert markdown(TABLES["steps"], [record("steps", "steps", **row)]).splitlines() == [
+        "| shape | | sequences | a step, ms | of the floor | goal | |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+        "| llama-3-8b | decode | 128 | 10.00 | 75 % | 75 % | met |",
+    ]
+
+
+def test_rows_tell_what_became_of_them() -> None:
+    assert outcome({"share": 0.74, "goal": 0.75}) == "**missed**"
+    assert outcome({"share": 0.75, "goal": 0.75}) == "met"
+    assert outcome({"share": 0.75, "goal": None}) == ""
+    assert outcome({"share": 0.75, "goal": 0.5, "failed": "a|b\nc"}) == "**failed**: a/b c"
+    assert outcome({"skipped": "no vllm"}) == "skipped: no vllm"
+
+
+def test_the_page_tells_of_stages_that_failed_were_cut_off_or_never_begun() -> None:
+    machine = {"device": "A GPU", "memory_bytes": 2**37, "num_cores": 16, "python": "3.12", "versions": {"torch": "2"}}
+    told = [
+        record("steps", "machine", **machine, commit="abc", command="python -m benchmarks.gpu"),
+        record("command", "stages", name="steps", question="?", outcome="**cut off**"),
+        record("command", "stages", name="tokens", question="?", outcome="done", seconds=4.2),
+        record("command", "stages", run="2", name="tokens", question="?", outcome="not begun: 0.1 minutes were left"),
+        record("command", "stages", name="vllm", question="?", outcome="not begun: 0.1 minutes were left"),
+        record("steps", "steps", shape="tiny", batch=1, failed="RuntimeError: no"),
+        record("vllm", "stage", skipped="vLLM cannot be imported: pip install vllm"),
+    ]
+    text = page(told)
+    assert "`python -m benchmarks.gpu`: A GPU, 128 GiB, 16 cores, Python 3.12, torch 2, commit abc." in text
+    assert "| steps | ? | | **cut off** |" in text and "| tokens | ? | 4 | done |" in text
+    assert "| vllm | ? | | not begun: 0.1 minutes were left |" in text
+    assert "**failed**: RuntimeError: no" in text and "skipped: vLLM cannot be imported" in text
+
+
+def test_the_tables_can_be_made_again_from_records_that_were_brought_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run, shape in (("1", "llama-3-8b"), ("2", "tiny")):
+        Recorder(tmp_path, run, "steps" if run == "1" else "memory").write("steps", {"shape": shape, "step_s": 0.5})
+    assert main(["--out", str(tmp_path), "--stages"]) == 0
+    told = capsys.readouterr().out
+    assert "| llama-3-8b | 500.00 |" in told and "| tiny | 500.00 |" in told
+    assert (tmp_path / "tables.md").read_text().strip() == told.strip()
+
+
+def test_what_overlaps_is_counted_once() -> None:
+    assert union_length([(5, 6), (0, 2), (1, 3), (1, 2), (3, 4)]) == 5
+    assert union_length([]) == 0
+
+
+def test_steps_are_read_off_while_all_sequences_run() -> None:
+    first = [0.0, 1.0, 2.0, 4.0, 6.0, 8.0]  # alone until 2, and slower from then on
+    second = [2.0, 4.0, 6.0, 8.0, 9.0]
+    assert step_while_all_run([first, second]) == 2.0
+    with pytest.raises(ValueError, match="no time at which all of them ran"):
+        step_while_all_run([[0.0, 1.0], [1.0, 2.0]])
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("....\n\n1 failed, 12 passed, 2 skipped in 3.10s\n", {"failed_tests": 1, "passed": 12, "skipped_tests": 2}),
+        ("===== 4 passed in 65.15s (0:01:05) =====\n", {"passed": 4}),
+        ("E   ImportError\n2 errors in 0.31s\n", {"errors": 2}),
+        ("ended after 60 s", {}),
+        ("", {}),
+    ],
+)
+def test_pytests_last_line_is_read(output: str, expected: dict[str, int]) -> None:
+    assert counts(summary_line(output)) == expected
