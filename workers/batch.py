@@ -68,10 +68,17 @@ class SlotTable:
         """A new sequence takes the slot; nothing of the former one may be seen again."""
         self.seats[seat.slot] = seat
         self.num_blocks[seat.slot] = 0
-        if seat.token_ids:
-            first = seat.slot * self.row_length
-            known = torch.tensor(seat.token_ids, dtype=torch.int32, device=self.token_ids.device)
-            self.token_ids[first : first + len(seat.token_ids)] = known
+
+    def write(self, known: list[tuple[int, int, tuple[int, ...]]]) -> None:
+        """Token ids that are known on the host, as (slot, position of the first, ids)."""
+        token_ids = np.array([token_id for _, _, token_ids in known for token_id in token_ids], dtype=np.int32)
+        if not len(token_ids):
+            return
+        cells = np.concatenate(
+            [np.arange(len(token_ids)) + (slot * self.row_length + start) for slot, start, token_ids in known]
+        )
+        at, values = staged([cells, token_ids], self.token_ids.device)
+        self.token_ids.index_copy_(0, at, values)
 
     def append_blocks(self, row: Row) -> None:
         count = self.num_blocks[row.slot]
@@ -98,7 +105,8 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
         table.sit(seat)
     for row in plan.rows:
         table.append_blocks(row)
-    _write_known_tokens(plan, table)
+    of_seats = [(seat.slot, 0, seat.token_ids) for seat in plan.seats]
+    table.write(of_seats + [(row.slot, row.start, row.token_ids) for row in plan.rows])
     seated = np.array([row.slot for row in plan.rows])
     begin = np.array([row.start for row in plan.rows])
     num_queries = np.array([row.num_tokens for row in plan.rows])
@@ -132,17 +140,3 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
         sampling=[table.sampling_row(plan.rows[index]) for index in sampled],
         prompt_rows=[row for row in prompt_rows if row is not None],
     )
-
-
-def _write_known_tokens(plan: StepPlan, table: SlotTable) -> None:
-    """Put the token ids that the manager sent into the token table."""
-    known = [token_id for row in plan.rows for token_id in row.token_ids]
-    if not known:
-        return
-    cells = [
-        row.slot * table.row_length + position
-        for row in plan.rows
-        for position in range(row.start, row.start + len(row.token_ids))
-    ]
-    at, token_ids = staged([np.array(cells), np.array(known, dtype=np.int32)], table.token_ids.device)
-    table.token_ids[at] = token_ids

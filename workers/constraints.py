@@ -11,17 +11,20 @@ import contextlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
 from torch import Tensor
 
 from servekit.grammar import grammar_tokenizer, matcher_for
 from servekit.messages import Seat
 from workers.batch import SlotTable
 from workers.sampler import SamplingRow
+from workers.staging import Mark, on_host, staged
 
 MAX_GRAMMARS_KEPT = 256
 INFINITY = float("inf")
@@ -34,6 +37,27 @@ class _Follower:
     seat: Seat
     matcher: LLMatcher
     num_consumed: int = 0  # tokens of the answer
+
+
+@dataclass(frozen=True, slots=True)
+class Lookout:
+    """The followers of a step's rows, and the tokens that they have not seen, on their way to the host."""
+
+    followers: dict[int, _Follower]  # by row
+    num_unseen: list[int]  # for each of them
+    token_ids: Tensor | None  # [sum of num_unseen] int32, when `arrival` is passed; None if there are none
+    arrival: Mark | None
+
+    def caught_up(self) -> dict[int, LLMatcher]:
+        """Their matchers, each behind every token of its answer so far. Waits for the tokens; once."""
+        if self.arrival is not None and self.token_ids is not None:
+            self.arrival.wait()
+            unseen = iter(self.token_ids.tolist())
+            for follower, count in zip(self.followers.values(), self.num_unseen, strict=True):
+                if count:
+                    follower.matcher.consume_tokens(list(islice(unseen, count)))
+                    follower.num_consumed += count
+        return {i: follower.matcher for i, follower in self.followers.items()}
 
 
 class Constraints:
@@ -58,50 +82,53 @@ class Constraints:
         with contextlib.suppress(ValueError, KeyError, OSError):
             _ = self.tokenizer
 
+    def look(self, rows: list[SamplingRow], table: SlotTable) -> Lookout:
+        """Send for the tokens that the rows' matchers have not seen: before the forward pass, so that whoever waits for
+        them waits for the step that chose them, while the device computes this one.
+        """
+        followers = {
+            i: self._follower(table.seats[row.slot]) for i, row in enumerate(rows) if row.sampling.grammar is not None
+        }
+        # Nearly always each lacks one token, the newest; after a preemption, the whole answer; and none of what is
+        # executed once more, in pieces.
+        ends = [rows[i].slot * table.row_length + rows[i].position for i in followers]
+        counts = [max(0, rows[i].num_outputs - follower.num_consumed) for i, follower in followers.items()]
+        cells = [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        if not any(counts):
+            return Lookout(followers, counts, None, None)
+        (at,) = staged([np.concatenate(cells)], table.token_ids.device)
+        token_ids = on_host(table.token_ids.index_select(0, at))
+        return Lookout(followers, counts, token_ids, Mark(at.device))
+
     def constrain(
-        self, logits: Tensor, rows: list[SamplingRow], table: SlotTable, in_place: bool = False
+        self, logits: Tensor, rows: list[SamplingRow], lookout: Lookout, in_place: bool = False
     ) -> tuple[Tensor, tuple[tuple[int, str], ...]]:
         """Logits [num_rows, vocab_size], minus infinity where a row's grammar does not go on; and (row, what is wrong).
 
         Where a row's other wishes leave none of the tokens that its grammar allows, the grammar wins. Done in one
         thread and after the forward pass: a thread beside it, and llguidance's own pool, were slower on two cores.
         """
-        followed = [i for i, row in enumerate(rows) if row.sampling.grammar is not None]
-        if not followed:
+        if not lookout.followers:
             return logits, ()
-        matchers = self._caught_up([rows[i] for i in followed], table)
+        matchers = lookout.caught_up()
         num_words = -(-self._vocab_size // 32)
         # One bit for each token that may come; rows without a grammar keep all of theirs.
         bits = np.full((len(rows), num_words), -1, dtype=np.int32)
         address, row_bytes = bits.ctypes.data, 4 * num_words
-        for i, matcher in zip(followed, matchers, strict=True):
+        for i, matcher in matchers.items():
             matcher.unsafe_compute_mask_ptr(address + i * row_bytes, row_bytes)
-        unpacked = np.unpackbits((~bits).view(np.uint8), axis=-1, count=logits.shape[-1], bitorder="little")
-        outside = torch.from_numpy(unpacked).view(torch.bool).to(logits.device)
+        outside = _unpacked(~bits, logits.shape[-1], logits.device)
         constrained = logits.masked_fill_(outside, -INFINITY) if in_place else logits.masked_fill(outside, -INFINITY)
-        for i in followed:
-            if rows[i].sampling.bans_tokens and constrained[i].amax() == -INFINITY:
-                constrained[i] = torch.where(outside[i], -INFINITY, 0.0)
+        banning = [i for i in matchers if rows[i].sampling.bans_tokens]
+        if banning:
+            (at,) = staged([np.array(banning)], logits.device)
+            theirs = constrained.index_select(0, at)
+            has_none = theirs.amax(dim=-1, keepdim=True) == -INFINITY
+            allowed = torch.where(outside.index_select(0, at), -INFINITY, 0.0)
+            constrained = constrained.index_copy(0, at, torch.where(has_none, allowed, theirs))
         # A matcher that gave up, because its grammar is too complex at this place, allows what one allows that is done.
-        failed = [(i, matcher) for i, matcher in zip(followed, matchers, strict=True) if matcher.is_error()]
+        failed = [(i, matcher) for i, matcher in matchers.items() if matcher.is_error()]
         return constrained, tuple((i, matcher.get_error().split("\n")[0]) for i, matcher in failed)
-
-    def _caught_up(self, rows: list[SamplingRow], table: SlotTable) -> list[LLMatcher]:
-        """The rows' matchers, each behind every token of its answer so far."""
-        # Nearly always each lacks one token, the newest: one look at the table for all of them.
-        cells = [row.slot * table.row_length + row.position - 1 for row in rows]
-        newest = table.token_ids[torch.tensor(cells, device=table.token_ids.device)].tolist()
-        matchers = []
-        for row, cell, token_id in zip(rows, cells, newest, strict=True):
-            follower = self._follower(table.seats[row.slot])
-            matchers.append(follower.matcher)
-            num_missed = row.num_outputs - follower.num_consumed - 1
-            if num_missed > 0:
-                follower.matcher.consume_tokens(table.token_ids[cell - num_missed : cell].tolist())
-            if num_missed >= 0:
-                follower.matcher.consume_token(token_id)
-                follower.num_consumed = row.num_outputs
-        return matchers
 
     def _follower(self, seat: Seat) -> _Follower:
         """Of whoever sits there now."""
@@ -119,3 +146,14 @@ class Constraints:
         while len(self._compiled) > MAX_GRAMMARS_KEPT:
             self._compiled.popitem(last=False)
         return self._compiled[grammar].deep_copy()
+
+
+def _unpacked(bits: NDArray[np.int32], num_tokens: int, device: torch.device) -> Tensor:
+    """[num_rows, num_tokens] bool, of so many bits in words [num_rows, num_words], the lowest first."""
+    if device.type == "cpu":
+        unpacked = np.unpackbits(bits.view(np.uint8), axis=-1, count=num_tokens, bitorder="little")
+        return torch.from_numpy(unpacked).view(torch.bool)
+    # Unpacked there, so that what is brought over is an eighth.
+    (packed,) = staged([bits.view(np.uint8)], device)
+    places = torch.arange(8, dtype=torch.uint8, device=device)
+    return (packed[..., None].bitwise_right_shift(places) & 1).flatten(1)[:, :num_tokens].bool()

@@ -2,12 +2,18 @@
 
 A graph is what was launched once, at fixed addresses; so it is captured for a number of rows, and every step of that
 many rows or somewhat fewer is copied into its inputs. Rows that are too many have length 0 and write to no cell. The
-largest is captured when the worker loads: what memory it takes is then known, and the others share it, but for their
-logits. Each of them is captured when it is first needed, so that serving begins in seconds.
+largest is captured when the worker loads: what memory it takes is then known, and the others share all of it. Each of
+them is captured when it is first needed, so that serving begins in seconds.
+
+All graphs read the same inputs and write the same logits, each the first rows of them. That is safe because they are
+launched into one stream, in which steps are done one after the other: what still reads the logits of a step, to choose
+its tokens, was launched before the next one's inputs are filled, and nobody on the host ever reads them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,10 +24,13 @@ from torch import Tensor
 
 from workers.batch import Batch
 from workers.paged_step import StepRows
+from workers.staging import waiting_refused
+
+log = logging.getLogger("servekit.worker")
 
 NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
-# From token ids [1, num_tokens], positions alike and rows to logits [num_tokens, vocab_size].
+# From token ids [1, num_tokens], positions alike and rows to logits [num_tokens, vocab_size] of any dtype.
 Forward = Callable[[Tensor, Tensor, StepRows], Tensor]
 
 
@@ -31,7 +40,7 @@ class Replay(Protocol):
     def replay(self) -> None: ...
 
 
-Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]  # what to do -> its repetition, and where it answers
+Capture = Callable[[Callable[[], None]], Replay]  # of what is to be repeated; raises RuntimeError
 
 
 class DecodeGraphs:
@@ -43,49 +52,68 @@ class DecodeGraphs:
         max_num_rows: int,
         table_width: int,
         block_size: int,
+        vocab_size: int,
         device: torch.device,
         capture: Capture,
     ) -> None:
         """`table_width`: blocks that the longest sequence can have."""
         self._forward = forward
         self._capture = capture
-        self._sizes_of_inputs = (table_width, block_size, device)
         smaller = [num_rows for num_rows in NUM_ROWS if num_rows < max_num_rows]
         self._sizes = [*smaller, max_num_rows] if max_num_rows <= NUM_ROWS[-1] else smaller
-        self._graphs: dict[int, tuple[_Inputs, Replay, Tensor]] = {}
+        self._inputs = _Inputs.make(self._sizes[-1], table_width, block_size, device)
+        self._logits = torch.zeros(self._sizes[-1], vocab_size, dtype=torch.float32, device=device)
+        self._graphs: dict[int, Replay | None] = {}  # by number of rows; None cannot be captured
 
-    def takes(self, batch: Batch) -> bool:
-        """Whether all its rows compute one token, and sample the next."""
+    def run(self, batch: Batch) -> Tensor | None:
+        """Logits [num_rows, vocab_size] in float32, to be read by what is launched before the next run.
+
+        None, and nothing is done, unless each row computes one token and samples the next, and there is a graph of that
+        size.
+        """
         num_rows = len(batch.rows.num_keys)
-        is_decode = len(batch.position_ids) == num_rows == len(batch.sampling)
-        return is_decode and num_rows <= self._sizes[-1] and not batch.prompt_rows
-
-    def run(self, batch: Batch) -> Tensor:
-        """Logits [num_rows, vocab_size] in float32, valid until the next run."""
-        num_rows = len(batch.rows.num_keys)
-        inputs, graph, logits = self._graph_for(num_rows)
-        inputs.fill(batch)
-        graph.replay()
-        return logits[:num_rows]
-
-    def capture_largest(self) -> None:
-        self._graph_for(self._sizes[-1])
-
-    def _graph_for(self, num_rows: int) -> tuple[_Inputs, Replay, Tensor]:
+        is_decode = len(batch.position_ids) == num_rows == len(batch.sampling) and not batch.prompt_rows
+        if not is_decode or num_rows > self._sizes[-1]:
+            return None
         size = next(size for size in self._sizes if size >= num_rows)
         if size not in self._graphs:
-            inputs = _Inputs.make(size, *self._sizes_of_inputs)
-            graph, logits = self._capture(lambda: self._forward(inputs.input_ids, inputs.position_ids, inputs.rows))
-            self._graphs[size] = (inputs, graph, logits)
-        return self._graphs[size]
+            self._try_to_capture(size)
+        graph = self._graphs[size]
+        if graph is None:
+            return None
+        self._inputs.fill(batch, size)
+        graph.replay()
+        return self._logits[:num_rows]
+
+    def capture_largest(self) -> None:
+        """Raises what capturing it raises."""
+        self._graphs[self._sizes[-1]] = self._captured(self._sizes[-1])
+
+    def _try_to_capture(self, size: int) -> None:
+        self._graphs[size] = None
+        try:
+            self._graphs[size] = self._captured(size)
+        except RuntimeError as error:  # also if memory does not hold it, which may be so in a full service only
+            log.warning("decode steps of %d rows are launched one kernel at a time, from now on: %s", size, error)
+
+    def _captured(self, size: int) -> Replay:
+        # It is computed as it is captured, and what an earlier step left in the inputs names cells of others by now.
+        self._inputs.clear(size)
+        inputs, logits = self._inputs.first(size), self._logits[:size]
+
+        def compute() -> None:
+            # In the model's own dtype until here: the copy is what makes them float32.
+            logits.copy_(self._forward(inputs.token_ids[None], inputs.positions[None], inputs.rows))
+
+        return self._capture(compute)
 
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What a graph reads, at addresses that stay. As they are made, all rows are padding."""
+    """What graphs read, at addresses that stay. As they are made, all rows are padding."""
 
-    input_ids: Tensor  # [1, num_rows]
-    position_ids: Tensor  # [1, num_rows]
+    token_ids: Tensor  # [num_rows]
+    positions: Tensor  # [num_rows]
     rows: StepRows
 
     @classmethod
@@ -102,36 +130,70 @@ class _Inputs:
             block_table=zeros(num_rows, table_width, dtype=torch.int32),
             slot_mapping=zeros(num_rows) - 1,
         )
-        return cls(zeros(1, num_rows), zeros(1, num_rows), rows)
+        return cls(zeros(num_rows), zeros(num_rows), rows)
 
-    def fill(self, batch: Batch) -> None:
-        """A step of as many rows, or fewer: then what the step before left of its own must go."""
+    def first(self, num_rows: int) -> _Inputs:
+        """The first rows of them, in the same memory."""
+        rows = StepRows(
+            self.rows.block_size,
+            self.rows.num_queries[:num_rows],
+            self.rows.num_keys[:num_rows],
+            self.rows.query_starts[: num_rows + 1],
+            self.rows.lengths[:num_rows],
+            self.rows.block_table[:num_rows],
+            self.rows.slot_mapping[:num_rows],
+        )
+        return _Inputs(self.token_ids[:num_rows], self.positions[:num_rows], rows)
+
+    def fill(self, batch: Batch, size: int) -> None:
+        """A step of as many rows as the graph's size, or fewer: what another left behind them must go."""
         num_rows, width = batch.rows.block_table.shape
-        self.input_ids[0, :num_rows] = batch.input_ids
-        self.position_ids[0, :num_rows] = batch.position_ids
+        self.token_ids[:num_rows] = batch.input_ids
+        self.positions[:num_rows] = batch.position_ids
         self.rows.block_table[:num_rows, :width] = batch.rows.block_table
         self.rows.lengths[:num_rows] = batch.rows.lengths
         self.rows.slot_mapping[:num_rows] = batch.rows.slot_mapping
-        if num_rows < len(self.rows.lengths):
-            self.rows.lengths[num_rows:] = 0
-            self.rows.slot_mapping[num_rows:] = -1
+        if num_rows < size:
+            self.clear(size, num_rows)
+
+    def clear(self, size: int, num_rows: int = 0) -> None:
+        """Let all rows of a graph of that size be padding, from `num_rows` on."""
+        self.rows.lengths[num_rows:size] = 0
+        self.rows.slot_mapping[num_rows:size] = -1
 
 
 class CudaCapture:
     """Captures on a GPU. All graphs share one pool of memory, for they never run at once."""
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        # One stream for all captures: libraries keep a workspace for each stream that they were called in.
+        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        # Once before: Triton compiles, cuBLAS takes its workspace, and none of that may happen in a capture.
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            compute()
-        torch.cuda.current_stream().wait_stream(stream)
+    def __call__(self, compute: Callable[[], None]) -> Replay:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        try:
+            # This one outside of torch's own, which leaves its stream the current one if the capture fails.
+            with torch.cuda.stream(self._stream):
+                # Once before: Triton compiles, cuBLAS takes its workspace, and none of that may happen in a capture.
+                # Then once more, to see whether anything waits for the device: here that does no harm.
+                compute()
+                with waiting_refused():
+                    compute()
+                return self._captured(compute)
+        finally:
+            current.wait_stream(self._stream)  # also of what failed half-way: it writes where all graphs write
+
+    def _captured(self, compute: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = compute()
-        self._pool = self._pool or graph.pool()
-        return graph, output
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                compute()
+        except RuntimeError:
+            # Where the driver called the capture off, torch still takes it to be under way: it would refuse to give
+            # memory back, which is what it does when there is none left.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
+            raise
+        return graph

@@ -48,6 +48,10 @@ class KVCache:
         self.keys = [_zeros((num_blocks, *keys), dtype, device) for keys, _ in shapes]
         self.values = [_zeros((num_blocks, *values), dtype, device) for _, values in shapes]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(pages.nbytes for pages in (*self.keys, *self.values))
+
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks, in every layer: two sequences shared a block until now and will both write to it."""
         for pages in (*self.keys, *self.values):

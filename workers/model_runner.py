@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -28,18 +29,27 @@ from servekit.sampling_params import SamplingParams
 from workers.attention import choose_attention
 from workers.bans import ban
 from workers.batch import Batch, SlotTable, make_batch
-from workers.constraints import Constraints
+from workers.constraints import Constraints, Lookout
 from workers.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from workers.kv_cache import KVCache, bytes_per_block
-from workers.kv_capacity import CPU_KV_CACHE_BYTES, MemoryUse, explain, kv_cache_bytes, largest_step, num_blocks_in
+from workers.kv_capacity import (
+    CPU_KV_CACHE_BYTES,
+    Gpu,
+    MemoryUse,
+    explain,
+    kv_cache_bytes,
+    largest_step,
+    num_blocks_in,
+    rehearse,
+)
 from workers.logprobs import prompt_logprobs, sampled_logprobs
 from workers.model_manager import LoadedModel, ModelManager, output_recorded, output_replayed
 from workers.paged_step import PagedStep, StepRows
 from workers.penalties import adjust
 from workers.pieces import LEAST_TOKENS, attempt, in_pieces, joined, release_memory
-from workers.runner import OutOfMemory
+from workers.runner import OutOfMemory, Pending
 from workers.sampler import sample
-from workers.staging import on_host
+from workers.staging import Mark, on_host, staged
 
 log = logging.getLogger("servekit.worker")
 
@@ -51,7 +61,8 @@ SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: ROUNDED_TOLERANCE, 
 class ModelRunner:
     """One model on one device. `execute` is the only way its pages change."""
 
-    def __init__(self, loaded: LoadedModel, settings: LoadModel) -> None:
+    def __init__(self, loaded: LoadedModel, settings: LoadModel, room: int = 0) -> None:
+        """`room`: bytes of a larger cache that this runner rehearses for, so that its tables are as large."""
         self.loaded = loaded
         layers, dtype, device, block_size = loaded.layers, loaded.dtype, loaded.device, settings.block_size
         self.attention = choose_attention(device, dtype, layers, loaded.scores, block_size, settings.kv_cache_dtype)
@@ -60,8 +71,9 @@ class ModelRunner:
         num_blocks = settings.num_kv_blocks or num_blocks_in(memory, self._bytes_per_block)
         self.cache = KVCache(layers, self.attention.block_shapes, num_blocks, block_size, self.attention.stored, device)
         # No sequence is longer than the pool, whatever context the model claims.
-        longest = min(loaded.info.max_model_len, num_blocks * block_size + 1)
-        self.table = SlotTable(settings.max_num_seqs, longest, num_blocks, block_size, device)
+        most_blocks = max(num_blocks, room // self._bytes_per_block)
+        longest = min(loaded.info.max_model_len, most_blocks * block_size + 1)
+        self.table = SlotTable(settings.max_num_seqs, longest, most_blocks, block_size, device)
         self._graphs: DecodeGraphs | None = None
         self._finished_s = 0.0  # when the last step was seen to be done
         # A mask of four dimensions is taken to be finished, where without one transformers would look at the positions.
@@ -76,13 +88,15 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Launch, and wait for it. Raises OutOfMemory."""
-        return self.launch(plan)()
+        return self.launch(plan).finish()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Compute the step's rows, and let those that sample choose a token each; what is returned waits for it.
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+        """Compute the step's rows, and let those that sample choose a token each.
 
-        In pieces if memory does not hold it at once. Raises OutOfMemory if that does not help.
+        In pieces if memory does not hold it at once. Raises OutOfMemory if that does not help. Nothing in here waits
+        for the device, but for three: rows with a grammar wait for the step before this one, pieces for each other, and
+        so does a graph when it is captured.
         """
         launched = time.monotonic()
         batch = self._begin(plan)
@@ -96,15 +110,16 @@ class ModelRunner:
         if isinstance(result, str):
             release_memory()
             raise OutOfMemory(f"a step of {plan.num_tokens} tokens does not fit, not even in pieces: {result}")
-        finish = result
+        # Also where nobody samples: a step that is not done is not to be answered for.
+        tell, end = result, Mark(self.loaded.device)
 
-        def wait() -> StepResult:
-            done = finish()
+        def finish() -> StepResult:
+            end.wait()
             # What was launched ahead began when the step before it was done.
             started, self._finished_s = max(launched, self._finished_s), time.monotonic()
-            return replace(done, step_time_s=self._finished_s - started)
+            return replace(tell(), step_time_s=self._finished_s - started)
 
-        return wait
+        return Pending(end.is_passed, finish)
 
     def _begin(self, plan: StepPlan) -> Batch:
         """What a plan changes before anything is computed, and its inputs. Raises OutOfMemory."""
@@ -115,43 +130,50 @@ class ModelRunner:
 
     def _apply(self, plan: StepPlan) -> Batch:
         if plan.copies:
-            sources, targets = torch.tensor(plan.copies, device=self.loaded.device).T
-            self.cache.copy_blocks(sources, targets)
+            self.cache.copy_blocks(*staged(list(np.array(plan.copies).T), self.loaded.device))
         return make_batch(plan, self.table)
 
     def _execute_in_pieces(self, plan: StepPlan, most_tokens: int) -> Callable[[], StepResult]:
-        pieces = in_pieces(plan, most_tokens)
-        result = joined([(self._execute(piece, make_batch(piece, self.table))(), rows) for piece, rows in pieces])
+        results = []
+        for piece, rows in in_pieces(plan, most_tokens):
+            tell = self._execute(piece, make_batch(piece, self.table))
+            Mark(self.loaded.device).wait()  # so that memory holds one piece's tensors at a time
+            results.append((tell(), rows))
+        result = joined(results)
         return lambda: result
 
     def _execute(self, plan: StepPlan, batch: Batch) -> Callable[[], StepResult]:
+        """What is returned tells of the step, when all of it is done."""
+        lookout = self.constraints.look(batch.sampling, self.table)
         raw, of_prompts = self._compute(batch)
         if not batch.sampling:
-            return lambda: StepResult(plan.epoch, plan.step_id, (), 0.0, (), of_prompts, ())
-        token_ids, of_sampled, failures = self._choose(raw, batch)
-        arrived = on_host(token_ids)
-        return lambda: StepResult(plan.epoch, plan.step_id, tuple(arrived()), 0.0, of_sampled, of_prompts, failures)
+            return lambda: StepResult(plan.epoch, plan.step_id, (), 0.0, (), of_prompts(), ())
+        token_ids, of_sampled, failures = self._choose(raw, batch, lookout)
+        copy = on_host(token_ids)
+        return lambda: StepResult(
+            plan.epoch, plan.step_id, tuple(copy.tolist()), 0.0, of_sampled(), of_prompts(), failures
+        )
 
     def _choose(
-        self, raw: Tensor, batch: Batch
-    ) -> tuple[Tensor, tuple[TokenLogprobs | None, ...], tuple[tuple[int, str], ...]]:
+        self, raw: Tensor, batch: Batch, lookout: Lookout
+    ) -> tuple[Tensor, Callable[[], tuple[TokenLogprobs | None, ...]], tuple[tuple[int, str], ...]]:
         """A token for each row that samples, from raw logits [num_sampled, vocab_size], and what to tell of it."""
         rows, table = batch.sampling, self.table
         logits = adjust(raw, rows, table)
         logits = ban(logits, rows, table)
         # Only logprobs look at the raw ones again.
         in_place = logits is not raw or all(row.sampling.logprobs is None for row in rows)
-        logits, failures = self.constraints.constrain(logits, rows, table, in_place)
+        logits, failures = self.constraints.constrain(logits, rows, lookout, in_place)
         token_ids = sample(logits, rows)
-        table.token_ids[batch.sampled_cells] = token_ids.int()
+        table.token_ids.index_copy_(0, batch.sampled_cells, token_ids.int())
         return token_ids, sampled_logprobs(raw, token_ids, rows), failures
 
-    def _compute(self, batch: Batch) -> tuple[Tensor, tuple[PromptLogprobs, ...]]:
+    def _compute(self, batch: Batch) -> tuple[Tensor, Callable[[], tuple[PromptLogprobs, ...]]]:
         """Logits [num_sampled, vocab_size] in float32, and what is to be told of prompts."""
-        if self._graphs is not None and self._graphs.takes(batch):
-            return self._graphs.run(batch), ()
+        if self._graphs is not None and (logits := self._graphs.run(batch)) is not None:
+            return logits, tuple
         if not batch.prompt_rows:
-            return self._forward(batch, batch.logits_indices), ()
+            return self._forward(batch, batch.logits_indices), tuple
         with output_recorded(self.loaded.decoder) as outputs:
             logits = self._forward(batch, batch.logits_indices)
         with output_replayed(self.loaded.decoder, outputs[-1]):
@@ -163,10 +185,10 @@ class ModelRunner:
         """Logits [num_indices, vocab_size] in float32, of those of the step's flat tokens."""
         wanted = None if batch.prompt_rows else token_indices
         paged = PagedStep(self.attention, self.cache, batch.rows, wanted)
-        return self._logits(batch.input_ids[None], batch.position_ids[None], paged, token_indices)
+        return self._logits(batch.input_ids[None], batch.position_ids[None], paged, token_indices).float()
 
     def _forward_decodes(self, input_ids: Tensor, position_ids: Tensor, rows: StepRows) -> Tensor:
-        """The same of a step whose rows all compute one token."""
+        """The same of a step whose rows all compute one token, in the model's own dtype."""
         return self._logits(input_ids, position_ids, PagedStep(self.attention, self.cache, rows), 0)
 
     def _logits(self, input_ids: Tensor, position_ids: Tensor, paged: PagedStep, keep: Tensor | int) -> Tensor:
@@ -179,13 +201,13 @@ class ModelRunner:
             paged=paged,
         )
         logits: Tensor = output.logits[0]
-        return logits.float()
+        return logits
 
     @torch.inference_mode()
     def capture_decodes(self, capture: Capture) -> None:
         """Let decode steps be replays of graphs from now on. Raises what capturing the first one raises."""
         most_rows, width = len(self.table.num_blocks), self.table.block_tables.shape[1]
-        sizes = (most_rows, width, self.cache.block_size)
+        sizes = (most_rows, width, self.cache.block_size, self.loaded.info.vocab_size)
         graphs = DecodeGraphs(self._forward_decodes, *sizes, self.loaded.device, capture)
         graphs.capture_largest()
         self._graphs = graphs
@@ -261,21 +283,18 @@ def _capture(runner: ModelRunner) -> None:
 
 
 def _rehearse(loaded: LoadedModel, settings: LoadModel) -> MemoryUse:
-    """See what memory the largest step takes, and the largest graph, with a cache just large enough for it."""
-    device = loaded.device
-    release_memory()
-    free, total = torch.cuda.mem_get_info(device)
-    before = torch.cuda.memory_allocated(device)
+    """See what memory is taken but for the cache, with one just large enough for the largest step."""
+    gpu = Gpu(loaded.device)
     plan, num_blocks = largest_step(settings, loaded.info.max_model_len)
-    runner = ModelRunner(loaded, replace(settings, num_kv_blocks=num_blocks))
-    cache = torch.cuda.memory_allocated(device) - before
-    torch.cuda.reset_peak_memory_stats(device)
-    runner.execute(plan)
-    _capture(runner)
-    step = torch.cuda.max_memory_allocated(device) - before - cache
-    del runner
+
+    def make() -> tuple[Callable[[], object], int]:
+        runner = ModelRunner(loaded, replace(settings, num_kv_blocks=num_blocks), room=gpu.free())
+        _capture(runner)
+        return partial(runner.execute, plan), runner.cache.num_bytes
+
+    use = rehearse(gpu, gpu.total, make)
     release_memory()
-    return MemoryUse(total, free, step)
+    return use
 
 
 def load(settings: LoadModel, tell: Callable[[str], None]) -> tuple[ModelRunner, WorkerReady]:

@@ -9,12 +9,14 @@ OpenAI's, over the output alone.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from servekit.sampling_params import SamplingParams
 from workers.batch import SlotTable
 from workers.sampler import SamplingRow
+from workers.staging import staged
 
 
 def adjust(logits: Tensor, rows: list[SamplingRow], table: SlotTable) -> Tensor:
@@ -25,11 +27,22 @@ def adjust(logits: Tensor, rows: list[SamplingRow], table: SlotTable) -> Tensor:
         return logits
     logits = logits.clone()
     if penalized:
-        logits[penalized] = _penalize(logits[penalized], [rows[i] for i in penalized], table)
-    for i in biased:
-        token_ids, values = zip(*rows[i].sampling.logit_bias, strict=True)
-        logits[i, list(token_ids)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+        (at,) = staged([np.array(penalized)], logits.device)
+        bent = _penalize(logits.index_select(0, at), [rows[i] for i in penalized], table)
+        logits.index_copy_(0, at, bent)
+    if biased:
+        _add_biases(logits, rows, biased)
     return logits
+
+
+def _add_biases(logits: Tensor, rows: list[SamplingRow], biased: list[int]) -> None:
+    vocab_size = logits.shape[-1]
+    named = [(i, *bias) for i in biased for bias in rows[i].sampling.logit_bias]
+    # A client may name tokens that the model does not have: in flat cells they would be the next row's.
+    known = [(i * vocab_size + token_id, value) for i, token_id, value in named if token_id < vocab_size]
+    cells, values = np.array([cell for cell, _ in known], dtype=np.int64), np.array([value for _, value in known])
+    at, biases = staged([cells, values.astype(np.float32)], logits.device)
+    logits.view(-1).index_add_(0, at, biases.to(logits.dtype))
 
 
 def _is_penalized(sampling: SamplingParams) -> bool:
@@ -37,24 +50,21 @@ def _is_penalized(sampling: SamplingParams) -> bool:
 
 
 def _penalize(logits: Tensor, rows: list[SamplingRow], table: SlotTable) -> Tensor:
-    device = logits.device
-    slots = torch.tensor([row.slot for row in rows], device=device)[:, None]
-    lengths = torch.tensor([row.position for row in rows], device=device)[:, None]
-    prompt_lengths = torch.tensor([row.position - row.num_outputs for row in rows], device=device)[:, None]
-    positions = torch.arange(max(row.position for row in rows), device=device)
+    positions = torch.arange(max(row.position for row in rows), device=logits.device)
+    params = [row.sampling for row in rows]
+    wishes = [[each.repetition_penalty, each.presence_penalty, each.frequency_penalty] for each in params]
+    places = [[row.slot * table.row_length, row.position, row.position - row.num_outputs] for row in rows]
+    staged_wishes, staged_places = staged([np.array(wishes, dtype=np.float32), np.array(places)], logits.device)
+    repetition, presence, frequency = torch.split(staged_wishes.to(logits.dtype), 1, dim=1)
+    first_cells, lengths, prompt_lengths = torch.split(staged_places, 1, dim=1)
     # Cells behind a row's own length hold anything; they are masked below.
-    token_ids = table.token_ids[slots * table.row_length + positions].long().clamp_(0, logits.shape[-1] - 1)
+    token_ids = table.token_ids[first_cells + positions].long().clamp_(0, logits.shape[-1] - 1)
 
     def count(counted: Tensor) -> Tensor:
         return torch.zeros_like(logits).scatter_add_(-1, token_ids, counted.to(logits.dtype))
 
-    def column(name: str) -> Tensor:
-        values = [getattr(row.sampling, name) for row in rows]
-        return torch.tensor(values, dtype=logits.dtype, device=device)[:, None]
-
     known = positions < lengths
-    repetition = column("repetition_penalty")
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(count(known) > 0, repeated, logits)
     outputs = count(known & (positions >= prompt_lengths))
-    return logits - column("frequency_penalty") * outputs - column("presence_penalty") * (outputs > 0)
+    return logits - frequency * outputs - presence * (outputs > 0)

@@ -5,7 +5,6 @@ torch.profiler records, on the CPU and on the GPU if there is one. Nothing of it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from servekit.messages import Profiled, StepPlan, StepResult
-from workers.runner import Runner
+from workers.runner import Pending, Runner, done
 
 # All that can be recorded, whether or not it is: torch warns of those who switch off only a part.
 ALL = [ProfilerActivity.CPU, ProfilerActivity.CUDA, ProfilerActivity.XPU]
@@ -31,7 +30,7 @@ class Profiler:
         self._profile = torch.profiler.profile(activities=activities)
         self._profile.start()
 
-    def launch(self, plan: StepPlan, runner: Runner) -> Callable[[], StepResult]:
+    def launch(self, plan: StepPlan, runner: Runner) -> Pending[StepResult]:
         """The step, under a name of its own in the trace. Raises OutOfMemory.
 
         It is waited for before the next one, so that what a name stands over is that step's.
@@ -39,13 +38,13 @@ class Profiler:
         if self._num_steps == self._max_steps:
             return runner.launch(plan)
         with record_function(name_of(plan)):
-            result = runner.launch(plan)()
+            result = runner.launch(plan).finish()
         self._num_steps += 1
         if self._num_steps == self._max_steps:
             # Not its end, which takes as long as a hundred steps: nobody is waiting for it, but the server would wonder
             # where this worker is.
             self._profile.toggle_collection_dynamic(False, ALL)
-        return lambda: result
+        return done(result)
 
     def end(self) -> Profiled:
         """Write a new file in the directory. It may take seconds, and holds the interpreter's lock for most of them."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from servekit.sampling_params import SamplingParams
@@ -56,21 +57,31 @@ def _mix(state: int) -> int:
 
 def sample(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
     """Token ids [num_rows] for logits [num_rows, vocab_size]."""
-    if logits.is_cuda and not all(row.is_greedy for row in rows) and all(_is_known_to_gpu(row) for row in rows):
-        return _sample_on_gpu(logits, rows)
+    greedy = [row.is_greedy for row in rows]
+    if logits.is_cuda and not all(greedy):
+        token_ids = _sample_on_gpu(logits, rows)
+        unknown = [i for i, row in enumerate(rows) if not greedy[i] and not _is_known_to_gpu(row)]
+        return _sample_sorted(logits, rows, unknown, token_ids)
     token_ids = logits.argmax(dim=-1)
-    plain = [i for i, row in enumerate(rows) if not row.is_greedy and not row.is_filtered]
-    filtered = [i for i, row in enumerate(rows) if not row.is_greedy and row.is_filtered]
+    plain = [i for i, row in enumerate(rows) if not greedy[i] and not row.is_filtered]
+    filtered = [i for i, row in enumerate(rows) if not greedy[i] and row.is_filtered]
     # Two passes, because only filtering needs the vocabulary sorted.
     if plain:
-        token_ids[plain] = _invert(_probabilities(logits, rows, plain), rows, plain)
-    if filtered:
-        probabilities, order = _probabilities(logits, rows, filtered).sort(dim=-1, descending=True, stable=True)
-        sampling = [rows[i].sampling for i in filtered]
-        kept = _keep_typical(_keep_top(probabilities, sampling), sampling)
-        ranks = _invert(kept, rows, filtered)
-        token_ids[filtered] = order.gather(-1, ranks[:, None])[:, 0]
-    return token_ids
+        at, probabilities, uniforms = _probabilities(logits, rows, plain)
+        token_ids = token_ids.index_copy(0, at, _invert(probabilities, uniforms))
+    return _sample_sorted(logits, rows, filtered, token_ids)
+
+
+def _sample_sorted(logits: Tensor, rows: list[SamplingRow], chosen: list[int], token_ids: Tensor) -> Tensor:
+    """Token ids [num_rows], those of the chosen rows by all filters there are."""
+    if not chosen:
+        return token_ids
+    at, probabilities, uniforms = _probabilities(logits, rows, chosen)
+    probabilities, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    sampling = [rows[i].sampling for i in chosen]
+    kept = _keep_typical(_keep_top(probabilities, sampling), sampling)
+    ranks = _invert(kept, uniforms)
+    return token_ids.index_copy(0, at, order.gather(-1, ranks[:, None])[:, 0])
 
 
 def _is_known_to_gpu(row: SamplingRow) -> bool:
@@ -78,30 +89,37 @@ def _is_known_to_gpu(row: SamplingRow) -> bool:
 
 
 def _sample_on_gpu(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """The same choices without a sort of the vocabulary, and without waiting for the device."""
+    """The same choices without a sort of the vocabulary, but as if nobody had asked for typical-p."""
     from workers.triton_sampling import Filters, sample  # not at the top: Triton comes with torch for CUDA only
 
     of_rows = [row.sampling for row in rows]
     temperatures, uniforms, top_k, top_p, min_p = staged(
         [
             np.array([params.temperature for params in of_rows], dtype=np.float32),
-            np.array([uniform(row.sampling.seed, row.position) for row in rows]),
+            _uniforms(rows),
             np.array([params.top_k for params in of_rows], dtype=np.int32),
             np.array([params.top_p for params in of_rows], dtype=np.float32),
             np.array([params.min_p for params in of_rows], dtype=np.float32),
         ],
         logits.device,
     )
-    filters = Filters(top_k, top_p, min_p) if any(row.is_filtered for row in rows) else None
-    return sample(logits, temperatures, uniforms, filters)
+    is_filtered = any(row.is_filtered and _is_known_to_gpu(row) for row in rows)
+    return sample(logits, temperatures, uniforms, Filters(top_k, top_p, min_p) if is_filtered else None)
 
 
-def _probabilities(logits: Tensor, rows: list[SamplingRow], chosen: list[int]) -> Tensor:
-    """[num_chosen, vocab_size] in float64: a float32 cumulative sum over 10^5 entries is off by more than the tail."""
-    temperature = torch.tensor(
-        [rows[i].sampling.temperature for i in chosen], dtype=torch.float64, device=logits.device
-    )
-    return torch.softmax(logits[chosen].double() / temperature[:, None], dim=-1)
+def _uniforms(rows: list[SamplingRow]) -> NDArray[np.float64]:
+    return np.array([uniform(row.sampling.seed, row.position) for row in rows])
+
+
+def _probabilities(logits: Tensor, rows: list[SamplingRow], chosen: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """(the chosen as a tensor, [num_chosen, vocab_size] in float64, uniform numbers [num_chosen]).
+
+    A float32 cumulative sum over 10^5 entries is off by more than the tail.
+    """
+    of_rows = [rows[i] for i in chosen]
+    temperature = np.array([[row.sampling.temperature] for row in of_rows])
+    at, temperatures, uniforms = staged([np.array(chosen), temperature, _uniforms(of_rows)], logits.device)
+    return at, torch.softmax(logits.index_select(0, at).double() / temperatures, dim=-1), uniforms
 
 
 def _keep_top(probabilities: Tensor, sampling: list[SamplingParams]) -> Tensor:
@@ -112,9 +130,14 @@ def _keep_top(probabilities: Tensor, sampling: list[SamplingParams]) -> Tensor:
     "Turning Up the Heat", ICLR 2025, section 3.
     """
     vocab_size, device = probabilities.shape[-1], probabilities.device
-    top_k = torch.tensor([params.top_k or vocab_size for params in sampling], device=device)
-    top_p = _column([params.top_p for params in sampling], probabilities)
-    min_p = _column([params.min_p for params in sampling], probabilities)
+    top_k, top_p, min_p = staged(
+        [
+            np.array([params.top_k or vocab_size for params in sampling]),
+            np.array([[params.top_p] for params in sampling]),
+            np.array([[params.min_p] for params in sampling]),
+        ],
+        device,
+    )
     kept = probabilities.masked_fill(torch.arange(vocab_size, device=device) >= top_k[:, None], 0.0)
     kept = kept / kept.sum(dim=-1, keepdim=True)
     mass_before = kept.cumsum(dim=-1) - kept
@@ -131,27 +154,24 @@ def _keep_typical(probabilities: Tensor, sampling: list[SamplingParams]) -> Tens
     chosen = [i for i, params in enumerate(sampling) if params.typical_p < 1.0]
     if not chosen:
         return probabilities
-    rows = probabilities[chosen] / probabilities[chosen].sum(dim=-1, keepdim=True)
+    at, typical_p = staged(
+        [np.array(chosen), np.array([[sampling[i].typical_p] for i in chosen])], probabilities.device
+    )
+    rows = probabilities.index_select(0, at)
+    rows = rows / rows.sum(dim=-1, keepdim=True)
     surprise = -rows.log()  # infinite where the probability is zero: those are last in the order below
     mean = torch.where(rows > 0, rows * surprise, 0.0).sum(dim=-1, keepdim=True)
     order = (surprise - mean).abs().argsort(dim=-1, stable=True)
     ordered = rows.gather(-1, order)
-    typical_p = _column([sampling[i].typical_p for i in chosen], probabilities)
     outside = ordered.cumsum(dim=-1) - ordered >= typical_p
     outside[:, 0] = False
     kept = torch.zeros_like(rows).scatter(-1, order, ordered.masked_fill(outside, 0.0))
-    return probabilities.index_copy(0, torch.tensor(chosen, device=probabilities.device), kept)
+    return probabilities.index_copy(0, at, kept)
 
 
-def _column(values: list[float], like: Tensor) -> Tensor:
-    """[num_rows, 1]."""
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
-
-
-def _invert(probabilities: Tensor, rows: list[SamplingRow], chosen: list[int]) -> Tensor:
+def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """The index at which each row's cumulative sum passes its uniform number; need not be normalised."""
     cumulative = probabilities.cumsum(dim=-1)
-    numbers = [uniform(rows[i].sampling.seed, rows[i].position) for i in chosen]
-    targets = torch.tensor(numbers, dtype=torch.float64, device=cumulative.device)[:, None] * cumulative[:, -1:]
+    targets = uniforms[:, None] * cumulative[:, -1:]
     indices = torch.searchsorted(cumulative, targets, right=True)[:, 0]
     return indices.clamp_(max=probabilities.shape[-1] - 1)

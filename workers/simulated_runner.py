@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from servekit.messages import LoadModel, ModelInfo, StepPlan, StepResult, WorkerReady
 from servekit.simulated_model import DEFAULT_MAX_MODEL_LEN, SimulatedModel, parse_simulated
 from servekit.simulated_worker import VOCAB_SIZE, SimulatedWorker
+from workers.runner import Pending, done
 
 KV_TOKENS = 2**20  # in the pool, where nothing else is said; a page of the model is a list of numbers
 KV_BYTES_PER_TOKEN = 8
@@ -24,14 +25,14 @@ class SimulatedRunner:
         self._model = model
         self._worker = worker
 
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
         started = time.monotonic()
         result = self._worker.execute(plan)
         remaining_s = started + self._model.duration_s(plan) - time.monotonic()
         if remaining_s > 0:
             time.sleep(remaining_s)
         result = replace(result, step_time_s=time.monotonic() - started)
-        return lambda: result
+        return done(result)
 
 
 def load(settings: LoadModel, tell: Callable[[str], None]) -> tuple[SimulatedRunner, WorkerReady]:

@@ -1,8 +1,10 @@
-"""To the device and back, so that nobody waits: all arrays of a step in one copy, and its answer when it is wanted."""
+"""To the device and back, so that nobody waits: arrays in one copy; answers that are there once a mark is passed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,18 +37,44 @@ def staged(arrays: list[NDArray[Any]], device: torch.device) -> list[Tensor]:
     ]
 
 
-def on_host(numbers: Tensor) -> Callable[[], list[int]]:
-    """The numbers of a flat tensor, to be had when whatever computes them is done: what is returned waits for that."""
-    if numbers.device.type != "cuda":
-        return numbers.tolist
-    copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    copy.copy_(numbers, non_blocking=True)
-    done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
+def on_host(tensor: Tensor) -> Tensor:
+    """Its copy on the host, not to be read before a mark is passed that was set after this.
 
-    def wait() -> list[int]:
-        done.synchronize()
-        known: list[int] = copy.tolist()
-        return known
+    On a CPU it is the tensor itself, which nobody may write to from now on. Out of the device it goes to pinned memory:
+    to any other the copy would be waited for.
+    """
+    if tensor.device.type != "cuda":
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
 
-    return wait
+
+class Mark:
+    """A place in what the device has to do: it is passed when all that was launched before is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Set it here and now. A CPU has done what it was asked before anybody can ask."""
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def is_passed(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+@contextmanager
+def waiting_refused() -> Iterator[None]:
+    """Within it, whatever waits for the GPU raises RuntimeError, as far as torch sees it: not the wait for a mark."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # once in a process torch says that it does not see everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,27 +11,24 @@ import torch
 from torch import Tensor
 
 from servekit.sampling_params import SamplingParams
-from workers.batch import Batch
-from workers.decode_graphs import DecodeGraphs, Replay
+from workers.batch import Batch, PromptRow
+from workers.decode_graphs import Capture, DecodeGraphs, Forward, Replay
 from workers.paged_step import StepRows
 from workers.sampler import SamplingRow
 
 CPU = torch.device("cpu")
 
 
+@dataclass
 class Repeated:
-    """Computes again, and answers where it answered first."""
+    """Computes again."""
 
-    def __init__(self, compute: Callable[[], Tensor]) -> None:
-        self._compute, self.output = compute, compute()
-
-    def replay(self) -> None:
-        self.output.copy_(self._compute())
+    replay: Callable[[], None]
 
 
-def capture(compute: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-    repeated = Repeated(compute)
-    return repeated, repeated.output
+def capture(compute: Callable[[], None]) -> Replay:
+    compute()
+    return Repeated(compute)
 
 
 class Model:
@@ -70,15 +68,19 @@ def told(batch: Batch, width: int) -> Tensor:
     return model(batch.input_ids[None], batch.position_ids[None], rows)
 
 
+def make_graphs(model: Forward, max_num_rows: int = 20, capture: Capture = capture) -> DecodeGraphs:
+    return DecodeGraphs(model, max_num_rows, table_width=9, block_size=16, vocab_size=5, device=CPU, capture=capture)
+
+
 def test_a_step_of_fewer_rows_than_the_graph_is_the_same_and_the_rest_is_padding() -> None:
     model = Model()
-    graphs = DecodeGraphs(model, 20, 9, 16, CPU, capture)
+    graphs = make_graphs(model)
     for seed, num_rows in enumerate([16, 9, 13, 16, 20, 17, 3, 4, 1]):
         batch = batch_of(num_rows, 1 + seed % 4, seed)
         output = graphs.run(batch)
-        assert output.shape[0] == num_rows
+        assert output is not None and output.shape[0] == num_rows and output.dtype is torch.float32
         columns = [0, 1, 2, 3]  # tables keep what an earlier step left behind a row's own blocks
-        assert torch.equal(output[:, columns], told(batch, 9)[:, columns])
+        assert torch.equal(output[:, columns], told(batch, 9)[:, columns].float())
         assert model.seen is not None
         assert (model.seen.lengths[num_rows:] == 0).all() and (model.seen.slot_mapping[num_rows:] == -1).all()
         assert torch.equal(model.seen.block_table[:num_rows, : 1 + seed % 4], batch.rows.block_table)
@@ -86,7 +88,7 @@ def test_a_step_of_fewer_rows_than_the_graph_is_the_same_and_the_rest_is_padding
 
 def test_the_largest_is_captured_at_once_and_each_other_one_when_it_is_needed() -> None:
     model = Model()
-    graphs = DecodeGraphs(model, 20, 9, 16, CPU, capture)
+    graphs = make_graphs(model)
     graphs.capture_largest()
     assert model.sizes == [20]
     graphs.run(batch_of(5, 1))
@@ -96,27 +98,76 @@ def test_the_largest_is_captured_at_once_and_each_other_one_when_it_is_needed() 
     assert model.sizes == [20, 8, 8, 8, 20]
 
 
-def test_a_captured_graph_before_its_first_step_is_padding() -> None:
+def test_a_graph_that_is_captured_sees_padding_whatever_the_step_before_it_was() -> None:
     """It runs when it is captured, and may write to nobody's cells."""
-    seen: list[Tensor] = []
+    seen: list[tuple[list[int], list[int]]] = []
 
     def model(input_ids: Tensor, position_ids: Tensor, rows: StepRows) -> Tensor:
-        seen.extend([rows.lengths.clone(), rows.slot_mapping.clone()])
-        return torch.zeros(input_ids.shape[1], 1)
+        seen.append((rows.lengths.tolist(), rows.slot_mapping.tolist()))
+        return torch.zeros(input_ids.shape[1], 5)
 
-    DecodeGraphs(model, 4, 2, 16, CPU, capture).capture_largest()
-    assert seen[0].tolist() == [0] * 4 and seen[1].tolist() == [-1] * 4
+    graphs = make_graphs(model)
+    graphs.capture_largest()
+    graphs.run(batch_of(20, 1))
+    graphs.run(batch_of(7, 1))
+    padding = [([0] * size, [-1] * size) for size in (20, 8)]
+    assert (seen[0], seen[2]) == tuple(padding) and seen[1] not in padding and seen[3] not in padding
+
+
+def test_all_graphs_have_one_input_and_one_output() -> None:
+    model, addresses = Model(), set()
+    graphs = make_graphs(model)
+    for num_rows in (20, 3, 16, 1, 20):
+        logits = graphs.run(batch_of(num_rows, 9))
+        assert logits is not None and model.seen is not None
+        rows = model.seen
+        tensors = (logits, rows.lengths, rows.block_table, rows.slot_mapping, rows.query_starts)
+        addresses.add(tuple(tensor.data_ptr() for tensor in tensors))
+        assert all(tensor.is_contiguous() for tensor in tensors)
+    assert len(addresses) == 1
+
+
+def test_a_size_that_cannot_be_captured_is_told_of_once_and_costs_no_other_its_graph(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    attempts = []
+
+    def capture_large(compute: Callable[[], None]) -> Replay:
+        attempts.append(compute)
+        repeated = capture(compute)
+        if model.sizes[-1] < 16:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return repeated
+
+    model = Model()
+    graphs = make_graphs(model, capture=capture_large)
+    graphs.capture_largest()
+    assert graphs.run(batch_of(7, 1)) is None and graphs.run(batch_of(8, 1)) is None
+    assert len(attempts) == 2 and len(caplog.records) == 1
+    assert caplog.messages[0].startswith("decode steps of 8 rows are launched one kernel at a time, from now on: CUDA")
+    batch = batch_of(13, 2)
+    logits = graphs.run(batch)
+    assert logits is not None and torch.equal(logits[:, :4], told(batch, 9)[:, :4].float())
+
+
+def test_what_the_largest_cannot_be_captured_for_is_for_the_loading_to_say() -> None:
+    def fail(_: Callable[[], None]) -> Replay:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        make_graphs(Model(), capture=fail).capture_largest()
 
 
 @pytest.mark.parametrize("max_num_rows", [1, 3, 256, 1000])
 def test_what_is_no_decode_step_is_not_taken(max_num_rows: int) -> None:
-    graphs = DecodeGraphs(Model(), max_num_rows, 9, 16, CPU, capture)
-    assert graphs.takes(batch_of(1, 1))
-    assert graphs.takes(batch_of(min(max_num_rows, 256), 1))
-    assert not graphs.takes(batch_of(min(max_num_rows, 256) + 1, 1))
+    graphs = make_graphs(Model(), max_num_rows)
+    assert graphs.run(batch_of(1, 1)) is not None
+    assert graphs.run(batch_of(min(max_num_rows, 256), 1)) is not None
+    assert graphs.run(batch_of(min(max_num_rows, 256) + 1, 1)) is None
     chunk = batch_of(1, 1)
     chunk.position_ids = torch.arange(5)
-    assert not graphs.takes(chunk)
     silent = batch_of(1, 1)
     silent.sampling = []
-    assert not graphs.takes(silent)
+    asking = batch_of(1, 1)
+    asking.prompt_rows = [PromptRow(0, 0, 0, 1, 1, 0)]
+    assert all(graphs.run(batch) is None for batch in (chunk, silent, asking))

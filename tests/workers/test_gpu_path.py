@@ -31,7 +31,7 @@ from workers.paged_step import Score
 from workers.sampler import SamplingRow
 
 if DEVICE.type != "cpu":
-    pytest.skip("the steps of a GPU are tested by benchmarks/gpu.py", allow_module_level=True)
+    pytest.skip("the steps of a GPU are tested by benchmarks/gpu", allow_module_level=True)
 
 PLAIN, HALF = PlainPages(torch.float32), PlainPages(torch.bfloat16)
 LAYERS, SCORES = [LayerShape(2, 64, 64)], [Score(0.125)]

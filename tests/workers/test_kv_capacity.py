@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from servekit.errors import ConfigError
 from servekit.messages import LoadModel
-from workers.kv_capacity import RESERVE, MemoryUse, explain, kv_cache_bytes, largest_step, num_blocks_in
+from servekit.model_files import DEMO_MODEL_PATH
+from tests.inprocess import load
+from workers import model_runner
+from workers.kv_capacity import RESERVE, MemoryUse, explain, kv_cache_bytes, largest_step, num_blocks_in, rehearse
+from workers.model_runner import ModelRunner
 
 GIB = 2**30
 
@@ -28,15 +37,80 @@ def settings(max_num_seqs: int, max_num_batched_tokens: int, block_size: int = 1
     )
 
 
+class FakeGpu:
+    """Memory as a sum of what is taken, in which a step takes some for as long as it lasts."""
+
+    def __init__(self, free: int) -> None:
+        self.total, self._free = 100 * GIB, free
+        self.taken: dict[str, int] = {}
+        self.peak_taken = 0
+
+    def free(self) -> int:
+        return self._free - sum(self.taken.values())
+
+    def peak(self, compute: Callable[[], object]) -> int:
+        before = self.peak_taken = sum(self.taken.values())
+        compute()
+        return self.peak_taken - before
+
+    def take_for_a_while(self, size: int) -> None:
+        self.peak_taken = max(self.peak_taken, sum(self.taken.values()) + size)
+
+
+def test_what_stays_and_what_a_step_takes_add_up_whichever_is_larger() -> None:
+    """Figures of a device with 100 GiB, 20 of them weights."""
+    gpu = FakeGpu(80 * GIB)
+
+    def make() -> tuple[Callable[[], object], int]:
+        gpu.taken |= {"cache": 2 * GIB, "token table": GIB, "graphs": 3 * GIB}
+
+        def compute() -> None:
+            gpu.taken["workspace of the first step"] = GIB // 2
+            gpu.take_for_a_while(4 * GIB)
+
+        return compute, 2 * GIB
+
+    use = rehearse(gpu, gpu.total, make)
+    assert use == MemoryUse(total=100 * GIB, free=80 * GIB, kept=9 * GIB // 2, step=4 * GIB)
+    cache = kv_cache_bytes(use, 0.9)
+    # As it is served: all that stays, the cache, and a step on top of them.
+    assert cache + use.kept + use.step <= 70 * GIB < cache * 1.021 + use.kept + use.step
+
+
+def test_the_rehearsal_has_a_small_cache_and_the_tables_of_the_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, made = load(DEMO_MODEL_PATH), []
+    gpu = FakeGpu(GIB // 64)
+    make_table = model_runner.SlotTable
+
+    def watched(*args: Any) -> Any:
+        made.append(make_table(*args))
+        return made[-1]
+
+    monkeypatch.setattr(model_runner, "SlotTable", watched)
+    monkeypatch.setattr(model_runner, "Gpu", lambda _: gpu)
+    asked = settings(max_num_seqs=3, max_num_batched_tokens=40)
+    assert model_runner._rehearse(loaded, asked) == MemoryUse(gpu.total, GIB // 64, 0, 0)
+    served = ModelRunner(loaded, replace(asked, kv_cache_memory_bytes=GIB // 64))
+    assert served.cache.num_blocks > 5, "of what three rows with 40 tokens need"
+    (rehearsed, in_service) = made
+    assert rehearsed.token_ids.shape == in_service.token_ids.shape
+    assert rehearsed.block_tables.shape == in_service.block_tables.shape
+
+
 def test_the_sum_is_the_one_that_the_log_tells() -> None:
-    use = MemoryUse(total=100 * GIB, free=80 * GIB, step=5 * GIB)
-    assert kv_cache_bytes(use, 0.9) == pytest.approx((1 - RESERVE) * 65 * GIB)
-    told = "100.00 (in all) -20.00 (weights and others) -10.00 (to be left free) -5.00 (a step) = 63.70 GiB"
-    assert explain(use, 0.9).startswith(told)
+    use = MemoryUse(total=100 * GIB, free=80 * GIB, kept=3 * GIB, step=5 * GIB)
+    assert kv_cache_bytes(use, 0.9) == pytest.approx((1 - RESERVE) * 62 * GIB)
+    told = explain(use, 0.9)
+    assert told == (
+        "100.00 (in all) -20.00 (weights and others) -10.00 (to be left free) -3.00 (graphs and tables) -5.00 (a step) "
+        "-1.24 (reserve) = 60.76 GiB for keys and values"
+    )
+    parts, _, result = told.partition(" = ")
+    assert sum(map(float, re.findall(r"-?\d+\.\d+", parts))) == pytest.approx(float(result.split()[0]))
 
 
 def test_a_gpu_that_is_full_leaves_nothing() -> None:
-    use = MemoryUse(total=100 * GIB, free=9 * GIB, step=5 * GIB)
+    use = MemoryUse(total=100 * GIB, free=9 * GIB, kept=0, step=5 * GIB)
     assert kv_cache_bytes(use, 0.9) < 0
     assert explain(use, 0.9).endswith("= 0.00 GiB for keys and values")
     with pytest.raises(ConfigError, match="99 bytes are left for the KV cache, and one block takes 100"):

@@ -188,8 +188,8 @@ def test_however_few_logits_fit_at_once_what_is_told_is_the_same(
 def test_what_cannot_be_has_the_lowest_logprob_and_not_infinity() -> None:
     logits = torch.tensor([[0.0, float("-inf"), 1e6], [float("nan"), 0.0, 0.0], [1.0, 2.0, 3.0]])
     rows = [SamplingRow(SamplingParams(max_tokens=1, logprobs=n), 0) for n in (9, 1, None)]
-    unlikely, broken, unasked = sampled_logprobs(logits, torch.tensor([1, 0, 0]), rows)
+    unlikely, broken, unasked = sampled_logprobs(logits, torch.tensor([1, 0, 0]), rows)()
     assert unlikely is not None and broken is not None and unasked is None
     assert unlikely.logprob == LOWEST and unlikely.top[0] == (2, 0.0) and len(unlikely.top) == 3
     assert {value for _, value in unlikely.top[1:]} == {broken.logprob, broken.top[0][1]} == {LOWEST}
-    assert sampled_logprobs(logits, torch.tensor([1, 0, 0]), [rows[2]] * 3) == ()
+    assert sampled_logprobs(logits, torch.tensor([1, 0, 0]), [rows[2]] * 3)() == ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from servekit.messages import Profiled, Row, StartProfile, StepFailed, StepPlan, StepResult, StopProfile
 from workers.model_worker import ModelWorker
 from workers.profiler import Profiler, name_of
-from workers.runner import OutOfMemory
+from workers.runner import OutOfMemory, Pending, done
 
 RESULT = StepResult(0, 0, (), 0.0)
 
@@ -23,11 +22,11 @@ class Runner:
 
     runs_ahead = True
 
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
         if plan.step_id < 0:
             raise OutOfMemory("no")
         torch.ones(3).cumsum(0)
-        return lambda: RESULT
+        return done(RESULT)
 
 
 def plan_of(*num_tokens: int, step_id: int = 0) -> StepPlan:
@@ -49,7 +48,7 @@ def test_traces_are_numbered_and_none_is_written_over(tmp_path: Path) -> None:
     paths = []
     for number in range(3):
         profiler = Profiler(tmp_path, 10)
-        profiler.launch(plan_of(1, step_id=number), Runner())()
+        profiler.launch(plan_of(1, step_id=number), Runner()).finish()
         told = profiler.end()
         assert told.num_steps == 1 and names(told.path) == [f"step {number}: 0 prefill + 1 decode tokens"]
         paths.append(Path(told.path).name)
@@ -59,7 +58,7 @@ def test_traces_are_numbered_and_none_is_written_over(tmp_path: Path) -> None:
 
 def test_after_the_last_step_that_is_recorded_steps_go_on(tmp_path: Path) -> None:
     profiler = Profiler(tmp_path, 3)
-    assert [profiler.launch(plan_of(1, step_id=number), Runner())() for number in range(5)] == [RESULT] * 5
+    assert [profiler.launch(plan_of(1, step_id=number), Runner()).finish() for number in range(5)] == [RESULT] * 5
     told = profiler.end()
     assert told.num_steps == 3
     assert [name.partition(":")[0] for name in names(told.path)] == ["step 0", "step 1", "step 2"]
@@ -69,8 +68,8 @@ def test_after_the_last_step_that_is_recorded_steps_go_on(tmp_path: Path) -> Non
 def test_a_step_that_fails_does_so_under_the_profiler_too(tmp_path: Path) -> None:
     profiler = Profiler(tmp_path, 3)
     with pytest.raises(OutOfMemory):
-        profiler.launch(plan_of(1, step_id=-1), Runner())()
-    assert profiler.launch(plan_of(1), Runner())() == RESULT
+        profiler.launch(plan_of(1, step_id=-1), Runner()).finish()
+    assert profiler.launch(plan_of(1), Runner()).finish() == RESULT
     assert profiler.end().num_steps == 1
 
 
@@ -79,12 +78,12 @@ def test_a_directory_that_has_gone_is_told_of_and_costs_no_worker(tmp_path: Path
     worker._runner = runner = Runner()
     gone = tmp_path / "gone"
     assert worker._handle(StartProfile(str(gone), 5)) == Profiled()
-    assert worker._begin(plan_of(1), runner)() == RESULT
+    assert worker._begin(plan_of(1), runner).finish() == RESULT
     told = worker._handle(StopProfile())
     assert isinstance(told, Profiled) and "could not be written" in told.failure and "No such file" in told.failure
     assert worker._handle(StartProfile(str(tmp_path), 5)) == Profiled()
-    assert worker._begin(plan_of(1), runner)() == RESULT
-    assert isinstance(worker._begin(plan_of(1, step_id=-1), runner)(), StepFailed)
+    assert worker._begin(plan_of(1), runner).finish() == RESULT
+    assert isinstance(worker._begin(plan_of(1, step_id=-1), runner).finish(), StepFailed)
     told = worker._handle(StopProfile())
     assert isinstance(told, Profiled) and told.num_steps == 1 and Path(told.path).parent == tmp_path
     assert isinstance(worker._handle(StopProfile()), Profiled) and worker._profiler is None

@@ -123,7 +123,8 @@ def test_top_p_keeps_the_likeliest_token_however_small_it_is() -> None:
 def test_penalties_are_those_of_their_definitions_and_touch_nobody_else() -> None:
     """Prompt 3 3 4, output 4 5 5; repetition counts both, presence and frequency the output."""
     table = SlotTable(num_slots=2, max_model_len=9, num_blocks=4, block_size=4, device=torch.device("cpu"))
-    table.sit(Seat(1, SamplingParams(max_tokens=9), prompt_length=3, token_ids=(3, 3, 4, 4, 5, 5)))
+    table.sit(Seat(1, SamplingParams(max_tokens=9), prompt_length=3))
+    table.write([(1, 0, (3, 3, 4, 4, 5, 5))])
     table.token_ids[1 * table.row_length + 6 :] = 7  # what stands behind the known tokens counts for nothing
     params = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     bent = SamplingRow(SamplingParams(max_tokens=9, **params), position=6, slot=1, num_outputs=3)
