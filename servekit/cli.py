@@ -1,4 +1,4 @@
-"""`servekit serve | version`: from argv to a configuration, nothing else."""
+"""`servekit serve | top | chat | version`: from argv to a configuration, nothing else."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from servekit import __version__
 from servekit.config import (
@@ -28,10 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the process's exit code."""
     parsed, unknown = _parser().parse_known_args(argv)
     arguments = vars(parsed)
+    run = _COMMANDS[command := arguments.pop("command")]
     try:
         if unknown:
-            raise ConfigError(_explain_unknown(unknown[0]))
-        return _version() if arguments.pop("command") == "version" else _serve(arguments)
+            raise ConfigError(_explain_unknown(command, unknown[0]))
+        return run(arguments)
     except KeyboardInterrupt:  # while modules are still being imported; later on the server handles it
         return 130
     except ServekitError as error:
@@ -65,6 +67,35 @@ def _parser() -> argparse.ArgumentParser:
             continue
         # The value stays text here: `load_config` judges it, wherever it came from.
         serve.add_argument(setting.flag, metavar=_metavar(setting), help=_help(setting), dest=setting.name)
+    top = _client_parser(commands, "top", "watch a server's scheduler in the terminal")
+    top.description = "Watch a server's scheduler in the terminal: q leaves. In a pipe: one frame, as plain lines."
+    chat = _client_parser(commands, "chat", "talk to the model of a server in the terminal")
+    chat.description = "Talk to the model of a server. In a pipe: each line of the input is a message."
+    chat.add_argument("--system", metavar="TEXT", default="", help="what the model is told before the conversation")
+    for name, kind, words in _SAMPLING:
+        chat.add_argument("--" + name.replace("_", "-"), metavar=name.rpartition("_")[2].upper(), type=kind, help=words)
+    return parser
+
+
+_SAMPLING = (
+    ("max_tokens", int, "most tokens of an answer"),
+    ("temperature", float, "0 takes the likeliest token, more draws more freely"),
+    ("top_p", float, "draw from the likeliest tokens that make up this share"),
+    ("seed", int, "makes draws repeatable"),
+)
+
+
+def _client_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, words: str
+) -> argparse.ArgumentParser:
+    """Of a command that talks to a server, wherever it runs."""
+    parser = commands.add_parser(name, help=words, allow_abbrev=False)
+    parser.add_argument(
+        "url", nargs="?", metavar="URL", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="to show to the server; SERVEKIT_API_KEY is not seen in the list of processes"
+    )
     return parser
 
 
@@ -78,14 +109,35 @@ def _help(setting: Setting) -> str:
     return (setting.description + accepts + default).replace("%", "%%")
 
 
-def _explain_unknown(argument: str) -> str:
+def _explain_unknown(command: str, argument: str) -> str:
+    if command != "serve":
+        return f"unknown argument {argument!r}; servekit {command} --help lists what there is"
     flags = [flag for setting in settings() for flag in (setting.flag, setting.flag.replace("--", "--no-", 1))]
     return f"unknown argument {argument!r}; {nearest(argument.partition('=')[0], flags)}"
 
 
-def _version() -> int:
+def _version(arguments: dict[str, str]) -> int:
     print(__version__)
     return 0
+
+
+def _top(arguments: dict[str, Any]) -> int:
+    from servekit.terminal.top import top
+
+    return top(arguments["url"], _api_key(arguments))
+
+
+def _chat(arguments: dict[str, Any]) -> int:
+    from servekit.terminal.chat import chat
+
+    sampling = {name: arguments[name] for name, _, _ in _SAMPLING if arguments[name] is not None}
+    return chat(arguments["url"], _api_key(arguments), arguments["system"], sampling)
+
+
+def _api_key(arguments: dict[str, str | None]) -> str | None:
+    """The one that the command line has, or the first of those that a server would take from the same variable."""
+    given = arguments["api_key"] or os.environ.get(ENVIRONMENT_PREFIX + "API_KEY", "")
+    return given.split(",")[0].strip() or None
 
 
 def _serve(arguments: dict[str, str]) -> int:
@@ -116,6 +168,13 @@ def _configure(arguments: dict[str, str]) -> ServeConfig:
         os.environ.pop(ENVIRONMENT_PREFIX + name.upper(), None)
     return config
 
+
+_COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
+    "serve": _serve,
+    "top": _top,
+    "chat": _chat,
+    "version": _version,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,6 +22,7 @@
     │  ├─ WorkerTimeout         503  the worker process did not answer in time
     │  └─ RequestCrashesWorker  500  workers ended again and again over this very request
     ├─ ConfigError           the operator's doing; the process ends with exit code 2
+    ├─ ServerTrouble         of servekit.terminal: a server that was asked does not answer, or not what was asked
     └─ InternalError         our bug, 500
 
 Every message gives the value, the limit, and the remedy. `assert` is for our own mistakes, these are for the world's.
