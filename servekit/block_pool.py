@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Set
+from itertools import chain
 
 
 class BlockPool:
@@ -120,13 +121,29 @@ class BlockPool:
         """In how many block tables each block is."""
         return self._holders.copy()
 
+    def num_holders(self, block: int) -> int:
+        """In how many block tables it is."""
+        return self._holders[block]
+
+    def free(self) -> Iterable[int]:
+        """The blocks that hold nothing."""
+        return self._free
+
+    def cached(self) -> Iterable[int]:
+        """The blocks that nobody has and that are worth finding."""
+        return self._cached.keys()
+
+    def fenced(self) -> Iterable[int]:
+        """The blocks that nobody has and that a step in flight may still use."""
+        return chain.from_iterable(blocks for _, blocks in self._fenced)
+
     def kept(self) -> Set[int]:
         """The blocks whose contents are worth keeping."""
         return self._kept
 
     def check(self) -> None:
         """Assert the conservation law. Linear in `num_blocks`: for tests and for sampling in production."""
-        fenced = [block for _, blocks in self._fenced for block in blocks]
+        fenced = list(self.fenced())
         leased = [block for block, holders in enumerate(self._holders) if holders]
         assert (len(fenced), len(leased)) == (self.num_fenced, self.num_leased)
         everything = [*self._free, *self._cached, *leased, *fenced]

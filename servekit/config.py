@@ -183,6 +183,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     otlp_endpoint: Annotated[
         str | None, Meta(description="where to send OpenTelemetry traces, http://host:4318; needs servekit[otel]")
     ] = None
+    ui: Annotated[bool, Meta(description="serve the console at / and /ui, and what it shows at /ui/events")] = True
     profile: Annotated[
         str | None, Meta(description="directory for traces of the worker's steps; POST /profile/start begins one")
     ] = None

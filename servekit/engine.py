@@ -28,9 +28,11 @@ from servekit.errors import (
     shutting_down,
 )
 from servekit.generation_request import GenerationRequest
+from servekit.history import History
 from servekit.intake import Intake
+from servekit.live_view import LiveState, LiveWorker
 from servekit.messages import StepFailed, WorkerReady
-from servekit.metrics import Metrics, Snapshot
+from servekit.metrics import Metrics
 from servekit.model_executor import ModelExecutor, load_message
 from servekit.model_files import find_chat_template, find_model
 from servekit.profiling import Profiling
@@ -42,6 +44,7 @@ from servekit.step import SequenceToken
 from servekit.submission import Generation, Submission, make_sequences
 from servekit.threads import in_daemon_thread
 from servekit.tokenizer import Tokenizer, load_tokenizer
+from servekit.viewing import look, snapshot
 from servekit.waiting_room import WaitingRoom
 from servekit.workload_manager import WorkloadManager
 
@@ -59,6 +62,7 @@ class LLMEngine:
     def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.metrics = Metrics(config, __version__)
+        self.history = History()
         self.worker: WorkerReady | None = None  # what the worker told of itself; None until it is ready
         self.failure: ServekitError | None = None  # why the main loop ended, if it did
         self._clock = clock
@@ -174,7 +178,7 @@ class LLMEngine:
         self._manager = manager = WorkloadManager(scheduler_config(self.config, self.worker))
         self._intake = Intake(self.config, path, self._tokenizer, template, self.worker.model, manager)
         self._intake.start()
-        self.metrics.watch(lambda: _snapshot(manager, self._clock()))
+        self.metrics.watch(lambda: snapshot(manager, self._clock()))
         self.metrics.workers_alive.set(1)
         self._turned_s = self._clock()
         self._proof.given(self._turned_s)  # the worker has compared its logits just now
@@ -239,7 +243,8 @@ class LLMEngine:
         self._expire(manager, started)
         while (plan := manager.plan(started)) is not None:
             self._executor.send(plan)
-            self.metrics.step_sent(plan, self._clock(), manager.num_in_flight == 1)
+            step = self.history.step_sent(plan, self._clock())
+            self.metrics.step_sent(step, plan.epoch, manager.num_in_flight == 1)
         if not manager.num_in_flight:
             assert not manager.has_work, "there is work, nothing is in flight, and no step was planned"
             return
@@ -258,6 +263,7 @@ class LLMEngine:
             self._proof.given(now)
         self._balance(manager)
         self._warn_if_out_of_reach(manager)
+        self.history.step_done(result, len(tokens), now)
         self.metrics.step_done(result, now, self._clock() - started)
 
     def _balance(self, manager: WorkloadManager) -> None:
@@ -395,6 +401,7 @@ class LLMEngine:
         del self._generations[sequence.sequence_id]
         log.debug("%s of request %s: %s", sequence, generation.request_id, reason)
         self._waiting_room.left(now)
+        self.history.ended(sequence, reason, generation.first_token_s, now)
         if not generation.is_probe:
             self.metrics.ended(sequence, reason, now, generation.first_token_s, generation.last_token_s)
 
@@ -472,28 +479,21 @@ class LLMEngine:
         """On the clock that everything here is measured with."""
         return self._clock()
 
+    def look(self, tenant: str) -> LiveState:
+        """What somebody of this tenant who watches is told."""
+        known = () if (ready := self.worker) is None else (ready.device, ready.dtype, ready.attention)
+        worker = LiveWorker(self.stage, *known)
+        server = LiveState(self._clock(), self.state, self.stage, self.config.model_name, __version__, [worker])
+        if self._manager is None:
+            return server
+        return look(server, self._manager, self._generations.values(), self.history, tenant)
+
     def _observe_token(self, generation: Generation, now: float) -> None:
         if generation.first_token_s is None:
             generation.first_token_s = now
             if not generation.is_probe:
-                self.metrics.first_token(now - generation.sequence.arrival_s)
+                self.metrics.first_token(latency_s := now - generation.sequence.arrival_s)
+                self.history.first_token(latency_s, now)
         elif generation.last_token_s is not None:
             self.metrics.next_token(now - generation.last_token_s)
         generation.last_token_s = now
-
-
-def _snapshot(manager: WorkloadManager, now: float) -> Snapshot:
-    return Snapshot(
-        now_s=now,
-        num_running=manager.num_running,
-        num_waiting=manager.num_waiting,
-        num_deferred=manager.num_deferred,
-        num_waiting_tokens=manager.num_queued_tokens,
-        num_preemptions=manager.num_preemptions,
-        num_stale_results=manager.num_stale_results,
-        num_blocks=manager.memory.pool.num_blocks,
-        num_free_blocks=manager.memory.pool.num_available,
-        num_prompt_tokens=manager.num_prompt_tokens,
-        num_cached_tokens=manager.num_cached_tokens,
-        prefill_limit=manager.pacer.prefill_limit(),
-    )

@@ -166,6 +166,11 @@ class KVMemory:
         """Step `step_id` is done: what was fenced for it comes back."""
         self.pool.settle(step_id)
 
+    def shared_blocks(self, running: list[Sequence]) -> set[int]:
+        """Those that are in several tables. All of their holders but one found them, so nothing else is looked at."""
+        found = set[int]().union(*(sequence.block_table[: sequence.num_found_blocks] for sequence in running))
+        return {block for block in found if self.pool.num_holders(block) > 1}
+
     def check(self, running: list[Sequence]) -> None:
         """Assert that tables and pool agree on who has what. Linear in all there is: for tests and simulations."""
         self.prefixes.check()

@@ -54,6 +54,7 @@ class WorkerReady(Struct, frozen=True, tag="worker_ready"):
     load_time_s: float
     num_weight_bytes: int = 0  # as they stand in the model's files, or were made up
     weights_time_s: float = 0.0  # of `load_time_s`: until the layers were ready to compute with them
+    attention: str = ""  # the way that was chosen for it
 
 
 class Loading(Struct, frozen=True, tag="loading"):

@@ -17,7 +17,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from servekit.config import ServeConfig
-from servekit.messages import StepPlan, StepResult
+from servekit.live_view import LiveStep
+from servekit.messages import StepResult
 from servekit.sequence import FinishReason, Sequence
 
 disable_created_metrics()  # the time at which each of them was made: as many series again, of which nobody asks
@@ -291,16 +292,14 @@ class Metrics:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def step_sent(self, plan: StepPlan, now: float, is_alone: bool) -> None:
-        """A step was handed to the worker; `is_alone` if it has no other."""
-        num_tokens = plan.num_tokens
-        num_decodes = sum(row.samples for row in plan.rows if row.num_tokens == 1)
-        self._iteration_tokens.observe(num_tokens)
-        self._batch_size.set(len(plan.rows))
-        self._batch_decodes.set(num_decodes)
-        self._batch_prefill.set(num_tokens - num_decodes)
+    def step_sent(self, step: LiveStep, epoch: int, is_alone: bool) -> None:
+        """A step was handed to the worker of this epoch; `is_alone` if it has no other."""
+        self._iteration_tokens.observe(step.num_prefill_tokens + step.num_decode_tokens)
+        self._batch_size.set(step.num_sequences)
+        self._batch_decodes.set(step.num_decode_tokens)
+        self._batch_prefill.set(step.num_prefill_tokens)
         if is_alone:
-            self._lone_step = plan.epoch, plan.step_id, now
+            self._lone_step = epoch, step.step_id, step.sent_s
 
     def step_done(self, result: StepResult, now: float, turn_s: float) -> None:
         """Its result came at `now`, in a turn of the main loop that took `turn_s`."""

@@ -331,5 +331,6 @@ def load(settings: LoadModel, tell: Callable[[str], None]) -> tuple[ModelRunner,
         load_time_s=elapsed_s,
         num_weight_bytes=loaded.num_weight_bytes,
         weights_time_s=loaded.weights_time_s,
+        attention=runner.attention.name,
     )
     return runner, ready

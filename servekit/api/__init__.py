@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from servekit.api import about, native, openai, openapi, profile, tgi, tokens
+from servekit.api import about, console, live, native, openai, openapi, profile, tgi, tokens
 from servekit.api.access import guard
 from servekit.api.event_stream import KeepAlive
 from servekit.api.http import CLIENT_CLOSED_REQUEST, Endpoint, engine_of, note_code, refuse, respond
@@ -32,6 +32,7 @@ ENDPOINTS: list[Endpoint] = [
     *tokens.ENDPOINTS,
     *about.ENDPOINTS,
     *profile.ENDPOINTS,
+    *live.ENDPOINTS,
 ]
 
 
@@ -44,10 +45,12 @@ def create_app(
     config = engine.config
     assert keys_of_file or config.api_keys_file is None, "the keys file was not read: nobody would need a key"
     keyring = Keyring(_all_keys(config, keys_of_file))
+    endpoints = [endpoint for endpoint in ENDPOINTS if config.ui or endpoint not in live.ENDPOINTS]
     app = Starlette(
         routes=[
-            *(Route(endpoint.path, _Handler(endpoint), methods=[endpoint.method]) for endpoint in ENDPOINTS),
-            *openapi.routes(ENDPOINTS),
+            *(console.routes() if config.ui else ()),
+            *(Route(endpoint.path, _Handler(endpoint), methods=[endpoint.method]) for endpoint in endpoints),
+            *openapi.routes(endpoints),
         ],
         exception_handlers={
             ServekitError: _on_error,
@@ -59,10 +62,12 @@ def create_app(
     app.router.redirect_slashes = False  # it would build the address from the client's own Host header
     app.state.engine = engine
     app.state.keep_alive = KeepAlive(config.sse_keep_alive_interval)
+    app.state.feed = live.Feed(engine)
     app.state.keyring = keyring
     app.state.created_s = int(time.time())  # what /v1/models tells
     # Outside of Starlette's own layers, so that what these answer passes the guard too.
-    guarded = guard(app.build_middleware_stack(), config, keyring)
+    is_open = console.is_open if config.ui else lambda _: False
+    guarded = guard(app.build_middleware_stack(), config, keyring, is_open)
     app.middleware_stack = Measure(guarded, engine, app.routes, record)
     return app
 

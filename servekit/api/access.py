@@ -17,7 +17,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from ipaddress import ip_address
 
 from msgspec.structs import replace
@@ -41,6 +41,7 @@ log = logging.getLogger("servekit")
 # What those who start, watch and route may ask without a key. Whatever is not here needs one, if there are any.
 PUBLIC = frozenset((method, path) for method in ("GET", "HEAD") for path in ("/health", "/ready"))
 METRICS = frozenset({("GET", "/metrics"), ("HEAD", "/metrics")})
+WATCHING = ("GET", "/ui/events")
 
 ROUTINE = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds, for ever
 MAX_LOGGED_PATH = 200
@@ -52,11 +53,16 @@ _HOST = re.compile(r"\*|(\*\.)?[a-z0-9._-]+|[0-9a-f:.]*:[0-9a-f:.]*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
 
 
-def guard(app: ASGIApp, config: ServeConfig, keyring: Keyring) -> ASGIApp:
-    """The application with the layers round it that the settings want. Raises ConfigError."""
+def guard(
+    app: ASGIApp, config: ServeConfig, keyring: Keyring, is_open: Callable[[Scope], bool] = lambda _: False
+) -> ASGIApp:
+    """The application with the layers round it that the settings want. Raises ConfigError.
+
+    `is_open` says what else needs no key; unlike what is public, it is told to those only who know the server's name.
+    """
     app = BodyBudget(app, config.max_total_body_bytes)
     if keyring.keys:
-        app = KeyCheck(app, keyring)
+        app = KeyCheck(app, keyring, is_open)
     if config.cors_origins is not None:
         app = CORSMiddleware(
             app,
@@ -142,17 +148,18 @@ def is_loopback(host: str) -> bool:
 
 
 class KeyCheck:
-    """Lets in who shows a key, in the name of its tenant and within its limits; everybody to what is public."""
+    """Lets in who shows a key, in the name of its tenant and within its limits; everybody to what is public or open."""
 
-    def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
+    def __init__(self, app: ASGIApp, keyring: Keyring, is_open: Callable[[Scope], bool]) -> None:
         self._app = app
         self._keyring = keyring
+        self._is_open = is_open
         self._allowances: dict[bytes, Allowance] = {}  # by digest; also of keys that are no longer there
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The router looks at the same `path`, so a path that is public by another spelling is still the public one.
-        is_public = scope["type"] == "http" and (scope["method"], scope["path"]) in PUBLIC
-        if is_public or scope["type"] == "lifespan":
+        needs_none = scope["type"] == "http" and ((scope["method"], scope["path"]) in PUBLIC or self._is_open(scope))
+        if needs_none or scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         try:
@@ -165,6 +172,12 @@ class KeyCheck:
             allowance.enter(time.monotonic())
         except (Unauthorized, Forbidden, RateLimited) as error:
             await _refuse(error, scope, receive, send)
+            return
+        if (scope["method"], scope["path"]) == WATCHING:
+            # It lasts as long as a page is open. Were it one of the requests that the key may have at the same time,
+            # who may have one could look at the page, or ask something there, but not both.
+            allowance.leave(0, time.monotonic())
+            await self._app(scope, receive, send)
             return
         # From here to the response's very end, however it comes, the request is one of the key's.
         try:

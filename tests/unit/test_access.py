@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+import servekit
 from servekit.api import create_app, renew_keys
 from servekit.api.event_stream import EventStream
 from servekit.api.http import caller_of
@@ -34,6 +35,7 @@ from servekit.logs import JsonFormatter, TextFormatter
 from servekit.server import read_keys
 from servekit.submission import Submission
 
+CONSOLE = Path(servekit.__file__).parent / "console"
 KEY = "canary-key"
 FILE = f"""
 [[key]]
@@ -128,22 +130,65 @@ def bearer(key: str) -> tuple[str, str]:
 # -- without a key -----------------------------------------------------------------------------------------------------
 
 
-async def test_no_route_answers_without_a_key_but_health_and_ready() -> None:
+def paths_of(app: Starlette) -> set[str]:
+    return {re.sub(r"\{.*?\}", "x", route.path) for route in app.routes if isinstance(route, Route)}
+
+
+def files_of(app: Starlette) -> set[tuple[str, str]]:
+    """(method, path) of the console's page and files, by their names in the source."""
+    names = {path.name for path in CONSOLE.iterdir()} - {"index.html"}
+    found = {"/ui", *(f"/ui/{name}" for name in names)}
+    assert {"/ui/app.js", "/ui/style.css"} <= found <= paths_of(app)
+    return {(method, path) for method in ("GET", "HEAD") for path in found}
+
+
+async def test_no_route_answers_without_a_key_but_health_and_ready_and_the_consoles_files() -> None:
     app = shared()
     assert all(type(route) is Route for route in app.routes), "a mounted application has routes that are not asked here"
-    paths = {re.sub(r"\{.*?\}", "x", route.path) for route in app.routes if isinstance(route, Route)}
+    paths, files = paths_of(app), files_of(app)
     assert len(paths) >= 17
     open_to_all = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/ready"), ("HEAD", "/ready")}
-    for path in paths | {"/nowhere", "", "*", "/admin/../info"}:
+    for path in paths | {"/nowhere", "", "*", "/admin/../info", "/ui/nowhere.js", "/ui/index.html"}:
         for method in METHODS:
             answer = await ask(app, method, path)
-            if (method, path) in open_to_all:
-                assert answer.status in (200, 503), (method, path)
+            if (method, path) in open_to_all | files:
+                assert answer.status == 200 or (answer.status == 503 and path == "/ready"), (method, path)
                 continue
             assert answer.status == 401, (method, path)
             assert answer.error["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
             assert answer.headers["x-request-id"]
+
+
+async def test_a_browser_gets_the_page_without_a_key_and_nobody_anything_else_at_the_root() -> None:
+    app, browser = shared(), ("accept", "text/html,application/xhtml+xml;q=0.9,*/*;q=0.8")
+    for path in ("/", "/ui"):
+        page = await ask(app, "GET", path, browser)
+        assert page.status == 200 and page.body == (CONSOLE / "index.html").read_bytes()
+        assert page.headers["vary"] == "Accept" if path == "/" else True
+    for method in METHODS:
+        answer = await ask(app, method, "/", browser)
+        assert answer.status == (200 if method in ("GET", "HEAD") else 401), method
+    for accept in ("*/*", "application/json", ""):
+        assert (await ask(app, "GET", "/", ("accept", accept))).status == 401
+    told = await ask(app, "GET", "/", bearer(KEY))
+    assert json.loads(told.body).keys() == {"name", "version"} and told.headers["vary"] == "Accept"
+    for path in paths_of(app) - {"/", "/health", "/ready"} - {path for _, path in files_of(app)}:
+        assert (await ask(app, "GET", path, browser)).status == 401, f"{path} takes a browser for somebody with a key"
+
+
+async def test_who_watches_takes_none_of_the_requests_that_a_key_may_have_at_a_time() -> None:
+    app, narrow = guarded(), bearer("narrow")
+    async with asyncio.timeout(30):
+        watching = [asyncio.create_task(ask(app, "GET", "/ui/events", narrow)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert not any(viewer.done() for viewer in watching)
+        assert (await ask(app, "GET", "/version", narrow)).status == 200
+        app.state.engine.drain()
+        assert [(await viewer).status for viewer in watching] == [200] * 3
+    slow = bearer("slow")
+    statuses = [(await ask(app, "GET", "/ui/events", slow)).status for _ in range(4)]
+    assert statuses == [503, 503, 503, 429], "it is one of the minute's"
 
 
 @pytest.mark.parametrize(
@@ -152,6 +197,17 @@ async def test_no_route_answers_without_a_key_but_health_and_ready() -> None:
         *("//health", "/health/", "/HEALTH", "/health//", "/health/.", "/health/../generate", "/generate/../health"),
         *("//generate", "/./health", "/health;x", "/health?", "/health#", "/health\x00", "/health\n", "/health ", " "),
         *("health", "http://127.0.0.1/health", "/ready/../info", "/\u2028health", "/health%2f..%2finfo", "/\\health"),
+        *(
+            "/ui/",
+            "//ui",
+            "/ui/.",
+            "/ui/../info",
+            "/ui/app.js/",
+            "/UI",
+            "/ui/%2e%2e/app.js",
+            "/ui/../../keys.py",
+            "/ui\x00",
+        ),
     ],
 )
 async def test_what_looks_like_a_public_path_is_none(path: str) -> None:
@@ -302,12 +358,10 @@ async def test_a_key_for_metrics_opens_nothing_else(log: Log) -> None:
     for method in ("GET", "HEAD"):
         assert (await ask(app, method, "/metrics", scraper)).status == 200
         assert (await ask(app, method, "/health", scraper)).status in (200, 503), "public is public"
-    paths = {re.sub(r"\{.*?\}", "x", route.path) for route in app.routes if isinstance(route, Route)}
-    for path in paths | {"/nowhere", "/metrics/", "//metrics", "/metrics/../info"}:
+    open_to_all = {(m, p) for m in ("GET", "HEAD") for p in ("/health", "/ready", "/metrics")} | files_of(app)
+    for path in paths_of(app) | {"/nowhere", "/metrics/", "//metrics", "/metrics/../info"}:
         for method in METHODS:
-            if (method, path.rstrip("/")) in {
-                (m, p) for m in ("GET", "HEAD") for p in ("/health", "/ready", "/metrics")
-            }:
+            if (method, path.rstrip("/")) in open_to_all:
                 continue
             answer = await ask(app, method, path, scraper)
             assert (answer.status, answer.error["code"]) == (403, "permission_denied"), (method, path)

@@ -9,7 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from servekit.config import ServeConfig
-from servekit.messages import Row, StepPlan, StepResult
+from servekit.live_view import LiveStep
+from servekit.messages import StepResult
 from servekit.metrics import RESTART_CAUSES, Metrics, Snapshot
 from servekit.sampling_params import SamplingParams
 from servekit.sequence import FinishReason, Sequence
@@ -35,10 +36,8 @@ def make_sequence(prompt_length: int = 5, num_output: int = 0, arrival_s: float 
     return sequence
 
 
-def make_plan(step_id: int, *rows: tuple[int, bool]) -> StepPlan:
-    return StepPlan(
-        0, step_id, (), tuple(Row(slot, 0, length, (), (), samples) for slot, (length, samples) in enumerate(rows))
-    )
+def make_step(step_id: int, sent_s: float, num_prefill_tokens: int = 0, num_decode_tokens: int = 1) -> LiveStep:
+    return LiveStep(step_id, sent_s, num_prefill_tokens, num_decode_tokens, num_sequences=4, duration_s=None)
 
 
 def test_a_sequences_times_add_up() -> None:
@@ -83,7 +82,7 @@ def test_a_fork_does_not_count_its_prompt_again() -> None:
 
 def test_the_batch_is_told_by_phase_and_forgotten_when_there_is_nothing_to_do() -> None:
     metrics = make_metrics()
-    metrics.step_sent(make_plan(0, (1, True), (1, True), (1, False), (6, True)), 1.0, is_alone=False)
+    metrics.step_sent(make_step(0, 1.0, num_prefill_tokens=7, num_decode_tokens=2), 0, is_alone=False)
     told = samples(metrics)
     assert told["scheduler_batch_size",] == 4
     assert told["scheduler_batch_tokens", "decode"] == 2
@@ -95,8 +94,8 @@ def test_the_batch_is_told_by_phase_and_forgotten_when_there_is_nothing_to_do() 
 
 def test_a_round_trip_is_measured_where_nothing_else_was_in_flight() -> None:
     metrics = make_metrics()
-    metrics.step_sent(make_plan(0, (1, True)), 10.0, is_alone=True)
-    metrics.step_sent(make_plan(1, (1, True)), 10.5, is_alone=False)
+    metrics.step_sent(make_step(0, 10.0), 0, is_alone=True)
+    metrics.step_sent(make_step(1, 10.5), 0, is_alone=False)
     metrics.step_done(StepResult(0, 0, (1,), 0.75), 11.0, turn_s=1.5)
     metrics.step_done(StepResult(0, 1, (1,), 0.75), 12.0, turn_s=0.5)
     told = samples(metrics)
@@ -108,7 +107,7 @@ def test_a_round_trip_is_measured_where_nothing_else_was_in_flight() -> None:
 
 def test_a_round_trip_that_a_worker_took_to_its_grave_is_not_measured() -> None:
     metrics = make_metrics()
-    metrics.step_sent(make_plan(0, (1, True)), 10.0, is_alone=True)
+    metrics.step_sent(make_step(0, 10.0), 0, is_alone=True)
     metrics.step_done(StepResult(1, 0, (1,), 0.5), 99.0, turn_s=1.0)  # its successor's
     assert samples(metrics)["ipc_roundtrip_seconds_count",] == 0
 

@@ -12,6 +12,7 @@ import pytest
 from servekit.api import ENDPOINTS
 from servekit.api.openapi import document
 from servekit.errors import ConfigError, ServekitError
+from servekit.live_view import LiveState, LiveStep, LiveWorker
 from servekit.profiling import ProfilerRefuses
 from servekit.schemas.decoding import encode
 from servekit.schemas.native import GenerateResponse, Usage
@@ -44,6 +45,8 @@ def test_whoever_sends_a_body_is_told_of_every_refusal() -> None:
         ("get", "/metrics", {"200", "401", "429"}, {"400", "404", "413", "504"}),
         ("get", "/v1/models/{model}", {"401", "404"}, {"400", "413"}),
         ("get", "/generate_stream", {"400", "504"}, {"404", "413", "415", "409"}),
+        ("get", "/ui/state", {"200", "401", "429"}, {"400", "404", "413", "504", "409"}),
+        ("get", "/ui/events", {"200", "401", "429", "503"}, {"400", "404", "413", "504", "409"}),
         ("post", "/profile/start", {"401", "409", "503"}, {"400", "404", "413", "415", "504"}),
     ],
 )
@@ -74,3 +77,19 @@ def test_an_object_in_a_query_string_is_json() -> None:
     parameters = {told["name"]: told for told in API["paths"]["/generate_stream"]["get"]["parameters"]}
     assert {name for name, told in parameters.items() if "content" in told} == {"logit_bias", "grammar"}
     assert all(("schema" in told) != ("content" in told) for told in parameters.values())
+
+
+def test_a_frame_is_as_its_schema_says() -> None:
+    """Also one with steps and cells, which are arrays and no objects."""
+    content = API["paths"]["/ui/state"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    step, worker = LiveStep(7, 1.0, 5, 3, 4, None), LiveWorker("serving")
+    frame = LiveState(1.0, "ready", "serving", "demo", "1.2.3", [worker], steps=[step], cells=[(-1, 4), (0, 2)])
+    told = json.loads(encode(frame))
+    assert told["steps"] == [[7, 1.0, 5, 3, 4, None]] and told["cells"] == [[-1, 4], [0, 2]]
+    jsonschema.validate(told, content | {"components": API["components"]})
+    events = API["paths"]["/ui/events"]["get"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    assert events == content
+
+
+def test_the_consoles_files_are_no_part_of_the_api() -> None:
+    assert {path for path in API["paths"] if path.startswith("/ui")} == {"/ui/state", "/ui/events"}

@@ -1,0 +1,112 @@
+"""What watching costs: the server's CPU time for a token, with nobody, one, a few and many at /ui/events.
+
+    python -m benchmarks.viewers [--streams 128] [--seconds 5] [--rounds 5]
+
+One server with the simulated model, whose device takes no time, streams to clients who ask again as soon as they are
+answered, so the server's main thread is never at rest. Viewers come and go, in rounds that alternate; in each, tokens
+come from /metrics and the thread's CPU time from /proc. Told are medians, and of each round the ratio to the one with
+nobody. Clients and viewers are processes of their own; on few cores they take time from the server, which lowers
+tokens/s and, as long as caches are what they are, hardly the CPU time for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import selectors
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from urllib.request import urlopen
+
+from benchmarks.open_streams import open_stream
+from tests.server_process import ServerProcess, serving
+
+NUM_VIEWERS = (0, 1, 4, 16)
+SETTLE_S = 0.5
+
+
+def main_thread_s(server: ServerProcess) -> float:
+    """CPU time of the thread with the event loop, in seconds."""
+    pid = server.process.pid
+    fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def ask_again_and_again(server: ServerProcess, num_streams: int) -> None:
+    """Clients, until the process is ended."""
+    with selectors.DefaultSelector() as selector:
+        for number in range(num_streams):
+            selector.register(open_stream(server, number), selectors.EVENT_READ)
+        number = num_streams
+        while True:
+            for key, _ in selector.select(60):
+                content = key.fileobj.recv(2**16)  # type: ignore[union-attr]
+                if not content or content.endswith(b"0\r\n\r\n"):
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()  # type: ignore[union-attr]
+                    selector.register(open_stream(server, number), selectors.EVENT_READ)
+                    number += 1
+
+
+def watch(url: str, num_frames: Synchronized[int]) -> None:
+    """A viewer, until the process is ended."""
+    with urlopen(f"{url}/ui/events") as response:  # noqa: S310
+        for line in response:
+            if line.startswith(b"data: "):
+                num_frames.value += 1
+
+
+def measure(server: ServerProcess, num_viewers: int, seconds: float) -> tuple[float, float, float]:
+    """(tokens/s, µs of the main thread for a token, frames/s of a viewer)."""
+    with ExitStack() as stack:
+        counts = [multiprocessing.Value("l", 0) for _ in range(num_viewers)]
+        for count in counts:
+            viewer = multiprocessing.Process(target=watch, args=(server.url, count), daemon=True)
+            viewer.start()
+            stack.callback(viewer.join)
+            stack.callback(viewer.terminate)
+        time.sleep(SETTLE_S)
+        before = server.metric("servekit_generation_tokens_total"), main_thread_s(server), sum(c.value for c in counts)
+        began_s = time.monotonic()
+        time.sleep(seconds)
+        after = server.metric("servekit_generation_tokens_total"), main_thread_s(server), sum(c.value for c in counts)
+        elapsed_s = time.monotonic() - began_s
+    num_tokens, cpu_s, num_frames = (end - begin for begin, end in zip(before, after, strict=True))
+    return num_tokens / elapsed_s, 1e6 * cpu_s / num_tokens, num_frames / elapsed_s / max(1, num_viewers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    told: dict[int, list[tuple[float, float, float]]] = {num: [] for num in NUM_VIEWERS}
+    flags = ("--model", "sim:instant", "--max-num-seqs", str(arguments.streams), "--log-level", "warning")
+    with tempfile.TemporaryDirectory() as folder, serving(*flags, log=Path(folder) / "log") as server:
+        clients = multiprocessing.Process(target=ask_again_and_again, args=(server, arguments.streams), daemon=True)
+        clients.start()
+        time.sleep(2 * SETTLE_S)
+        for number in range(arguments.rounds):
+            # First and last take turns, too: what drifts in a round is nobody's alone.
+            for num_viewers in NUM_VIEWERS if number % 2 == 0 else reversed(NUM_VIEWERS):
+                told[num_viewers].append(measure(server, num_viewers, arguments.seconds))
+        clients.terminate()
+        clients.join()
+    print(f"{os.cpu_count()} cores, {arguments.streams} streams, medians of {arguments.rounds} rounds\n")
+    print("| viewers | tokens/s | main thread, µs a token | that, to nobody's | frames/s of each |")
+    print("|---:|---:|---:|---:|---:|")
+    for num_viewers, rounds in told.items():
+        rate, cost_us, frames = (statistics.median(column) for column in zip(*rounds, strict=True))
+        ratios = [mine[1] / nobodys[1] for mine, nobodys in zip(rounds, told[0], strict=True)]
+        shown = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        print(f"| {num_viewers} | {rate:,.0f} | {cost_us:.1f} | {shown} | {frames:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

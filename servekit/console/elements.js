@@ -1,0 +1,23 @@
+// What both halves of the page share: elements, and numbers in words.
+
+export const $ = (id) => document.getElementById(id);
+
+// Strings among the children become text: nothing that anybody sent is ever read as markup.
+export function make(name, properties = {}, ...children) {
+	const made = Object.assign(document.createElement(name), properties);
+	made.append(...children);
+	return made;
+}
+
+// Writes only what differs: a frame in which nothing moved costs no layout, and no status is read out twice.
+export function tell(node, text) {
+	if (node.textContent !== text) node.textContent = text;
+}
+
+const WHOLE = new Intl.NumberFormat("en");
+export const count = (number = 0) => WHOLE.format(number);
+
+export function seconds(time) {
+	if (time == null) return "–";
+	return time < 0.9995 ? `${Math.round(time * 1000)} ms` : `${time.toFixed(1)} s`;
+}
