@@ -28,9 +28,10 @@ from benchmarks.progress import no_bars_in_files, progress, tell
 from servekit.messages import LoadModel, Row, Seat, StepPlan
 from servekit.sampling_params import SamplingParams
 from servekit.worker_process import WORKER_ENVIRONMENT
+from workers.few_rows import FewRows
 from workers.model_manager import LoadedModel, ModelManager
 from workers.model_runner import ModelRunner
-from workers.packed_linear import NUM_ROWS
+from workers.packed_linear import NUM_ROWS, PackedWeight
 
 BLOCK_SIZE = 16
 SHAPE = {
@@ -142,7 +143,10 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=256, help="tokens of each sequence")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--onednn-alone", action="store_true", help="leave steps of few rows to oneDNN, as all others")
     arguments = parser.parse_args()
+    if arguments.onednn_alone:
+        FewRows.weight = lambda _, weight, bias: PackedWeight(weight, bias)  # type: ignore[method-assign]
     no_bars_in_files()
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.model or Path(folder)

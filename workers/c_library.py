@@ -24,7 +24,7 @@ from pathlib import Path
 log = logging.getLogger("servekit.worker")
 
 FOLDER = Path(__file__).parent
-SOURCES = ("paged_attention.c", "layers.c")
+SOURCES = ("paged_attention.c", "layers.c", "few_rows.c")
 HEADERS = ("vectors.h",)
 COMPILERS = ("cc", "gcc", "clang")
 # Not -ffast-math: linked into a library, older GCCs let it change how the whole process rounds tiny numbers.

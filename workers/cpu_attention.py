@@ -67,7 +67,7 @@ class CpuAttention:
     ) -> Tensor:
         given = [_with_dense_heads(each) for each in (queries, keys, values)]
         output = queries.new_empty(*queries.shape[:2], values.shape[-1])
-        of_layer = self._layer_arguments(step.cache, layer, queries.shape[1], score)
+        of_layer = self.layer_arguments(step.cache, layer, queries.shape[1], score)
         pointers = (each for tensor in given for each in (tensor.data_ptr(), tensor.stride(0)))
         self._attend(*of_layer, *step.prepared, *pointers, output.data_ptr())
         return output
@@ -81,7 +81,7 @@ class CpuAttention:
         assert qkv.is_contiguous() and cosines.is_contiguous() and sines.is_contiguous()
         output = qkv.new_empty(qkv.shape[0], num_heads * shape.value_dim)
         self._attend_rotated(
-            *self._layer_arguments(step.cache, layer, num_heads, score),
+            *self.layer_arguments(step.cache, layer, num_heads, score),
             *step.prepared,
             *(qkv.data_ptr(), cosines.data_ptr(), sines.data_ptr()),
             *((None, None, 0.0) if norms is None else _pointers_of(norms)),
@@ -89,7 +89,8 @@ class CpuAttention:
         )
         return output
 
-    def _layer_arguments(self, cache: KVCache, layer: int, num_heads: int, score: Score) -> tuple[int, int, int]:
+    def layer_arguments(self, cache: KVCache, layer: int, num_heads: int, score: Score) -> tuple[int, int, int]:
+        """The C functions' arguments that are the same for all steps."""
         known = self._described.get(layer)
         if known is None or known[0] is not score:
             shape = cache.layers[layer]

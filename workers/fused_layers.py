@@ -2,7 +2,8 @@
 
 transformers' layers are made of small operations, each of which reads and writes everything once more, and asks torch
 once more. What is here is made of such a layer's weights: projections of one input are one multiplication, the sum with
-what came in is part of the multiplication before it, and what is between two multiplications is one pass.
+what came in is part of the multiplication before it, and what is between two multiplications is one pass. On a CPU that
+multiplies bfloat16, steps of few tokens are one call in all (cpu_decoder.py).
 
 Which layers these are is a list of names, for what a layer means is not to be read from its parts. That it is meant
 right is seen by the worker's self-check, which compares with what transformers' own layers said before.
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from workers.packed_linear import Weight
+from workers.cpu_decoder import CpuDecoder, LayerParts, Norm
+from workers.packed_linear import MakeWeight, joined
 from workers.paged_step import HeadNorms, PagedStep, Rotation, Score
 
 FUSIBLE = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -36,30 +38,36 @@ class LayerKernels(Protocol):
 class FusedLayer:
     """x + attention(norm(x)), and the same with an MLP; SwiGLU, and rotary positions."""
 
-    def __init__(self, layer: Any, score: Score, kernels: LayerKernels, weight: type[Weight]) -> None:
+    def __init__(self, layer: Any, score: Score, kernels: LayerKernels, weight: MakeWeight) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self._kernels, self._score, self._layer = kernels, score, attention.layer_idx
-        self._before_attention, self._before_mlp = map(_parts, (layer.input_layernorm, layer.post_attention_layernorm))
-        self._head_norms = None
+        head_norms = None
         if hasattr(attention, "q_norm"):
             (query_weight, epsilon), (key_weight, _) = map(_parts, (attention.q_norm, attention.k_norm))
-            self._head_norms = HeadNorms(query_weight, key_weight, epsilon)
-        self._qkv = weight(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._output = weight(attention.o_proj)
-        self._gate_up = weight(mlp.gate_proj, mlp.up_proj)
-        self._down = weight(mlp.down_proj)
+            head_norms = HeadNorms(query_weight, key_weight, epsilon)
+        self._kernels, self._layer = kernels, attention.layer_idx
+        self.parts = LayerParts(
+            attention_norm=_parts(layer.input_layernorm),
+            qkv=weight(*joined(attention.q_proj, attention.k_proj, attention.v_proj)),
+            head_norms=head_norms,
+            score=score,
+            output=weight(*joined(attention.o_proj)),
+            mlp_norm=_parts(layer.post_attention_layernorm),
+            gate_up=weight(*joined(mlp.gate_proj, mlp.up_proj)),
+            down=weight(*joined(mlp.down_proj)),
+        )
 
     def attend(self, x: Tensor, rotation: Rotation, paged: PagedStep) -> Tensor:
         """What attention makes of x [num_tokens, size], before it is projected: [num_tokens, num_heads * head_dim]."""
-        qkv = self._qkv.multiply(self._kernels.norm(x, *self._before_attention))
-        return paged.attention.attend_rotated(paged, self._layer, qkv, rotation, self._head_norms, self._score)
+        parts = self.parts
+        qkv = parts.qkv.multiply(self._kernels.norm(x, *parts.attention_norm))
+        return paged.attention.attend_rotated(paged, self._layer, qkv, rotation, parts.head_norms, parts.score)
 
     def finish(self, attended: Tensor, x: Tensor) -> Tensor:
         """The rest of the layer, for which tokens do not matter to each other."""
-        kernels = self._kernels
-        x = self._output.add(attended, x)
-        gate_up = self._gate_up.multiply(kernels.norm(x, *self._before_mlp))
-        return self._down.add(kernels.swiglu(gate_up), x)
+        parts, kernels = self.parts, self._kernels
+        x = parts.output.add(attended, x)
+        gate_up = parts.gate_up.multiply(kernels.norm(x, *parts.mlp_norm))
+        return parts.down.add(kernels.swiglu(gate_up), x)
 
 
 class FusedDecoder(nn.Module):
@@ -68,7 +76,7 @@ class FusedDecoder(nn.Module):
     In the last layer, what nobody looks at ends with its keys and values: of a prompt chunk that is nearly all.
     """
 
-    def __init__(self, decoder: Any, scores: list[Score], kernels: LayerKernels, weight: type[Weight]) -> None:
+    def __init__(self, decoder: Any, scores: list[Score], kernels: LayerKernels, weight: MakeWeight) -> None:
         super().__init__()
         self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
         self._kernels, self._last_norm = kernels, _parts(decoder.norm)
@@ -76,6 +84,7 @@ class FusedDecoder(nn.Module):
         for index, score in enumerate(scores):
             self._layers.append(FusedLayer(decoder.layers[index], score, kernels, weight))
             decoder.layers[index] = nn.Identity()  # so that memory holds one layer twice at most
+        self._few = CpuDecoder([layer.parts for layer in self._layers])
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, *, paged: PagedStep, **_: Any
@@ -86,6 +95,9 @@ class FusedDecoder(nn.Module):
         x = self.embed_tokens(input_ids)
         cosines, sines = self.rotary_emb(x, position_ids=position_ids)
         x, rotation = x[0], (cosines[0], sines[0])
+        if self._few.can_take(len(x), paged):  # whoever looks at it: of few tokens, to leave some out saves nothing
+            self._few.decode(x, rotation, paged)
+            return self._output(x)
         *layers, last = self._layers
         for layer in layers:
             x = layer.finish(layer.attend(x, rotation, paged), x)
@@ -100,7 +112,7 @@ class FusedDecoder(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=self._kernels.norm(x, *self._last_norm)[None])
 
 
-def _parts(norm: Any) -> tuple[Tensor, float]:
+def _parts(norm: Any) -> Norm:
     return norm.weight.detach(), norm.variance_epsilon
 
 
@@ -115,7 +127,7 @@ def can_fuse(layer: nn.Module) -> bool:
 
 
 def fuse_layers(
-    model: Any, decoder: Any, scores: list[Score], kernels: LayerKernels, weight: type[Weight]
+    model: Any, decoder: Any, scores: list[Score], kernels: LayerKernels, weight: MakeWeight
 ) -> nn.Module | None:
     """Replace the model's decoder, if all its layers can be; returns what is there now."""
     layers = getattr(decoder, "layers", None)

@@ -34,7 +34,7 @@ from workers.weights import make_weights, move, read_weights
 log = logging.getLogger("servekit.worker")
 
 RECORDING_ATTENTION = "servekit_recording"
-SAMPLE_TOKENS = 24
+SAMPLE_TOKENS = 72  # the self-check halves them: more rows than few_rows.c takes, and then one alone
 
 
 @dataclass(frozen=True, slots=True)

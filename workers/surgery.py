@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 
 from workers.c_library import c_library
 from workers.cpu_layers import CpuLayers
+from workers.few_rows import FewRows
 from workers.fused_layers import fuse_layers
-from workers.packed_linear import DenseWeight, PackedWeight, can_pack, pack_linears
+from workers.packed_linear import DenseWeight, can_pack, pack_linears
 from workers.paged_step import Score
 
 log = logging.getLogger("servekit.worker")
@@ -28,8 +29,12 @@ def _operate_on_cpu(model: PreTrainedModel, decoder: nn.Module, scores: list[Sco
     if not can_pack(model.dtype):
         return None
     library = c_library(str(model.dtype).removeprefix("torch."))
-    fused = None if library is None else fuse_layers(model, decoder, scores, CpuLayers(library), PackedWeight)
-    pack_linears(model)
+    if library is None:
+        pack_linears(model)
+        return None
+    weight = FewRows(library).weight
+    fused = fuse_layers(model, decoder, scores, CpuLayers(library), weight)
+    pack_linears(model, weight)
     return fused
 
 

@@ -13,6 +13,8 @@ import pytest
 from workers import c_library as module
 from workers.c_library import c_library
 
+ALL_SOURCES = module.SOURCES
+
 
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -83,15 +85,15 @@ def test_a_user_without_a_home_has_it_too_and_nothing_is_left(monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("touched", [*module.SOURCES, *module.HEADERS])
+@pytest.mark.parametrize("touched", [*ALL_SOURCES, *module.HEADERS])
 def test_what_changed_is_compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, touched: str) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "source"
     folder.mkdir()
-    for name in ("layers.c", "paged_attention.c", "vectors.h"):
+    for name in (*ALL_SOURCES, *module.HEADERS):
         (folder / name).write_text((module.FOLDER / name).read_text())
     monkeypatch.setattr(module, "FOLDER", folder)
-    monkeypatch.setattr(module, "SOURCES", ("layers.c", "paged_attention.c"))
+    monkeypatch.setattr(module, "SOURCES", ALL_SOURCES)
     c_library("float32")
     (folder / touched).write_text((folder / touched).read_text() + "\n")
     c_library.cache_clear()
