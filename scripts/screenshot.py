@@ -36,15 +36,22 @@ PREAMBLE = "You answer what is asked, and nothing else. " * 60  # of half of the
 # (how many clients, prompt in tokens, answer in tokens): one after another, each a little different
 LOAD = ((9, 120, 320), (4, 900, 200), (4, 7600, 40))
 
-# The page's own sixteen stream, and beside them a long prompt is half way through.
+# The page's own sixteen stream, and beside them a long prompt is half way through. Then nothing more is drawn, for
+# that is over before a picture is taken.
 IS_GOOD = """() => {
     const rows = [...document.querySelectorAll("#live-root .bars button:not([hidden])")];
     const stateOf = (row) => row.querySelector(".state").textContent;
     const numbers = (row) => parseInt(row.querySelector(".numbers").textContent);
     const streams = rows.filter((row) => row.matches(".mine") && stateOf(row) === "decode" && numbers(row) > 60);
-    const prefills = rows.filter((row) => stateOf(row) === "prefill" && row.textContent.includes("/7,600"));
-    return streams.length === 16 && prefills.length > 0;
+    const bottom = document.querySelector("#live-root .bars").getBoundingClientRect().bottom;
+    const seen = rows.filter((row) => row.getBoundingClientRect().bottom < bottom);
+    const prefills = seen.filter((row) => stateOf(row) === "prefill" && row.textContent.includes("/7,600"));
+    if (streams.length < 16 || !prefills.length) return false;
+    window.draw = window.requestAnimationFrame;
+    window.requestAnimationFrame = () => undefined;
+    return true;
 }"""
+DRAW_ON = "() => { window.requestAnimationFrame = window.draw; }"
 TO_WEBP = """async ([png, quality]) => {
     const image = new Image();
     image.src = "data:image/png;base64," + png;
@@ -111,6 +118,7 @@ def main() -> None:
             page.emulate_media(color_scheme=scheme)
             page.wait_for_function(IS_GOOD, timeout=4 * TIMEOUT_MS)
             webp = as_webp(browser, page.screenshot())
+            page.evaluate(DRAW_ON)
             file = DOCS / f"console-{scheme}.webp"
             file.write_bytes(webp)
             print(f"{file.relative_to(DOCS.parent)}: {len(webp):,} bytes")

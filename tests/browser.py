@@ -41,7 +41,7 @@ def chromium() -> Iterator[Browser]:
         pytest.skip(message)
     expect.set_options(timeout=TIMEOUT_MS)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS, timeout=4 * TIMEOUT_MS)
         try:
             yield browser
         finally:

@@ -1,13 +1,12 @@
 // The answers on the page, one card each. What a model says is nobody's words: it is text and nothing else.
 
-import { $, make, seconds, tell } from "./elements.js";
+import { $, make, seconds } from "./elements.js";
 
 const MOST_SHOWN = 20_000; // characters of an only answer
 const MOST_SHOWN_OF_MANY = 4_000;
 const CUT_AT_ONCE = 1_000; // or each token that comes would move all that stand before it
 
-// Text in which no character does anything: those that control terminals, and are not spaces, as their pictures.
-// It is as long as before.
+// Text in which no character does anything, as long as before: what controls terminals, as its picture.
 export function harmless(text) {
 	return text
 		.replace(/[\0-\x08\x0b-\x1f]/g, (control) => String.fromCharCode(0x2400 + control.charCodeAt(0)))
@@ -15,14 +14,13 @@ export function harmless(text) {
 		.replace(/[\x80-\x9f]/g, "\ufffd");
 }
 
-// A box for text that nobody has looked at.
 export function untrusted(ariaLabel, text = "") {
 	// Whoever has no mouse scrolls it, too: hence the index.
 	const properties = { className: "untrusted", dir: "auto", tabIndex: 0, role: "group", ariaLabel };
 	return make("div", properties, harmless(text.slice(-MOST_SHOWN)));
 }
 
-// Of one answer, or of all: tokens, and when they came, from the request on.
+// Of one answer, or of all: tokens, and when they came.
 class Count {
 	numTokens = 0;
 
@@ -35,7 +33,7 @@ class Count {
 
 	figures() {
 		if (!this.numTokens) return [];
-		const rate = (1_000 * (this.numTokens - 1)) / (this.lastMs - this.firstMs); // the first one's time is told apart
+		const rate = (1_000 * (this.numTokens - 1)) / (this.lastMs - this.firstMs);
 		return [
 			[`${this.numTokens} ${this.numTokens === 1 ? "token" : "tokens"}`],
 			[make("span", { className: "spelled" }, "first token "), seconds(this.firstMs / 1_000)],
@@ -44,7 +42,7 @@ class Count {
 	}
 }
 
-// Figures, of one or more pieces each, in a line that breaks between them.
+// Figures, of one or more pieces each.
 function line(node, ...figures) {
 	node.replaceChildren(...figures.filter(Boolean).flatMap((pieces) => [make("span", {}, ...pieces), " "]));
 }
@@ -81,7 +79,7 @@ class Card {
 
 export class Answers {
 	#cards = [];
-	#fresh = new Set(); // cards with something that is not on the page yet
+	#fresh = new Set(); // cards that have more to show
 	#frame = 0;
 	#startedMs = 0;
 	#all = new Count();
@@ -96,7 +94,7 @@ export class Answers {
 		this.#show();
 	}
 
-	// More of an answer, and how it ended if it has: shown with the next picture of the screen.
+	// More of an answer, and how it ended if it has.
 	add(index, text, numTokens, ending = "") {
 		const card = this.#cards[index];
 		if (!card) throw new Error(`The server told of answer ${index + 1}, and was not asked for so many.`);
@@ -109,12 +107,10 @@ export class Answers {
 		this.#frame ||= requestAnimationFrame(() => this.#show());
 	}
 
-	// Nothing more will come: those that have not ended are told to have ended so.
+	// Nothing more will come.
 	end(words) {
-		for (const card of this.#cards) {
-			card.ending ||= words;
-			this.#fresh.add(card);
-		}
+		for (const card of this.#cards) card.ending ||= words;
+		this.#fresh = new Set(this.#cards);
 		this.#show();
 	}
 
@@ -131,7 +127,6 @@ export class Answers {
 		this.#fresh.clear();
 		for (const { box } of atEnd) box.scrollTop = 1e9;
 		const count = this.#cards.length;
-		if (count > 1) line($("total"), [`${count} answers`], ...this.#all.figures());
-		else tell($("total"), "");
+		line($("total"), ...(count > 1 ? [[`${count} answers`], ...this.#all.figures()] : []));
 	}
 }

@@ -1,14 +1,14 @@
 // The page: its key, its connection to the feed of the scheduler, and who is told what of it.
 
-import { $, tell } from "./elements.js";
+import { $, attempt, tell } from "./elements.js";
 import { Play, reasonOf } from "./play.js";
 import { eventsOf } from "./sse.js";
 
 const FIRST_PAUSE_MS = 1_000;
 const LONGEST_PAUSE_MS = 10_000;
-const SILENCE_MS = 30_000; // frames come each second at least; a connection from before a laptop's sleep says nothing
+const SILENCE_MS = 30_000; // frames come each second at least; after a laptop's sleep a connection says nothing
 
-// What the parts share. The key is kept here and nowhere else, so a reload forgets it.
+// What the parts share. The key is kept here alone, so a reload forgets it.
 const page = {
 	key: "",
 	modelName: "",
@@ -34,29 +34,14 @@ $("key-form").addEventListener("submit", (event) => {
 	wake();
 });
 
-// -- whatever befalls one half, the other goes on
-
 let live = null;
 
 const toLive = (use) => attempt("live view", () => live && use(live));
 
-async function attempt(what, action) {
-	try {
-		await action();
-	} catch (error) {
-		const words = `The ${what} has a bug: ${error.message}. The rest of the page goes on.`;
-		if ($("notice").textContent === words) return; // once
-		$("notice").textContent = words;
-		console.error(error);
-	}
-}
-
-// -- the feed
-
 let isLocked = false; // until there is a key
 let connection = null; // an AbortController
-let wake = () => {}; // ends the pause before the next connection
-let timer = 0; // ends it too; or, while there is one, a connection that says nothing
+let wake = () => {}; // ends the pause before a connection
+let timer = 0; // does so too; and ends a connection that says nothing
 
 function showState(words, colour) {
 	tell($("server-state"), words);
@@ -64,20 +49,16 @@ function showState(words, colour) {
 }
 
 function show(state) {
-	const isReady = state.state === "ready";
-	showState(isReady ? "ready" : `${state.state}: ${state.stage}`, isReady ? "good" : state.state === "failed" ? "bad" : "warn");
+	const words = state.state === "ready" ? "ready" : `${state.state}: ${state.stage}`;
+	showState(words, { ready: "good", failed: "bad" }[state.state] ?? "warn");
 	page.modelName = $("model").textContent = state.model_name;
 	toLive((live) => live.show(state));
 }
 
 // One connection, to its end. Returns why it ended, in words.
 async function follow(signal, heard) {
-	let response;
-	try {
-		response = await fetch("ui/events", { headers: page.headers(), signal, cache: "no-store" });
-	} catch {
-		return "The server cannot be reached.";
-	}
+	const response = await fetch("ui/events", { headers: page.headers(), signal, cache: "no-store" }).catch(() => null);
+	if (!response) return "The server cannot be reached.";
 	isLocked = response.status === 401;
 	if (isLocked) return page.wantKey();
 	if (!response.ok) return reasonOf(response);
@@ -99,7 +80,7 @@ function later(action, timeMs) {
 	timer = setTimeout(action, timeMs);
 }
 
-// Connects again and again, while somebody looks.
+// While somebody looks.
 async function keepFollowing() {
 	for (let pauseMs = 0; ; pauseMs = Math.min(Math.max(FIRST_PAUSE_MS, 2 * pauseMs), LONGEST_PAUSE_MS)) {
 		await new Promise((go) => {
@@ -125,8 +106,6 @@ document.addEventListener("visibilitychange", () => {
 	clearTimeout(timer);
 	connection?.abort();
 });
-
-// -- begin
 
 attempt("form", () => new Play(page));
 await attempt("live view", async () => {

@@ -1,17 +1,17 @@
-// Sequences as bars on one scale. A row keeps its place as long as its sequence lives; then the next one may have it.
+// Sequences as bars on one scale. A row keeps its place as long as its sequence lives; then another may have it.
 
 import { hue, legend } from "./draw.js";
 import { count, make, tell } from "./elements.js";
 
-const ENDED_FOR_MS = 3000; // how long a row outlives its sequence
+const ENDED_FOR_MS = 3000; // a row outlives its sequence
 const FLASH_MS = 1500;
-const MOST_ROWS = 160; // with more, the ended ones go at once; a frame tells of 128 that live
+const MOST_ROWS = 160; // with more, the ended ones go at once
 const LEGEND = { cached: "in the cache", prefill: "prefilled", todo: "to prefill", decode: "generated", most: "at most" };
 
 export class Bars {
 	constructor(live) {
 		this.live = live;
-		this.rows = []; // in their places
+		this.rows = [];
 		this.scale = { most: 64, power: 1 };
 		this.about = make("span");
 		this.list = make("ol", { className: "bars", onkeydown: (event) => this.step(event) });
@@ -36,7 +36,7 @@ export class Bars {
 		}
 		while (this.rows.at(-1)?.id === null) this.rows.pop().item.remove();
 		const taken = this.taken();
-		if (taken.length && !taken.some((row) => row.button.tabIndex === 0)) this.stop(taken[0].button);
+		if (!taken.some((row) => row.button.tabIndex === 0)) this.stop(taken[0]?.button);
 		const untold = num_running + num_waiting - alive.size;
 		tell(this.more, untold > 0 ? `and ${count(untold)} more wait` : "");
 		if (taken.some((row) => row.endedAt < Infinity || row.isFlashing(now))) this.live.wake(250);
@@ -46,9 +46,8 @@ export class Bars {
 		return this.rows.filter((row) => row.id !== null);
 	}
 
-	// One scale for all, and it seldom changes. An answer that may fill the whole context does not hide the others: what is
-	// known has a quarter of the width at least, and longer outlines are open at the right. Where the longest is many times
-	// the shortest it is a scale of square roots, and says so.
+	// One scale for all, and it seldom changes. What is known has a quarter of the width at least, whatever may still come:
+	// longer outlines are open at the right. Where the longest is many times the shortest it is a scale of square roots.
 	rescale(lives) {
 		const { scale } = this;
 		const known = Math.max(...lives.map((life) => life.num_prompt_tokens + life.num_output_tokens));
@@ -96,7 +95,7 @@ class Row {
 		this.item = make("li", {}, this.button);
 	}
 
-	// For another sequence; for none, with null.
+	// null: for nobody.
 	begin(id) {
 		Object.assign(this, { id, life: null, endedAt: Infinity });
 		Object.assign(this.button, { hidden: id === null, tabIndex: -1 });
@@ -139,7 +138,7 @@ class Row {
 		tell(word, ended ? (end?.finish_reason ?? "not told") : waits);
 		const [done, all] = state === "decode" || end ? [output, max_tokens] : [computed, known];
 		tell(numbers, `${count(done)}/${count(all)}`);
-		// Without the numbers: some screen readers say whatever changes in the name of what has the focus. Its life has them.
+		// Without numbers: some screen readers say whatever changes in the name of what has the focus. Its life has them.
 		this.button.ariaLabel = `Sequence ${this.id}${mine ? ", yours" : ""}: ${word.textContent}`;
 		this.button.ariaExpanded = this.id === this.live.selected;
 	}

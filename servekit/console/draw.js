@@ -1,4 +1,4 @@
-// What the pictures of Live share: a canvas as sharp as the screen, a legend, and words for those who do not see it.
+// What the pictures of Live share.
 
 import { make } from "./elements.js";
 
@@ -12,12 +12,11 @@ export function legend(colours) {
 
 const MOVES = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
-// A canvas with a heading, a legend, and a line about what the pointer is over or the arrow keys have come to. The line is
-// a slider: screen readers read one aloud when its owner moves it, and only then. Who extends this has
-// at(x, y) -> key, move(key, across, down) -> key, words(key) and press(key); a key may be null.
+// A canvas with a line about what the pointer is over or the arrow keys have come to. The line is a slider: screen readers
+// read one aloud when its owner moves it, and only then. Who extends this has at(x, y) -> key, words(key), press(key) and
+// move(key, across, down) -> key; a key may be null.
 export class Picture {
 	key = null;
-	labelled = -Infinity;
 	about = make("span");
 	canvas = make("canvas", { role: "img" });
 	pen = this.canvas.getContext("2d");
@@ -58,7 +57,6 @@ export class Picture {
 		return { pen, unit, width: canvas.width, height: canvas.height };
 	}
 
-	// One of style.css's.
 	colour(name) {
 		return getComputedStyle(this.canvas).getPropertyValue(`--${name}`);
 	}
@@ -66,12 +64,5 @@ export class Picture {
 	fill(colour, x, y, width, height) {
 		this.pen.fillStyle = colour;
 		this.pen.fillRect(x, y, width, height);
-	}
-
-	// A screen reader that is read ten labels a second reads none.
-	label(words) {
-		if (performance.now() - this.labelled < 2000) return;
-		this.labelled = performance.now();
-		this.canvas.ariaLabel = words;
 	}
 }

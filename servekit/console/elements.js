@@ -14,6 +14,17 @@ export function tell(node, text) {
 	if (node.textContent !== text) node.textContent = text;
 }
 
+// Whoever stumbles stops no other, and the page says so once.
+export async function attempt(what, action) {
+	try {
+		await action();
+	} catch (error) {
+		if ($("notice").textContent) return;
+		$("notice").textContent = `There is a bug in the ${what}: ${error.message}. The rest of the page goes on.`;
+		console.error(error);
+	}
+}
+
 const WHOLE = new Intl.NumberFormat("en");
 export const count = (number = 0) => WHOLE.format(number);
 

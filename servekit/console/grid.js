@@ -1,4 +1,4 @@
-// The KV blocks, a cell each or a few of them: whose they are.
+// The KV blocks, and whose they are. A cell is one of them, or several.
 
 import { hue, Picture } from "./draw.js";
 import { count, tell } from "./elements.js";
@@ -24,7 +24,7 @@ export class Grid extends Picture {
 		const told = Object.entries(tally).map(([name, number]) => `${name} ${count(number)}${each > 1 ? " cells" : ""}`);
 		told.forEach((words, index) => tell(this.legend.children[index], words));
 		tell(this.line, this.words(this.key));
-		this.label(`Blocks: ${told.join(", ")}.`);
+		this.canvas.ariaLabel = `Blocks: ${told.join(", ")}.`;
 		this.fit();
 		this.draw(this.live.selected);
 	}
@@ -47,9 +47,10 @@ export class Grid extends Picture {
 		};
 		this.cells.forEach((what, index) => {
 			const [x, y, side] = this.square(index);
+			const colour = (colours[what] ??= this.owner(what));
 			pen.globalAlpha = selected === null || what === selected ? 1 : 0.3;
-			if (STATES[what] === "fenced") return outline((colours[what] ??= this.owner(what)), x, y, side);
-			this.fill((colours[what] ??= this.owner(what)), x, y, side, side);
+			if (STATES[what] === "fenced") return outline(colour, x, y, side);
+			this.fill(colour, x, y, side, side);
 			if (STATES[what] !== "shared") return;
 			pen.beginPath(); // a diagonal: its colour alone would not do for everybody
 			pen.moveTo(x, y + side);

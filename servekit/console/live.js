@@ -1,8 +1,7 @@
 // A window on the scheduler: draws the frames that it is given (servekit/live_view.py), no more often than the screen does.
-// Whoever makes it owns the connection.
 
 import { Bars } from "./bars.js";
-import { make, seconds, tell } from "./elements.js";
+import { attempt, make, tell } from "./elements.js";
 import { Grid } from "./grid.js";
 import { Life, Lives } from "./life.js";
 import { Strip } from "./strip.js";
@@ -15,36 +14,33 @@ export class Live {
 	lives = new Lives();
 	selected = null; // whose life is open
 	requests = new Set(); // this page's own
-	parts = {};
+	parts = {}; // those that could be made
 
 	constructor(root) {
 		this.root = root;
 		root.classList.add("live");
-		this.note = make("p", { role: "status" }, "Waiting for the first frame."); // words that seldom change
-		this.age = make("p");
-		this.trouble = make("p", { role: "status", className: "bad" });
-		const part = ([name, Part]) => this.attempt(name, () => (this.parts[name] = new Part(this)).node) ?? "";
-		const [tiles, bars, strip, grid, life] = Object.entries(PARTS).map(part);
-		root.append(this.note, this.age, this.trouble, tiles, bars, make("div", {}, strip, grid), life);
+		this.note = make("p", { role: "status" }, "Waiting for the first frame.");
+		for (const [name, Part] of Object.entries(PARTS)) attempt(name, () => (this.parts[name] = new Part(this)));
+		const [tiles, bars, strip, grid, life] = Object.keys(PARTS).map((name) => this.parts[name]?.node ?? "");
+		root.append(this.note, tiles, bars, make("div", {}, strip, grid), life);
 		matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
 	}
 
-	// Every frame, whole.
 	show(state) {
 		// Another server counts its sequences from 0.
 		if (state.now_s < this.state?.now_s) Object.assign(this, { lives: new Lives(), selected: null });
-		Object.assign(this, { state, shownAt: performance.now(), lostWords: "" });
-		this.attempt("lives", () => this.lives.note(state, this.selected));
+		Object.assign(this, { state, lostWords: "", shownAt: new Date().toLocaleTimeString() });
+		attempt("lives", () => this.lives.note(state, this.selected));
 		this.redraw();
 	}
 
 	// The feed is gone. What is seen stays, greyed.
 	lost(words) {
-		this.lostWords = words;
+		this.lostWords = this.state ? `${words} The last frame came at ${this.shownAt}.` : words;
 		this.redraw();
 	}
 
-	// A request of this page: its sequences are marked.
+	// A request of this page's: its sequences are marked.
 	mine(requestId) {
 		this.requests.add(requestId);
 		const [oldest] = this.requests;
@@ -74,23 +70,9 @@ export class Live {
 		const { state, lostWords } = this;
 		this.asked = null;
 		this.root.classList.toggle("lost", Boolean(lostWords));
-		if (lostWords) this.wake(1000);
-		const age = seconds((performance.now() - this.shownAt) / 1000);
-		tell(this.age, lostWords && state ? `The last frame came ${age} ago.` : "");
 		if (lostWords || state) tell(this.note, lostWords || words(state));
 		if (!state) return;
-		for (const [name, part] of Object.entries(this.parts)) this.attempt(name, () => part.show(state));
-	}
-
-	// A part that throws does not stop the others, and is told once.
-	attempt(name, action) {
-		try {
-			return action();
-		} catch (error) {
-			if (this.trouble.textContent) return;
-			console.error(error);
-			tell(this.trouble, `The ${name} cannot be drawn: ${error.message}`);
-		}
+		for (const [name, part] of Object.entries(this.parts)) attempt(name, () => part.show(state));
 	}
 }
 

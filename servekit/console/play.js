@@ -1,4 +1,4 @@
-// Play: a prompt or a chat, sent as the form says; its answers as they come; and the same request to paste elsewhere.
+// Play: a prompt or a chat, sent as the form says, and its answers as they come.
 
 import { Answers, harmless, untrusted } from "./answers.js";
 import { $, make } from "./elements.js";
@@ -6,10 +6,10 @@ import { asCurl, asPython, FIRST_NUMBERS, MORE_NUMBERS, requestOf } from "./requ
 import { eventsOf } from "./sse.js";
 
 const EXAMPLES = {
-	json: '{"type": "object", "properties": {"color": {"enum": ["red", "blue"]}}}',
+	json: '{"enum": ["blue", "red"]}',
 	regex: "(The sky|It) is (blue|red)",
-	choice: "blue\nred",
-	grammar: 'start: "The sky is " COLOR\nCOLOR: "blue" | "red"',
+	choice: "blue",
+	grammar: 'start: "It is " ("blue" | "red")',
 };
 
 export class Play {
@@ -37,7 +37,7 @@ export class Play {
 			if (target.name === "mode" && !this.#stream) this.#showChat();
 			this.#showForm();
 		};
-		// A field that is not as it must be is seen, if it is folded away or not.
+		// A field that is not as it must be is seen, folded away or not.
 		this.#form.addEventListener("invalid", ({ target }) => target.closest("details")?.setAttribute("open", ""), true);
 		document.addEventListener("keydown", ({ key }) => {
 			if (key === "Escape" && !$("copy-dialog").open) this.#stream?.abort();
@@ -57,8 +57,6 @@ export class Play {
 		return requestOf(this.#form, this.#page.modelName, this.#isChat ? this.#messages : null);
 	}
 
-	// -- sending and receiving
-
 	async #send() {
 		if (this.#stream) return;
 		const { path, body } = this.#request();
@@ -75,7 +73,7 @@ export class Play {
 		try {
 			await this.#receive(path, body, stream.signal);
 			this.#answers.end("");
-			// A turn that is whole is part of the chat: the first answer, if there are copies.
+			// Of several answers the first one is the chat's.
 			messages?.push({ role: "user", content: question }, { role: "assistant", content: this.#answers.first });
 			this.#say("Done.");
 		} catch (error) {
@@ -83,16 +81,16 @@ export class Play {
 			this.#answers.end(isStopped ? "stopped" : "cut off");
 			this.#say(isStopped ? "Stopped." : error.message, !isStopped);
 			if (messages === this.#messages) {
-				$("text").value = [question, $("text").value].filter(Boolean).join("\n"); // to be sent again
+				$("text").value = [question, $("text").value].filter(Boolean).join("\n");
 				this.#showChat();
 			}
 		}
-		stream.abort(); // nothing of it is read any more
+		stream.abort(); // if it is not read to its end
 		this.#stream = null;
 		this.#showForm();
 	}
 
-	// Returns when every answer has come to an end of its own. Throws an Error in words for the user if one has not.
+	// Returns when every answer has come to an end of its own. Else throws an Error in words for the user.
 	async #receive(path, body, signal) {
 		const requestId = `ui-${crypto.getRandomValues(new Uint32Array(4)).join("-")}`;
 		this.#page.mine(requestId);
@@ -121,8 +119,6 @@ export class Play {
 		}
 	}
 
-	// -- the chat
-
 	#newChat() {
 		this.#stream?.abort();
 		this.#messages = [];
@@ -136,16 +132,13 @@ export class Play {
 	#showChat(question) {
 		const turns = question === undefined ? this.#messages : [...this.#messages, { role: "user", content: question }];
 		$("transcript").replaceChildren(
-			...turns.map(({ role: className, content }) => {
-				return make("li", { className }, make("span", { className: "role" }, className), untrusted(className, content));
-			}),
+			...turns.map(({ role, content }) =>
+				make("li", { className: role }, make("span", { className: "role" }, role), untrusted(role, content)),
+			),
 		);
 		$("transcript").scrollTop = 1e9;
 	}
 
-	// -- what stands on the page
-
-	// What depends on what is chosen, and on whether answers come.
 	#showForm() {
 		$("text-label").textContent = this.#isChat ? "Message" : "Prompt";
 		$("new-chat").hidden = !this.#isChat;
@@ -154,11 +147,11 @@ export class Play {
 		$("structure-field").hidden = !structure.value;
 		text.required = Boolean(structure.value);
 		text.placeholder = EXAMPLES[structure.value] ?? "";
-		$("send-button").ariaDisabled = String(Boolean(this.#stream));
-		$("stop-button").ariaDisabled = String(!this.#stream);
+		$("send-button").ariaDisabled = Boolean(this.#stream);
+		$("stop-button").ariaDisabled = !this.#stream;
 	}
 
-	// Read out by a screen reader: a request's beginning, its end, and what went wrong; never its tokens.
+	// Read out by a screen reader: a request's beginning, its end, what went wrong; never its tokens.
 	#say(words, isBad = false) {
 		$("play-status").textContent = harmless(words);
 		$("play-status").className = isBad ? "bad" : "";
@@ -185,8 +178,6 @@ function numberField(name) {
 	return make("label", { className: "field" }, name[0].toUpperCase() + name.slice(1).replace("_", " "), input);
 }
 
-// -- words
-
 const orSay = (promise, words) => promise.catch(() => Promise.reject(new Error(words)));
 
 // Why a response is no answer: in the server's words, if it has some.
@@ -200,5 +191,5 @@ export async function reasonOf(response) {
 
 function endingOf({ finish_reason: reason, stop_reason: stop }) {
 	if (reason === "stop") return typeof stop === "string" ? `ended at ${harmless(JSON.stringify(stop))}` : "ended by itself";
-	return reason === "length" ? "reached its max tokens" : (reason ?? "");
+	return reason === "length" ? "hit max tokens" : (reason ?? "");
 }

@@ -1,41 +1,36 @@
-// What the form asks for, as /v1 takes it, and the same to paste elsewhere. A field that is empty is not sent, so that the
-// server's own default holds.
+// What the form asks for, as /v1 takes it, and the same to paste elsewhere. What is empty is not sent: the server's own
+// default holds.
 
 export const FIRST_NUMBERS = ["max_tokens", "temperature", "seed"];
 export const MORE_NUMBERS = ["top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"];
 
 // One a line. One in quotes is read as JSON, for what no line can hold.
 function linesOf(text) {
-	return text
-		.split("\n")
-		.filter((line) => line.trim())
-		.map((line) => {
-			try {
-				return /^".*"$/.test(line.trim()) ? JSON.parse(line) : line;
-			} catch {
-				return line; // a text with quotes round it
-			}
-		});
+	const lines = text.split("\n").filter((line) => line.trim());
+	return lines.map((line) => {
+		try {
+			return /^".*"$/.test(line.trim()) ? JSON.parse(line) : line;
+		} catch {
+			return line; // a text with quotes round it
+		}
+	});
 }
 
 // {path, body}. With `messages` it is a chat's next turn, else a prompt.
 export function requestOf(form, model, messages) {
-	const value = (name) => form.elements[name].value;
+	const given = Object.fromEntries(new FormData(form));
 	const body = model ? { model } : {};
-	if (messages) body.messages = [...messages, { role: "user", content: value("text") }];
-	else body.prompt = value("text");
-	if (value("n") !== "1") body.n = Number(value("n"));
+	if (messages) body.messages = [...messages, { role: "user", content: given.text }];
+	else body.prompt = given.text;
+	if (given.n !== "1") body.n = Number(given.n);
 	for (const name of [...FIRST_NUMBERS, ...MORE_NUMBERS]) {
-		if (value(name)) body[name] = Number(value(name));
+		if (given[name]) body[name] = Number(given[name]);
 	}
-	const stop = linesOf(value("stop"));
+	const stop = linesOf(given.stop);
 	if (stop.length) body.stop = stop;
-	const kind = value("structure");
-	if (kind) {
-		// A schema goes as text: as an object its properties could change their order, and its numbers their digits.
-		const text = value("structure_text");
-		body.structured_outputs = { [kind]: kind === "choice" ? linesOf(text) : text };
-	}
+	const { structure: kind, structure_text: text } = given;
+	// A schema goes as text: as an object its properties could change their order, and its numbers their digits.
+	if (kind) body.structured_outputs = { [kind]: kind === "choice" ? linesOf(text) : text };
 	body.stream = true;
 	body.stream_options = { include_usage: true, continuous_usage_stats: true };
 	return { path: messages ? "v1/chat/completions" : "v1/completions", body };
@@ -43,7 +38,7 @@ export function requestOf(form, model, messages) {
 
 // -- to paste: without the key, for whoever pastes it has their own, in $API_KEY
 
-// What a terminal or an editor would not show as it is, is written as \uXXXX.
+// A terminal or an editor would not show these as they are.
 const UNSEEN = /[\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
 
 function json(value) {
@@ -67,7 +62,7 @@ export function asCurl({ path, body }, base, needsKey) {
 // What OpenAI's client has no argument for.
 const EXTRA = ["top_k", "min_p", "repetition_penalty", "structured_outputs"];
 
-// JSON's texts and numbers are Python's, too.
+// JSON's texts and numbers are Python's.
 function python(value) {
 	if (value === true) return "True";
 	if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;

@@ -1,5 +1,5 @@
 // The last 200 steps, a column each: above, their tokens stacked against the budget. Beside 2,048 tokens of prefill, 30 of
-// decode are a line, so these stand once more below, on a scale of their own. Both scales begin at 0 and are linear.
+// decode are a line, so these stand once more below, on a scale of their own.
 
 import { Picture } from "./draw.js";
 import { count, seconds, tell } from "./elements.js";
@@ -15,17 +15,17 @@ export class Strip extends Picture {
 		super(live, "Steps", { prefill: "prefill tokens", decode: "decode tokens" });
 	}
 
-	show({ steps = [], limits, prefill_limit }) {
+	show({ steps = [], limits }) {
 		this.steps = steps;
 		const budget = limits?.max_num_batched_tokens ?? 1;
 		tell(this.about, `the last ${COLUMNS}, against a budget of ${count(budget)} tokens each`);
-		this.draw(budget, prefill_limit);
+		this.draw(budget);
 		tell(this.line, this.words(this.key));
 		const sum = (field) => count(steps.reduce((total, step) => total + step[field], 0));
-		this.label(`The last ${steps.length} steps: ${sum(PREFILL)} prefill and ${sum(DECODE)} decode tokens.`);
+		this.canvas.ariaLabel = `The last ${steps.length} steps: ${sum(PREFILL)} prefill and ${sum(DECODE)} decode tokens.`;
 	}
 
-	draw(budget, limit) {
+	draw(budget) {
 		const { pen, unit, width, height } = this.begin();
 		const left = GUTTER * unit;
 		const [top, floor, roof, bottom] = [8 * unit, Math.round(0.62 * height), Math.round(0.72 * height), height - 5 * unit];
@@ -51,11 +51,10 @@ export class Strip extends Picture {
 			pen.globalAlpha = 1;
 			if (step[ID] === this.key) pen.strokeRect(x - unit, top, wide + 2 * unit, bottom - top);
 		});
-		if (limit < budget) mark(floor - up(limit), "next", "muted"); // the pacer's, of prefill
 		mark(top, count(budget), "warn"); // above whatever fills it
 	}
 
-	// Where a step's column begins and how wide it is, in device pixels. The newest is at the right.
+	// Where a step's column begins and how wide it is, in device pixels.
 	column(index) {
 		const left = GUTTER * this.unit;
 		const edge = (at) => Math.round(left + ((at + COLUMNS - this.steps.length) * (this.canvas.width - left)) / COLUMNS);

@@ -1,4 +1,4 @@
-// The numbers on top: what the server does now, and how well it did in the last minute.
+// The numbers on top: each in large, and below what it is of.
 
 import { count, make, seconds, tell } from "./elements.js";
 
@@ -6,7 +6,6 @@ const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumFracti
 const short = (number = 0) => (number < 1e4 ? count(number) : COMPACT.format(number));
 const percent = (part = 0, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
 
-// What each says in large, and below.
 const TILES = {
 	generated: (s) => [count(Math.round(s.tokens_per_s)), "tokens/s"],
 	running: (s) => [short(s.num_running), `of ${short(s.limits?.max_num_seqs)} seats`],

@@ -151,8 +151,8 @@ def test_16_copies_of_a_prompt_are_16_bars_until_their_client_leaves(browser: Br
             expect(rows).to_have_count(16, timeout=TIMEOUT_MS)
             expect(rows.filter(has_text="decode")).to_have_count(16, timeout=TIMEOUT_MS)
             expect(page.locator(".legend .shared")).not_to_have_text("shared 0", timeout=TIMEOUT_MS)
-        expect(rows).to_have_count(0, timeout=TIMEOUT_MS)
         expect(page.locator("#live-root")).to_contain_text("Nothing runs", timeout=TIMEOUT_MS)
+        expect(page.locator("#live-root .bars button:visible:not(.ended)")).to_have_count(0, timeout=TIMEOUT_MS)
 
 
 def test_a_preempted_sequence_flashes_and_then_does_not(fed: FedLive) -> None:
@@ -161,6 +161,7 @@ def test_a_preempted_sequence_flashes_and_then_does_not(fed: FedLive) -> None:
     assert fed.show(state_of(sequence(1), sequence(2, num_preemptions=1)), flashing) == []
     preempted = state_of(sequence(1, "waiting", 0, num_preemptions=1), sequence(2, num_preemptions=1))
     assert fed.show(preempted, flashing) == [["#1", "preempted", "0/121"]]
+    fed.page.evaluate("() => { live.lives.get(1).preemptedAt -= 1500; }")  # ms that nobody needs to wait for
     expect(fed.page.locator("#fed .flash")).to_have_count(0, timeout=TIMEOUT_MS)
     assert fed.show(preempted, flashing) == []
 
@@ -194,7 +195,10 @@ def test_a_row_keeps_its_place_and_its_element_as_long_as_its_sequence_lives(fed
 
 
 def test_who_asked_finds_their_own(fed: FedLive) -> None:
+    # Of all that they asked for, the last 64 are kept.
+    fed.page.evaluate("() => { for (let number = 0; number < 70; number++) live.mine(`before-${number}`); }")
     fed.page.evaluate("live.mine('request-7')")
+    assert fed.page.evaluate("live.requests.size") == 64
     fed.show(state_of(sequence(1, request_id="request-7"), sequence(2, request_id="request-8"), sequence(3)))
     assert [("yours" in text) for text in fed.rows.all_inner_texts()] == [True, False, False]
     assert "yours" in (fed.rows.first.get_attribute("aria-label") or "")
@@ -241,17 +245,26 @@ def test_a_life_opens_and_closes_by_keyboard_and_tells_the_numbers(fed: FedLive)
     assert fed.page.evaluate("document.activeElement.textContent.startsWith('#2')")
 
 
-def test_a_long_life_is_remembered_from_its_first_frame_to_its_last(fed: FedLive) -> None:
-    state = json.loads(encode(state_of(*map(sequence, range(MOST_SEQUENCES)))))
-    points = fed.page.evaluate(
+def test_a_long_life_takes_no_more_room_than_a_short_one(fed: FedLive) -> None:
+    state = json.loads(encode(state_of(sequence(1))))
+    late = fed.page.evaluate(
         """state => {
-            for (let frame = 0; frame < 1000; frame++) live.lives.note({ ...state, now_s: frame });
-            return live.lives.get(1).points;
+            for (let frame = 0; frame < 1000; frame++) live.lives.note({ ...state, now_s: frame / 10 });
+            return live.lives.get(1).late;
         }""",
         state,
     )
-    assert [points[0][0], points[-1][0]] == [0, 999]
-    assert len(points) <= 400
+    assert late[-1][0] == 99.9
+    assert 19 <= len(late) <= 21  # of two seconds
+
+
+def test_rows_are_bounded_however_many_sequences_come_and_go(fed: FedLive) -> None:
+    """Each frame has others than the one before, and each of them is seen."""
+    for first in range(0, 6 * MOST_SEQUENCES, MOST_SEQUENCES):
+        ids = range(first, first + MOST_SEQUENCES)
+        seen = "live.parts.bars.taken().filter((row) => row.endedAt === Infinity).map((row) => row.id)"
+        assert sorted(fed.show(state_of(*map(sequence, ids)), seen)) == list(ids)
+        assert fed.page.evaluate("live.parts.bars.rows.length") <= 2 * MOST_SEQUENCES
 
 
 def test_what_is_remembered_of_those_who_are_gone_is_bounded(fed: FedLive) -> None:
@@ -306,6 +319,7 @@ def test_cells_of_several_blocks_say_so(fed: FedLive) -> None:
     limits = replace(LIMITS, num_blocks=100_000)
     fed.show(state_of(limits=limits, cells=[(3, 4000)], blocks_per_cell=25))
     expect(fed.root).to_contain_text("100,000, a cell is 25 of them")
+    expect(fed.root.locator(".legend .owned")).to_have_text("owned 4,000 cells")
     line = fed.root.get_by_role("slider", name="KV blocks")
     line.focus()
     for key in ("ArrowRight", "ArrowRight"):
@@ -360,7 +374,7 @@ def test_another_server_begins_anew(fed: FedLive) -> None:
     fed.show(state_of(sequence(1, num_output_tokens=200)))
     fed.rows.first.click()
     fed.show(replace(state_of(sequence(1)), now_s=1.0), keep_time=True)
-    assert fed.page.evaluate("live.lives.get(1).points.length") == 1
+    assert fed.page.evaluate("live.lives.get(1).late.length") == 1
     expect(fed.life).to_be_hidden()
 
 
@@ -371,7 +385,7 @@ def test_a_part_that_throws_stops_no_other_and_is_told_once(browser: Browser, se
         for number in range(3):
             fed.show(state_of(sequence(number)))
         assert fed.row(2).count() == 1
-        expect(fed.root.get_by_text("The tiles cannot be drawn: planted")).to_be_visible()
+        expect(page.get_by_text("There is a bug in the tiles: planted")).to_be_visible()
 
 
 def test_the_colours_follow_the_scheme(fed: FedLive) -> None:
@@ -400,8 +414,9 @@ def the_most(frame: int) -> LiveState:
     return state_of(*sequences, steps=steps, cells=cells, blocks_per_cell=25, limits=limits, num_waiting=500)
 
 
-def test_the_fullest_frame_is_drawn_in_less_than_30_ms(fed: FedLive, capsys: pytest.CaptureFixture[str]) -> None:
-    frames = [json.loads(encode(replace(the_most(frame), now_s=1000.0 + frame))) for frame in range(10)]
+def test_the_fullest_frame_is_drawn_before_the_next_one_comes(fed: FedLive, capsys: pytest.CaptureFixture[str]) -> None:
+    """It takes 10 ms where nothing else runs; what is quadratic in anything takes seconds."""
+    frames = [json.loads(encode(replace(the_most(frame), now_s=1000.0 + frame))) for frame in range(5)]
     took_ms = fed.page.evaluate(
         """async (frames) => {
             const took = [];
@@ -419,10 +434,8 @@ def test_the_fullest_frame_is_drawn_in_less_than_30_ms(fed: FedLive, capsys: pyt
     )
     fastest_ms, median_ms = min(took_ms), sorted(took_ms)[len(took_ms) // 2]
     with capsys.disabled():
-        sys.stdout.write(
-            f"\n128 sequences, 4,096 cells: {median_ms:.1f} ms a frame, {fastest_ms:.1f} ms the fastest of 10\n"
-        )
-    assert fastest_ms < 30  # whatever else the machine did meanwhile
+        sys.stdout.write(f"\n128 sequences, 4,096 cells: {median_ms:.1f} ms a frame, {fastest_ms:.1f} ms the fastest\n")
+    assert fastest_ms < 100  # whatever else the machine did meanwhile
 
 
 @pytest.mark.parametrize("width", [400, 1600])
