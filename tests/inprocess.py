@@ -58,6 +58,7 @@ class InProcessEngine:
         )
         self.num_steps = 0
         self.num_copies = 0
+        self.num_failures = 0  # of grammars, also in steps of which nobody wants anything any more
         self.logprobs: defaultdict[int, list[TokenLogprobs | None]] = defaultdict(list)  # by sequence, of its output
         self._in_flight: deque[StepPlan] = deque()
         self._next_id = 0
@@ -77,7 +78,9 @@ class InProcessEngine:
         plan = self._in_flight.popleft()
         self.num_steps += 1
         self.num_copies += len(plan.copies)
-        for token in self.manager.commit(self.runner.execute(plan), 0.0):
+        result = self.runner.execute(plan)
+        self.num_failures += len(result.failures)
+        for token in self.manager.commit(result, 0.0):
             self.logprobs[token.sequence.sequence_id].append(token.logprobs)
         self.manager.check()
 

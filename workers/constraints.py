@@ -54,9 +54,9 @@ class Lookout:
             self.arrival.wait()
             unseen = iter(self.token_ids.tolist())
             for follower, count in zip(self.followers.values(), self.num_unseen, strict=True):
-                if count:
-                    follower.matcher.consume_tokens(list(islice(unseen, count)))
-                    follower.num_consumed += count
+                for token_id in islice(unseen, count):  # one by one: a matcher that has ended takes an end of sequence
+                    follower.matcher.consume_token(token_id)
+                follower.num_consumed += count
         return {i: follower.matcher for i, follower in self.followers.items()}
 
 

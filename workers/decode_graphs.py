@@ -16,6 +16,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -162,12 +163,17 @@ class _Inputs:
         self.rows.slot_mapping[num_rows:size] = -1
 
 
+@cache
+def _stream_of_captures() -> Any:
+    """One for all: libraries keep a workspace for each stream that they were called in, for good."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
 class CudaCapture:
     """Captures on a GPU. All graphs share one pool of memory, for they never run at once."""
 
     def __init__(self) -> None:
-        # One stream for all captures: libraries keep a workspace for each stream that they were called in.
-        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = _stream_of_captures()
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], None]) -> Replay:
@@ -193,7 +199,7 @@ class CudaCapture:
         except RuntimeError:
             # Where the driver called the capture off, torch still takes it to be under way: it would refuse to give
             # memory back, which is what it does when there is none left.
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, AttributeError):  # the latter if its name is another
                 torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
             raise
         return graph

@@ -73,6 +73,8 @@ class ModelManager:
                 f"device {device!r}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; "
                 "choose another --device, such as cpu"
             )
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device.index or 0)  # streams, events and Triton go to the current one, unasked
         # Its warnings are for people who call generate() with masks and padding; we do neither.
         transformers_logging.set_verbosity_error()
 

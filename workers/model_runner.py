@@ -55,6 +55,7 @@ log = logging.getLogger("servekit.worker")
 
 # Relative distance of logits. Half precision rounds every product; a wrong page or position gives values near 1.
 ROUNDED_TOLERANCE = 0.15
+ROUNDED_TOKENS = 24
 SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: ROUNDED_TOLERANCE, torch.float16: ROUNDED_TOLERANCE}
 
 
@@ -115,7 +116,7 @@ class ModelRunner:
 
         def finish() -> StepResult:
             end.wait()
-            # What was launched ahead began when the step before it was done.
+            # What was launched ahead began when the step before it was done; or rather, when that was noticed.
             started, self._finished_s = max(launched, self._finished_s), time.monotonic()
             return replace(tell(), step_time_s=self._finished_s - started)
 
@@ -226,11 +227,13 @@ class ModelRunner:
         Raises ConfigError when they differ: better no answer than a wrong one, whatever the architecture hides.
         """
         info, sample = self.loaded.info, self.loaded.sample
-        num_tokens = min(len(sample.token_ids), self.cache.num_blocks * self.cache.block_size)
+        is_exact = self.attention.stored is self.loaded.dtype
+        # The more keys and values were rounded to a byte, the further off is what is made of them.
+        most_tokens = len(sample.token_ids) if is_exact else ROUNDED_TOKENS
+        num_tokens = min(len(sample.token_ids), most_tokens, self.cache.num_blocks * self.cache.block_size)
         plain = sample.logits[num_tokens - 1]
         paged = self._run_in_chunks(sample.token_ids[:num_tokens])
         distance = float((paged - plain).norm(dim=-1).max() / plain.norm())
-        is_exact = self.attention.stored is self.loaded.dtype
         if not distance <= (SELF_CHECK_TOLERANCE[self.loaded.dtype] if is_exact else ROUNDED_TOLERANCE):
             remedy = "" if is_exact else "; its keys and values need --kv-cache-dtype auto"
             raise ConfigError(

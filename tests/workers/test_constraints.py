@@ -161,6 +161,15 @@ def test_a_grammar_too_complex_to_go_on_with_fails_its_own_sequence_only(demo: L
     engine.manager.check()
 
 
+def test_the_step_behind_an_answer_s_end_reports_no_failure(demo: LoadedModel) -> None:
+    engine = InProcessEngine(demo, max_steps_in_flight=2)
+    grammar = compile_one(GrammarKind.REGEX, "(yes|no)!")
+    sequences = [engine.add(prompt_of(number), grammar=grammar) for number in range(4)]
+    engine.run()
+    assert {text_of(sequence) for sequence in sequences} <= {"yes!", "no!"}
+    assert engine.num_failures == 0
+
+
 def test_added_tokens_that_are_text_are_text(tmp_path: Path) -> None:
     """Many vocabularies have line breaks and tags among their added tokens."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL_PATH / "tokenizer.json"))

@@ -79,13 +79,14 @@ def test_what_somebody_else_logs_is_written_over_the_bar() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_what_is_logged_beside_a_bar_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_logged_beside_a_bar_has_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     terminal, log = Terminal(), logging.getLogger("servekit.worker")
     console = logging.StreamHandler(terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(logging.root, "handlers", [console])
-    monkeypatch.setattr(log, "level", logging.INFO)
-    with Progress(terminal=terminal).stage("reading", 2) as advance:
+    with caplog.at_level(logging.INFO, log.name), Progress(terminal=terminal).stage("reading", 2) as advance:
         advance(1)
         log.info("short")
         assert terminal.line.startswith("reading |") and terminal.column == 0, "and the bar is below it"

@@ -327,7 +327,7 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
 
 def distribution(logits: Tensor, row: SamplingRow) -> tuple[Tensor, Tensor]:
     """What the sampler of the CPU inverts: tokens in their order, and their probabilities in float64."""
-    probabilities = sampler._probabilities(logits[None].cpu(), [row], [0])
+    _, probabilities, _ = sampler._probabilities(logits[None].cpu(), [row], [0])
     order = torch.arange(len(logits))
     if row.is_filtered:
         probabilities, ranks = probabilities.sort(dim=-1, descending=True, stable=True)
