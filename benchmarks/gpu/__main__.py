@@ -10,30 +10,30 @@ FOLDER/records-TIME.jsonl; the tables are FOLDER/tables.md, and what the stages 
 which no time is left is not begun. Results of several commands are put together by putting their records into one
 folder.
 
-Exit code 0: everything that was begun came to its end and was right; 1: something failed; 2: wrong use. A goal that is
-missed, and what is skipped because something is not installed, is told and no failure.
+Exit code 0: everything that was begun came to its end and was right; 1: something failed; 2: wrong use, or something is
+not installed that every stage needs. A goal that is missed, and what is skipped because something is not installed that
+only one stage needs, is told and no failure.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.gpu import needed
+from benchmarks.gpu.processes import run_apart
 from benchmarks.gpu.records import Recorder, read_all
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.stages import BY_NAME, FAILED, FINE, SKIPPED, STAGES, Stage, overview
 from benchmarks.gpu.tables import NOT_BEGUN, page
-from benchmarks.progress import progress, tell
 
+SOMETHING_FAILED, WRONG_USE = 1, 2  # exit codes of this process, beside FINE
 WELL = ("done", "skipped")  # how a stage may end
 COMMAND = "command"  # the stage of records that are about all
 
@@ -47,12 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FINE
     if arguments.out is None:
         _parser().error("where to? give --out FOLDER")
+    missing = needed.what_to_install(needed.BY_ALL) if stages else ""
+    if missing:
+        print(missing, file=sys.stderr)
+        return WRONG_USE
     arguments.out.mkdir(parents=True, exist_ok=True)
     arguments.command = shlex.join(["python", "-m", "benchmarks.gpu", *words])
     arguments.run = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%dT%H%M%S")
     outcomes = _run_all(stages, arguments)
     print(_write_tables(arguments.out))
-    return FINE if all(outcome in WELL for outcome in outcomes) else FAILED
+    return FINE if all(outcome in WELL for outcome in outcomes) else SOMETHING_FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run_all(stages: Sequence[Stage], arguments: argparse.Namespace) -> list[str]:
     """How those ended that were begun. Each is told of before, so that what was cut off is seen to have begun."""
+    from benchmarks.progress import progress, tell  # not at the top: it needs tqdm, which `main` looks for
+
     recorder = Recorder(arguments.out, arguments.run, COMMAND)
     deadline = time.monotonic() + 60 * arguments.minutes
     outcomes = []
@@ -94,27 +100,16 @@ def _run_all(stages: Sequence[Stage], arguments: argparse.Namespace) -> list[str
 
 
 def _run_apart(stage: Stage, limit_s: float, arguments: argparse.Namespace) -> str:
-    """In a process group of its own, which is gone when this returns."""
+    """In a process of its own, which is gone when this returns, and all that it started."""
     command = [sys.executable, "-m", f"benchmarks.gpu.{stage.module}", stage.name, "--out", str(arguments.out)]
     command += ["--run", arguments.run, "--command", arguments.command, "--limit-s", str(limit_s)]
     command += ["--device", arguments.device, "--shapes", *arguments.shapes]
     with (arguments.out / "log.txt").open("ab") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, process_group=0)
-        try:
-            code = process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            return f"**ended** after its {limit_s:.0f} s"
-        finally:
-            _end_group(process)
+        code = run_apart(command, log, limit_s)
+    if code is None:
+        return f"**ended** after its {limit_s:.0f} s"
     ends = {FINE: "done", SKIPPED: "skipped", FAILED: "**failed**, see the rows"}
     return ends.get(code, f"**died** with code {code}, see log.txt")
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """The stage and whatever it started, such as a server."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _write_tables(folder: Path) -> str:

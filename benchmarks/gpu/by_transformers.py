@@ -107,10 +107,14 @@ def _in_batches(session: Session, model: Any, prompts: torch.Tensor, num_tokens:
     before = model.config._attn_implementation
     config = copy.deepcopy(model.generation_config)
     config.update(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1)
+    options: dict[str, Any] = {"generation_config": config, "record_timestamps": True, "progress_bar": False}
+    if not session.on_gpu:
+        from transformers import ContinuousBatchingConfig  # not at the top: an older one has none
+
+        # Or it takes most of the machine's memory for its cache, and the kernel ends somebody.
+        options["continuous_batching_config"] = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256)
     try:
-        told = model.generate_batch(
-            inputs=prompts.tolist(), generation_config=config, record_timestamps=True, progress_bar=False
-        )
+        told = model.generate_batch(inputs=prompts.tolist(), **options)
     finally:
         model.set_attn_implementation(before)
     errors = {str(each.error) for each in told.values() if each.error}

@@ -18,7 +18,7 @@ FEW, MANY = 8, 72  # tokens of an answer: the difference is what decode steps ta
 
 
 def run(session: Session) -> None:
-    require_modules(["vllm"], "vLLM")
+    require_modules(["vllm"], "what is to be compared with")
     if not session.on_gpu:
         raise SkippedError("vLLM is measured on a GPU only")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

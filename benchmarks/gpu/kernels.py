@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from benchmarks.gpu import small_kernels
 from benchmarks.gpu.at_work import work
-from benchmarks.gpu.measuring import error_of, kernel_s, num_copies
+from benchmarks.gpu.measuring import bandwidth, error_of, kernel_s, num_copies
 from benchmarks.gpu.paged import Case, Heads, make_case
 from benchmarks.gpu.session import BLOCK_SIZE, Session
 from benchmarks.gpu.shapes import Ceilings, visible_pairs
@@ -85,8 +85,7 @@ def _time_decode(session: Session, attention: PagedAttention, block_size: int, c
             named = {"kernel": attention.name, "block_size": block_size, "what": _name(heads, batch, 1, context)}
             with session.row("attention_speed", **named) as row:
                 row |= _timed(session, attention, block_size, heads, [(1, context)] * batch, num_bytes)
-                row["bytes_per_s"] = num_bytes / row["seconds"]
-                row["share"] = row["bytes_per_s"] / ceilings.bytes_per_s
+                row |= bandwidth(num_bytes, row["seconds"], ceilings, session.device)
 
 
 def _time_prefill(session: Session, attention: PagedAttention, block_size: int, ceilings: Ceilings) -> None:
@@ -139,8 +138,7 @@ def _time_dense(session: Session, ceilings: Ceilings) -> None:
         ]
         calls = [lambda each=each: F.scaled_dot_product_attention(*each) for each in sets]
         row["seconds"], row["how"] = kernel_s(calls, session.device)
-        row["bytes_per_s"] = num_bytes / row["seconds"]
-        row["share"] = row["bytes_per_s"] / ceilings.bytes_per_s
+        row |= bandwidth(num_bytes, row["seconds"], ceilings, session.device)
     with session.row("attention_speed", kernel="torch, no pages", what=_name(heads, 1, prompt, prompt)) as row:
         counts = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
         inputs = [random(1, count, prompt) for count in counts]

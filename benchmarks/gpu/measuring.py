@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from benchmarks.gpu.shapes import Ceilings
+from workers.decode_graphs import CudaCapture
+
 COLD_BYTES = 2**28  # inputs of as many bytes take turns: more than any cache holds
 
 
@@ -30,8 +33,20 @@ def call_s(call: Callable[[], object], device: torch.device, repeats: int = 20) 
 
 
 def num_copies(bytes_each: int, device: torch.device) -> int:
-    """Of a call's inputs, so that none of them is still in a cache when its turn comes again."""
-    return max(2, min(64, math.ceil(COLD_BYTES / max(bytes_each, 1)))) if device.type == "cuda" else 2
+    """Of a call's inputs, which take turns; no more than 64, which may be too few to be cold."""
+    return max(2, min(64, math.ceil(COLD_BYTES / bytes_each))) if device.type == "cuda" else 2
+
+
+def are_cold(bytes_each: int, device: torch.device) -> bool:
+    """Whether no input is still in a cache when its turn comes again; a rehearsal does not care."""
+    return device.type != "cuda" or num_copies(bytes_each, device) * bytes_each >= COLD_BYTES
+
+
+def bandwidth(num_bytes: int, seconds: float, ceilings: Ceilings, device: torch.device) -> dict[str, float]:
+    """Of a call that reads and writes so many bytes; nothing where a cache would have been measured."""
+    if not are_cold(num_bytes, device):
+        return {}
+    return {"bytes_per_s": num_bytes / seconds, "share": num_bytes / seconds / ceilings.bytes_per_s}
 
 
 def kernel_s(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[float, str]:
@@ -42,17 +57,14 @@ def kernel_s(calls: Sequence[Callable[[], object]], device: torch.device) -> tup
     """
     if device.type != "cuda":
         return call_s(lambda: [call() for call in calls], device, 3) / len(calls), "by the wall clock"
-    for call in calls:
-        call()  # Triton compiles, cuBLAS takes its workspace
-    torch.cuda.synchronize(device)
-    how, once = "graph", _as_graph(calls)
-    if once is None:
-        how = "launched one by one"
 
-        def once() -> None:
-            for call in calls:
-                call()
+    def one_by_one() -> None:
+        for call in calls:
+            call()
 
+    once = _as_graph(one_by_one)
+    how = "launched one by one" if once is None else "graph"
+    once = once or one_by_one
     once()
     times = []
     for _ in range(10):
@@ -65,17 +77,13 @@ def kernel_s(calls: Sequence[Callable[[], object]], device: torch.device) -> tup
     return statistics.median(times) / len(calls), how
 
 
-def _as_graph(calls: Sequence[Callable[[], object]]) -> Callable[[], None] | None:
-    graph = torch.cuda.CUDAGraph()
+def _as_graph(compute: Callable[[], None]) -> Callable[[], None] | None:
     try:
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
+        return CudaCapture()(compute).replay  # the worker's own: a capture that fails leaves the stream as it was
     except RuntimeError as error:
         print(f"  not captured: {error}", flush=True)
         torch.cuda.synchronize()
         return None
-    return graph.replay
 
 
 def measure_ceilings(device: torch.device) -> dict[str, float]:

@@ -19,17 +19,13 @@ from benchmarks.gpu.sequences import Sequences
 from benchmarks.gpu.session import ROOT, Session, environment, require_modules
 from benchmarks.gpu.shapes import HTTP_GOAL, Shape
 from benchmarks.gpu.vocabulary import tokenizer_file
-from loadtest import experiment as load
-from loadtest.experiment import Experiment
-from loadtest.record import Outcome
-from loadtest.target import Door, Target
 from workers.model_runner import make_runner
 
-NEEDED = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "llguidance")
+NEEDED = ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
 
 
 def run(session: Session) -> None:
-    require_modules(NEEDED, "what the server needs")
+    require_modules(NEEDED, "something that the server or its clients need")
     clients, num_input, num_output, waves = (128, 1024, 256, 3) if session.on_gpu else (4, 32, 16, 2)
     shape = session.shapes[0]
     named, rates = {"shape": shape.name, "clients": clients}, {}
@@ -50,13 +46,17 @@ def run(session: Session) -> None:
 
 def _over_http(port: int, interval: int, clients: int, num_input: int, num_output: int, waves: int) -> dict[str, Any]:
     """All clients ask at once, and again as soon as they are answered: so answers come in waves."""
+    from loadtest import experiment as load  # not at the top: it needs what `run` looks for first
+    from loadtest.record import Outcome
+    from loadtest.target import Door, Target
+
     target = Target(
         urls=[f"http://127.0.0.1:{port}"],
         door=Door.GENERATE_STREAM,
         model="any",
         fields={"ignore_eos": True, "temperature": 0.0, "stream_interval": interval},
     )
-    experiment = Experiment(
+    experiment = load.Experiment(
         target=target,
         arrivals=f"closed:{clients}",
         workload=f"random:input={num_input},output={num_output}",

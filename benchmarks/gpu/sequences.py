@@ -37,7 +37,7 @@ class Sequences:
         started = time.perf_counter()
         for first in range(0, num_sequences, at_once):
             slots = range(first, min(first + at_once, num_sequences))
-            seats = tuple(Seat(slot=slot, sampling=sampling, prompt_length=context) for slot in slots)
+            seats = tuple(seat_of(slot, sampling, context) for slot in slots)
             runner.execute(StepPlan(0, 0, seats, tuple(self._first_row(slot, context) for slot in slots)))
         self.prefill_s = time.perf_counter() - started
 
@@ -72,6 +72,11 @@ class Sequences:
         """The median, after three steps that do not count."""
         self.run(3)
         return statistics.median(self.run(num_steps))
+
+
+def seat_of(slot: int, sampling: SamplingParams, prompt_length: int) -> Seat:
+    """As a manager gives it. Only one with tokens to stop at makes a minimum of tokens forbid any."""
+    return Seat(slot=slot, sampling=sampling, prompt_length=prompt_length, stop_token_ids=sampling.stop_token_ids)
 
 
 def _execute_s(runner: ModelRunner, plan: StepPlan) -> float:

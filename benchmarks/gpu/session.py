@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.measuring import measure_ceilings
+from benchmarks.gpu.needed import what_to_install
 from benchmarks.gpu.records import Record, Recorder
 from benchmarks.gpu.shapes import Ceilings, Shape
 from servekit.messages import LoadModel
@@ -126,10 +126,9 @@ class Session:
 
 def require_modules(names: Iterable[str], of_what: str) -> None:
     """Raises SkippedError with what to install."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    missing = what_to_install(names)
     if missing:
-        told = " ".join(missing).replace("_", "-")
-        raise SkippedError(f"{of_what} cannot be imported: pip install {told}")
+        raise SkippedError(f"{of_what} is missing: {missing}")
 
 
 def environment() -> dict[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.measuring import error_of, kernel_s, num_copies
+from benchmarks.gpu.measuring import bandwidth, error_of, kernel_s, num_copies
 from benchmarks.gpu.session import Session, SkippedError
 from benchmarks.gpu.shapes import Ceilings
 from servekit.sampling_params import SamplingParams
@@ -63,12 +63,7 @@ def _timed(
     num_bytes = kernels[0].num_bytes
     kernels += [make() for _ in range(num_copies(num_bytes, session.device) - 1)]
     seconds, how = kernel_s([kernel.call for kernel in kernels], session.device)
-    return {
-        "seconds": seconds,
-        "how": how,
-        "bytes_per_s": num_bytes / seconds,
-        "share": num_bytes / seconds / ceilings.bytes_per_s,
-    }
+    return {"seconds": seconds, "how": how, **bandwidth(num_bytes, seconds, ceilings, session.device)}
 
 
 def _random(*shape: int, device: torch.device) -> Tensor:

@@ -1,11 +1,11 @@
-"""The stages in their order, how long each one takes on an H200, and which of them fit into a command."""
+"""The stages, those that matter most first; how long each takes on an H200, and which of them fit into a command."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-FINE, FAILED, SKIPPED = 0, 1, 3  # exit codes of a stage's process
+FINE, SKIPPED, FAILED = 0, 3, 4  # exit codes of a stage's process; 1 and 2 are Python's, of one that told nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Stage:
 
 STAGES = (
     Stage("attention", "attention", 0.4, "Which way to attend is taken, and why not the others"),
+    Stage("steps", "steps", 3.5, "Whole steps as shares of their floors"),
     Stage("kernels", "kernels", 1.8, "Kernels against float64, and against the bytes or FLOP they need"),
     Stage("waits", "waits", 0.8, "Whether a launch waits for the device, and how long it takes the host"),
     Stage("tokens", "tokens", 1.2, "Greedy tokens beside transformers' own on the same device"),
-    Stage("steps", "steps", 3.5, "Whole steps as shares of their floors"),
     Stage("memory", "memory", 2.2, "The KV cache's arithmetic, and whether memory grows"),
     Stage("http", "over_http", 2.5, "Streams over HTTP beside the same requests without it"),
     Stage("transformers", "by_transformers", 4.0, "transformers' generate on the same shapes"),

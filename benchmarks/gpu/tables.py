@@ -50,6 +50,7 @@ _STEP, _SHARE = Column("a step, ms", "step_s", MILLISECONDS), Column("of the flo
 _RATE, _GOAL = Column("tokens/s", "tokens_per_s", WHOLE), Column("goal", "goal", PERCENT)
 _KERNEL, _ERROR = Column("kernel", "kernel"), Column("error", "error", scientific)
 _TIME, _BANDWIDTH = Column("µs", "seconds", MICROSECONDS), Column("TB/s", "bytes_per_s", TERABYTES)
+_CACHED = "No bandwidth is told where all inputs that take turns are so few that a cache holds them."
 _HOW, _BLOCK = Column("timed", "how"), Column("block", "block_size")
 
 TABLES: dict[str, Table] = {
@@ -65,9 +66,11 @@ TABLES: dict[str, Table] = {
     "attention_speed": Table(
         (_KERNEL, _BLOCK, _WHAT, _TIME, _BANDWIDTH, Column("TFLOP/s", "flops", TERAFLOP), _SHARE, _HOW),
         "Query heads/key heads x dimensions: rows x queries of keys. Of decode steps the floor is the bytes of keys "
-        "and values, of prompts the multiplications, at the ceilings above.",
+        "and values, of prompts the multiplications, at the ceilings above. " + _CACHED,
     ),
-    "kernel_speed": Table((_KERNEL, _WHAT, _ERROR, Column("limit", "limit", scientific), _TIME, _BANDWIDTH, _SHARE)),
+    "kernel_speed": Table(
+        (_KERNEL, _WHAT, _ERROR, Column("limit", "limit", scientific), _TIME, _BANDWIDTH, _SHARE), _CACHED
+    ),
     "waits": Table(
         (_WHAT, Column("launch, µs", "launch_s", MICROSECONDS), Column("done at once", "was_done")),
         "Launched in torch's sync debug mode, in which whatever waits for the device raises.",
@@ -78,7 +81,6 @@ TABLES: dict[str, Table] = {
             _BATCH,
             Column("a launch, µs of the host", "launch_s", MICROSECONDS),
             _STEP,
-            Column("between steps, µs of the device", "gap_s", MICROSECONDS),
             Column("device idle at most", "idle", EXACT_PERCENT),
         )
     ),
@@ -106,7 +108,9 @@ TABLES: dict[str, Table] = {
             _GOAL,
             _RATE,
             Column("attention", "attention"),
-        )
+        ),
+        "A step is launched and finished here, in one process: without the worker's poll of 0.2 ms and its queues, "
+        "which `http` shows.",
     ),
     "capacity": Table(
         (

@@ -1,7 +1,8 @@
 """Greedy tokens of the worker beside those of transformers' generate, on the same device; and logits' errors.
 
-In float32 all must be the same. In bfloat16 near-ties fall either way, so shares are told, and how far logits are from
-those in float64, for the worker and for transformers' own bfloat16.
+In float32 all should be the same; but cuBLAS and Triton sum in different orders, so that a near-tie may fall the other
+way on a GPU: only more than one token in a hundred is a failure. In bfloat16 near-ties fall either way, so shares are
+told, and how far logits are from those in float64, for the worker and for transformers' own bfloat16.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ WIDE = (
         "max_position_embeddings": 2048,
     },
 )
+LEAST_SAME = 0.99  # of the tokens in float32, counted up to an answer's first other one
 NUM_PROMPTS, PROMPT_LENGTH, NUM_TOKENS = 24, 48, 32
 
 
@@ -49,7 +51,7 @@ def run(session: Session) -> None:
             prompts = torch.randint(3, int(str(configuration["vocab_size"])), (NUM_PROMPTS, PROMPT_LENGTH))
             with session.row("tokens", model=name, dtype="float32") as row:
                 row |= _compare(session, Path(folder), "float32", prompts)
-                assert row["tokens_same"] == 1.0, f"{100 * row['tokens_same']:.2f} % of the tokens are the same"
+                assert row["tokens_same"] >= LEAST_SAME, f"{100 * row['tokens_same']:.2f} % of the tokens are the same"
             with session.row("tokens", model=name, dtype="bfloat16") as row:
                 row |= _compare(session, Path(folder), "bfloat16", prompts)
                 assert row["error"] < 3 * row["error_of_transformers"], "logits are further off than transformers' own"

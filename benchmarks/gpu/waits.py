@@ -8,16 +8,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import islice
 
 import torch
 
 from benchmarks.gpu.at_work import work
 from benchmarks.gpu.reading import union_length
 from benchmarks.gpu.records import Record
-from benchmarks.gpu.sequences import GREEDY, Sequences
+from benchmarks.gpu.sequences import GREEDY, Sequences, seat_of
 from benchmarks.gpu.session import BLOCK_SIZE, Session, SkippedError
-from servekit.messages import Row, Seat, StepPlan
+from servekit.messages import Row, StepPlan
 from servekit.sampling_params import SamplingParams
 from workers.model_manager import LoadedModel
 from workers.model_runner import ModelRunner, make_runner
@@ -31,7 +31,11 @@ SAMPLINGS = {
         max_tokens=4096, temperature=0.8, frequency_penalty=0.5, repetition_penalty=1.1, seed=1
     ),
     "logprobs": SamplingParams(max_tokens=4096, temperature=0.0, logprobs=5),
-    "minimum of tokens": SamplingParams(max_tokens=4096, min_tokens=4000, temperature=0.0),
+    "typical-p": SamplingParams(max_tokens=4096, temperature=0.8, typical_p=0.5, seed=1),
+    "biases": SamplingParams(max_tokens=4096, temperature=0.0, logit_bias=((7, 30.0), (9, -4.0))),
+    "allowed tokens": SamplingParams(max_tokens=4096, temperature=0.8, allowed_token_ids=(40, 41, 42), seed=1),
+    "bad words": SamplingParams(max_tokens=4096, temperature=0.8, bad_words=((40, 41), (42,), (41, 41, 40)), seed=1),
+    "minimum of tokens": SamplingParams(max_tokens=4096, min_tokens=4000, temperature=0.0, stop_token_ids=(2, 40)),
 }
 
 
@@ -80,7 +84,7 @@ def _with_prompts(sequences: Sequences, sampling: SamplingParams) -> Iterator[St
     """Steps in which a new sequence takes the fifth seat and has its prompt computed, beside four that decode."""
     blocks = tuple(range(4 * -(-3 * CONTEXT // BLOCK_SIZE), 4 * -(-3 * CONTEXT // BLOCK_SIZE) + CONTEXT // BLOCK_SIZE))
     for plan in sequences.plans():
-        seat = Seat(slot=4, sampling=sampling, prompt_length=CONTEXT)
+        seat = seat_of(4, sampling, CONTEXT)
         row = Row(4, 0, CONTEXT, tuple(range(3, 3 + CONTEXT)), blocks, samples=True)
         yield StepPlan(plan.epoch, plan.step_id, (seat,), (*plan.rows, row))
 
@@ -91,34 +95,25 @@ def _time_launches(session: Session, loaded: LoadedModel, batch: int, row: Recor
     runner = make_runner(loaded, session.settings(batch, session.context + 4 * num_steps))
     sequences = Sequences(runner, batch, session.context, 4 * num_steps)
     sequences.run(3)
-    row["launch_s"], row["gap_s"] = _launches(runner, sequences.plans(), num_steps, session.on_gpu)
+    row["launch_s"] = _launch_s(runner, sequences.plans(), num_steps)
     row["step_s"] = statistics.median(sequences.run(num_steps))
     if session.on_gpu:
         row["idle"] = _idle_share(sequences, num_steps)
 
 
-def _launches(
-    runner: ModelRunner, plans: Iterator[StepPlan], num_steps: int, on_gpu: bool
-) -> tuple[float, float | None]:
-    """Seconds of a launch on the host, and of the device between one step's last kernel and the next one's first."""
-    launch_s, marks, pending = [], [], None
+def _launch_s(runner: ModelRunner, plans: Iterator[StepPlan], num_steps: int) -> float:
+    """Seconds of a launch on the host, the median, with the step before it in flight."""
+    times, pending = [], None
     for plan in islice(plans, num_steps):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (None, None)
         started = time.perf_counter()
-        if begin is not None:
-            begin.record()
         following = runner.launch(plan)
-        if end is not None:
-            end.record()
-        launch_s.append(time.perf_counter() - started)
-        marks.append((begin, end))
+        times.append(time.perf_counter() - started)
         if pending is not None:
             pending.finish()
         pending = following
     if pending is not None:
         pending.finish()
-    gaps_ms = [before.elapsed_time(after) for (_, before), (after, _) in pairwise(marks) if before]
-    return statistics.median(launch_s), 1e-3 * statistics.median(gaps_ms) if gaps_ms else None
+    return statistics.median(times)
 
 
 def _idle_share(sequences: Sequences, num_steps: int) -> float | None:
