@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -77,10 +78,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _finite(text: str) -> float:
+    """JSON has no other numbers."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
+    return value
+
+
 _SAMPLING = (
     ("max_tokens", int, "most tokens of an answer"),
-    ("temperature", float, "0 takes the likeliest token, more draws more freely"),
-    ("top_p", float, "draw from the likeliest tokens that make up this share"),
+    ("temperature", _finite, "0 takes the likeliest token, more draws more freely"),
+    ("top_p", _finite, "draw from the likeliest tokens that make up this share"),
     ("seed", int, "makes draws repeatable"),
 )
 

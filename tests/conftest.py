@@ -32,6 +32,7 @@ LONG_FILES = (
     "e2e/test_access.py",
     "e2e/test_simulated_model.py",
     "e2e/test_live.py",
+    "e2e/test_terminal_pipe.py",
     "torture/test_schemas.py",
 )
 

@@ -12,6 +12,10 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import msgspec
+
+from servekit.live_view import LiveLimits, LiveState
+
 TIMEOUT_S = 30
 
 Script = list[bytes | threading.Event]  # what is sent; at an event nothing is, until it is set
@@ -28,6 +32,13 @@ def piece(text: str, finish_reason: str | None = None) -> bytes:
 
 DONE = piece("", "stop") + b"data: [DONE]\n\n"
 MODELS = json.dumps({"data": [{"id": "scripted"}]}).encode()
+
+
+def frame(model_name: str, **fields: object) -> bytes:
+    """An event of the live view."""
+    limits = LiveLimits(8, 2048, 4096, 64, 16)
+    state = LiveState(1.0, "ready", "", model_name, "1", [], limits, **fields)  # type: ignore[arg-type]
+    return b"event: state\nid: 1\ndata: " + msgspec.json.encode(state) + b"\n\n"
 
 
 class ScriptedServer(ThreadingHTTPServer):

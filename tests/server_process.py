@@ -91,7 +91,7 @@ class ServerProcess:
         assert values, f"there is no metric {name}"
         return sum(values)
 
-    def wait_for_metric(self, name: str, value: float, timeout_s: float = 10) -> None:
+    def wait_for_metric(self, name: str, value: float, timeout_s: float = 30) -> None:
         deadline = time.monotonic() + timeout_s
         while (now := self.metric(name)) != value:
             assert time.monotonic() < deadline, f"{name} is {now}, not {value}"

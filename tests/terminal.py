@@ -73,6 +73,11 @@ class Terminal:
         else:
             self.process.send_signal(signal.SIGINT)
 
+    def hang_up(self) -> None:
+        """The terminal is gone, as when its window is closed."""
+        os.close(self.master)
+        self.master = -1
+
     def expect(self, text: str) -> str:
         """Wait until this was printed, behind what was expected before; returns what stands between.
 
@@ -124,7 +129,7 @@ class Terminal:
         """What was printed, without its escape sequences, as far as it is whole."""
         return _UNFINISHED.sub(b"", _SEQUENCE.sub(b"", self.output)).decode(errors="ignore").replace("\r\n", "\n")
 
-    def _read(self, timeout_s: float = 0.1) -> bool:
+    def _read(self, timeout_s: float = 0.02) -> bool:
         if not select.select([self.master], [], [], timeout_s)[0]:
             return False
         self.output += os.read(self.master, 65536)
@@ -145,5 +150,6 @@ def terminal(*arguments: str, **how: Any) -> Iterator[Terminal]:
     finally:
         opened.process.kill()
         opened.process.wait()
-        os.close(opened.master)
-        os.close(opened.slave)
+        for end in (opened.master, opened.slave):
+            if end >= 0:
+                os.close(end)

@@ -38,11 +38,13 @@ export function requestOf(form, model, messages) {
 
 // -- to paste: without the key, for whoever pastes it has their own, in $API_KEY
 
-// A terminal or an editor would not show these as they are.
-const UNSEEN = /[\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
+// No terminal or editor would show these.
+const UNSEEN = /[\u007f-\u009f\u2028\u2029\p{Cf}\u{e0100}-\u{e01ef}]/gu;
 
-function json(value) {
-	return JSON.stringify(value).replace(UNSEEN, (unseen) => `\\u${unseen.charCodeAt(0).toString(16).padStart(4, "0")}`);
+// JSON has halves of characters, Python has not.
+function json(value, u = "u", width = 4, each = /[^]/g) {
+	return JSON.stringify(value).replace(UNSEEN, (unseen) =>
+		unseen.replace(each, (part) => `\\${u}${part.codePointAt().toString(16).padStart(width, 0)}`));
 }
 
 // In single quotes a shell leaves everything alone but a single quote.
@@ -66,7 +68,7 @@ const EXTRA = ["top_k", "min_p", "repetition_penalty", "structured_outputs"];
 function python(value) {
 	if (value === true) return "True";
 	if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;
-	if (typeof value !== "object") return json(value);
+	if (typeof value !== "object") return json(value, "U", 8, UNSEEN);
 	return `{${Object.entries(value).map(([name, item]) => `${json(name)}: ${python(item)}`).join(", ")}}`;
 }
 

@@ -8,7 +8,6 @@ that is drawn. The keyboard deals keys in the order in which they were typed, so
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 from servekit.terminal.client import Client, Piece, ServerTrouble
 from servekit.terminal.conversation import Conversation
 from servekit.terminal.keyboard import INTERRUPT, Keyboard
+from servekit.terminal.process import StreamTrouble, run, with_standard_streams
 from servekit.terminal.prompt import CONTINUES, Prompt
 from servekit.terminal.safe_text import safe_line, safe_text
 
@@ -34,21 +34,16 @@ _CUT = {"length": "cut at the most tokens it may have", "abort": "ended by the s
 
 
 def chat(url: str, api_key: str | None, system: str, sampling: Mapping[str, Any]) -> int:
-    """Talk until the user has enough; returns the exit code. Raises ServerTrouble, ConfigError."""
+    """Talk until the user has enough; returns the exit code. Raises ServerTrouble, StreamTrouble, ConfigError."""
     client, conversation = Client(url, api_key), Conversation(system)
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # what this place's encoding lacks is no reason to end
-    talks = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") not in (None, "dumb", "unknown")
-    try:
-        if talks:
-            return asyncio.run(_Talk(client, conversation, sampling).run())
+
+    def talk() -> int:
+        is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        if is_terminal and os.environ.get("TERM") not in (None, "dumb", "unknown"):
+            return run(_Talk(client, conversation, sampling).run())
         return _read(client, conversation, sampling)
-    except asyncio.CancelledError:
-        return 128 + signal.SIGTERM
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
-        return 1
+
+    return with_standard_streams(talk)
 
 
 class Answering:
@@ -107,9 +102,6 @@ class _Talk:
         self._sampling = sampling
 
     async def run(self) -> int:
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         async with self._client as client:
             name = await client.model_name()
             with Keyboard() as keyboard:
@@ -209,7 +201,7 @@ def _read(client: Client, conversation: Conversation, sampling: Mapping[str, Any
 
 def _messages() -> Iterator[str]:
     lines: list[str] = []
-    for line in sys.stdin:
+    for line in _lines():
         lines.append(line.rstrip("\n"))
         if lines[-1].endswith(CONTINUES):
             lines[-1] = lines[-1].removesuffix(CONTINUES)
@@ -218,6 +210,17 @@ def _messages() -> Iterator[str]:
             lines = []
     if lines:
         yield "\n".join(lines)
+
+
+def _lines() -> Iterator[str]:
+    while True:
+        try:
+            line = sys.stdin.readline()
+        except OSError as error:
+            raise StreamTrouble(f"cannot read: {error.strerror or error}") from None
+        if not line:
+            return
+        yield line
 
 
 def _write(text: str) -> None:

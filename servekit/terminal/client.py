@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+import ipaddress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
+from urllib.request import getproxies, proxy_bypass
 
 import httpx2
 import msgspec
@@ -13,7 +15,7 @@ from msgspec import Struct
 
 from servekit.errors import ConfigError, ServekitError
 from servekit.live_view import LiveState
-from servekit.terminal.event_parser import EventParser, EventTooLong
+from servekit.terminal.event_parser import MOST_BYTES, EventParser, EventTooLong
 from servekit.terminal.safe_text import safe_line
 
 T = TypeVar("T")
@@ -82,21 +84,29 @@ class Client:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url if "://" in url else f"http://{url}"
         self._has_key = bool(api_key)
-        try:
-            self._http = httpx2.AsyncClient(
-                base_url=self.url,
-                headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-                timeout=httpx2.Timeout(_SILENCE_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
-            )
-            address = self._http.base_url
-            usable = address.scheme in ("http", "https") and bool(address.host) and (address.port or 0) < 1 << 16
-            usable = usable and not any(character.isspace() for character in url)
-        except UnicodeEncodeError:
-            raise ConfigError("the API key has characters that no server's key has; it takes ASCII") from None
-        except httpx2.InvalidURL:
-            usable = False
-        if not usable:
+        if api_key and not api_key.isascii():
+            raise ConfigError("the API key has characters that no server's key has; it takes ASCII")
+        address = _address(self.url)
+        if address is None:
             raise ConfigError(f"{url!r} is no address of a server; it takes http://HOST:PORT")
+        is_near = _is_loopback(address.host)
+        proxy = None if is_near or proxy_bypass(address.host) else _proxy(address.scheme)
+        try:
+            # What leads from this machine to itself takes no way through another.
+            self._http = httpx2.AsyncClient(
+                base_url=address,
+                headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+                timeout=httpx2.Timeout(_SILENCE_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
+                trust_env=not is_near,
+                proxy=proxy,
+            )
+            # As in ` through the proxy http://proxy:3128`, without the password that may stand in it.
+            self._way = f" through the proxy {httpx2.URL(proxy).copy_with(userinfo=b'')}" if proxy else ""
+        except (ImportError, ValueError, OSError, httpx2.InvalidURL) as error:
+            raise ConfigError(
+                "the environment's proxy (HTTP_PROXY and its like) or certificates (SSL_CERT_FILE) cannot be used: "
+                + safe_line(str(error))
+            ) from None
 
     async def __aenter__(self) -> Client:
         return self
@@ -150,35 +160,39 @@ class Client:
     # -- HTTP ---------------------------------------------------------------------------------------------------------
 
     async def _get(self, path: str, kind: type[T]) -> T:
-        with self._in_words():
-            async with self._http.stream("GET", path, timeout=_CONNECT_TIMEOUT_S) as response:
-                if response.status_code != 200:
-                    raise await self._refusal(response)
-                return _decoded(await response.aread(), kind)
+        async with self._answer("GET", path, timeout=_CONNECT_TIMEOUT_S) as response:
+            body = await _beginning(response, MOST_BYTES)
+        if len(body) > MOST_BYTES:
+            raise ServerTrouble(f"{self.url}{path} is longer than {MOST_BYTES:,} bytes", is_lasting=True)
+        return _decoded(body, kind)
 
     async def _events(self, method: str, path: str, **how: Any) -> AsyncGenerator[bytes]:
         parser = EventParser()
+        async with self._answer(method, path, **how) as response:
+            async for piece in response.aiter_raw():
+                for data in parser.feed(piece):
+                    yield data
+
+    @asynccontextmanager
+    async def _answer(self, method: str, path: str, **how: Any) -> AsyncIterator[httpx2.Response]:
+        """One with status 200, not compressed: a few bytes of a compressed one could become any number."""
         with self._in_words():
             async with self._http.stream(method, path, **how) as response:
+                if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+                    raise ServerTrouble(f"{self.url} answers in {encoding}, which was not asked for", is_lasting=True)
                 if response.status_code != 200:
                     raise await self._refusal(response)
-                async for piece in response.aiter_bytes():
-                    for data in parser.feed(piece):
-                        yield data
+                yield response
 
     async def _refusal(self, response: httpx2.Response) -> ServerTrouble:
         """In words why the status is not 200."""
-        body = b""
-        async for piece in response.aiter_bytes():
-            body += piece
-            if len(body) > _MOST_ERROR_BYTES:
-                break
+        body = await _beginning(response, _MOST_ERROR_BYTES)
         try:
             error = msgspec.json.decode(body, type=_Refusal).error
         except msgspec.DecodeError:
             error = _Error()
         status = response.status_code
-        said = error.message or f"{self.url} answers {status} {response.reason_phrase}"
+        said = error.message or f"{self.url} answers {status} {response.reason_phrase}{self._way}"
         wait_s = response.headers.get("Retry-After")
         if status == 401:
             known = "does not know this API key" if self._has_key else "wants an API key"
@@ -204,17 +218,54 @@ class Client:
         try:
             yield
         except httpx2.ConnectError:
-            raise ServerTrouble(f"nothing answers at {self.url}; `servekit serve` starts a server") from None
+            remedy = "NO_PROXY has the hosts to go to without one" if self._way else "`servekit serve` starts a server"
+            raise ServerTrouble(f"nothing answers at {self.url}{self._way}; {remedy}") from None
         except httpx2.ConnectTimeout:
-            raise ServerTrouble(f"{self.url} cannot be reached: no answer in {_CONNECT_TIMEOUT_S} s") from None
+            raise ServerTrouble(
+                f"{self.url} cannot be reached{self._way}: no answer in {_CONNECT_TIMEOUT_S} s"
+            ) from None
         except httpx2.TimeoutException:
-            raise ServerTrouble(f"{self.url} has gone silent") from None
+            raise ServerTrouble(f"{self.url} has gone silent{self._way}") from None
         except (httpx2.NetworkError, httpx2.RemoteProtocolError):
-            raise ServerTrouble(f"the connection to {self.url} broke off") from None
+            raise ServerTrouble(f"the connection to {self.url}{self._way} broke off") from None
         except httpx2.HTTPError as error:
-            raise ServerTrouble(f"{self.url} cannot be asked: {error or type(error).__name__}") from None
+            raise ServerTrouble(f"{self.url} cannot be asked{self._way}: {error or type(error).__name__}") from None
         except EventTooLong as error:
             raise ServerTrouble(f"{self.url} sends what cannot be read: {error}") from None
+
+
+def _address(url: str) -> httpx2.URL | None:
+    """None if no server can be there."""
+    try:
+        address = httpx2.URL(url)
+    except (httpx2.InvalidURL, UnicodeEncodeError):
+        return None
+    usable = address.scheme in ("http", "https") and bool(address.host) and (address.port or 0) < 1 << 16
+    return address if usable and not any(character.isspace() for character in url) else None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def _proxy(scheme: str) -> str | None:
+    """The environment's."""
+    proxies = getproxies()
+    proxy = proxies.get(scheme) or proxies.get("all")
+    return f"http://{proxy}" if proxy and "://" not in proxy else proxy
+
+
+async def _beginning(response: httpx2.Response, most_bytes: int) -> bytes:
+    """The body, or more than `most_bytes` of it."""
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > most_bytes:
+            break
+    return bytes(body)
 
 
 def _decoded(data: bytes, kind: type[T]) -> T:

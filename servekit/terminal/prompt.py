@@ -10,6 +10,7 @@ from prompt_toolkit.filters import has_focus
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.key_binding import KeyBindings, KeyPress
 from prompt_toolkit.key_binding.key_processor import KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.output.vt100 import Vt100_Output
 
 from servekit.terminal.keyboard import Keyboard
@@ -73,5 +74,11 @@ def _key_bindings() -> KeyBindings:
             event.current_buffer.reset()
         elif not event.app.is_done:
             event.app.exit(exception=EOFError())
+
+    # What looks like a terminal's own report and was typed or pasted, such as a colour: prompt_toolkit would parse it.
+    @bindings.add(Keys.Vt100MouseEvent)
+    @bindings.add(Keys.CPRResponse)
+    def nothing(event: KeyPressEvent) -> None:
+        pass
 
     return bindings

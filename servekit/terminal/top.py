@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from contextlib import suppress
@@ -15,6 +14,7 @@ from servekit.terminal.client import Client
 from servekit.terminal.drawing import draw
 from servekit.terminal.feed import Feed
 from servekit.terminal.keyboard import Keyboard
+from servekit.terminal.process import run, with_standard_streams
 
 _LEAST_INTERVAL_S = 0.1  # between two frames
 _MOST_INTERVAL_S = 1.0  # an old frame tells its age
@@ -23,33 +23,31 @@ _LEAVE = frozenset({"q", "Q", "c-c", "c-d"})
 
 
 def top(url: str, api_key: str | None) -> int:
-    """Draw until somebody leaves; in a pipe, one frame. Returns the exit code. Raises ServerTrouble, ConfigError."""
+    """Draw until somebody leaves; in a pipe, one frame. Returns the exit code.
+
+    Raises ServerTrouble, StreamTrouble, ConfigError.
+    """
     console = Console(highlight=False, markup=False, emoji=False)
-    watches = sys.stdin.isatty() and console.is_terminal and not console.is_dumb_terminal
     client = Client(url, api_key)
-    try:
-        asyncio.run(_watch(client, console) if watches else _print(client))
-    except asyncio.CancelledError:
-        return 128 + signal.SIGTERM
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
-        return 1
-    return 0
+
+    def show() -> int:
+        watches = sys.stdin.isatty() and console.is_terminal and not console.is_dumb_terminal
+        return run(_watch(client, console) if watches else _print(client))
+
+    return with_standard_streams(show)
 
 
-async def _print(client: Client) -> None:
+async def _print(client: Client) -> int:
     """One frame, as it would be on an endless page."""
     async with client:
         state = await client.live_state()
     lines = draw(state, _PLAIN_WIDTH, _PLAIN_HEIGHT)
     sys.stdout.write("".join(f"{line.plain.removesuffix('q leaves').rstrip()}\n" for line in lines))
-    sys.stdout.flush()
+    return 0
 
 
-async def _watch(client: Client, console: Console) -> None:
-    loop, this = asyncio.get_running_loop(), asyncio.current_task()
-    assert this is not None
-    loop.add_signal_handler(signal.SIGTERM, this.cancel)
+async def _watch(client: Client, console: Console) -> int:
+    loop = asyncio.get_running_loop()
     async with client:
         feed = Feed(client)
         leaves = asyncio.Event()
@@ -74,6 +72,7 @@ async def _watch(client: Client, console: Console) -> None:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+    return 0
 
 
 async def _draw(feed: Feed, console: Console) -> None:

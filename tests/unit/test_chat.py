@@ -88,7 +88,7 @@ def test_events_are_the_same_in_whatever_pieces_they_come(cuts: list[int]) -> No
     assert events == [b'{"a":1}', b"x\ny", b""]
 
 
-@pytest.mark.parametrize("piece", [b"x" * 100_000, b"data: " + b"x" * 100_000 + b"\n"])
+@pytest.mark.parametrize("piece", [b"x" * 100_000, b"data: " + b"x" * 100_000 + b"\n", b"data:\n" * 100_000])
 def test_an_event_without_end_is_given_up(piece: bytes) -> None:
     parser = EventParser()
 
@@ -118,6 +118,15 @@ def test_a_wrong_address_is_told_at_once(command: str, url: str, capsys: pytest.
 def test_a_key_that_fits_no_header_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--api-key", "schlüssel\u2028"]) == 2
     assert "API key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--temperature", "--top-p"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "x"])
+def test_what_is_no_number_of_jsons_is_told(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["chat", f"{flag}={value}"])
+    assert ended.value.code == 2
+    assert f"{value!r} is no finite number" in capsys.readouterr().err
 
 
 def test_an_unknown_flag_is_told_with_where_to_look(capsys: pytest.CaptureFixture[str]) -> None:
