@@ -1,12 +1,12 @@
 """What watching costs: the server's CPU time for a token, with nobody, one, a few and many at /ui/events.
 
-    python -m benchmarks.viewers [--streams 128] [--seconds 5] [--rounds 5]
+    python -m benchmarks.viewers [--viewers 0 1 4 16] [--streams 128] [--seconds 5] [--rounds 5]
 
 One server with the simulated model, whose device takes no time, streams to clients who ask again as soon as they are
 answered, so the server's main thread is never at rest. Viewers come and go, in rounds that alternate; in each, tokens
-come from /metrics and the thread's CPU time from /proc. Told are medians, and of each round the ratio to the one with
-nobody. Clients and viewers are processes of their own; on few cores they take time from the server, which lowers
-tokens/s and, as long as caches are what they are, hardly the CPU time for each.
+come from /metrics and the thread's CPU time from /proc. Told are medians, and of each round the ratio to the first of
+`--viewers`, which is nobody unless told otherwise. Clients and viewers are processes of their own; on few cores they
+take time from the server, which lowers tokens/s and, as long as caches are what they are, hardly the CPU time for each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from urllib.request import urlopen
 from benchmarks.open_streams import open_stream
 from tests.server_process import ServerProcess, serving
 
-NUM_VIEWERS = (0, 1, 4, 16)
+NUM_VIEWERS = [0, 1, 4, 16]
 SETTLE_S = 0.5
 
 
@@ -82,11 +82,18 @@ def measure(server: ServerProcess, num_viewers: int, seconds: float) -> tuple[fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--viewers",
+        type=int,
+        nargs="+",
+        default=NUM_VIEWERS,
+        help="how many; the first is what others are held against",
+    )
     parser.add_argument("--streams", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    told: dict[int, list[tuple[float, float, float]]] = {num: [] for num in NUM_VIEWERS}
+    told: dict[int, list[tuple[float, float, float]]] = {num: [] for num in arguments.viewers}
     flags = ("--model", "sim:instant", "--max-num-seqs", str(arguments.streams), "--log-level", "warning")
     with tempfile.TemporaryDirectory() as folder, serving(*flags, log=Path(folder) / "log") as server:
         clients = multiprocessing.Process(target=ask_again_and_again, args=(server, arguments.streams), daemon=True)
@@ -94,16 +101,16 @@ def main() -> None:
         time.sleep(2 * SETTLE_S)
         for number in range(arguments.rounds):
             # First and last take turns, too: what drifts in a round is nobody's alone.
-            for num_viewers in NUM_VIEWERS if number % 2 == 0 else reversed(NUM_VIEWERS):
+            for num_viewers in told if number % 2 == 0 else reversed(told):
                 told[num_viewers].append(measure(server, num_viewers, arguments.seconds))
         clients.terminate()
         clients.join()
     print(f"{os.cpu_count()} cores, {arguments.streams} streams, medians of {arguments.rounds} rounds\n")
-    print("| viewers | tokens/s | main thread, µs a token | that, to nobody's | frames/s of each |")
+    print(f"| viewers | tokens/s | main thread, µs a token | that, to {arguments.viewers[0]}'s | frames/s of each |")
     print("|---:|---:|---:|---:|---:|")
     for num_viewers, rounds in told.items():
         rate, cost_us, frames = (statistics.median(column) for column in zip(*rounds, strict=True))
-        ratios = [mine[1] / nobodys[1] for mine, nobodys in zip(rounds, told[0], strict=True)]
+        ratios = [mine[1] / nobodys[1] for mine, nobodys in zip(rounds, told[arguments.viewers[0]], strict=True)]
         shown = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         print(f"| {num_viewers} | {rate:,.0f} | {cost_us:.1f} | {shown} | {frames:.1f} |")
 

@@ -44,7 +44,7 @@ from servekit.step import SequenceToken
 from servekit.submission import Generation, Submission, make_sequences
 from servekit.threads import in_daemon_thread
 from servekit.tokenizer import Tokenizer, load_tokenizer
-from servekit.viewing import look, snapshot
+from servekit.viewing import View, look, snapshot
 from servekit.waiting_room import WaitingRoom
 from servekit.workload_manager import WorkloadManager
 
@@ -401,8 +401,8 @@ class LLMEngine:
         del self._generations[sequence.sequence_id]
         log.debug("%s of request %s: %s", sequence, generation.request_id, reason)
         self._waiting_room.left(now)
-        self.history.ended(sequence, reason, generation.first_token_s, now)
         if not generation.is_probe:
+            self.history.ended(sequence, reason, generation.first_token_s, now)
             self.metrics.ended(sequence, reason, now, generation.first_token_s, generation.last_token_s)
 
     def finish(self, generation: Generation, reason: FinishReason) -> None:
@@ -479,14 +479,14 @@ class LLMEngine:
         """On the clock that everything here is measured with."""
         return self._clock()
 
-    def look(self, tenant: str) -> LiveState:
-        """What somebody of this tenant who watches is told."""
+    def look(self) -> View:
+        """What whoever watches is told."""
         known = () if (ready := self.worker) is None else (ready.device, ready.dtype, ready.attention)
         worker = LiveWorker(self.stage, *known)
         server = LiveState(self._clock(), self.state, self.stage, self.config.model_name, __version__, [worker])
         if self._manager is None:
-            return server
-        return look(server, self._manager, self._generations.values(), self.history, tenant)
+            return View(server)
+        return look(server, self._manager, self._generations.values(), self.history)
 
     def _observe_token(self, generation: Generation, now: float) -> None:
         if generation.first_token_s is None:

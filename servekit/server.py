@@ -19,12 +19,13 @@ from starlette.applications import Starlette
 
 from servekit import __version__
 from servekit.api import create_app, renew_keys
-from servekit.api.access import is_loopback
+from servekit.api.access import WATCHING, is_loopback
+from servekit.api.live import Feed
 from servekit.caller import ANYBODY
 from servekit.config import ServeConfig, doubts, non_default
 from servekit.engine import LLMEngine
 from servekit.errors import ConfigError, shutting_down
-from servekit.http_protocol import limited_protocol
+from servekit.http_protocol import LimitedHttpProtocol, limited_protocol
 from servekit.keys import Key, parse_keys_file
 from servekit.logs import configure_logging, fields, is_for_programs
 from servekit.process_metrics import watch_event_loop, watch_processes
@@ -37,6 +38,7 @@ log = logging.getLogger("servekit")
 
 BACKLOG = 4096  # connections that the kernel has accepted for us; as many as Linux allows unless told otherwise
 LAST_WORDS_TIMEOUT_S = 2  # to write what is left to be said when time is up
+LAST_FRAME_TIMEOUT_S = 1  # for whoever watches to take it, which keeps nobody else
 
 
 def serve(config: ServeConfig) -> int:
@@ -107,7 +109,8 @@ class Server(uvicorn.Server):
 
     It listens while the model loads, so that /ready can say so. After the first signal it drains: it still listens, so
     that whoever comes is told so and balancers see it at /ready, but lets nobody in. When all answers are written, or
-    `shutdown_timeout` is over and everybody was told, it ends. A second signal ends it at once.
+    `shutdown_timeout` is over and everybody was told, it ends. A second signal ends it at once. Nobody waits for those
+    who watch: they are told that it drains, and who does not read that is cut off.
 
     Where servers share a port, the kernel is the balancer, and does not ask: whoever listens gets his share. There it
     listens from when its model is there until the signal, and refuses nobody before that has had its effect.
@@ -116,6 +119,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, engine: LLMEngine) -> None:
         super().__init__(config)
         self._engine = engine
+        self._feed: Feed = config.app.state.feed  # type: ignore[union-attr]
         self._loop = asyncio.get_running_loop()
         self._drains_until_s: float | None = None
         self._shares_port = engine.config.reuse_port
@@ -152,12 +156,13 @@ class Server(uvicorn.Server):
                 self._engine.drain()
             else:
                 is_late = time.monotonic() >= self._drains_until_s
-                self.should_exit = self.should_exit or is_late or not self.server_state.tasks
+                self.should_exit = self.should_exit or is_late or not self._requests()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Tell everybody who is left, and close."""
         self._engine.fail_all(shutting_down())
+        self._loop.call_later(LAST_FRAME_TIMEOUT_S, self._cut_viewers_off)
         # Answers are written within moments, but a client may not read: for it uvicorn waits no longer.
         self.config.timeout_graceful_shutdown = LAST_WORDS_TIMEOUT_S
         await super().shutdown(sockets)
@@ -167,7 +172,7 @@ class Server(uvicorn.Server):
             timeout_s = self._engine.config.shutdown_timeout
             log.info(
                 "draining: %d requests get %g s to finish; a second signal ends them now",
-                len(self.server_state.tasks),
+                len(self._requests()),
                 timeout_s,
             )
             if not self._shares_port:
@@ -176,6 +181,19 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._may_go_on.set)  # a handler of signals may do no more
         else:
             self.force_exit = self.should_exit = True
+
+    def _requests(self) -> set[asyncio.Task[None]]:
+        """The tasks of those who are answered, without those who watch."""
+        return self.server_state.tasks - self._feed.tasks
+
+    def _cut_viewers_off(self) -> None:
+        """Those who are left. A stream that waits for its reader can be ended by its connection's end only: were its
+        task cancelled, the connection would still keep what was not read, and with it the server."""
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, LimitedHttpProtocol)
+            cycle = connection._answering
+            if cycle is not None and (cycle.scope["method"], cycle.scope["path"]) == WATCHING:
+                connection.transport.abort()
 
 
 def _on_hangup(app: Starlette, server: Server) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import groupby
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -48,19 +49,37 @@ def snapshot(manager: WorkloadManager, now: float) -> Snapshot:
     )
 
 
-def look(
-    server: LiveState, manager: WorkloadManager, generations: Collection[Generation], history: History, tenant: str
-) -> LiveState:
+class View(NamedTuple):
+    """One look, for viewers of any tenant."""
+
+    state: LiveState  # as whoever has nothing in it is told
+    owners: tuple[tuple[str, str] | None, ...] = ()  # (tenant, request's id) of each sequence; None of a probe
+
+    def of(self, tenant: str) -> LiveState:
+        """As this tenant is told, with the ids of its own requests: whose the others are is nobody's business.
+
+        It is `state` itself where nothing is the tenant's.
+        """
+        told = list(self.state.sequences)
+        is_any_own = False
+        for index, owner in enumerate(self.owners):
+            if owner is not None and owner[0] == tenant:
+                told[index] = replace(told[index], request_id=owner[1])
+                is_any_own = True
+        return replace(self.state, sequences=told) if is_any_own else self.state
+
+
+def look(server: LiveState, manager: WorkloadManager, generations: Collection[Generation], history: History) -> View:
     """The whole frame: what is known of a `server` whose model is loaded, and what it schedules.
 
-    `generations` are all that are alive, in order of arrival. Whose they are is nobody's business; only of those of the
-    viewer's own tenant the requests' ids are told.
+    `generations` are all that are alive, in order of arrival.
     """
     config, pool, now = manager.config, manager.memory.pool, server.now_s
     running, waiting = _by_turn(manager, generations)
     ttft_p50_s, ttft_p95_s = history.first_token_percentiles(50, 95, now=now)
     blocks_per_cell, cells = _cells(manager.memory, [generation.sequence for generation in running])
-    return replace(
+    told = [*running, *waiting][:MOST_SEQUENCES]
+    state = replace(
         server,
         limits=LiveLimits(
             max_num_seqs=config.max_num_seqs,
@@ -82,12 +101,13 @@ def look(
         prefill_limit=manager.pacer.prefill_limit(),
         ttft_p50_s=ttft_p50_s,
         ttft_p95_s=ttft_p95_s,
-        sequences=[_tell(generation, tenant) for generation in [*running, *waiting][:MOST_SEQUENCES]],
+        sequences=[_tell(generation) for generation in told],
         ended=history.ends,
         steps=history.steps,
         blocks_per_cell=blocks_per_cell,
         cells=cells,
     )
+    return View(state, tuple(None if each.is_probe else (each.sequence.tenant, each.request_id) for each in told))
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------------
@@ -110,9 +130,8 @@ def _by_turn(
     return running, waiting
 
 
-def _tell(generation: Generation, tenant: str) -> LiveSequence:
+def _tell(generation: Generation) -> LiveSequence:
     sequence = generation.sequence
-    is_told = sequence.tenant == tenant and not generation.is_probe
     state = "decode" if sequence.first_sampled_step_id is not None else "prefill"
     return LiveSequence(
         sequence_id=sequence.sequence_id,
@@ -122,7 +141,6 @@ def _tell(generation: Generation, tenant: str) -> LiveSequence:
         num_output_tokens=sequence.num_output_tokens,
         max_tokens=sequence.sampling.max_tokens,
         arrival_s=sequence.arrival_s,
-        request_id=generation.request_id if is_told else "",
         num_cached_tokens=sequence.num_cached_tokens or 0,
         num_preemptions=sequence.num_preemptions,
         num_blocks=len(sequence.block_table),

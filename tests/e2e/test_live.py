@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +16,7 @@ import httpx2
 import msgspec
 import pytest
 
+from servekit.api.live import MOST_OF_A_TENANT
 from servekit.live_view import FENCED, SHARED, LiveState
 from tests.server_process import ServerProcess, serving
 
@@ -26,7 +29,8 @@ tenant = "first"
 key = "two"
 tenant = "second"
 """
-MODEL = "sim:step=50ms"  # so slow that no stream comes to its end while it is looked at
+# So slow that no stream comes to its end while it is looked at, nor an outage before a viewer has seen it.
+MODEL = "sim:step=50ms,load=500ms"
 NUM_BLOCKS = 1024
 LIMIT_S = 30
 
@@ -209,19 +213,66 @@ def may_watch(server: ServerProcess) -> bool:
 
 def test_one_viewer_too_many_is_told_so_and_may_come_when_another_has_gone(watched: ServerProcess) -> None:
     with ExitStack() as stack:
-        viewers = [stack.enter_context(watching(watched)) for _ in range(31)]
+        viewers = [stack.enter_context(watching(watched)) for _ in range(MOST_OF_A_TENANT - 1)]
         assert all(next(viewer) for viewer in viewers)
         with watching(watched) as last:
             assert next(last)
             with watched.client.stream("GET", "/ui/events") as refused:
                 assert refused.status_code == 503
-                assert "32 are watching" in json.loads(refused.read())["error"]["message"]
+                assert "8 of your tenant are watching" in json.loads(refused.read())["error"]["message"]
             assert int(refused.headers["retry-after"]) > 0
+            with watched.client.stream("GET", "/ui/events", headers={"authorization": "Bearer two"}) as of_another:
+                assert of_another.status_code == 200
             assert look(watched).state == "ready", "which anybody may ask"
         deadline = time.monotonic() + LIMIT_S
         while not may_watch(watched):
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+def test_a_viewer_sees_that_the_worker_is_lost_and_that_there_is_another(watched: ServerProcess) -> None:
+    with watching(watched) as frames:
+        assert next(frames)[1].state == "ready"
+        (worker,) = watched.worker_pids()
+        os.kill(worker, signal.SIGKILL)
+        states = []
+        deadline = time.monotonic() + LIMIT_S
+        for _, state in frames:
+            assert time.monotonic() < deadline, states
+            states.append(state.state)
+            if "recovering" in states and states[-1] == "ready":
+                break
+        assert set(states) <= {"ready", "recovering"}
+        assert next(frames)[1].state == "ready", "and it goes on"
+
+
+def connect_viewer(server: ServerProcess) -> socket.socket:
+    """One that has begun to watch, and reads no more unless somebody has it read."""
+    viewer = socket.socket()
+    viewer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+    viewer.settimeout(LIMIT_S)
+    viewer.connect(("127.0.0.1", server.port))
+    viewer.sendall(b"GET /ui/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert viewer.recv(12) == b"HTTP/1.1 200"
+    return viewer
+
+
+def test_a_drain_does_not_wait_for_a_viewer_that_does_not_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    flags = ("--model", MODEL, "--shutdown-timeout", "600", "--send-timeout", "600")
+    with serving(*flags, log=log) as server, connect_viewer(server), watching(server) as told:
+        with streaming(server, "many", n=64) as lines:
+            next(lines)
+            num_bytes = 0  # of frames to who reads, which are more than buffers hold for who does not
+            while num_bytes < 400_000:
+                num_bytes += len(msgspec.json.encode(next(told)[1]))
+        wait_for(server, lambda state: not state.sequences)
+        server.process.send_signal(signal.SIGTERM)
+        assert [state.state for _, state in told][-1] == "draining", "who reads is told"
+        assert server.process.wait(LIMIT_S) == 0
+    said = log.read_text()
+    assert "draining: 0 requests" in said, "viewers are none"
+    assert "Traceback" not in said and "exceeded" not in said
 
 
 def test_a_drain_is_told_and_does_not_wait_for_who_watches(tmp_path: Path) -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from servekit.client_queue import ClientQueue
+from servekit.config import ServeConfig
+from servekit.detokenizer import Detokenizer
+from servekit.engine import LLMEngine
 from servekit.history import MOST_FIRST_TOKENS, History
 from servekit.live_view import MOST_ENDED, MOST_STEPS, LiveEnd, LiveStep
 from servekit.messages import Row, StepPlan, StepResult
 from servekit.sampling_params import SamplingParams
 from servekit.sequence import FinishReason, Sequence
+from servekit.submission import Generation
+from tests.unit.test_workload_manager import make_manager, make_sequence
 
 
 def make_plan(step_id: int, *rows: tuple[int, bool], epoch: int = 0) -> StepPlan:
@@ -122,3 +129,17 @@ def test_the_last_ends_are_kept_whole_and_hold_no_token() -> None:
     assert history.ends[-1] == LiveEnd(MOST_ENDED + 1, "stop", 3, 2, 1.0, 9.0, 2.0, 1)
     history.ended(Sequence(99, [1], SamplingParams(max_tokens=8)), FinishReason.ABORT, None, 10.0)
     assert history.ends[-1] == LiveEnd(99, "abort", 1, 0, 0.0, 10.0)
+
+
+def test_the_servers_own_question_is_nobodys_and_is_told_to_nobody() -> None:
+    engine, manager = LLMEngine(ServeConfig()), make_manager()
+    engine._manager = manager
+    for sequence_id, is_probe in ((0, True), (1, False)):
+        sequence = make_sequence(sequence_id)
+        manager.add(sequence)
+        generation = Generation(sequence, 0, cast(Detokenizer, None), ClientQueue(), is_probe=is_probe)
+        engine._generations[sequence_id] = generation
+        engine._observe_token(generation, 1.0)
+        engine.finish(generation, FinishReason.ABORT)
+    assert [end.sequence_id for end in engine.history.ends] == [1]
+    assert len(engine.history._first_tokens) == 1

@@ -14,11 +14,14 @@ from msgspec.structs import replace
 from starlette.types import Message
 
 from servekit.api import create_app, live
-from servekit.api.live import MOST_VIEWERS, Feed
+from servekit.api.live import MOST_OF_A_TENANT, MOST_VIEWERS, Feed
 from servekit.config import ServeConfig
 from servekit.departure import departure_of
 from servekit.engine import LLMEngine
 from servekit.errors import QueueFull, WorkerNotReady
+from servekit.keys import DEFAULT_TENANT
+from servekit.live_view import LiveSequence
+from servekit.viewing import View
 from tests.unit.test_access import ask, make_scope
 
 LIMIT_S = 30
@@ -29,7 +32,7 @@ def make_engine(is_busy: bool = False) -> LLMEngine:
     engine = LLMEngine(ServeConfig())
     if is_busy:
         whole, numbers = engine.look, itertools.count(1)
-        engine.look = lambda tenant: replace(whole(tenant), num_steps=next(numbers))  # type: ignore[method-assign]
+        engine.look = lambda: View(replace(whole().state, num_steps=next(numbers)))  # type: ignore[method-assign]
     return engine
 
 
@@ -84,7 +87,7 @@ async def test_a_bug_of_ours_ends_the_streams_and_is_in_the_log(caplog: pytest.L
     feed, whole = Feed(engine), engine.look
     viewer = feed.join("")
     assert await viewer.next()
-    engine.look = lambda tenant: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    engine.look = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
     async with asyncio.timeout(LIMIT_S):
         assert await viewer.next() is None
     assert "whoever watches is told no more" in caplog.text
@@ -96,32 +99,65 @@ async def test_a_bug_of_ours_ends_the_streams_and_is_in_the_log(caplog: pytest.L
     feed.leave(again)
 
 
-async def test_after_what_took_t_nothing_is_done_for_a_hundred_times_t() -> None:
+async def test_who_comes_as_the_last_one_leaves_is_told_by_a_task_of_its_own() -> None:
+    feed = Feed(make_engine(is_busy=True))
+    last = feed.join("")
+    assert await last.next()
+    feed.leave(last)
+    newcomer = feed.join("")  # the task that was there has not run yet, to hear that it is cancelled
+    async with asyncio.timeout(LIMIT_S):
+        assert await newcomer.next() and await newcomer.next()
+    assert len(feed_tasks()) == 1
+    feed.leave(newcomer)
+
+
+async def test_after_what_took_t_nothing_is_done_for_a_hundred_times_t(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = Feed(make_engine())
     for spent_s, least_s in ((0.0, live.TICK_S), (0.004, 0.4)):
-        feed._spent_s, began_s = spent_s, time.perf_counter()
+        feed._spent_s, began_s = spent_s, time.monotonic()
         await feed._rest()
-        assert time.perf_counter() - began_s >= least_s
-    feed._spent_s, began_s = 0.0, time.perf_counter()
+        assert time.monotonic() - began_s >= least_s
+    monkeypatch.setattr(live, "MOST_REST_S", 0.2)
+    feed._spent_s = 1e9
+    async with asyncio.timeout(LIMIT_S):
+        await feed._rest()
+    feed._spent_s, began_s = 0.0, time.monotonic()
     resting = asyncio.create_task(feed._rest())
     await asyncio.sleep(0)
     feed.note_send(1e-3)
     feed.note_send(30.0)  # it waited for its reader
     assert feed._spent_s == 1e-3 + live.MOST_SEND_S, "what waits is no work"
     await resting
-    assert time.perf_counter() - began_s >= 0.2, "sending counts, too"
+    assert time.monotonic() - began_s >= 0.2, "sending counts, too"
+
+
+async def test_time_in_which_the_thread_was_kept_from_its_core_is_no_work() -> None:
+    engine = make_engine()
+    feed, whole = Feed(engine), engine.look
+
+    def look() -> View:
+        time.sleep(0.2)
+        return whole()
+
+    engine.look = look  # type: ignore[method-assign]
+    viewer = feed.join("")
+    await feed._tell_all()
+    assert 0 < feed._spent_s < 0.2
+    engine.look = whole  # type: ignore[method-assign]
+    feed.leave(viewer)
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------
 
 
-async def test_frames_come_one_after_the_other_and_one_is_made_for_all_of_a_tenant() -> None:
-    engine = make_engine(is_busy=True)
-    feed, whole, tenants = Feed(engine), engine.look, []
+async def test_frames_come_one_after_the_other_and_one_look_is_for_all_tenants() -> None:
+    engine = make_engine()
+    feed, whole, numbers = Feed(engine), engine.look, itertools.count(1)
+    sequences = [LiveSequence(number, "decode", 1, 1, 1, 9, 0.0) for number in range(2)]
 
-    def look(tenant: str) -> Any:
-        tenants.append(tenant)
-        return whole(tenant)
+    def look() -> View:
+        state = replace(whole().state, num_steps=next(numbers), sequences=sequences)
+        return View(state, (("a", "of a"), ("b", "of b")))
 
     engine.look = look  # type: ignore[method-assign]
     one, two, other = feed.join("a"), feed.join("a"), feed.join("b")
@@ -130,8 +166,12 @@ async def test_frames_come_one_after_the_other_and_one_is_made_for_all_of_a_tena
             frame = await one.next()
             assert frame is not None and frame is await two.next()
             theirs = await other.next()
-            assert theirs is not None and parse(frame)[0] != parse(theirs)[0]
-    assert abs(tenants.count("a") - tenants.count("b")) <= 1 and len(tenants) >= 6
+            assert theirs is not None
+            told, told_to_other = parse(frame)[1], parse(theirs)[1]
+            assert [each.get("request_id") for each in told["sequences"]] == ["of a", None]
+            assert [each.get("request_id") for each in told_to_other["sequences"]] == [None, "of b"]
+            assert told["num_steps"] == told_to_other["num_steps"]
+    assert next(numbers) <= 5, "a look for each tick, whoever sees it"
     for viewer in (one, two, other):
         feed.leave(viewer)
 
@@ -169,6 +209,33 @@ async def test_who_does_not_read_gets_the_newest_frame_when_it_does() -> None:
     feed.leave(quick)
 
 
+async def test_who_asks_for_single_frames_gets_the_same_one_for_as_long_as_the_loop_is_to_rest() -> None:
+    engine = make_engine()
+    feed, whole, numbers, now_s = Feed(engine), engine.look, itertools.count(1), 50.0
+    engine._clock = lambda: now_s
+    sequences = [LiveSequence(1, "decode", 1, 1, 1, 9, 0.0)]
+    engine.look = lambda: View(  # type: ignore[method-assign]
+        replace(whole().state, num_steps=next(numbers), sequences=sequences), (("a", "of a"),)
+    )
+
+    def ask_for(tenant: str) -> tuple[int, bool]:
+        told = json.loads(feed.newest(tenant))
+        return told["num_steps"], "request_id" in told["sequences"][0]
+
+    assert [ask_for(tenant) for tenant in "abca"] == [(1, True), (1, False), (1, False), (1, True)]
+    for cost_s, lasts_s in ((0.0, 0.1), (0.004, 0.4), (30.0, 1.0)):
+        assert feed._newest is not None
+        feed._newest.cost_s = cost_s
+        number, _ = ask_for("a")
+        now_s += lasts_s - 0.01
+        feed._newest.cost_s = cost_s
+        assert ask_for("a")[0] == number
+        now_s += 0.02
+        assert ask_for("b")[0] == number + 1
+    engine.drain()
+    assert json.loads(feed.newest("a"))["state"] == "draining", "which nobody is told late"
+
+
 # -- who may -----------------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +247,21 @@ async def test_so_many_may_watch_and_the_next_is_told() -> None:
     assert refusal.value.status == 503 and refusal.value.retry_after_s
     feed.leave(viewers.pop())
     viewers.append(feed.join(""))
+    for viewer in viewers:
+        feed.leave(viewer)
+
+
+async def test_where_there_are_keys_a_tenant_leaves_places_for_the_others() -> None:
+    app = create_app(LLMEngine(ServeConfig(api_key="key")))
+    feed, tenant = app.state.feed, DEFAULT_TENANT
+    viewers = [feed.join(tenant) for _ in range(MOST_OF_A_TENANT)]
+    key = ("authorization", "Bearer key")
+    answer = await ask(app, "GET", "/ui/events", key)
+    message = json.loads(answer.body)["error"]["message"]
+    assert answer.status == 503 and f"{MOST_OF_A_TENANT} of your tenant are watching already" in message
+    assert int(answer.headers["retry-after"]) > 0
+    assert (await ask(app, "GET", "/ui/state", key)).status == 200
+    viewers.append(feed.join("another", MOST_OF_A_TENANT))
     for viewer in viewers:
         feed.leave(viewer)
 

@@ -33,7 +33,7 @@ def generation_of(sequence: Sequence, request_id: str = "", is_probe: bool = Fal
 
 def look_at(manager: WorkloadManager, *sequences: Sequence, tenant: str = "") -> LiveState:
     generations = [generation_of(sequence, f"r{sequence.sequence_id}") for sequence in sequences]
-    return look(SERVER, manager, generations, History(), tenant)
+    return look(SERVER, manager, generations, History()).of(tenant)
 
 
 def unrolled(state: LiveState) -> list[int]:
@@ -171,9 +171,12 @@ def test_whose_a_sequence_is_only_its_own_tenant_is_told() -> None:
     generations = [generation_of(ours, "mine"), generation_of(theirs, "secret"), generation_of(probe, "probe", True)]
     for sequence in (ours, theirs, probe):
         manager.add(sequence)
-    told = look(SERVER, manager, generations, History(), "ours")
+    view = look(SERVER, manager, generations, History())
+    told = view.of("ours")
     assert [each.request_id for each in told.sequences] == ["mine", "", ""]
     assert b"secret" not in msgspec.json.encode(told)
+    assert [each.request_id for each in view.of("theirs").sequences] == ["", "secret", ""]
+    assert view.of("a third") is view.state and not any(each.request_id for each in view.state.sequences)
 
 
 def test_the_metrics_see_what_a_viewer_sees() -> None:
