@@ -69,8 +69,10 @@ class History:
                 finish_reason=str(reason),
                 num_prompt_tokens=sequence.prompt_length,
                 num_output_tokens=sequence.num_output_tokens,
+                max_tokens=sequence.sampling.max_tokens,
                 arrival_s=sequence.arrival_s,
                 ended_s=now,
+                first_scheduled_s=sequence.first_scheduled_s,
                 first_token_s=first_token_s,
                 num_preemptions=sequence.num_preemptions,
             )

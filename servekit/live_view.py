@@ -57,8 +57,10 @@ class LiveEnd(Struct, frozen=True, gc=False, omit_defaults=True):
     finish_reason: str
     num_prompt_tokens: int
     num_output_tokens: int
+    max_tokens: int
     arrival_s: float
     ended_s: float
+    first_scheduled_s: float | None = None
     first_token_s: float | None = None
     num_preemptions: int = 0
 

@@ -94,7 +94,6 @@ export class Answers {
 		this.#show();
 	}
 
-	// More of an answer, and how it ended if it has.
 	add(index, text, numTokens, ending = "") {
 		const card = this.#cards[index];
 		if (!card) throw new Error(`The server told of answer ${index + 1}, and was not asked for so many.`);

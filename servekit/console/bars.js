@@ -1,4 +1,4 @@
-// Sequences as bars on one scale. A row keeps its place as long as its sequence lives; then another may have it.
+// Sequences as bars on one scale. A row keeps its place as long as its sequence lives.
 
 import { hue, legend } from "./draw.js";
 import { count, make, tell } from "./elements.js";
@@ -28,6 +28,7 @@ export class Bars {
 		for (const row of this.rows) row.endedAt = alive.has(row.id) ? Infinity : Math.min(row.endedAt, now);
 		const seated = new Set(this.rows.map((row) => row.id));
 		for (const id of alive) if (!seated.has(id)) this.seat(id);
+		for (const [id, life] of lives) if (life.isBrief) life.isBrief = this.seat(id, now);
 		const endedForMs = this.rows.length > MOST_ROWS ? 0 : ENDED_FOR_MS;
 		for (const row of this.taken()) {
 			row.life = lives.get(row.id) ?? row.life;
@@ -46,8 +47,8 @@ export class Bars {
 		return this.rows.filter((row) => row.id !== null);
 	}
 
-	// One scale for all, and it seldom changes. What is known has a quarter of the width at least, whatever may still come:
-	// longer outlines are open at the right. Where the longest is many times the shortest it is a scale of square roots.
+	// It seldom changes. What is known has a quarter of the width at least: longer outlines are open at the right. Where
+	// the longest is many times the shortest it is a scale of square roots.
 	rescale(lives) {
 		const { scale } = this;
 		const known = Math.max(...lives.map((life) => life.num_prompt_tokens + life.num_output_tokens));
@@ -60,13 +61,13 @@ export class Bars {
 		tell(this.about, `0 to ${count(scale.most)} tokens${scale.power < 1 ? ", a scale of square roots" : ""}`);
 	}
 
-	seat(id) {
+	seat(id, endedAt) {
 		let row = this.rows.find((candidate) => candidate.id === null);
 		if (!row) {
 			this.rows.push((row = new Row(this.live)));
 			this.list.append(row.item);
 		}
-		row.begin(id);
+		row.begin(id, endedAt);
 	}
 
 	// One row is a stop of the Tab key, the arrows go to the others: 128 stops would be a wall.
@@ -96,8 +97,8 @@ class Row {
 	}
 
 	// null: for nobody.
-	begin(id) {
-		Object.assign(this, { id, life: null, endedAt: Infinity });
+	begin(id, endedAt = Infinity) {
+		Object.assign(this, { id, life: null, endedAt });
 		Object.assign(this.button, { hidden: id === null, tabIndex: -1 });
 		this.button.style.setProperty("--hue", hue(id));
 	}
@@ -138,7 +139,7 @@ class Row {
 		tell(word, ended ? (end?.finish_reason ?? "not told") : waits);
 		const [done, all] = state === "decode" || end ? [output, max_tokens] : [computed, known];
 		tell(numbers, `${count(done)}/${count(all)}`);
-		// Without numbers: some screen readers say whatever changes in the name of what has the focus. Its life has them.
+		// Without numbers: some screen readers say whatever changes in a focused name.
 		this.button.ariaLabel = `Sequence ${this.id}${mine ? ", yours" : ""}: ${word.textContent}`;
 		this.button.ariaExpanded = this.id === this.live.selected;
 	}

@@ -1,4 +1,4 @@
-// What both halves of the page share: elements, and numbers in words.
+// Elements, and numbers in words.
 
 export const $ = (id) => document.getElementById(id);
 

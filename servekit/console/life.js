@@ -21,7 +21,13 @@ export class Lives extends Map {
 			this.set(one.sequence_id, Object.assign(life, OMITTED, one, { late, seen_s: now_s }));
 		}
 		for (const end of ended) {
-			const life = this.get(end.sequence_id);
+			let life = this.get(end.sequence_id);
+			if (!life && now_s - end.ended_s < 1) {
+				// It came and went between two frames.
+				const num_computed_tokens = end.num_prompt_tokens + end.num_output_tokens;
+				life = { ...OMITTED, ...end, late: [[0, 0]], losses: [], num_computed_tokens, seen_s: now_s, isBrief: true };
+				this.set(end.sequence_id, life);
+			}
 			if (life) Object.assign(life, { end, num_output_tokens: end.num_output_tokens });
 		}
 		for (const [id, { seen_s }] of this) {

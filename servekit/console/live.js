@@ -1,4 +1,4 @@
-// A window on the scheduler: draws the frames that it is given (servekit/live_view.py), no more often than the screen does.
+// Draws frames (servekit/live_view.py), no more often than the screen does.
 
 import { Bars } from "./bars.js";
 import { attempt, make, tell } from "./elements.js";

@@ -37,7 +37,6 @@ export class Play {
 			if (target.name === "mode" && !this.#stream) this.#showChat();
 			this.#showForm();
 		};
-		// A field that is not as it must be is seen, folded away or not.
 		this.#form.addEventListener("invalid", ({ target }) => target.closest("details")?.setAttribute("open", ""), true);
 		document.addEventListener("keydown", ({ key }) => {
 			if (key === "Escape" && !$("copy-dialog").open) this.#stream?.abort();
@@ -90,13 +89,14 @@ export class Play {
 		this.#showForm();
 	}
 
-	// Returns when every answer has come to an end of its own. Else throws an Error in words for the user.
+	// Returns when every answer has ended by itself. Else throws an Error in words.
 	async #receive(path, body, signal) {
 		const requestId = `ui-${crypto.getRandomValues(new Uint32Array(4)).join("-")}`;
 		this.#page.mine(requestId);
 		const headers = { "Content-Type": "application/json", "X-Request-Id": requestId, ...this.#page.headers() };
 		const asked = fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal, cache: "no-store" });
 		const response = await orSay(asked, "The server cannot be reached.");
+		if (!response.ok) this.#answers.begin(0);
 		if (response.status === 401) throw new Error(this.#page.wantKey());
 		if (!response.ok) throw new Error(await reasonOf(response));
 		const pieces = eventsOf(response);

@@ -137,7 +137,8 @@ def sequence(
 
 
 def ended(sequence_id: int, reason: str = "length") -> LiveEnd:
-    return LiveEnd(sequence_id, reason, num_prompt_tokens=100, num_output_tokens=30, arrival_s=990.0, ended_s=1000.0)
+    told = {"num_prompt_tokens": 100, "num_output_tokens": 30, "max_tokens": 30}
+    return LiveEnd(sequence_id, reason, **told, arrival_s=990.0, ended_s=1000.0)
 
 
 def test_16_copies_of_a_prompt_are_16_bars_until_their_client_leaves(browser: Browser, server: ServerProcess) -> None:
@@ -192,6 +193,20 @@ def test_a_row_keeps_its_place_and_its_element_as_long_as_its_sequence_lives(fed
     now = "[...document.querySelectorAll('#fed .bars button')].every((button, index) => button === before[index])"
     assert fed.page.evaluate(now)
     assert [text.split()[0] for text in fed.rows.all_inner_texts()] == ["#0", "#4", "#2", "#3"]
+
+
+def test_who_came_and_went_between_two_frames_has_a_row_and_a_life(fed: FedLive) -> None:
+    now_s = 1000.5
+    fed.show(replace(state_of(ended=[ended(7), replace(ended(3), ended_s=999.0)]), now_s=now_s), keep_time=True)
+    assert [text.split() for text in fed.rows.all_inner_texts()] == [["#7", "length", "30/30"]]  # 3 was before our time
+    fed.row(7).click()
+    expect(fed.life).to_contain_text("generated 30 of at most 30", timeout=TIMEOUT_MS)
+    fed.page.keyboard.press("Escape")
+    leave = "document.activeElement.blur(); live.parts.bars.rows[0].endedAt -= 3000; live.wake(0);"
+    fed.page.evaluate(f"() => {{ {leave} }}")
+    expect(fed.rows).to_have_count(0, timeout=TIMEOUT_MS)
+    fed.show(replace(state_of(ended=[ended(7)]), now_s=now_s), keep_time=True)
+    assert fed.rows.count() == 0, "once"
 
 
 def test_who_asked_finds_their_own(fed: FedLive) -> None:

@@ -126,9 +126,9 @@ def test_the_last_ends_are_kept_whole_and_hold_no_token() -> None:
         sequence.num_preemptions = 1
         history.ended(sequence, FinishReason.STOP, 2.0, 9.0)
     assert len(history.ends) == MOST_ENDED
-    assert history.ends[-1] == LiveEnd(MOST_ENDED + 1, "stop", 3, 2, 1.0, 9.0, 2.0, 1)
+    assert history.ends[-1] == LiveEnd(MOST_ENDED + 1, "stop", 3, 2, 8, 1.0, 9.0, None, 2.0, 1)
     history.ended(Sequence(99, [1], SamplingParams(max_tokens=8)), FinishReason.ABORT, None, 10.0)
-    assert history.ends[-1] == LiveEnd(99, "abort", 1, 0, 0.0, 10.0)
+    assert history.ends[-1] == LiveEnd(99, "abort", 1, 0, 8, 0.0, 10.0)
 
 
 def test_the_servers_own_question_is_nobodys_and_is_told_to_nobody() -> None:

@@ -65,7 +65,7 @@ BUSY = state(
     ttft_p95_s=1.5,
     steps=[LiveStep(step, float(step), step * 20 % 2048, step % 9, 3, 0.02) for step in range(200)],
     sequences=[sequence(number, num_preemptions=number % 3) for number in range(128)],
-    ended=[LiveEnd(-1 - number, "stop", 5, 6, 0.0, 1.0) for number in range(64)],
+    ended=[LiveEnd(-1 - number, "stop", 5, 6, 6, 0.0, 1.0) for number in range(64)],
     cells=[(0, 20), (SHARED, 5), (FENCED, 2), (CACHED, 4), (1, 3), (FREE, 30)],
 )
 HOSTILE = state(
@@ -81,7 +81,7 @@ HOSTILE = state(
         sequence(-(10**20), num_prompt_tokens=-5, max_tokens=-5, num_output_tokens=-(10**9)),
         sequence(1, num_prompt_tokens=10**30, num_computed_tokens=10**40, num_cached_tokens=10**40, max_tokens=10**30),
     ],
-    ended=[LiveEnd(0, EVIL, 0, 0, 0.0, 1e300)],
+    ended=[LiveEnd(0, EVIL, 0, 0, 0, 0.0, 1e300)],
     cells=[(10**30, 10**30), (-99, 5), (FREE, -3)],
 )
 
