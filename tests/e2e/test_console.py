@@ -227,7 +227,7 @@ def test_a_refusal_is_told_with_the_field_that_it_is_about(server: ServerProcess
         open_at(page, server)
         send(page, structure="regex", structure_text="(")
         status(page).to_contain_text("structured_outputs.regex")
-        expect(page.locator(".figures")).to_have_text("cut off")
+        expect(page.locator(".figures")).to_have_count(0)  # nothing had begun, so nothing was cut off
 
 
 def events(*texts: str, finish_reason: str | None = "stop", **more: Any) -> list[dict[str, Any]]:
