@@ -105,7 +105,9 @@ def test_the_page_opens_and_answers(server: ServerProcess, page: Page, path: str
     send(page)
     status(page).to_have_text("Done.")
     assert [text.strip() for text in texts(page) if text] == ["The sky is blue."]
-    expect(page.locator(".figures")).to_have_text(re.compile(r"\d tokens first token \d.*s \d.* tok/s ended by itself"))
+    # A whole answer that comes at once, as a busy machine may have it, has no speed.
+    told = re.compile(r"\d tokens first token \d.*s (\d.* tok/s )?ended by itself")
+    expect(page.locator(".figures")).to_have_text(told)
 
 
 def test_tokens_are_seen_one_by_one(slow: ServerProcess, page: Page) -> None:
@@ -122,6 +124,7 @@ def test_tokens_are_seen_one_by_one(slow: ServerProcess, page: Page) -> None:
     }""")
     send(page, max_tokens=1000)
     expect(page.locator("html")).to_have_attribute("data-five", "seen")
+    expect(page.locator(".figures")).to_contain_text("tok/s")
     page.get_by_role("button", name="Stop").click()
     status(page).to_have_text("Stopped.")
 
