@@ -28,7 +28,7 @@ export class Bars {
 		for (const row of this.rows) row.endedAt = alive.has(row.id) ? Infinity : Math.min(row.endedAt, now);
 		const seated = new Set(this.rows.map((row) => row.id));
 		for (const id of alive) if (!seated.has(id)) this.seat(id);
-		for (const [id, life] of lives) if (life.isBrief) life.isBrief = this.seat(id, now);
+		for (const [id, life] of lives) if (life.isBrief) this.seat(id, now), (life.isBrief = false);
 		const endedForMs = this.rows.length > MOST_ROWS ? 0 : ENDED_FOR_MS;
 		for (const row of this.taken()) {
 			row.life = lives.get(row.id) ?? row.life;
