@@ -1,93 +1,126 @@
-# Everything runs in .venv, which the first target that needs it creates.
+# Everything runs in .venv. A target installs what it needs there, when the requirements changed since the last time.
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-# Changes when the code's requirements do, not when the code does.
-INSTALLED := $(VENV)/.installed
+# Stamps of what is installed: the server; the server and the terminal clients; everything that tests and benchmarks need.
+RUNTIME := $(VENV)/.installed-runtime
+TERMINAL := $(VENV)/.installed-terminal
+DEVELOPMENT := $(VENV)/.installed
 
-.PHONY: serve test simulate torture coverage check format bench bench-manager bench-grammar bench-scheduling bench-streams bench-accuracy bench-memory bench-worker bench-gpu bench-viewers parallel-queries screenshot demo-model demo-model-eval clean help
+.PHONY: serve chat top test test-long docs simulate torture coverage check format bench bench-manager bench-journal bench-grammar bench-scheduling bench-streams bench-accuracy bench-memory bench-worker bench-gpu bench-viewers parallel-queries screenshot demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-serve: $(INSTALLED)  ## serve the embedded demo model; ARGS="--port 9000" passes flags
+serve: $(RUNTIME)  ## serve the embedded demo model; ARGS="--port 9000" passes flags
 	@$(BIN)/servekit serve $(ARGS)
 
-# With a thread for each, the two do not wait for one another's.
-test: $(INSTALLED)  ## run the tests; each file in one of two processes, for most of them wait for servers
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+chat: $(TERMINAL)  ## talk to a server's model in the terminal; ARGS="http://HOST:PORT"
+	@$(BIN)/servekit chat $(ARGS)
 
-coverage: $(INSTALLED)  ## branch coverage of the pure core by its unit tests and a few simulations: 100 %
-	$(BIN)/coverage run -m pytest -q tests/unit tests/sim -m "not long"
+top: $(TERMINAL)  ## watch a server's scheduler in the terminal; ARGS="http://HOST:PORT"
+	@$(BIN)/servekit top $(ARGS)
+
+# One OpenMP thread per process: with more, the two processes compete for the two cores.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --no-loadscope-reorder
+
+test: $(DEVELOPMENT)  ## run the tests, in two processes
+	$(TEST) --dist loadfile -m "not long" $(ARGS)
+
+test-long: $(DEVELOPMENT)  ## run the long tests: a million simulated steps, and faults injected into real servers
+	$(TEST) --dist loadscope -m long $(ARGS)
+
+coverage: $(DEVELOPMENT)  ## measure branch coverage of the pure core (must be 100 %)
+	$(BIN)/coverage run -m pytest -q tests/servekit -m "not long" -k "not under_every_fault"
 	$(BIN)/coverage report
 
-check: $(INSTALLED)  ## lint, types and import contracts
+docs: $(DEVELOPMENT)  ## build the documentation site into build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+check: $(DEVELOPMENT)  ## run the linter, the type checker and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-format: $(INSTALLED)  ## format the code
+format: $(DEVELOPMENT)  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-simulate: $(INSTALLED)  ## hunt for scheduler bugs with seeds that nobody has tried; SECONDS=60
-	$(BIN)/python -m tests.sim.simulate --seconds $(or $(SECONDS),60) $(ARGS)
+simulate: $(DEVELOPMENT)  ## search for scheduler bugs with new random seeds; SECONDS=60
+	$(BIN)/python -m tests.servekit.simulation.simulate --seconds $(or $(SECONDS),60) $(ARGS)
 
-torture: $(INSTALLED)  ## kill, starve, flood and soak a real server (3 hours); ARGS="workers --scale 0.1"
+torture: $(DEVELOPMENT)  ## inject faults and overload into a real server (3 hours); ARGS="workers --scale 0.1"
 	$(BIN)/python -m tests.torture $(ARGS)
 
-bench: $(INSTALLED)  ## output tokens/s against a loop of transformers' generate
+bench: $(DEVELOPMENT)  ## compare output tokens/s with a loop of transformers' generate
 	$(BIN)/python benchmarks/against_generate.py $(ARGS)
 
-bench-manager: $(INSTALLED)  ## what planning and committing a step costs
+bench-manager: $(DEVELOPMENT)  ## measure the cost of planning and committing a step
 	$(BIN)/python benchmarks/manager.py $(ARGS)
 
-bench-grammar: $(INSTALLED)  ## what following a grammar costs
+bench-grammar: $(DEVELOPMENT)  ## measure the cost of structured output
 	$(BIN)/python benchmarks/grammar.py $(ARGS)
 
-bench-scheduling: $(INSTALLED)  ## what the policies do for people, in virtual time (2 minutes)
+bench-scheduling: $(DEVELOPMENT)  ## compare the scheduling policies in virtual time (2 minutes)
 	$(BIN)/python benchmarks/scheduling.py $(ARGS)
 
-bench-streams: $(INSTALLED)  ## what an open stream costs: memory and tasks
+bench-streams: $(DEVELOPMENT)  ## measure memory and tasks of an open stream
 	$(BIN)/python -m benchmarks.open_streams $(ARGS)
 
-bench-accuracy: $(INSTALLED)  ## how far the worker's bfloat16 is from exact, in logits and in tokens (4 minutes)
+bench-accuracy: $(DEVELOPMENT)  ## compare the worker's bfloat16 with float64, in logits and in tokens (4 minutes)
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)
 
-bench-memory: $(INSTALLED)  ## whether a worker's memory grows in 100,000 steps (4 minutes)
+bench-memory: $(DEVELOPMENT)  ## measure a worker's memory over 100,000 steps (4 minutes)
 	$(BIN)/python -m benchmarks.worker_memory $(ARGS)
 
-bench-worker: $(INSTALLED)  ## what a step costs the worker, beside its multiplications alone
+bench-worker: $(DEVELOPMENT)  ## measure a worker's step, and its matrix multiplications alone
 	$(BIN)/python -m benchmarks.worker $(ARGS)
 
-bench-gpu: $(INSTALLED)  ## all that is to be measured on a GPU, and each stage alone; ARGS="--out FOLDER --stages kernels steps"
+bench-gpu: $(DEVELOPMENT)  ## run all GPU benchmarks, one process a stage; ARGS="--out FOLDER --stages kernels steps"
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
-bench-viewers: $(INSTALLED)  ## what it costs that somebody watches the scheduler
+bench-journal: $(DEVELOPMENT)  ## measure the cost of the journal; ARGS=live replays 1,000 requests with faults
+	$(BIN)/python -m benchmarks.journal $(or $(ARGS),cost)
+
+bench-viewers: $(DEVELOPMENT)  ## measure the cost of the live view
 	$(BIN)/python -m benchmarks.viewers $(ARGS)
 
-parallel-queries: $(INSTALLED)  ## 102,000 queries in flight at once, each checked (quarter of an hour); ARGS="streams"
+parallel-queries: $(DEVELOPMENT)  ## run 102,000 queries in flight at once and check each answer (15 minutes); ARGS="streams"
 	$(BIN)/python -m benchmarks.parallel_queries $(ARGS)
 
-demo-model: $(INSTALLED)  ## train the demo model again, from its seed (about half an hour on 2 cores)
-	$(BIN)/python scripts/demo_model/train.py --out servekit/demo_model $(ARGS)
+demo-model: $(DEVELOPMENT)  ## train the demo model again from its seed (about 30 minutes on 2 cores)
+	$(BIN)/python scripts/demo_model/train.py --out servekit/assets/demo_model $(ARGS)
 
-demo-model-eval: $(INSTALLED)  ## how well the demo model answers held-out questions
-	$(BIN)/python scripts/demo_model/evaluate.py --model servekit/demo_model $(ARGS)
+demo-model-eval: $(DEVELOPMENT)  ## measure how well the demo model answers held-out questions
+	$(BIN)/python scripts/demo_model/evaluate.py --model servekit/assets/demo_model $(ARGS)
 
-screenshot: $(INSTALLED)  ## the pictures of the console in docs/, by Chromium
+screenshot: $(DEVELOPMENT)  ## make the pictures of the console in docs/ with Chromium
 	$(BIN)/python -m scripts.screenshot $(ARGS)
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-# torch first and by its exact version: where a CPU build of that version is at hand, pip takes it, and anything looser
-# would look further. Where none is, torch's default Linux package comes, with CUDA; see the README.
-$(INSTALLED): pyproject.toml constraints.txt
-	@echo "installing into $(VENV): about a minute, and the download of torch"
+# torch is installed first and by its exact version: where a CPU build of that version is at hand, pip takes it, and a
+# looser requirement would make pip look further. Otherwise torch's default Linux package comes, with CUDA; see the README.
+define install
+	@echo "installing $(1) into $(VENV): about a minute, and the download of torch"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '$(1)'
 	@touch $@
+endef
+
+REQUIREMENTS := pyproject.toml constraints.txt
+
+$(RUNTIME): $(REQUIREMENTS)
+	$(call install,.)
+
+$(TERMINAL): $(REQUIREMENTS)
+	$(call install,.[terminal])
+	@touch $(RUNTIME)
+
+$(DEVELOPMENT): $(REQUIREMENTS)
+	$(call install,.[dev])
+	@touch $(RUNTIME) $(TERMINAL)

@@ -3,8 +3,8 @@
     python -m benchmarks.accuracy [--model PATH] [--dtype bfloat16] [--prompts 1000]
 
 Each prompt is continued greedily by servekit's worker, in mixed batches, and by transformers' `generate`, in the same
-dtype and in float32. The share of tokens that are the same is told for each pair, up to and with the first that is not:
-after it the two are about different texts. Logits are those of a prompt's last token, and their error is relative to
+dtype and in float32. For each pair it prints the share of equal tokens, up to and with the first that differs: after it
+the texts differ. Logits are those of a prompt's last token, and their error is relative to
 transformers in float64.
 """
 
@@ -13,15 +13,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.progress import no_bars_in_files, progress
-from servekit.model_files import DEMO_MODEL_PATH
-from tests.inprocess import InProcessEngine
-from workers.model_manager import ModelManager
+from servekit.engine.model_files import DEMO_MODEL_PATH
+from tests.support.inprocess import InProcessEngine
+from workers.loading.model_manager import ModelManager
 
 NO_TOKEN = 2**31  # an id that no model samples
 AT_ONCE = 50
@@ -40,12 +41,12 @@ def by_generate(model: torch.nn.Module, prompts: Tensor, num_tokens: int) -> lis
     return whole[:, prompts.shape[1] :].tolist()
 
 
-def batches(prompts: Tensor, whose: str) -> Iterator[Tensor]:
-    return progress(prompts.split(AT_ONCE), f"answers of {whose}", lambda some: f"{len(some)} prompts")
+def batches(prompts: Tensor, source: str) -> Iterator[Tensor]:
+    return progress(prompts.split(AT_ONCE), f"answers of {source}", lambda some: f"{len(some)} prompts")
 
 
 def same(first: list[list[int]], second: list[list[int]]) -> tuple[float, float]:
-    """Shares of answers and of tokens that are the same."""
+    """Return the shares of answers and of tokens that are equal."""
     num_same = num_compared = num_whole = 0
     for ours, theirs in zip(first, second, strict=True):
         until = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
@@ -92,8 +93,8 @@ def main() -> None:
         name = str(dtype).removeprefix("torch.")
         errors[f"transformers, {name}"] = error_of(logits, exact)
         if dtype is not torch.float64:
-            told = [by_generate(model, some, arguments.tokens) for some in batches(prompts, f"transformers, {name}")]
-            answers[name] = [answer for of_some in told for answer in of_some]
+            batched = [by_generate(model, some, arguments.tokens) for some in batches(prompts, f"transformers, {name}")]
+            answers[name] = [answer for batch in batched for answer in batch]
     errors[f"servekit, {arguments.dtype}"] = error_of(paged.double(), exact)
 
     kept = "" if arguments.kv_cache_dtype == "auto" else f", keys and values in {arguments.kv_cache_dtype}"
@@ -103,8 +104,8 @@ def main() -> None:
     pairs = [(f"servekit, {arguments.dtype}", ours, name, theirs) for name, theirs in answers.items()]
     if arguments.dtype != "float32":
         pairs.append((f"transformers, {arguments.dtype}", answers[arguments.dtype], "float32", answers["float32"]))
-    for first, told, second, other in pairs:
-        whole, token = same(told, other)
+    for first, first_answers, second, second_answers in pairs:
+        whole, token = same(first_answers, second_answers)
         print(f"| {first} | transformers, {second} | {100 * whole:.1f} % | {100 * token:.2f} % |")
     print("\n| logits of | relative error, median | worst |\n|---|---:|---:|")
     for name, error in errors.items():
@@ -112,18 +113,23 @@ def main() -> None:
 
 
 def logits_of(engine: InProcessEngine, prompt: list[int]) -> Tensor:
-    """[1, vocab_size], the worker's, for the prompt's last token."""
-    kept: list[Tensor] = []
+    """Return the worker's logits [1, vocab_size] for the prompt's last token."""
+    recorded: list[Tensor] = []
     choose = engine.runner._choose
-    engine.runner._choose = lambda raw, *rest: (kept.append(raw.clone()), choose(raw, *rest))[1]
+
+    def record_and_choose(raw_logits: Tensor, *arguments: Any) -> Any:
+        recorded.append(raw_logits.clone())
+        return choose(raw_logits, *arguments)
+
+    engine.runner._choose = record_and_choose
     engine.add(prompt, max_tokens=1, ignore_eos=True)
     engine.run()
     engine.runner._choose = choose
-    return kept[-1][-1:]
+    return recorded[-1][-1:]
 
 
 def error_of(logits: Tensor, exact: Tensor) -> Tensor:
-    """[num_rows], of each row's norm."""
+    """Return errors [num_rows], relative to the norm of each row."""
     return (logits - exact).norm(dim=-1) / exact.norm(dim=-1)
 
 

@@ -1,12 +1,12 @@
-"""Do two load generators say the same of one server? loadtest and NVIDIA's aiperf, in turn, with the same parameters.
+"""Compare the figures of two load generators for one server: loadtest and NVIDIA's aiperf, with the same parameters.
 
     python -m benchmarks.against_aiperf --aiperf PATH/TO/aiperf [--rounds 3] [--requests 300]
 
-aiperf is to be installed in an environment of its own (`pip install aiperf`). Both ask a server with the simulated
-model, whose steps take as long as they are told to, over /v1/completions; answers are of different lengths, or all
-clients of a closed loop would march in step, and a millisecond between two requests decide about the next step for all
-of them. aiperf's "inter-token latency" is a request's mean, which loadtest calls TPOT. Its clock starts when a request
-is sent; so does that of the figures that are compared.
+Install aiperf in its own environment (`pip install aiperf`). Both send requests to /v1/completions of a server with
+the simulated model, whose steps take a configured time. Answers have different lengths: otherwise all clients of a
+closed loop would run in step, and a millisecond between two requests would decide about the next step for all of
+them. aiperf's "inter-token latency" is the mean of a request, which loadtest calls TPOT. aiperf's clock starts when a
+request is sent, and so does that of the compared figures.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 
 from benchmarks.progress import progress
 from loadtest.experiment import Experiment, run
-from loadtest.target import Door, Target
-from servekit.model_files import SIMULATED_MODEL_PATH
-from tests.server_process import serving
+from loadtest.target import ApiFormat, Target
+from servekit.engine.model_files import SIMULATED_MODEL_PATH
+from tests.support.server_process import serving
 
 MODEL = "sim:step=20ms,prefill=50us"
-NAME = "simulated"  # to aiperf a comma separates two models
+NAME = "simulated"  # aiperf takes a comma as a separator between two models
 NUM_INPUT, NUM_OUTPUT, SPREAD = 64, 32, 8
 LOADS = {
     "closed:8": ["--concurrency", "8"],
@@ -43,14 +43,14 @@ def ask_aiperf(program: str, port: int, load: str, num_requests: int, seed: int,
     command += ["--random-seed", str(seed), "--output-artifact-dir", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    told = json.loads((folder / "profile_export_aiperf.json").read_text())
-    ttft, itl = told["time_to_first_token"], told["inter_token_latency"]
-    rates = (told["output_token_throughput"]["avg"], told["request_throughput"]["avg"])
+    report = json.loads((folder / "profile_export_aiperf.json").read_text())
+    ttft, itl = report["time_to_first_token"], report["inter_token_latency"]
+    rates = (report["output_token_throughput"]["avg"], report["request_throughput"]["avg"])
     return dict(zip(FIGURES, (ttft["p50"], ttft["p90"], itl["p50"], itl["p90"], *rates), strict=True))
 
 
 def ask_loadtest(port: int, load: str, num_requests: int, seed: int) -> dict[str, float]:
-    target = Target(urls=[f"http://127.0.0.1:{port}"], door=Door.COMPLETIONS, verifies=True)
+    target = Target(urls=[f"http://127.0.0.1:{port}"], api=ApiFormat.COMPLETIONS, verifies=True)
     experiment = Experiment(
         target=target,
         arrivals=load,
@@ -69,7 +69,7 @@ def ask_loadtest(port: int, load: str, num_requests: int, seed: int) -> dict[str
 
 
 def compare(load: str, aiperf: str, port: int, num_rounds: int, num_requests: int, folder: Path) -> None:
-    """Under one load, in turn."""
+    """Measure one load with both generators in turn."""
     theirs, ours = list[dict[str, float]](), list[dict[str, float]]()
     for number in progress(range(num_rounds), load, lambda number: f"round {number + 1}, loadtest and then aiperf"):
         ours.append(ask_loadtest(port, load, num_requests, number))
@@ -82,7 +82,7 @@ def compare(load: str, aiperf: str, port: int, num_rounds: int, num_requests: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--aiperf", required=True, help="the program")
+    parser.add_argument("--aiperf", required=True, help="path of the aiperf program")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=300)
     arguments = parser.parse_args()

@@ -1,9 +1,8 @@
-"""Output tokens per second: servekit over HTTP against a loop of transformers' `generate`, in one run.
+"""Compare output tokens per second of servekit over HTTP with a loop of transformers' `generate`, in one run.
 
 Both sides get the same model in the same precision, the same prompts and the same fixed output length. servekit is
-measured from outside, as its users meet it: a server process, its worker, HTTP. The loop is what one writes without a
-server: one prompt after the other. Rounds alternate between the two, so that a noisy machine is noisy for both, and
-each figure is the median of its rounds.
+measured from outside: a server process, its worker, HTTP. The loop runs one prompt after the other. Rounds alternate
+between the two, so a noisy machine affects both, and each figure is the median of its rounds.
 
     python benchmarks/against_generate.py [--model demo] [--rounds 3] [--concurrency 1 8 32]
 """
@@ -25,9 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.progress import Progress, no_bars_in_files, tell
-from servekit.model_files import find_model
+from servekit.engine.model_files import find_model
 
-NO_EOS = [2**31]  # an id beyond the vocabulary: the output has its full length
+NO_EOS = [2**31]  # an id beyond the vocabulary, so that outputs have their full length
 WORDS = [
     "sky",
     "cat",
@@ -50,19 +49,19 @@ WORDS = [
 
 
 def make_prompts(number: int) -> list[str]:
-    """Prompts of 4 to 60 words, the same at every run."""
+    """Return prompts of 4 to 60 words, the same in every run."""
     return [" ".join(WORDS[(i * 7 + j * 3) % len(WORDS)] for j in range(4 + (i * 13) % 57)) for i in range(number)]
 
 
 class Baseline:
-    """A loop of `generate`."""
+    """A loop of transformers' `generate`."""
 
     def __init__(self, path: str) -> None:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def run(self, prompts: list[str], num_tokens: int) -> float:
-        """Seconds for all prompts."""
+        """Return the seconds for all prompts."""
         started = time.perf_counter()
         for prompt in prompts:
             inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
@@ -72,7 +71,7 @@ class Baseline:
 
 
 class Served:
-    """A server process, asked by as many clients at once as there are prompts."""
+    """A server process with one concurrent client per prompt."""
 
     def __init__(self, model: str, *arguments: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -103,7 +102,7 @@ class Served:
                 await asyncio.sleep(0.1)
 
     async def run(self, prompts: list[str], num_tokens: int) -> float:
-        """Seconds for all prompts, sent at once, each as a request of its own."""
+        """Return the seconds for all prompts, sent at once in separate requests."""
         limits = httpx2.Limits(max_connections=None)
         async with httpx2.AsyncClient(base_url=self.url, limits=limits, timeout=600) as client:
             started = time.perf_counter()

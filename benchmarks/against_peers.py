@@ -1,11 +1,11 @@
-"""servekit and other servers, in one run: the same model, the same prompts, the same load generator, in turn.
+"""Compare servekit with other servers in one run: the same model, prompts and load generator.
 
     python -m benchmarks.against_peers --model PATH --peer vllm=http://127.0.0.1:8101 [--rounds 3] [--clients 1 8 32]
 
-servekit is started here; a peer is whatever answers `/v1/completions` at its address, and has no other work meanwhile.
-Rounds alternate between the sides, so that a noisy machine is noisy for all, and each figure is the median of its
-rounds. Greedy, with answers of a fixed length: a peer has to know `ignore_eos`, and the share of requests that were
-answered in full is told if it is not all of them.
+The benchmark starts servekit. A peer is any server that answers `/v1/completions` at its address; it must have no other
+load. Rounds alternate between the servers, so a noisy machine affects all of them, and each figure is the median of its
+rounds. Sampling is greedy, with answers of a fixed length, so a peer must support `ignore_eos`. Requests that were not
+answered completely are reported.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from benchmarks.progress import Progress, tell
+from loadtest.analysis.statistics import Distribution
+from loadtest.analysis.summary import Figures, Summary
 from loadtest.experiment import Experiment, run
-from loadtest.markdown import as_number, as_time
-from loadtest.statistics import Distribution
-from loadtest.summary import Figures, Summary
-from loadtest.target import Door, Target
-from tests.server_process import serving
+from loadtest.reporting.formatting import as_number, as_time
+from loadtest.target import ApiFormat, Target
+from tests.support.server_process import serving
 
 # Prompts of 64 to 512 tokens and answers of 64; then 544 tokens of which 512 are the same for all, and answers of 32.
 WORKLOADS = {
     "mixed": "random:input=uniform:64-512,output=64",
     "shared prefix": "prefix:groups=1,prefix=512,suffix=32,output=32",
 }
-ROUNDS_OF_A_CLIENT = 4  # requests, at least
-LEAST_REQUESTS = 10
+MIN_REQUESTS_PER_CLIENT = 4
+MIN_REQUESTS = 10
 
 
 def ask(url: str, workload: str, num_clients: int, seed: int, characters_per_token: float) -> Summary:
-    """One round. Prompts are the same for all sides, and new in each round."""
-    target = Target(urls=[url], door=Door.COMPLETIONS, fields={"temperature": 0.0})
+    """Run one round. The prompts are the same for all servers, and new in each round."""
+    target = Target(urls=[url], api=ApiFormat.COMPLETIONS, fields={"temperature": 0.0})
     experiment = Experiment(
         target=target,
         arrivals=f"closed:{num_clients}",
         workload=workload,
-        num_requests=max(LEAST_REQUESTS, ROUNDS_OF_A_CLIENT * num_clients),
+        num_requests=max(MIN_REQUESTS, MIN_REQUESTS_PER_CLIENT * num_clients),
         characters_per_token=characters_per_token,
         seed=seed,
         num_warm_up=min(num_clients, 4),
@@ -61,17 +61,17 @@ def median(rounds: list[Summary], of: Callable[[Figures], float | None]) -> floa
 
 def p50(of: Callable[[Figures], Distribution | None]) -> Callable[[Figures], float | None]:
     def value(figures: Figures) -> float | None:
-        told = of(figures)
-        return None if told is None else told.p50
+        distribution = of(figures)
+        return None if distribution is None else distribution.p50
 
     return value
 
 
 def row(name: str, num_clients: int, sides: dict[str, list[Summary]]) -> str:
-    """Every side's rate, times, and the ratio of servekit's rate to the others'.
+    """Return a table row: rate and times of each server, and the ratio of servekit's rate to the others'.
 
-    An asterisk stands where the client was late in a round: beside a server that has all cores it may well be, and its
-    times are a little too long then.
+    An asterisk marks a round in which the client was late. That can happen beside a server that uses all cores, and the
+    times are then a little too long.
     """
     rates = {side: median(rounds, lambda each: each.output_tokens_per_s) for side, rounds in sides.items()}
     ours = rates["servekit"]
@@ -85,7 +85,7 @@ def row(name: str, num_clients: int, sides: dict[str, list[Summary]]) -> str:
 
 
 def play(urls: dict[str, str], arguments: argparse.Namespace) -> None:
-    """Ask all sides in turn, and print a row for each load."""
+    """Measure all servers in turn, and print a row for each load."""
     num_steps = len(arguments.workloads) * len(arguments.clients) * arguments.rounds * len(urls)
     with Progress("rounds", num_steps) as progress:
         for number, name in enumerate(arguments.workloads):
@@ -102,10 +102,12 @@ def play(urls: dict[str, str], arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo", help="what servekit serves")
-    parser.add_argument("--serve", default="", help="more flags of servekit serve, separated by blanks")
-    parser.add_argument("--url", help="of a servekit that runs already; otherwise one is started")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help="may be repeated")
+    parser.add_argument("--model", default="demo", help="model that servekit serves")
+    parser.add_argument("--serve", default="", help="further flags of servekit serve, separated by spaces")
+    parser.add_argument("--url", help="address of a running servekit; by default the benchmark starts one")
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="NAME=URL", help="another server; can be repeated"
+    )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
     parser.add_argument("--rounds", type=int, default=3)

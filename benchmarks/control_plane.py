@@ -30,8 +30,8 @@ from msgspec.structs import replace
 from benchmarks.progress import Progress
 from loadtest.experiment import Experiment, run
 from loadtest.record import Outcome
-from loadtest.target import Door, Target
-from tests.server_process import free_port, serving
+from loadtest.target import ApiFormat, Target
+from tests.support.server_process import free_port, serving
 
 
 class Side(Struct):
@@ -89,7 +89,9 @@ def serving_side(side: Side, num_streams: int) -> Iterator[tuple[int, dict[str, 
 def play(side: Side, num_streams: int, num_tokens: int, seed: int) -> None:
     """One round. What is warmed up is warm before anything is counted."""
     with serving_side(side, num_streams) as (port, pids):
-        target = Target(urls=[f"http://127.0.0.1:{port}"], door=Door.GENERATE_STREAM, model="any", fields=side.fields)
+        target = Target(
+            urls=[f"http://127.0.0.1:{port}"], api=ApiFormat.GENERATE_STREAM, model="any", fields=side.fields
+        )
         experiment = Experiment(
             target=target,
             arrivals=f"closed:{num_streams}",

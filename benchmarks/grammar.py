@@ -1,8 +1,8 @@
-"""What following a grammar costs: the same load with and without one, in alternating rounds of one run, over HTTP.
+"""Measure what grammars cost: the same load with and without them, in alternating rounds of one run, over HTTP.
 
-Every request of the batch follows a grammar: in one kind of round all the same one, in another each its own, which is
-the worst there is. Grammars were compiled before, as they are where the same ones are asked for again and again; what
-compiling costs is told apart. Answers have as many tokens with a grammar as without.
+Every request of a batch has a grammar: in one kind of round all the same, in another each its own, which is the worst
+case. Grammars are compiled before, as where the same ones are requested again and again; the cost of compiling is
+reported separately. Answers have as many tokens with a grammar as without.
 
     make bench-grammar
 """
@@ -27,7 +27,7 @@ from benchmarks.progress import Progress, progress
 
 
 def schema(number: int) -> dict[str, Any]:
-    """An array, so that it goes on as long as the run does."""
+    """Return a schema of a long array, so that the grammar lasts as long as the answer."""
     properties = {
         f"name_{number}": {"type": "string"},
         "kind": {"enum": ["red", "green", f"blue_{number}"]},
@@ -42,7 +42,7 @@ def grammar(number: int) -> dict[str, Any]:
 
 
 async def play(served: Served, grammars: list[dict[str, Any] | None], num_tokens: int) -> Round:
-    """One request for each grammar, all at once."""
+    """Send one request for each grammar, all at once."""
     before = await scrape(served.url)
     async with httpx2.AsyncClient(base_url=served.url, timeout=600) as client:
         started = time.perf_counter()
@@ -95,7 +95,7 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 
 async def first_times(served: Served, size: int) -> float:
-    """Seconds that a grammar nobody has asked for before adds to a request of one token."""
+    """Return the seconds that a new grammar adds to a request of one token."""
     added = []
     async with httpx2.AsyncClient(base_url=served.url, timeout=600) as client:
         for number in progress(range(size), "grammars compiled"):

@@ -1,6 +1,6 @@
-"""What the workload manager itself costs: `plan` plus `commit`, by running sequences, and what the prefix cache adds.
+"""Measure the workload manager: `plan` plus `commit` by running sequences, and the prefix cache's part of it.
 
-No worker, no queues, no model: answers are made up. Nothing is ever found in the prefix cache, which is its worst case.
+There is no worker, no queue and no model; results are made up. The prefix cache never finds a block: its worst case.
 
     python benchmarks/manager.py [--steps 400]
 """
@@ -14,11 +14,11 @@ import statistics
 import time
 
 from benchmarks.progress import progress, tell
-from servekit.messages import StepResult
-from servekit.sampling_params import SamplingParams
-from servekit.scheduler_config import SchedulerConfig
-from servekit.sequence import Sequence
-from servekit.workload_manager import WorkloadManager
+from servekit.protocol.messages import StepResult
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.scheduler.commands import AddSequence, Commit, Plan
+from servekit.scheduler.scheduler_config import SchedulerConfig
+from servekit.scheduler.workload_manager import WorkloadManager
 
 PROMPT_LENGTH = 100
 BLOCK_SIZE = 16
@@ -46,15 +46,15 @@ def decode_times_us(num_sequences: int, num_steps: int, enable_prefix_caching: b
     for sequence_id in range(num_sequences):
         # Prompts of different lengths, so that they do not all fill a block in the same step.
         length = PROMPT_LENGTH - sequence_id % BLOCK_SIZE
-        manager.add(Sequence(sequence_id, [sequence_id] * length, sampling))
+        manager.add(AddSequence(sequence_id=sequence_id, prompt_token_ids=(sequence_id,) * length, sampling=sampling))
     step(manager)
     return [step(manager) * 1e6 for _ in range(num_steps)]
 
 
 def churn_times_us(num_sequences: int, num_steps: int, positions_each: int) -> list[float]:
-    """Each step's time while sequences of 1 to 64 tokens come and go, with a long line waiting.
+    """Each step's time while sequences of 1 to 64 tokens come and go, behind a long queue.
 
-    80 positions are enough for each; with fewer, who is seated depends on the future peak, which has to be computed.
+    80 positions are enough for each sequence. With fewer, admission depends on the future peak, which takes time.
     """
     manager = make_manager(num_sequences, positions_each, 16 * num_sequences, enable_prefix_caching=True)
     next_id = 0
@@ -62,7 +62,7 @@ def churn_times_us(num_sequences: int, num_steps: int, positions_each: int) -> l
     for _ in range(num_steps):
         while manager.num_waiting < num_sequences:
             sampling = SamplingParams(max_tokens=1 + next_id * 37 % 64, ignore_eos=True)
-            manager.add(Sequence(next_id, [next_id] * 8, sampling))
+            manager.add(AddSequence(sequence_id=next_id, prompt_token_ids=(next_id,) * 8, sampling=sampling))
             next_id += 1
         times_us.append(step(manager) * 1e6)
     return times_us[num_steps // 4 :]
@@ -73,9 +73,13 @@ def prefill_times_us(num_steps: int, enable_prefix_caching: bool) -> list[float]
     manager = make_manager(1, CHUNK, CHUNK, enable_prefix_caching)
     times_us = []
     for sequence_id in range(num_steps):
-        sequence = Sequence(sequence_id, [sequence_id] * CHUNK, SamplingParams(max_tokens=1))
+        command = AddSequence(
+            sequence_id=sequence_id,
+            prompt_token_ids=(sequence_id,) * CHUNK,
+            sampling=SamplingParams(max_tokens=1),
+        )
         started = time.perf_counter()
-        manager.add(sequence)  # this is where a prompt is hashed and looked up
+        manager.apply(command)  # hashes the prompt and looks it up
         added_s = time.perf_counter() - started
         times_us.append((added_s + step(manager)) * 1e6)
     return times_us
@@ -84,12 +88,12 @@ def prefill_times_us(num_steps: int, enable_prefix_caching: bool) -> list[float]
 def step(manager: WorkloadManager) -> float:
     """Seconds that one plan and one commit take."""
     started = time.perf_counter()
-    plan = manager.plan(0.0)
+    plan = manager.apply(Plan(0.0))
     planned = time.perf_counter()
     assert plan is not None
-    result = StepResult(plan.epoch, plan.step_id, (7,) * len(plan.rows), 0.0)
+    result = StepResult(plan.epoch, plan.step_id, (7,) * len(plan.chunks), 0.0)
     answered = time.perf_counter()
-    manager.commit(result, 0.0)
+    manager.apply(Commit(result, 0.0))
     return planned - started + time.perf_counter() - answered
 
 

@@ -1,8 +1,8 @@
-"""What an open stream costs the server: memory and tasks, with the simulated model in the worker.
+"""Measure what an open stream costs the server: memory and asyncio tasks, with the simulated model.
 
     python benchmarks/open_streams.py [--streams 4000]
 
-Clients are plain sockets that read what comes. Memory is resident memory, before and while all streams are open and
+Clients are plain sockets that read what arrives. Memory is resident memory, before the streams and when all of them
 have had two tokens; the difference is divided by their number.
 """
 
@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.progress import Progress, tell
-from tests.server_process import ServerProcess, serving
+from tests.support.server_process import ServerProcess, serving
 
-MAX_TOKENS = 200  # more than come while it looks
+MAX_TOKENS = 200  # more than arrive during the measurement
 
 
 def resident_bytes(pid: int) -> int:
@@ -36,7 +36,7 @@ def open_stream(server: ServerProcess, number: int) -> socket.socket:
 
 
 def read_until_all_stream(connections: list[socket.socket], num_events: int) -> None:
-    """Until each has had so many events."""
+    """Read until each connection has received `num_events` events."""
     received = dict.fromkeys(connections, 0)
     with selectors.DefaultSelector() as selector:
         for connection in connections:
@@ -50,32 +50,34 @@ def read_until_all_stream(connections: list[socket.socket], num_events: int) -> 
 
 def measure(num_streams: int) -> None:
     limits = ("--max-num-seqs", str(num_streams), "--max-connections", str(num_streams + 100))
-    limits += ("--num-kv-blocks", str(20 * num_streams))  # each is to have a seat, whatever it may come to
+    limits += ("--num-kv-blocks", str(20 * num_streams))  # every sequence must be able to run, at its maximum length
     limits += ("--max-num-queued-reqs", str(num_streams), "--max-num-batched-tokens", str(16 * num_streams))
     with tempfile.TemporaryDirectory() as folder:
         arguments = ("--model", "sim:step=500ms", "--log-level", "warning", *limits)
         with serving(*arguments, log=Path(folder) / "log") as server, Progress("stages", 4) as progress:
-            progress.begin("a hundred streams first")
-            read_until_all_stream([open_stream(server, i) for i in range(100)], 2)  # what the first ones bring
+            progress.begin("warm-up with 100 streams")
+            read_until_all_stream(
+                [open_stream(server, i) for i in range(100)], 2
+            )  # allocations that only the first streams cause
             server.wait_until_at_rest()
             pids = {"server": server.process.pid, "worker": server.worker_pids()[0]}
             before = {name: resident_bytes(pid) for name, pid in pids.items()}
             tasks = server.metric("servekit_api_event_loop_tasks")
             progress.begin(f"opening {num_streams:,} streams")
             connections = [open_stream(server, i) for i in range(num_streams)]
-            progress.begin("until each has had two tokens")
+            progress.begin("waiting for two tokens of each")
             read_until_all_stream(connections, 2)
             for name, pid in pids.items():
                 cost = (resident_bytes(pid) - before[name]) / num_streams / 1024
                 tell(f"{name}: {cost:.1f} KiB for each of {num_streams} streams")
             tasks = server.metric("servekit_api_event_loop_tasks") - tasks
             tell(f"tasks: {tasks / num_streams:.2f} for each")
-            progress.begin("until the server has forgotten them")
+            progress.begin("waiting until the server is at rest")
             for connection in connections:
                 connection.close()
             server.wait_until_at_rest()
             kept = resident_bytes(pids["server"]) - before["server"]
-            tell(f"server: {kept / 2**20:.0f} MiB more than before when all of them have gone")
+            tell(f"server: {kept / 2**20:.0f} MiB more than before after all streams have ended")
 
 
 def main() -> None:

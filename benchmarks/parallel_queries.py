@@ -1,17 +1,17 @@
-"""102,000 queries in flight at once on one machine, each of them checked token by token.
+"""Run 102,000 queries in flight at once on one machine, and check each of them token by token.
 
     python -m benchmarks.parallel_queries [batched streams many_servers demo] [--share 0.1]
 
 - *batched*: 102,000 prompts in lists of 250 to `POST /generate` of one server process.
-- *streams*: 16,000 streams of one server process, open at the same time: a process may have 20,000 files here.
+- *streams*: 16,000 streams of one server process, open at the same time. The limit is 20,000 open files per process.
 - *many_servers*: 102,000 streams of seven server processes that share a port (`--reuse-port`).
-- *demo*: 2,000 streams of the demo model, whose every answer is compared with one that was given in a quiet moment.
+- *demo*: 2,000 streams of the demo model; each answer is compared with one from an idle server.
 
-The first three have the simulated model, whose answers the client computes again. Steps are so slow that no answer is
-whole before the last query has come. That all were in flight together is read off the server's own metrics, where there
-is one server, and off the client's records: of streams, the last of all first tokens came before the first of all ends.
-What the server counted, requests and tokens, must be what was asked. The client is `loadtest`, in as many processes as
-it has files for.
+The first three use the simulated model, whose answers the client can compute. Steps are so slow that no answer is
+complete before the last query has arrived. Two sources show that all were in flight together: the metrics of the
+server, if there is one server only, and the client's records, in which the last of all first tokens precedes the
+first of all ends. The server's counts of requests and tokens must be those of the client. The client is `loadtest`,
+in as many processes as its open files need.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from msgspec import Struct
 from benchmarks.open_streams import resident_bytes
 from benchmarks.progress import progress
 from loadtest.experiment import Experiment, Trial, run
-from loadtest.markdown import as_time
 from loadtest.record import Outcome
-from loadtest.target import Door, Target
-from tests.server_process import ServerProcess, free_port, num_listening, serving
-from tests.torture.streams import Asked, Connections, End, Reply, ask
+from loadtest.reporting.formatting import as_time
+from loadtest.target import ApiFormat, Target
+from tests.support.server_process import ServerProcess, free_port, num_listening, serving
+from tests.torture.streams import Connections, End, Reply, RequestSpec, ask
 
 ALL = 102_000
 OF_ONE_PROCESS = 16_000
@@ -48,7 +48,7 @@ LOOK_S = 0.5
 
 
 class Watch:
-    """Looks at some servers now and then, and keeps the most that it sees."""
+    """Samples some servers regularly, and keeps the maxima."""
 
     def __init__(self, servers: list[ServerProcess], port: int) -> None:
         self._pids = [server.process.pid for server in servers]
@@ -56,8 +56,8 @@ class Watch:
         self._port = port
         self._ends = threading.Event()
         self.at_rest = self._resident()
-        self.most_bytes = self.at_rest  # of the servers, and of their workers
-        self.most_in_flight = 0.0  # where there is one server
+        self.max_bytes = self.at_rest  # of all servers, and of all workers
+        self.max_in_flight = 0.0  # only measured for one server
 
     def _resident(self) -> tuple[int, int]:
         return sum(map(resident_bytes, self._pids)), sum(map(resident_bytes, self._worker_pids))
@@ -65,12 +65,12 @@ class Watch:
     def look(self) -> None:
         while not self._ends.wait(LOOK_S):
             servers, workers = self._resident()
-            self.most_bytes = max(self.most_bytes[0], servers), max(self.most_bytes[1], workers)
+            self.max_bytes = max(self.max_bytes[0], servers), max(self.max_bytes[1], workers)
             if len(self._pids) == 1:
                 with suppress(httpx2.TransportError):
-                    told = metrics(self._port)
-                    running, waiting = (told[f"servekit_num_requests_{state}"] for state in ("running", "waiting"))
-                    self.most_in_flight = max(self.most_in_flight, running + waiting)
+                    values = metrics(self._port)
+                    running, waiting = (values[f"servekit_num_requests_{state}"] for state in ("running", "waiting"))
+                    self.max_in_flight = max(self.max_in_flight, running + waiting)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -83,9 +83,9 @@ class Watch:
             thread.join()
 
     def num_ended(self) -> tuple[int, int]:
-        """Sequences that the servers have seen end, and tokens that they generated.
+        """Return the finished sequences and the generated tokens of all servers.
 
-        Servers on one port answer as chance has it; each is asked until all have answered.
+        The kernel chooses the server that answers on a shared port, so requests repeat until all have answered.
         """
         of_each: dict[str, tuple[int, int]] = {}
         deadline = time.monotonic() + 60
@@ -93,8 +93,8 @@ class Watch:
             assert time.monotonic() < deadline, f"only {[*of_each]} answered"
             answer = httpx2.get(f"http://127.0.0.1:{self._port}/metrics", timeout=30).text
             (name,) = set(re.findall(r'model_name="([^"]*)"', answer))
-            told = sums(answer)
-            ended, tokens = (told[f"servekit_{what}_total"] for what in ("request_success", "generation_tokens"))
+            values = sums(answer)
+            ended, tokens = (values[f"servekit_{what}_total"] for what in ("request_success", "generation_tokens"))
             of_each[name] = round(ended), round(tokens)
         ended, tokens = (sum(numbers) for numbers in zip(*of_each.values(), strict=True))
         return ended, tokens
@@ -105,16 +105,16 @@ def metrics(port: int) -> Counter[str]:
 
 
 def sums(exposition: str) -> Counter[str]:
-    """Of all samples of each name, whatever their labels."""
-    told = Counter[str]()
+    """Return the sum over the labels for each metric."""
+    values = Counter[str]()
     for line in exposition.splitlines():
         if not line.startswith("#"):
-            told[re.split(r"[{ ]", line, maxsplit=1)[0]] += float(line.rpartition(" ")[2])  # type: ignore[assignment]
-    return told
+            values[re.split(r"[{ ]", line, maxsplit=1)[0]] += float(line.rpartition(" ")[2])  # type: ignore[assignment]
+    return values
 
 
 class Case(Struct, frozen=True, kw_only=True):
-    """A number of queries, and how they are asked."""
+    """A number of queries, and how they are sent."""
 
     name: str
     num_queries: int
@@ -122,13 +122,13 @@ class Case(Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     step: str
     num_tokens: int
-    rate: float  # queries/s while they come
+    rate: float  # arrivals per second
     target: Target
     num_processes: int
 
 
 def serve(case: Case, folder: Path, stack: ExitStack) -> tuple[list[ServerProcess], int]:
-    """So many servers on one port, ready."""
+    """Start the servers of a case on one port, and wait until all are ready."""
     port = free_port()
     num_each = -(-case.num_queries // case.num_servers) * (1 if case.num_servers == 1 else 1.1)
     arguments = {
@@ -152,13 +152,13 @@ def serve(case: Case, folder: Path, stack: ExitStack) -> tuple[list[ServerProces
             range(case.num_servers), f"{case.name}: servers", lambda number: f"number {number + 1} starts"
         )
     ]
-    while num_listening(port) < case.num_servers:  # whoever answered /ready was one of them
+    while num_listening(port) < case.num_servers:  # /ready was answered by one of them only
         time.sleep(0.1)
     return servers, port
 
 
 def play(case: Case) -> bool:
-    """Run it, and say how it went; whether all was as it should be."""
+    """Run a case and print its figures; return whether all demands are met."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         servers, port = serve(case, Path(folder), stack)
         watch = Watch(servers, port)
@@ -182,7 +182,7 @@ def play(case: Case) -> bool:
 
 
 def tell(case: Case, trial: Trial, watch: Watch, wall_s: float) -> bool:
-    """Print how it went. Whether every answer was right, nothing was asked twice, and all were in flight together."""
+    """Print the figures. Return whether all answers are right, none is double, and all were in flight together."""
     outcomes = Counter(record.outcome for record in trial.result.records)
     full = trial.summary.full
     num_tokens = sum(record.num_output_tokens for record in trial.result.records)
@@ -192,16 +192,16 @@ def tell(case: Case, trial: Trial, watch: Watch, wall_s: float) -> bool:
     counted = watch.num_ended()
     print(f"{case.name}: {case.num_queries:,} queries of {case.num_tokens} tokens, {case.num_servers} server processes")
     print(f"  outcomes: {', '.join(f'{name} {count:,}' for name, count in outcomes.items())}")
-    print(f"  lost {num_lost}, twice {num_twice}; {num_tokens:,} tokens, every answer compared with what it must be")
+    print(f"  lost {num_lost}, twice {num_twice}; {num_tokens:,} tokens, every answer compared with the expected one")
     print(f"  the servers count {counted[0]:,} answers and {counted[1]:,} tokens")
-    print(f"  in flight at once: {full.in_flight_max:,} as the client has it", end="")
-    print(f", {watch.most_in_flight:,.0f} as the server tells" if watch.most_in_flight else "")
-    for name, told in (("first token", full.ttft_s), ("whole answer", full.e2e_s)):
-        if told is not None:
-            print(f"  {name} {as_time(told.p50)} (p50), {as_time(told.p99)} (p99)")
+    print(f"  in flight at once: {full.in_flight_max:,} by the client", end="")
+    print(f", {watch.max_in_flight:,.0f} by the server" if watch.max_in_flight else "")
+    for name, times in (("first token", full.ttft_s), ("whole answer", full.e2e_s)):
+        if times is not None:
+            print(f"  {name} {as_time(times.p50)} (p50), {as_time(times.p99)} (p99)")
     print(f"  {wall_s:.0f} s in all")
     of_server, of_worker = (
-        (most - least) / case.num_queries for least, most in zip(watch.at_rest, watch.most_bytes, strict=True)
+        (peak - at_rest) / case.num_queries for at_rest, peak in zip(watch.at_rest, watch.max_bytes, strict=True)
     )
     print(
         f"  memory for each: {of_server / 1000:.1f} kB of the server, {of_worker / 1000:.1f} kB of the worker; ", end=""
@@ -213,16 +213,16 @@ def tell(case: Case, trial: Trial, watch: Watch, wall_s: float) -> bool:
         print(f"  {failure}")
     is_good = outcomes == {Outcome.OK: case.num_queries} and not num_lost and not num_twice
     is_good = is_good and counted == (case.num_queries, num_tokens)
-    if case.num_servers == 1 and watch.most_in_flight != case.num_queries:
-        print("  the server never had all of them at once")
+    if case.num_servers == 1 and watch.max_in_flight != case.num_queries:
+        print("  the server never had all of them in flight")
         return False
-    if case.target.door is Door.GENERATE_STREAM and not were_open_together(trial):
+    if case.target.api is ApiFormat.GENERATE_STREAM and not were_open_together(trial):
         return False
     return is_good and full.in_flight_max == case.num_queries
 
 
 def were_open_together(trial: Trial) -> bool:
-    """Whether every stream had brought something before the first of them ended."""
+    """Return whether every stream had its first token before the first stream ended."""
     records = trial.result.records
     last_first_s = max(record.first_token_s or float("inf") for record in records)
     first_end_s = min(record.ended_s for record in records)
@@ -230,13 +230,13 @@ def were_open_together(trial: Trial) -> bool:
     return last_first_s < first_end_s
 
 
-def target(door: Door, batch_size: int = 1) -> Target:
-    return Target(urls=[""], door=door, batch_size=batch_size, timeout_s=1800, verifies=True)
+def target(api: ApiFormat, batch_size: int = 1) -> Target:
+    return Target(urls=[""], api=api, batch_size=batch_size, timeout_s=1800, verifies=True)
 
 
 def cases(share: float) -> dict[str, Case]:
     num_all, num_one = round(ALL * share), round(OF_ONE_PROCESS * share)
-    stream = Door.GENERATE_STREAM
+    stream = ApiFormat.GENERATE_STREAM
     return {
         "batched": Case(
             name="batched",
@@ -245,8 +245,8 @@ def cases(share: float) -> dict[str, Case]:
             max_num_seqs=16384,
             step="300ms",
             num_tokens=64,
-            rate=num_all,  # all within a second, as far as it goes
-            target=target(Door.GENERATE, 250),
+            rate=num_all,  # all within a second, if possible
+            target=target(ApiFormat.GENERATE, 250),
             num_processes=1,
         ),
         "streams": Case(
@@ -280,7 +280,7 @@ NUM_DEMO, NUM_DEMO_PROMPTS, NUM_DEMO_TOKENS = 2000, 50, 32
 
 
 def play_demo(share: float) -> bool:
-    """Each prompt is asked alone first, then all of them 40 times at once."""
+    """Send each prompt alone first, then all of them 40 times at once; return whether all answers are equal."""
     number = round(NUM_DEMO * share)
     flags = ("--max-num-queued-reqs", str(number), "--log-level", "warning")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -303,7 +303,7 @@ def play_demo(share: float) -> bool:
 async def _ask_demo(port: int, number: int) -> tuple[list[Reply], list[list[int]]]:
     fields = {"max_tokens": NUM_DEMO_TOKENS, "ignore_eos": True, "temperature": 0}
     asked = [
-        Asked(f"{i}", "/generate_stream", {"prompt": f"What is {i} and {i % 7}?", **fields})
+        RequestSpec(f"{i}", "/generate_stream", {"prompt": f"What is {i} and {i % 7}?", **fields})
         for i in range(NUM_DEMO_PROMPTS)
     ]
     connections = Connections(port)
@@ -316,13 +316,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     known = [*cases(1.0), "demo"]
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"any of {', '.join(known)}; all by default")
-    parser.add_argument("--share", type=float, default=1.0, help="0.1 asks a tenth of it")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the queries; 0.1 sends a tenth")
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB")
     share = arguments.share
     asked = cases(share)
     are_good = [play_demo(share) if name == "demo" else play(asked[name]) for name in arguments.cases or known]
-    print("all of it was as it should be" if all(are_good) else "NOT all of it was as it should be")
+    print("all demands met" if all(are_good) else "demands NOT met")
     return 0 if all(are_good) else 1
 
 

@@ -1,7 +1,7 @@
-"""What a benchmark is at, and how long it will still take: a bar at a terminal, elsewhere a line now and then.
+"""Show the progress of a benchmark on standard error: a bar at a terminal, elsewhere a line every few seconds.
 
-On standard error, so that the tables on standard output can be kept. Nothing is drawn but where a benchmark says that
-it begins another step: while it measures there is no thread, no timer and no output.
+Standard output has the tables only. Output happens only when a benchmark begins a step: while it measures, there is no
+thread, no timer and no output.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Item = TypeVar("Item")
 
 
 class Progress:
-    """For so many steps, in as many loops as it likes; call `begin` before each."""
+    """Progress over `total` steps; call `begin` before each of them."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total = what, total
         self._num_begun = 0
         self._started_s = time.monotonic()
-        self._line_s = self._started_s  # when the next one may come
+        self._line_s = self._started_s  # earliest time of the next line
         self._bar: _Bar | None = None
         if sys.stderr.isatty():
             self._bar = _Bar(
@@ -40,7 +40,7 @@ class Progress:
             )
 
     def begin(self, step: str) -> None:
-        """What is measured from here to the next call."""
+        """Begin a step, which ends with the next call."""
         if self._bar is not None:
             self._bar.n = self._num_begun
             self._bar.set_postfix_str(step)
@@ -58,23 +58,23 @@ class Progress:
             self._bar.close()
 
 
-def progress(items: Collection[Item], what: str, words: Callable[[Item], str] = str) -> Iterator[Item]:
-    """One step for each item, which `words` names."""
+def progress(items: Collection[Item], what: str, describe: Callable[[Item], str] = str) -> Iterator[Item]:
+    """Yield the items, each as one step, which `describe` names."""
     with Progress(what, len(items)) as steps:
         for item in items:
-            steps.begin(words(item))
+            steps.begin(describe(item))
             yield item
 
 
 def tell(line: str, file: TextIO | None = None) -> None:
-    """Print it, on standard output as a rule; a bar that stands there goes on below it."""
+    """Print a line, by default on standard output; a bar at the terminal continues below it."""
     file = file or sys.stdout
     _Bar.write(line, file=file)
     file.flush()
 
 
 def no_bars_in_files() -> None:
-    """Transformers draws bars of its own, wherever standard error goes; for those who have imported it anyway."""
+    """Switch off transformers' own bars if standard error is no terminal; for benchmarks that import transformers."""
     if not sys.stderr.isatty():
         from transformers.utils import logging
 
@@ -82,6 +82,6 @@ def no_bars_in_files() -> None:
 
 
 class _Bar(tqdm):
-    """tqdm's, without the thread that it has for bars that stand still: that would run while something is measured."""
+    """tqdm's bar without its monitor thread, which would run during measurements."""
 
     monitor_interval = 0

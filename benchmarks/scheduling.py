@@ -1,12 +1,12 @@
-"""What the policies do for people, in virtual time: the real workload manager, a worker that takes a modelled time.
+"""Compare the scheduling policies in virtual time: the real workload manager with a simulated worker.
 
     python benchmarks/scheduling.py [--seeds 1000]
 
-Two tables. *Head of line*: short prompts and their streams, alone and beside long ones that never stop coming.
-*Fairness*: two tenants, one of which asks twenty times as often as the other.
+It prints two tables. *Head of line*: short prompts and their streams, alone and beside a constant flow of long prompts.
+*Fairness*: two tenants, one of which sends twenty times as many requests as the other.
 
-A step takes 8 ms and 25 us for each token, which is in the order of an 8-billion-parameter model on one H100. Virtual
-time is exact, so these figures are the same on every machine.
+A step takes 8 ms plus 25 us per token, which is the order of an 8-billion-parameter model on one H100. Virtual time is
+exact, so the figures are the same on every machine.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ import random
 import statistics
 
 from benchmarks.progress import progress, tell
-from servekit.policy import Fair
-from servekit.scheduler_config import SchedulerConfig
-from servekit.simulation import Arrival, Client, Scenario, Simulation
+from servekit.scheduler.policy import Fair
+from servekit.scheduler.scheduler_config import SchedulerConfig
+from servekit.simulation.service import Arrival, Client, Scenario, Simulation
 
 STEP_BASE_S, STEP_TOKEN_S = 8e-3, 25e-6
 LONG_PROMPT = 10_000
-POLICIES_AND_TARGETS = (
-    *(("fcfs", None), ("fcfs", 15), ("shortest", None)),
-    *(("shortest", 25), ("shortest", 15), ("fair", 15)),
+POLICIES_AND_TARGETS = (  # inter-token targets in ms
+    ("fcfs", None),
+    ("fcfs", 15),
+    ("shortest", None),
+    ("shortest", 25),
+    ("shortest", 15),
+    ("fair", 15),
 )
 MAX_NUM_SEQS, MAX_MODEL_LEN = 4, 40  # of the fairness table
 
@@ -46,7 +50,7 @@ def play(scheduler: SchedulerConfig, arrivals: list[Arrival]) -> list[Client]:
 
 
 def chat_beside(documents: str, seed: int, span_s: float = 30.0) -> list[Arrival]:
-    """15 short prompts a second with 60 tokens of answer each, and documents: "none", "steady" ones or "bursts"."""
+    """Return 15 short prompts per second with answers of 60 tokens, and "none", "steady" or "bursts" of documents."""
     rng = random.Random(seed)
     arrivals: list[Arrival] = []
 
@@ -80,7 +84,7 @@ def serving(policy: str, itl_target_s: float | None, max_num_batched_tokens: int
 
 
 def chat_latencies(clients: list[Client]) -> tuple[float, float, float]:
-    """p50 and p99 of TTFT, and p99 between tokens, of the short ones, in ms."""
+    """Return p50 and p99 of TTFT, and p99 of the inter-token latency, of short prompts, in ms."""
     chat = [client for client in clients if client.arrival.tenant == "chat"]
     ttft = [client.token_times_s[0] - client.arrival.at_s for client in chat]
     gaps = [later - sooner for c in chat for sooner, later in zip(c.token_times_s, c.token_times_s[1:], strict=False)]
@@ -88,24 +92,24 @@ def chat_latencies(clients: list[Client]) -> tuple[float, float, float]:
 
 
 def document_latency(clients: list[Client]) -> float:
-    """p50 of TTFT of the long ones, in ms."""
+    """Return p50 of the documents' TTFT, in ms."""
     documents = [client for client in clients if client.arrival.tenant == "documents"]
     return 1e3 * statistics.median(client.token_times_s[0] - client.arrival.at_s for client in documents)
 
 
-def words_of(policy_and_target: tuple[str, int | None]) -> str:
+def describe(policy_and_target: tuple[str, int | None]) -> str:
     policy, target_ms = policy_and_target
     return policy if target_ms is None else f"{policy}, {target_ms} ms"
 
 
 def head_of_line(num_seeds: int) -> None:
     print("TTFT p99 of short prompts (50 to 300 tokens, 15 a second), ms: alone; beside 10,000-token prompts, one a")
-    print("second; beside bursts of eight documents of 4,000 to 10,000 tokens. In brackets: times what it is alone\n")
+    print("second; beside bursts of eight documents of 4,000 to 10,000 tokens. In brackets: ratio to alone\n")
     print(
         "| policy | ITL target | alone | beside 10,000-token prompts | beside bursts | ITL p99 | documents' TTFT p50 |"
     )
     print("|---|---:|---:|---:|---:|---:|---:|")
-    for policy, target_ms in progress(POLICIES_AND_TARGETS, "head of line", words_of):
+    for policy, target_ms in progress(POLICIES_AND_TARGETS, "head of line", describe):
         scheduler = serving(policy, None if target_ms is None else target_ms / 1e3)
         ttft: dict[str, list[float]] = {"none": [], "steady": [], "bursts": []}
         gaps, documents = [], []
@@ -128,7 +132,7 @@ def head_of_line(num_seeds: int) -> None:
 
 
 def flood(seed: int, policy: str) -> Scenario:
-    """Two tenants: a modest one, and one that asks twenty times as often; together more than can be served."""
+    """Return two tenants, one of which sends twenty times as many requests; together more than can be served."""
     rng = random.Random(seed)
     scheduler = SchedulerConfig(
         num_blocks=40,
@@ -159,8 +163,10 @@ def flood(seed: int, policy: str) -> Scenario:
 
 def fairness(num_seeds: int) -> None:
     bound = Fair.max_lag(MAX_NUM_SEQS, MAX_MODEL_LEN)
-    print(f"\ntwo tenants, one asks 20 times as often; {num_seeds:,} seeds; the bound of `fair` is {bound} tokens\n")
-    print("| policy | service lag, median | service lag, worst | the modest one's TTFT p50, ms | p99, ms |")
+    print(
+        f"\ntwo tenants, one with 20 times the requests; {num_seeds:,} seeds; the bound of `fair` is {bound} tokens\n"
+    )
+    print("| policy | service lag, median | service lag, worst | TTFT p50 of the smaller tenant, ms | p99, ms |")
     print("|---|---:|---:|---:|---:|")
     for policy in ("fcfs", "fair"):
         lags, ttft = [], []
@@ -181,7 +187,7 @@ def fairness(num_seeds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=1000, help="of the fairness table")
+    parser.add_argument("--seeds", type=int, default=1000, help="number of seeds of the fairness table")
     arguments = parser.parse_args()
     head_of_line(num_seeds=5)
     fairness(arguments.seeds)

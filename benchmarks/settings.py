@@ -1,8 +1,8 @@
-"""Two ways to start the server, against each other in one run: what a setting costs or brings.
+"""Compare two sets of flags in one run, to measure what a setting costs or gains.
 
-Both servers run all the time and are asked in turn, so that a noisy machine is noisy for both. Prompts are new in every
-round: nothing is found in the prefix cache. *Overhead* is the time between two steps that the worker does not compute:
-planning, both queues, commit, text, HTTP, as far as it is not hidden behind the step before.
+Both servers run all the time and get requests in turn, so a noisy machine affects both. Prompts are new in every
+round, so the prefix cache finds nothing. *Overhead* is the time between two steps in which the worker does not
+compute: planning, both queues, commit, text and HTTP, as far as it is not overlapped with the previous step.
 
     python benchmarks/settings.py --first="--max-steps-in-flight 1" --second="--max-steps-in-flight 2"
     python benchmarks/settings.py --first=--no-enable-prefix-caching --second=--enable-prefix-caching
@@ -24,7 +24,7 @@ from benchmarks.progress import Progress, tell
 
 
 class Round:
-    """What one round on one server showed."""
+    """The figures of one round on one server."""
 
     def __init__(self, seconds: float, num_tokens: int, before: dict[str, float], after: dict[str, float]) -> None:
         num_steps = after["scheduler_steps_total"] - before["scheduler_steps_total"]
@@ -35,7 +35,7 @@ class Round:
 
 
 async def scrape(url: str) -> dict[str, float]:
-    """The server's metrics without labels, summed."""
+    """Return the server's metrics, summed over their labels."""
     async with httpx2.AsyncClient() as client:
         lines = (await client.get(url + "/metrics")).text.splitlines()
     values: dict[str, float] = {}

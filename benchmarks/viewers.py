@@ -1,12 +1,13 @@
-"""What watching costs: the server's CPU time for a token, with nobody, one, a few and many at /ui/events.
+"""Measure the cost of the live view: the server's CPU time per token with 0, 1, 4 and 16 viewers of /ui/events.
 
     python -m benchmarks.viewers [--viewers 0 1 4 16] [--streams 128] [--seconds 5] [--rounds 5]
 
-One server with the simulated model, whose device takes no time, streams to clients who ask again as soon as they are
-answered, so the server's main thread is never at rest. Viewers come and go, in rounds that alternate; in each, tokens
-come from /metrics and the thread's CPU time from /proc. Told are medians, and of each round the ratio to the first of
-`--viewers`, which is nobody unless told otherwise. Clients and viewers are processes of their own; on few cores they
-take time from the server, which lowers tokens/s and, as long as caches are what they are, hardly the CPU time for each.
+A server with the simulated model, whose device takes no time, streams to clients that send the next request as soon
+as the last one is answered, so the server's main thread is always busy. The rounds alternate between the numbers of
+viewers. In each round, tokens come from /metrics and the thread's CPU time from /proc. The table has medians, and the
+ratio to the first of `--viewers` (0 by default) within the same round. Clients and viewers are separate processes. On
+few cores they take time from the server, which lowers tokens/s, and hardly changes the CPU time per token, except
+through the caches.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from pathlib import Path
 from urllib.request import urlopen
 
 from benchmarks.open_streams import open_stream
-from tests.server_process import ServerProcess, serving
+from tests.support.server_process import ServerProcess, serving
 
 NUM_VIEWERS = [0, 1, 4, 16]
 SETTLE_S = 0.5
 
 
 def main_thread_s(server: ServerProcess) -> float:
-    """CPU time of the thread with the event loop, in seconds."""
+    """Return the CPU time of the event loop's thread, in seconds."""
     pid = server.process.pid
     fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def ask_again_and_again(server: ServerProcess, num_streams: int) -> None:
-    """Clients, until the process is ended."""
+def request_forever(server: ServerProcess, num_streams: int) -> None:
+    """Run clients until the process is ended."""
     with selectors.DefaultSelector() as selector:
         for number in range(num_streams):
             selector.register(open_stream(server, number), selectors.EVENT_READ)
@@ -54,7 +55,7 @@ def ask_again_and_again(server: ServerProcess, num_streams: int) -> None:
 
 
 def watch(url: str, num_frames: Synchronized[int]) -> None:
-    """A viewer, until the process is ended."""
+    """Run a viewer until the process is ended."""
     with urlopen(f"{url}/ui/events") as response:  # noqa: S310
         for line in response:
             if line.startswith(b"data: "):
@@ -62,7 +63,7 @@ def watch(url: str, num_frames: Synchronized[int]) -> None:
 
 
 def measure(server: ServerProcess, num_viewers: int, seconds: float) -> tuple[float, float, float]:
-    """(tokens/s, µs of the main thread for a token, frames/s of a viewer)."""
+    """Return (tokens/s, µs of the main thread per token, frames/s of a viewer)."""
     with ExitStack() as stack:
         counts = [multiprocessing.Value("l", 0) for _ in range(num_viewers)]
         for count in counts:
@@ -87,30 +88,30 @@ def main() -> None:
         type=int,
         nargs="+",
         default=NUM_VIEWERS,
-        help="how many; the first is what others are held against",
+        help="numbers of viewers; the others are compared with the first one",
     )
     parser.add_argument("--streams", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    told: dict[int, list[tuple[float, float, float]]] = {num: [] for num in arguments.viewers}
+    figures: dict[int, list[tuple[float, float, float]]] = {num: [] for num in arguments.viewers}
     flags = ("--model", "sim:instant", "--max-num-seqs", str(arguments.streams), "--log-level", "warning")
     with tempfile.TemporaryDirectory() as folder, serving(*flags, log=Path(folder) / "log") as server:
-        clients = multiprocessing.Process(target=ask_again_and_again, args=(server, arguments.streams), daemon=True)
+        clients = multiprocessing.Process(target=request_forever, args=(server, arguments.streams), daemon=True)
         clients.start()
         time.sleep(2 * SETTLE_S)
         for number in range(arguments.rounds):
-            # First and last take turns, too: what drifts in a round is nobody's alone.
-            for num_viewers in told if number % 2 == 0 else reversed(told):
-                told[num_viewers].append(measure(server, num_viewers, arguments.seconds))
+            # The order is reversed in every other round, so that a drift within a round affects all alike.
+            for num_viewers in figures if number % 2 == 0 else reversed(figures):
+                figures[num_viewers].append(measure(server, num_viewers, arguments.seconds))
         clients.terminate()
         clients.join()
     print(f"{os.cpu_count()} cores, {arguments.streams} streams, medians of {arguments.rounds} rounds\n")
     print(f"| viewers | tokens/s | main thread, µs a token | that, to {arguments.viewers[0]}'s | frames/s of each |")
     print("|---:|---:|---:|---:|---:|")
-    for num_viewers, rounds in told.items():
+    for num_viewers, rounds in figures.items():
         rate, cost_us, frames = (statistics.median(column) for column in zip(*rounds, strict=True))
-        ratios = [mine[1] / nobodys[1] for mine, nobodys in zip(rounds, told[arguments.viewers[0]], strict=True)]
+        ratios = [mine[1] / base[1] for mine, base in zip(rounds, figures[arguments.viewers[0]], strict=True)]
         shown = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         print(f"| {num_viewers} | {rate:,.0f} | {cost_us:.1f} | {shown} | {frames:.1f} |")
 

@@ -1,12 +1,11 @@
-"""What a step costs the worker, beside what it must cost on this machine.
+"""Time decode steps of the worker, and compare them with their minimum on this machine.
 
     python -m benchmarks.worker [--model PATH] [--dtype bfloat16] [--batches 1 8 32] [--context 256]
 
-Without a model it makes one of random weights: a Llama of 88 million parameters, 12 layers, hidden size 768, 12 query
-and 4 key heads. Two floors are measured in the same run, in turn with the steps: the multiplications of a step by
-themselves, with weights laid out by oneDNN, and with them the reading of all keys and values that the step looks at. A
-step is timed inside the worker, from the plan to the sampled ids, in the environment that workers have; figures are
-medians.
+Without --model it makes a Llama of random weights: 88 million parameters, 12 layers, hidden size 768, 12 query and 4
+key heads. Two floors are measured in the same run, alternating with the steps: the multiplications of a step alone,
+with weights packed by oneDNN; and these together with reading all keys and values of the step once. A step is timed
+inside the worker, from the plan to the sampled ids, in the environment of worker processes. Figures are medians.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.progress import no_bars_in_files, progress, tell
-from servekit.messages import LoadModel, Row, Seat, StepPlan
-from servekit.sampling_params import SamplingParams
-from servekit.worker_process import WORKER_ENVIRONMENT
-from workers.few_rows import FewRows
-from workers.model_manager import LoadedModel, ModelManager
-from workers.model_runner import ModelRunner
-from workers.packed_linear import NUM_ROWS, PackedWeight
+from servekit.executor.worker_process import WORKER_ENVIRONMENT
+from servekit.protocol.messages import LoadModel, ScheduledChunk, SlotAssignment, StepPlan
+from servekit.protocol.sampling_params import SamplingParams
+from workers.layers.linear import NUM_ROWS, PackedWeight
+from workers.layers.skinny_gemm import SkinnyGemm
+from workers.loading.model_manager import LoadedModel, ModelManager
+from workers.runner.model_runner import ModelRunner
 
 BLOCK_SIZE = 16
 SHAPE = {
@@ -53,10 +52,10 @@ def make_model(path: Path) -> None:
 
 
 class Steps:
-    """Sequences that grow by a token in every step."""
+    """Sequences that grow by one token in every step."""
 
-    def __init__(self, loaded: LoadedModel, num_sequences: int, num_tokens: int, most_steps: int) -> None:
-        blocks_each = -(-(num_tokens + most_steps + 1) // BLOCK_SIZE)
+    def __init__(self, loaded: LoadedModel, num_sequences: int, num_tokens: int, max_steps: int) -> None:
+        blocks_each = -(-(num_tokens + max_steps + 1) // BLOCK_SIZE)
         settings = LoadModel(
             model_path="",
             device="cpu",
@@ -76,15 +75,17 @@ class Steps:
         for slot in range(num_sequences):
             token_ids = tuple((slot * 7919 + i * 31) % vocab_size for i in range(num_tokens))
             blocks = tuple(range(slot * blocks_each, (slot + 1) * blocks_each))
-            row = Row(slot, 0, num_tokens, token_ids, blocks, samples=True)
-            seat = Seat(slot=slot, sampling=GREEDY)
-            self.prefill_s = self.runner.execute(StepPlan(0, 0, (seat,), (row,))).step_time_s
+            chunk = ScheduledChunk(slot, 0, num_tokens, token_ids, blocks, samples=True)
+            assignment = SlotAssignment(slot=slot, sampling=GREEDY)
+            self.prefill_s = self.runner.execute(StepPlan(0, 0, (assignment,), (chunk,))).step_time_s
 
     def decode_s(self) -> float:
-        """Seconds of one more step."""
-        rows = tuple(Row(slot, self.length, 1, (), (), samples=True) for slot in self.runner.table.seats)
+        """Run one more step, and return its seconds."""
+        chunks = tuple(
+            ScheduledChunk(slot, self.length, 1, (), (), samples=True) for slot in self.runner.table.slot_assignments
+        )
         self.length += 1
-        return self.runner.execute(StepPlan(0, self.length, (), rows)).step_time_s
+        return self.runner.execute(StepPlan(0, self.length, (), chunks)).step_time_s
 
 
 def timed(what: Callable[[], object]) -> float:
@@ -94,7 +95,7 @@ def timed(what: Callable[[], object]) -> float:
 
 
 class Floor:
-    """All multiplications of a step, the siblings that have one input as one; and nothing else."""
+    """The multiplications of a step and nothing else; layers with the same input are one multiplication."""
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -120,7 +121,7 @@ class Floor:
 
 
 class Memory:
-    """As much as all keys and values of a step, to be read once."""
+    """Memory of the size of all keys and values of a step, to be read once."""
 
     def __init__(self, num_bytes: int) -> None:
         self._numbers = torch.ones(num_bytes // 4)
@@ -129,24 +130,26 @@ class Memory:
         self._numbers.sum()
 
 
-def in_the_environment_of_workers() -> None:
-    """Begin again if this process has another one: the memory allocator reads it at the start only."""
+def use_environment_of_workers() -> None:
+    """Restart this process if its environment differs: the memory allocator reads it at the start only."""
     if any(name not in os.environ for name in WORKER_ENVIRONMENT):
         os.execve(sys.executable, sys.orig_argv, {**WORKER_ENVIRONMENT, **os.environ})  # noqa: S606 - itself
 
 
 def main() -> None:
-    in_the_environment_of_workers()
+    use_environment_of_workers()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="a directory; a Llama of random weights if left out")
+    parser.add_argument("--model", type=Path, help="model directory; default: a Llama of random weights")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=256, help="tokens of each sequence")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--onednn-alone", action="store_true", help="leave steps of few rows to oneDNN, as all others")
+    parser.add_argument(
+        "--onednn-alone", action="store_true", help="multiply by oneDNN in all steps, without the skinny GEMM"
+    )
     arguments = parser.parse_args()
     if arguments.onednn_alone:
-        FewRows.weight = lambda _, weight, bias: PackedWeight(weight, bias)  # type: ignore[method-assign]
+        SkinnyGemm.make_weight = lambda _, weight, bias: PackedWeight(weight, bias)  # type: ignore[method-assign]
     no_bars_in_files()
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.model or Path(folder)

@@ -1,9 +1,10 @@
-"""Whether a worker's memory grows: many steps of ever changing shape, and what the process holds meanwhile.
+"""Measure whether a worker's memory grows over many steps of changing shapes.
 
     python -m benchmarks.worker_memory [--steps 100000]
 
-A small random Llama, so that a step is short: what could grow is not the model's but what is kept for each step, shape
-and sequence. Requests of random lengths come and go, so that prompt chunks, decodes and preemptions mix.
+The model is a small random Llama, so that a step is short: memory could grow by what is kept for each step, shape and
+sequence, and not by the model. Requests of random lengths come and go, so that prompt chunks, decodes and preemptions
+mix.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import time
 from pathlib import Path
 
 from benchmarks.progress import Progress, no_bars_in_files, tell
-from tests.inprocess import InProcessEngine
-from tests.tiny_models import ARCHITECTURES, make_model
-from workers.model_manager import ModelManager
+from tests.support.inprocess import InProcessEngine
+from tests.support.tiny_models import ARCHITECTURES, make_model
+from workers.loading.model_manager import ModelManager
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 NUM_REPORTS = 10
@@ -53,7 +54,7 @@ def main() -> None:
                 engine.add(prompt, max_tokens=rng.randrange(1, 60), **sampling)
             engine.step()
             if step % (arguments.steps // NUM_REPORTS) == 0:
-                engine.logprobs.clear()  # the harness's, not the worker's
+                engine.logprobs.clear()  # kept by the harness, not by the worker
                 tell(f"| {step:,} | {resident_bytes() / MIB:.1f} |")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     elapsed_s = time.monotonic() - started

@@ -1,1 +1,4 @@
-"""An honest load generator for servers of language models. It knows nothing of servekit but its doors."""
+"""A load generator for LLM servers: `python -m loadtest`. It imports neither servekit nor workers.
+
+Packages, from the bottom up: planning, analysis, then running and reporting beside each other, self_test, cli.
+"""

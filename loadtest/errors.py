@@ -1,7 +1,7 @@
-"""What a user of the load generator can do wrong, and what can go wrong around it."""
+"""The error that users of the load generator see."""
 
 from __future__ import annotations
 
 
 class LoadTestError(Exception):
-    """The message gives the value, the limit and the remedy; the command ends with exit code 2."""
+    """The message names the value, the limit and what to do; the command ends with exit code 2."""

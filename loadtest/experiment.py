@@ -1,4 +1,4 @@
-"""One run from beginning to end: plan it, run it, and make figures of it; and the files in which it is kept."""
+"""One run from beginning to end: plan it, run it, compute its figures; and the files in which it is kept."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ from typing import TextIO
 import msgspec
 from msgspec import Struct
 
+from loadtest.analysis.measurements import Measurements, measure
+from loadtest.analysis.slo import Objectives
+from loadtest.analysis.summarise import summarise
+from loadtest.analysis.summary import Client, Environment, Summary
+from loadtest.analysis.timeline import timeline, write_csv
 from loadtest.errors import LoadTestError
-from loadtest.fleet import FleetResult, run_fleet
-from loadtest.markdown import table
-from loadtest.planned import Plan, Request
-from loadtest.planning import make_plan, shares
-from loadtest.progress import Display
+from loadtest.planning.plan import Plan, Request
+from loadtest.planning.planner import make_plan, shares
+from loadtest.planning.text import CHARACTERS_PER_TOKEN
+from loadtest.progress_display import Display
 from loadtest.record import Record
-from loadtest.report import Run, write
-from loadtest.scrape import get
-from loadtest.slo import Objectives
-from loadtest.summary import Client, Environment, Summary, summarise
+from loadtest.reporting.html_report import Run, write
+from loadtest.reporting.markdown import table
+from loadtest.running.fleet import FleetResult, run_fleet
+from loadtest.running.metrics_scraper import get
 from loadtest.target import Target
-from loadtest.timeline import Measurements, measure, timeline, write_csv
-from loadtest.words import CHARACTERS_PER_TOKEN
 
 SUMMARY, REQUESTS, TIMELINE, PAGE, TABLE = "summary.json", "requests.jsonl", "timeline.csv", "report.html", "report.md"
-WARM_UP_SEED = 2**31  # far from those that people choose: nothing of it is to be found in a prefix cache later
+# Far from the seeds that users choose, so that warming up does not put prompts of the run into the prefix cache.
+WARM_UP_SEED = 2**31
 
 
 class Experiment(Struct, frozen=True, kw_only=True):
-    """What is to be run, of whom it is asked, and by how many processes."""
+    """What to run, against which server, and with how many processes."""
 
     target: Target
     arrivals: str
@@ -50,7 +53,7 @@ class Experiment(Struct, frozen=True, kw_only=True):
 
 
 class Trial(Struct):
-    """What came of it."""
+    """A run that has ended."""
 
     label: str
     plan: Plan
@@ -67,7 +70,7 @@ class Trial(Struct):
 
 
 def run(experiment: Experiment, label: str, output: TextIO | None) -> Trial:
-    """All of it; `output` is shown how it goes. Raises LoadTestError."""
+    """Run an experiment; `output` shows the progress. Raises LoadTestError."""
     target = experiment.target
     plan = make_plan(
         experiment.arrivals,
@@ -77,7 +80,7 @@ def run(experiment: Experiment, label: str, output: TextIO | None) -> Trial:
         duration_s=experiment.duration_s,
         characters_per_token=experiment.characters_per_token,
     )
-    version = _version()  # of what runs: in an hour the checkout may be another one
+    version = _version()  # read before the run: an hour later the checkout may have changed
     started = datetime.datetime.now(tz=datetime.UTC)
     display = None if output is None else Display(output, label)
     result = run_fleet(
@@ -90,9 +93,9 @@ def run(experiment: Experiment, label: str, output: TextIO | None) -> Trial:
     if display is not None:
         display.close()
     measured = measure(result.records)
-    notes = ["it was stopped before its end"] if result.was_stopped else []
+    notes = ["the user stopped the run before its end"] if result.was_stopped else []
     if result.num_missing:
-        notes.append(f"{result.num_missing} requests are missing: their process did not live to tell")
+        notes.append(f"{result.num_missing} requests have no record because their client process died")
     summary = summarise(
         plan,
         measured,
@@ -113,8 +116,8 @@ def run(experiment: Experiment, label: str, output: TextIO | None) -> Trial:
     return Trial(label, plan, result, measured, summary)
 
 
-def keep(trial: Trial, folder: Path) -> None:
-    """Write summary, requests, time line, page and table into the folder."""
+def save(trial: Trial, folder: Path) -> None:
+    """Write summary, requests, timeline, page and table into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     encode = msgspec.json.encode
     (folder / SUMMARY).write_bytes(msgspec.json.format(encode(trial.summary)) + b"\n")
@@ -125,23 +128,23 @@ def keep(trial: Trial, folder: Path) -> None:
     (folder / TABLE).write_text(table([trial.summary], [trial.label]))
 
 
-def keep_all(trials: Sequence[Trial], folder: Path, title: str, conclusion: str = "") -> None:
-    """Several runs in folders of their own, and a table and a page of all of them, which begins with the conclusion."""
+def save_all(trials: Sequence[Trial], folder: Path, title: str, conclusion: str = "") -> None:
+    """Write each run into a folder of its own, and a table and a page of all, which begins with the conclusion."""
     for trial in trials:
-        keep(trial, folder / "".join(c if c.isalnum() or c in ".-" else "-" for c in trial.label))
+        save(trial, folder / "".join(c if c.isalnum() or c in ".-" else "-" for c in trial.label))
     write(folder / PAGE, [trial.as_run() for trial in trials], title, conclusion)
     (folder / TABLE).write_text(table([trial.summary for trial in trials], [trial.label for trial in trials]))
 
 
-def recall(folder: Path) -> tuple[Measurements, Summary]:
-    """What `keep` wrote. Raises LoadTestError."""
+def load(folder: Path) -> tuple[Measurements, Summary]:
+    """Read what `save` wrote. Raises LoadTestError."""
     try:
         summary = msgspec.json.decode((folder / SUMMARY).read_bytes(), type=Summary)
         with (folder / REQUESTS).open("rb") as file:
             decode = msgspec.json.Decoder(Record).decode
             records = [decode(line) for line in file]
     except (OSError, msgspec.DecodeError) as error:
-        raise LoadTestError(f"{folder} holds no run that can be read: {error}; name what `run --out` wrote") from None
+        raise LoadTestError(f"{folder} holds no readable run: {error}; name a folder that `run --out` wrote") from None
     return measure(records), summary
 
 
@@ -165,7 +168,7 @@ def _environment(experiment: Experiment, started: datetime.datetime, version: st
         try:
             info = msgspec.json.decode(answer[1], type=dict)
         except msgspec.DecodeError:
-            info = None  # somebody else's page
+            info = None  # not JSON: another server
     return Environment(
         host=_host(),
         python=f"{platform.python_implementation()} {platform.python_version()}",
@@ -177,14 +180,14 @@ def _environment(experiment: Experiment, started: datetime.datetime, version: st
 
 
 def _version() -> str:
-    """The commit that this tool is checked out from, and whether it was changed since; empty if it is no checkout."""
+    """Return the commit of this checkout, and whether it was modified; empty if this is not a checkout."""
     root = Path(__file__).parents[1]
     if not (root / ".git").exists():
-        return ""  # git would find somebody else's further up
+        return ""  # git would find another repository further up
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
     try:
-        # Without the lock: somebody may be committing.
-        told = subprocess.run(
+        # Without the lock, as another git command may be running.
+        described = subprocess.run(
             command,
             cwd=root,
             capture_output=True,
@@ -194,7 +197,7 @@ def _version() -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return told.stdout.strip() if told.returncode == 0 else ""
+    return described.stdout.strip() if described.returncode == 0 else ""
 
 
 def _host() -> str:

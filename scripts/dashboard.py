@@ -1,6 +1,6 @@
-"""The Grafana dashboard, deploy/grafana/servekit.json: what is on it, in what order, and from which metrics.
+"""Define the Grafana dashboard deploy/grafana/servekit.json: its panels, their order and their metrics.
 
-`python scripts/dashboard.py` writes the file; a test holds that it is up to date and that all of its metrics exist.
+`python scripts/dashboard.py` writes the file. A test checks that it is up to date and that all of its metrics exist.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FILE = Path(__file__).parents[1] / "deploy" / "grafana" / "servekit.json"
 WIDTH = 24  # of Grafana's grid
 TILE_WIDTH, TILE_HEIGHT, GRAPH_WIDTH, GRAPH_HEIGHT = 3, 4, 8, 8
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-PLACE = 'job=~"$job",instance=~"$instance"'  # all that a process's own metrics have
+PLACE = 'job=~"$job",instance=~"$instance"'  # the labels of process metrics
 SERVER = f'{PLACE},model_name=~"$model_name"'
 ROUTINE = 'handler!~"/health|/ready|/metrics"'
 QUANTILES = (0.5, 0.95, 0.99)
@@ -48,25 +48,25 @@ def process(name: str) -> str:
 
 
 def of_both(name: str, form: str) -> tuple[tuple[str, str], ...]:
-    """The same of the server's process and of its worker's."""
+    """Return curves of one process metric for the server and for its worker."""
     server, worker = (form.format(expression=process(each)) for each in (name, f"servekit_worker_{name}"))
     return (server, "{{instance}}"), (worker, "{{instance}} worker")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A tile (`stat`) or a graph; `curves` are expressions with what the legend calls them."""
+    """A tile (`stat`) or a graph; `curves` are pairs of expression and legend."""
 
     title: str
     text: str
     curves: tuple[tuple[str, str], ...]
     unit: str = "short"
     kind: str = "timeseries"
-    most: float | None = None
+    maximum: float | None = None
 
     @property
     def description(self) -> str:
-        """What it shows, and the names of its metrics."""
+        """Return what the panel shows, with the names of its metrics."""
         found = re.findall(
             r"\b(?:servekit_\w+|process_\w+|up\b)", " ".join(expression for expression, _ in self.curves)
         )
@@ -82,18 +82,18 @@ def quantiles(title: str, text: str, name: str) -> Panel:
 
 
 def ratio(part: str, whole: str) -> str:
-    """Also where nothing of the part has ever happened, and has no series."""
+    """Return an expression that is 0, not empty, while `part` has no series yet."""
     return f"({part} or vector(0)) / {whole}"
 
 
 ROWS: dict[str, list[Panel]] = {
     "At a glance": [
-        tile("Requests/s", "Without probes and scrapes.", total("http_requests_total", ROUTINE), "reqps"),
-        tile("Input tokens/s", "Prompt tokens admitted.", total("prompt_tokens_total"), "short"),
-        tile("Output tokens/s", "Tokens generated.", total("generation_tokens_total"), "short"),
+        tile("Requests/s", "Requests, without probes and scrapes.", total("http_requests_total", ROUTINE), "reqps"),
+        tile("Input tokens/s", "Prompt tokens of admitted requests.", total("prompt_tokens_total"), "short"),
+        tile("Output tokens/s", "Generated tokens.", total("generation_tokens_total"), "short"),
         tile(
             "Error ratio",
-            "Answers with a 5xx status, of all but probes.",
+            "Share of answers with a 5xx status, without probes.",
             ratio(total("http_requests_total", f'{ROUTINE},status=~"5.."'), total("http_requests_total", ROUTINE)),
             "percentunit",
         ),
@@ -105,21 +105,23 @@ ROWS: dict[str, list[Panel]] = {
     "Latency": [
         quantiles("Time to first token", "From arrival to the first token.", "time_to_first_token_seconds"),
         quantiles("Inter-token latency", "Between two tokens of a sequence.", "inter_token_latency_seconds"),
-        quantiles("End to end", "From arrival to the end, whatever it was.", "e2e_request_latency_seconds"),
+        quantiles(
+            "End to end", "From arrival to the end of the sequence, for every reason.", "e2e_request_latency_seconds"
+        ),
         Panel(
             "Phases, p95",
-            "Where a request's time goes.",
+            "The time of a request by phase.",
             tuple((quantile(0.95, f"request_{phase}_time_seconds"), phase) for phase in ("queue", "prefill", "decode")),
             "s",
         ),
         quantiles(
             "Time per output token",
-            "Each request's mean; the first is left out.",
+            "Mean of each request, without the first token.",
             "request_time_per_output_token_seconds",
         ),
         Panel(
             "Lengths, p50 and p95",
-            "What is asked, and what is answered.",
+            "Lengths of prompts and of answers.",
             tuple(
                 (quantile(share, f"request_{what}_tokens"), f"{what} p{share * 100:g}")
                 for what in ("prompt", "generation")
@@ -130,21 +132,21 @@ ROWS: dict[str, list[Panel]] = {
     "Queue and batch": [
         Panel(
             "Sequences",
-            "Running, and waiting for a seat or for the prompt they share; the limit is max_num_queued_reqs.",
+            "Running sequences, and waiting ones by reason; the limit is max_num_queued_reqs.",
             (
                 (gauge("num_requests_running"), "running"),
                 (f"sum by (reason) (servekit_num_requests_waiting_by_reason{{{SERVER}}})", "waiting: {{reason}}"),
-                (gauge("num_requests_waiting_limit"), "limit of those who wait"),
+                (gauge("num_requests_waiting_limit"), "limit of waiting"),
             ),
         ),
         Panel(
-            "Prompt tokens in line",
-            "Of those who wait for their first step; the limit is max_num_queued_tokens.",
+            "Prompt tokens waiting",
+            "Prompt tokens of sequences that wait for their first step; the limit is max_num_queued_tokens.",
             ((gauge("num_tokens_waiting"), "waiting"), (gauge("num_tokens_waiting_limit"), "limit")),
         ),
         Panel(
             "Newest step",
-            "Sequences in it, and the tokens that it computes for decodes and for prefill.",
+            "Its sequences, and its decode and prefill tokens.",
             (
                 (gauge("scheduler_batch_size"), "sequences"),
                 (f"sum by (phase) (servekit_scheduler_batch_tokens{{{SERVER}}})", "{{phase}} tokens"),
@@ -152,31 +154,33 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Tokens in a step",
-            "Close to max_num_batched_tokens means that prefill is what there is to do.",
+            "Steps close to max_num_batched_tokens are limited by prefill.",
             tuple((quantile(share, "iteration_tokens"), f"p{share * 100:g}") for share in QUANTILES),
         ),
         Panel(
-            "Ends",
+            "Finished sequences",
             "Sequences that ended, by reason.",
             ((by("finished_reason", "request_success_total"), "{{finished_reason}}"),),
             "ops",
         ),
         Panel(
             "Prefill allowed",
-            "Tokens of prefill that the next step may carry: less than max_num_batched_tokens while it keeps "
-            "--itl-target-ms.",
-            ((gauge("prefill_limit_tokens"), "prefill"), (gauge("step_token_limit"), "all of a step")),
+            "Prefill tokens that the next step may contain: less than max_num_batched_tokens while the scheduler "
+            "limits prefill for --itl-target-ms.",
+            ((gauge("prefill_limit_tokens"), "prefill"), (gauge("step_token_limit"), "whole step")),
         ),
     ],
     "KV cache": [
         Panel(
             "KV use",
-            "Share of the blocks that somebody needs; what is only cached counts as free.",
+            "Share of the KV blocks in use; blocks that are only cached count as free.",
             ((f"max by (instance) (servekit_kv_cache_usage_perc{{{SERVER}}})", "{{instance}}"),),
             "percentunit",
-            most=1,
+            maximum=1,
         ),
-        Panel("KV blocks", "In the pool.", ((gauge("kv_blocks_total"), "all"), (gauge("kv_blocks_free"), "free"))),
+        Panel(
+            "KV blocks", "Blocks in the pool.", ((gauge("kv_blocks_total"), "all"), (gauge("kv_blocks_free"), "free"))
+        ),
         Panel(
             "Preemptions",
             "Sequences that lost their blocks to an older one and are computed again.",
@@ -185,43 +189,45 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Prefix cache",
-            "Share of prompt tokens that were there already.",
+            "Share of prompt tokens found in the prefix cache.",
             ((ratio(total("prefix_cache_hits_total"), total("prefix_cache_queries_total")), "hit ratio"),),
             "percentunit",
-            most=1,
+            maximum=1,
         ),
         Panel(
             "Prompt tokens",
-            "Admitted, and of these not computed because they were cached.",
-            ((total("prompt_tokens_total"), "all"), (total("prompt_tokens_cached_total"), "cached")),
+            "Prompt tokens of admitted requests, and those that were cached and not computed.",
+            ((total("prompt_tokens_total"), "all"), (total("prefix_cache_hits_total"), "cached")),
         ),
     ],
-    "What the scheduler costs": [
-        quantiles("Step", "Execution in the worker.", "step_duration_seconds"),
+    "Scheduler overhead": [
+        quantiles("Step", "Execution time of a step in the worker.", "step_duration_seconds"),
         quantiles(
-            "Overhead of a step", "What overlap does not hide of planning and plumbing.", "step_overhead_seconds"
+            "Overhead of a step",
+            "Time of planning and communication that is not overlapped with execution.",
+            "step_overhead_seconds",
         ),
         quantiles(
-            "Round trip", "Two queues and two wakings, of steps sent to an idle worker.", "ipc_roundtrip_seconds"
+            "Round trip", "Transport to and from an idle worker: two queues and two wake-ups.", "ipc_roundtrip_seconds"
         ),
-        quantiles("Event-loop lag", "How late timers are.", "api_event_loop_lag_seconds"),
-        Panel("Steps/s", "Executed.", ((total("scheduler_steps_total"), "steps"),), "ops"),
+        quantiles("Event-loop lag", "Delay of timers.", "api_event_loop_lag_seconds"),
+        Panel("Steps/s", "Executed steps.", ((total("scheduler_steps_total"), "steps"),), "ops"),
         Panel(
             "Idle",
-            "Share of the time in which there was nothing to do.",
+            "Share of the time without any sequence.",
             ((f"avg({rate('scheduler_idle_seconds_total')})", "idle"),),
             "percentunit",
-            most=1,
+            maximum=1,
         ),
     ],
     "Workers": [
         Panel(
             "Alive",
-            "Workers that answer, and servers that drain.",
+            "Workers that respond, and servers that drain.",
             ((gauge("workers_alive"), "workers"), (gauge("draining"), "draining")),
         ),
         Panel(
-            "Replaced",
+            "Replacements",
             "Workers that ended, hung or did not start, by cause.",
             (
                 (
@@ -230,15 +236,15 @@ ROWS: dict[str, list[Panel]] = {
                 ),
             ),
         ),
-        quantiles("Recovery", "From a worker's loss until the next one is ready.", "worker_recovery_seconds"),
+        quantiles("Recovery", "From the loss of a worker until its replacement is ready.", "worker_recovery_seconds"),
         Panel(
-            "Suspects",
-            "Sequences that run alone, because workers were lost over them.",
-            ((gauge("num_requests_suspected"), "suspects"),),
+            "Suspected sequences",
+            "Sequences that run alone, because workers were lost while they ran.",
+            ((gauge("num_requests_suspected"), "suspected"),),
         ),
         Panel(
             "Stale results",
-            "Answers of workers that were replaced, dropped.",
+            "Results of replaced workers, which are dropped.",
             ((total("stale_results_total"), "stale results"),),
             "ops",
         ),
@@ -246,30 +252,46 @@ ROWS: dict[str, list[Panel]] = {
     "HTTP": [
         Panel(
             "By route",
-            "All of them.",
+            "All requests, by route.",
             ((by("handler, method", "http_requests_total"), "{{method}} {{handler}}"),),
             "reqps",
         ),
         Panel(
             "By status",
-            "499 is a client that left before its answer began.",
+            "499 is a client that disconnected before its answer began.",
             ((by("status", "http_requests_total", ROUTINE), "{{status}}"),),
             "reqps",
         ),
-        Panel("Refused", "By error code.", ((by("reason", "admission_rejections_total"), "{{reason}}"),), "reqps"),
+        Panel(
+            "Refused",
+            "Refused requests, by error code.",
+            ((by("reason", "admission_rejections_total"), "{{reason}}"),),
+            "reqps",
+        ),
     ],
     "Process": [
-        Panel("Memory", "Resident.", of_both("process_resident_memory_bytes", "{expression}"), "bytes"),
+        Panel(
+            "Memory",
+            "Resident memory of the server and its worker.",
+            of_both("process_resident_memory_bytes", "{expression}"),
+            "bytes",
+        ),
         Panel(
             "File descriptors",
-            "Open, and how many may be.",
+            "Open files, and their limit.",
             ((process("process_open_fds"), "{{instance}}"), (process("process_max_fds"), "{{instance}} limit")),
         ),
-        Panel("CPU", "Cores kept busy.", of_both("process_cpu_seconds_total", "rate({expression}[$__rate_interval])")),
-        Panel("Version", "Running.", ((f"count by (version) ({process('servekit_build_info')})", "{{version}}"),)),
+        Panel(
+            "CPU",
+            "Busy cores of the server and its worker.",
+            of_both("process_cpu_seconds_total", "rate({expression}[$__rate_interval])"),
+        ),
+        Panel(
+            "Version", "Running versions.", ((f"count by (version) ({process('servekit_build_info')})", "{{version}}"),)
+        ),
         Panel(
             "Settings",
-            "Those of the scheduler, of each server.",
+            "Scheduler settings of each server.",
             ((f"servekit_config_info{{{SERVER}}}", "{{instance}}: {{scheduling_policy}}, {{max_num_seqs}} sequences"),),
         ),
     ],
@@ -277,7 +299,7 @@ ROWS: dict[str, list[Panel]] = {
 
 
 def panels() -> Iterator[dict[str, Any]]:
-    """With a heading for each row, laid out from left to right."""
+    """Yield the panels with a heading for each row, laid out from left to right."""
     number, y = 0, 0
     for heading, row in ROWS.items():
         number += 1
@@ -301,7 +323,7 @@ def panels() -> Iterator[dict[str, Any]]:
 
 
 def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
-    limits = {"min": 0} | ({} if panel.most is None else {"max": panel.most})
+    limits = {"min": 0} | ({} if panel.maximum is None else {"max": panel.maximum})
     return {
         "id": number,
         "type": panel.kind,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from servekit.model_files import SIMULATED_MODEL_PATH
-from servekit.tokenizer import byte_level_alphabet
+from servekit.engine.model_files import SIMULATED_MODEL_PATH
+from servekit.engine.tokenizer import byte_level_alphabet
 
 FILE = SIMULATED_MODEL_PATH / "tokenizer.json"
 
 
 def text() -> str:
-    """The file as it should be."""
+    """Return the content of the tokenizer file."""
     tokenizer = Tokenizer(models.BPE(vocab=byte_level_alphabet(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

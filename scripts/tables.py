@@ -1,6 +1,6 @@
-"""The tables in docs/ that are made from the code: settings, metrics, and parameters with the doors they work through.
+"""Generate the tables in docs/ from the code: settings, metrics, and parameters with the APIs that accept them.
 
-`python scripts/tables.py` writes them into the pages, between two comments; a test holds that they are up to date.
+`python scripts/tables.py` writes them into the pages, between two comments. A test checks that they are up to date.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 import msgspec
 
+from servekit.api.schemas.native import GenerateRequest
+from servekit.api.schemas.openai import ChatCompletionRequest, CompletionRequest
+from servekit.api.schemas.tgi import TgiParameters
 from servekit.config import ServeConfig, settings
-from servekit.metrics import Metrics, Snapshot
-from servekit.schemas.native import GenerateRequest
-from servekit.schemas.openai import ChatCompletionRequest, CompletionRequest
-from servekit.schemas.tgi import TgiParameters
+from servekit.observability.metrics import Metrics, SchedulerStats
 
 DOCS = Path(__file__).parents[1] / "docs"
 
-DOORS: dict[str, tuple[type[msgspec.Struct], dict[str, str]]] = {
-    # door: (its schema, what it calls a parameter that elsewhere has the name on the left)
+APIS: dict[str, tuple[type[msgspec.Struct], dict[str, str]]] = {
+    # name: (schema, own names of parameters that the other APIs call by the name on the left)
     "`/generate`": (GenerateRequest, {}),
     "TGI's `parameters`": (
         TgiParameters,
@@ -49,24 +49,24 @@ def settings_table() -> Iterator[str]:
 
 
 def parameters_table() -> Iterator[str]:
-    """One row for each parameter; a door's own name where it differs."""
-    columns = {door: _fields(kind) for door, (kind, _) in DOORS.items()}
-    own_names = {own for _, names in DOORS.values() for own in names.values()}
+    """Yield one row for each parameter; a cell has the API's own name where it differs."""
+    columns = {api: _fields(kind) for api, (kind, _) in APIS.items()}
+    own_names = {own for _, names in APIS.values() for own in names.values()}
     rows: dict[str, str] = {}  # name to meaning
     for fields in columns.values():
         rows |= {name: rows.get(name) or text for name, text in fields.items() if name not in own_names}
-    yield f"| parameter | {' | '.join(DOORS)} | meaning |"
-    yield "|---" * (len(DOORS) + 2) + "|"
+    yield f"| parameter | {' | '.join(APIS)} | meaning |"
+    yield "|---" * (len(APIS) + 2) + "|"
     for name, meaning in rows.items():
-        cells = [_cell(columns[door], name, names.get(name, name)) for door, (_, names) in DOORS.items()]
+        cells = [_cell(columns[api], name, names.get(name, name)) for api, (_, names) in APIS.items()]
         yield f"| `{name}` | {' | '.join(cells)} | {meaning} |"
 
 
 def _fields(kind: type[msgspec.Struct]) -> dict[str, str]:
     properties: dict[str, Any] = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
-    told = {name: told.get("description", "") for name, told in properties.items() if name not in NOT_PARAMETERS}
-    # Of TGI's it stands beside the parameters.
-    return told | {"stream": ""} if kind is TgiParameters else told
+    fields = {name: field.get("description", "") for name, field in properties.items() if name not in NOT_PARAMETERS}
+    # In TGI's API, `stream` stands beside the parameters.
+    return fields | {"stream": ""} if kind is TgiParameters else fields
 
 
 def _cell(fields: dict[str, str], name: str, own: str) -> str:
@@ -78,30 +78,30 @@ def _cell(fields: dict[str, str], name: str, own: str) -> str:
 
 
 def metrics_table() -> Iterator[str]:
-    """One row for each metric of a server that has nothing to do; `model_name`, which nearly all have, left out."""
+    """Yield one row for each metric of an idle server, without the label `model_name`, which nearly all have."""
     metrics = Metrics(ServeConfig(), "")
-    metrics.watch(lambda: Snapshot(**dict.fromkeys(Snapshot.__struct_fields__, 1)))
-    metrics.refused("")
-    metrics.http_request("", "", 0)
+    metrics.watch_scheduler(lambda: SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 1)))
+    metrics.http.request_refused("")
+    metrics.http.request_ended("", "", 0)
     yield "| metric | type | labels | meaning |"
     yield "|---|---|---|---|"
     for family in sorted(metrics.registry.collect(), key=lambda family: family.name):
-        told = {"config_info": "some settings"}.get(family.name.removeprefix("servekit_")) or ", ".join(
+        labels = {"config_info": "some settings"}.get(family.name.removeprefix("servekit_")) or ", ".join(
             f"`{label}`" for label in family.samples[0].labels if label not in ("model_name", "le")
         )
         name = family.name + ("_total" if family.type == "counter" else "")
-        yield f"| `{name}` | {family.type} | {told} | {family.documentation} |"
+        yield f"| `{name}` | {family.type} | {labels} | {family.documentation} |"
 
 
 TABLES = {
-    "operations.md": ("metrics", metrics_table),
+    "metrics.md": ("metrics", metrics_table),
     "settings.md": ("settings", settings_table),
     "parameters.md": ("parameters", parameters_table),
 }
 
 
 def with_table(text: str, name: str, lines: Iterator[str], maker: str = "scripts/tables.py") -> str:
-    """The page with a fresh table between its two comments."""
+    """Return the page with a new table between its two comments."""
     begin, end = f"<!-- {name}: made by {maker} -->", f"<!-- end of {name} -->"
     table = "\n".join([begin, *lines, end])
     assert begin in text and end in text, f"the page has no place for the table {name}"

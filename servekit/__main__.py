@@ -1,4 +1,4 @@
-"""`python -m servekit` is the `servekit` command."""
+"""Run the `servekit` command: `python -m servekit`."""
 
 import sys
 

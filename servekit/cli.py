@@ -1,4 +1,4 @@
-"""`servekit serve | top | chat | version`: from argv to a configuration, nothing else."""
+"""Parse the command line of `servekit serve | top | chat | replay | version` and start the command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +18,39 @@ from servekit.config import (
     SECRETS,
     ServeConfig,
     Setting,
+    advice,
+    check_host_memory,
     ignored_variables,
     load_config,
-    nearest,
     settings,
 )
 from servekit.errors import ConfigError, ServekitError
-from servekit.logs import is_for_programs
+from servekit.protocol.logging import logs_json
+from servekit.simulation.model import is_simulated
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the process's exit code."""
+    """Run the command line and return the exit code of the process."""
     parsed, unknown = _parser().parse_known_args(argv)
     arguments = vars(parsed)
-    run = _COMMANDS[command := arguments.pop("command")]
+    command = arguments.pop("command")
     try:
         if unknown:
             raise ConfigError(_explain_unknown(command, unknown[0]))
-        return run(arguments)
-    except KeyboardInterrupt:  # while modules are still being imported; later on the server handles it
+        return _COMMANDS[command](arguments)
+    except KeyboardInterrupt:  # while modules are still being imported; later the commands handle SIGINT themselves
         return 130
     except ServekitError as error:
-        _complain(error.message)
+        _report(error.message)
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def _complain(message: str) -> None:
-    if is_for_programs():
+def _report(message: str) -> None:
+    if logs_json():
         logging.getLogger("servekit").critical("%s", message)
     else:
-        print(f"servekit: {message}", file=sys.stderr)
+        with suppress(OSError):  # standard error can be closed, or a terminal that is gone
+            print(f"servekit: {message}", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,57 +60,77 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="serve a model over HTTP",
-        description="Serve a model over HTTP. Every flag can also be set as SERVEKIT_<NAME> or in a TOML file.",
+        description="Serve a model over HTTP. Every setting can also come from the environment variable "
+        "SERVEKIT_<NAME> or from a TOML file (--config).",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     serve.add_argument("positional_model", nargs="?", metavar="MODEL", help=settings()[0].description)
-    serve.add_argument("--config", metavar="FILE", help="TOML file with settings of the same names")
+    serve.add_argument("--config", metavar="FILE", help="TOML file with settings; the names are those of the flags")
     for setting in settings():
         if setting.is_switch:
             serve.add_argument(setting.flag, help=_help(setting), action=argparse.BooleanOptionalAction)
             continue
-        # The value stays text here: `load_config` judges it, wherever it came from.
+        # The value stays a string here: `load_config` validates the values of all four sources alike.
         serve.add_argument(setting.flag, metavar=_metavar(setting), help=_help(setting), dest=setting.name)
     top = _client_parser(commands, "top", "watch a server's scheduler in the terminal")
-    top.description = "Watch a server's scheduler in the terminal: q leaves. In a pipe: one frame, as plain lines."
+    top.description = (
+        "Watch a server's scheduler in the terminal; q quits. If the output is not a terminal, print one frame as text."
+    )
     chat = _client_parser(commands, "chat", "talk to the model of a server in the terminal")
-    chat.description = "Talk to the model of a server. In a pipe: each line of the input is a message."
-    chat.add_argument("--system", metavar="TEXT", default="", help="what the model is told before the conversation")
-    for name, kind, words in _SAMPLING:
-        chat.add_argument("--" + name.replace("_", "-"), metavar=name.rpartition("_")[2].upper(), type=kind, help=words)
+    chat.description = (
+        "Talk to the model of a server in the terminal. If the input is not a terminal, each of its lines is a message."
+    )
+    chat.add_argument("--system", metavar="TEXT", default="", help="system message of the conversation")
+    for name, kind, meaning in _SAMPLING:
+        flag = "--" + name.replace("_", "-")
+        chat.add_argument(flag, metavar=name.rpartition("_")[2].upper(), type=kind, help=meaning)
+    replay = commands.add_parser(
+        "replay",
+        help="repeat the decisions of a server from its journal",
+        description="Feed the journal of `servekit serve --journal` to a new scheduler and compare every step. "
+        "Exit with 1 at the first difference.",
+        allow_abbrev=False,
+    )
+    replay.add_argument("file", metavar="FILE", type=Path, help="a journal file; each file is replayed by itself")
     return parser
 
 
 def _finite(text: str) -> float:
-    """JSON has no other numbers."""
+    """Parse a finite number: JSON has no infinity and no NaN. Raises ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
     return value
 
 
 _SAMPLING = (
-    ("max_tokens", int, "most tokens of an answer"),
-    ("temperature", _finite, "0 takes the likeliest token, more draws more freely"),
-    ("top_p", _finite, "draw from the likeliest tokens that make up this share"),
-    ("seed", int, "makes draws repeatable"),
+    ("max_tokens", int, "maximum tokens of an answer"),
+    ("temperature", _finite, "randomness of the sampling; 0 always takes the likeliest token"),
+    ("top_p", _finite, "sample from the likeliest tokens whose probabilities add up to this value"),
+    ("seed", int, "seed of the sampling; the same seed gives the same answer"),
 )
 
 
 def _client_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, words: str
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
 ) -> argparse.ArgumentParser:
-    """Of a command that talks to a server, wherever it runs."""
-    parser = commands.add_parser(name, help=words, allow_abbrev=False)
+    """Add the parser of a command that is a client of a server: its URL and its API key."""
+    parser = commands.add_parser(name, help=summary, allow_abbrev=False)
     parser.add_argument(
-        "url", nargs="?", metavar="URL", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)"
+        "url",
+        nargs="?",
+        metavar="URL",
+        default="http://127.0.0.1:8000",
+        help="address of the server (default: %(default)s)",
     )
     parser.add_argument(
-        "--api-key", metavar="KEY", help="to show to the server; SERVEKIT_API_KEY is not seen in the list of processes"
+        "--api-key",
+        metavar="KEY",
+        help="API key for the server; unlike this flag, the variable SERVEKIT_API_KEY is not visible to other users",
     )
     return parser
 
@@ -123,9 +147,9 @@ def _help(setting: Setting) -> str:
 
 def _explain_unknown(command: str, argument: str) -> str:
     if command != "serve":
-        return f"unknown argument {argument!r}; servekit {command} --help lists what there is"
+        return f"unknown argument {argument!r}; see `servekit {command} --help`"
     flags = [flag for setting in settings() for flag in (setting.flag, setting.flag.replace("--", "--no-", 1))]
-    return f"unknown argument {argument!r}; {nearest(argument.partition('=')[0], flags)}"
+    return f"unknown argument {argument!r}; {advice(argument.partition('=')[0], flags)}"
 
 
 def _version(arguments: dict[str, str]) -> int:
@@ -134,28 +158,67 @@ def _version(arguments: dict[str, str]) -> int:
 
 
 def _top(arguments: dict[str, Any]) -> int:
-    from servekit.terminal.top import top
+    with _terminal_packages("top"):
+        from servekit.terminal.top import top
 
     return top(arguments["url"], _api_key(arguments))
 
 
 def _chat(arguments: dict[str, Any]) -> int:
-    from servekit.terminal.chat import chat
+    with _terminal_packages("chat"):
+        from servekit.terminal.chat import chat
 
     sampling = {name: arguments[name] for name, _, _ in _SAMPLING if arguments[name] is not None}
     return chat(arguments["url"], _api_key(arguments), arguments["system"], sampling)
 
 
+def _replay(arguments: dict[str, Any]) -> int:
+    from servekit.observability.journal import replay_journal
+
+    path: Path = arguments["file"]
+    result = replay_journal(path)
+    if result.header.servekit_version != __version__:
+        print(f"servekit: {path} was recorded by servekit {result.header.servekit_version}", file=sys.stderr)
+    counts = f"{result.num_steps:,} steps, {result.num_sequences:,} sequences, {result.num_restarts:,} restarts"
+    if result.difference is not None:
+        print(f"{path}: different after {counts}: {result.difference}")
+        return 1
+    print(f"{path}: every decision is the same: {counts}")
+    if result.recorded_error is not None:
+        print(f"{path}: ends with the same error as the server: {result.recorded_error}")
+    if result.is_truncated:
+        print(f"{path}: the last record is incomplete; the server did not exit by itself")
+    return 0
+
+
+# What the `terminal` extra of pyproject.toml installs.
+TERMINAL_PACKAGES = frozenset({"httpx2", "prompt_toolkit", "rich"})
+
+
+@contextmanager
+def _terminal_packages(command: str) -> Iterator[None]:
+    """Explain how to install the packages of the `terminal` extra where they are missing. Raises ConfigError."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in TERMINAL_PACKAGES:
+            raise
+        raise ConfigError(
+            f"servekit {command} needs the package {error.name}, which is not installed; "
+            "in the checkout of servekit run: pip install '.[terminal]'"
+        ) from None
+
+
 def _api_key(arguments: dict[str, str | None]) -> str | None:
-    """The one that the command line has, or the first of those that a server would take from the same variable."""
+    """Return the key of the command line, or the first key of SERVEKIT_API_KEY, in which a server reads several."""
     given = arguments["api_key"] or os.environ.get(ENVIRONMENT_PREFIX + "API_KEY", "")
     return given.split(",")[0].strip() or None
 
 
 def _serve(arguments: dict[str, str]) -> int:
     config = _configure(arguments)
-    # Imported here so that `--help` and a wrong flag answer at once.
-    from servekit.server import serve
+    # Imported here, so that `--help` and errors in flags do not wait for the import.
+    from servekit.server.server import serve
 
     return serve(config)
 
@@ -163,9 +226,9 @@ def _serve(arguments: dict[str, str]) -> int:
 def _configure(arguments: dict[str, str]) -> ServeConfig:
     if (model := arguments.pop("positional_model", None)) is not None:
         if model in ("true", "false") and any(isinstance(value, bool) for value in arguments.values()):
-            raise ConfigError(f"{model!r} stands where MODEL does; switches take no value: use --x or --no-x")
+            raise ConfigError(f"{model!r} is read as MODEL, because switches take no value; use --x or --no-x")
         if "model" in arguments:
-            raise ConfigError(f"model is given twice: {model!r} and --model {arguments['model']!r}")
+            raise ConfigError(f"the model is given twice: {model!r} and --model {arguments['model']!r}; give one")
         arguments["model"] = model
     for warning in ignored_variables(os.environ):
         print(f"servekit: {warning}", file=sys.stderr)
@@ -175,8 +238,10 @@ def _configure(arguments: dict[str, str]) -> ServeConfig:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     config = load_config(arguments, os.environ, toml)
+    if not is_simulated(config.model):
+        check_host_memory(config, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for name in SECRETS:
-        # The processes that the server starts inherit the rest, and what clients write runs in some of them.
+        # The server's child processes inherit the environment, and the sandboxes run input of clients.
         os.environ.pop(ENVIRONMENT_PREFIX + name.upper(), None)
     return config
 
@@ -185,6 +250,7 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "serve": _serve,
     "top": _top,
     "chat": _chat,
+    "replay": _replay,
     "version": _version,
 }
 

@@ -1,13 +1,13 @@
-"""Every setting of the server, once: its name, type, range, default and meaning.
+"""Define every setting of the server: its name, type, range, default and description.
 
-`ServeConfig` is the single source of `--help`, of the `SERVEKIT_*` environment, of the TOML file and of `/info`.
+`ServeConfig` is the single source of `--help`, the `SERVEKIT_*` environment variables, the TOML file and `/info`.
 Precedence: command line > environment > TOML > default.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
@@ -19,13 +19,14 @@ from servekit.errors import ConfigError
 
 DEMO_MODEL = "demo"
 ENVIRONMENT_PREFIX = "SERVEKIT_"
-SECRETS = frozenset({"api_key"})  # settings that are never told
+SECRETS = frozenset({"api_key"})  # settings whose values never appear in logs, errors or answers
 
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86400.0)]
 Milliseconds = Annotated[float, Meta(gt=0.0, le=60_000.0)]
 
-# What Kubernetes sets in every container for a service whose name begins with `servekit`: its addresses, in many forms.
+# Variables that Kubernetes sets in every container for a service whose name begins with `servekit`: the service's
+# addresses, in several forms.
 _SERVICE_LINK_NAME = re.compile(
     r"SERVEKIT_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)"
 )
@@ -33,159 +34,228 @@ _SERVICE_LINK = re.compile(r"SERVEKIT_(\w+_)?PORT=(tcp|udp|sctp)://.*", re.DOTAL
 
 
 class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the operator chooses. Defaults serve the embedded demo model on this machine only."""
+    """The settings of a server. The defaults serve the embedded demo model to this machine only."""
 
     model: Annotated[
-        str, Meta(min_length=1, description="local path or Hugging Face id; demo is embedded; sim:SPEC simulates one")
+        str,
+        Meta(
+            min_length=1,
+            description="directory or Hugging Face id of the model; demo is embedded in servekit, sim:SPEC is a "
+            "simulated model",
+        ),
     ] = DEMO_MODEL
-    served_model_name: Annotated[str | None, Meta(description="name to report; MODEL by default")] = None
-    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 picks a free one")] = 8000
+    served_model_name: Annotated[
+        str | None, Meta(description="model name in the API's answers and in metrics; by default the value of --model")
+    ] = None
+    host: Annotated[str, Meta(description="IP address or host name to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="TCP port to listen on; 0 selects a free port")] = 8000
     reuse_port: Annotated[
-        bool, Meta(description="share the port with other servers that do; the kernel deals connections to them")
+        bool,
+        Meta(
+            description="share the port with other servers on this machine (SO_REUSEPORT); the kernel distributes the "
+            "connections"
+        ),
     ] = False
 
     device: Annotated[
         str,
-        Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="where to run; auto takes the first GPU if there is one"),
+        Meta(
+            pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+            description="device to run on; auto uses the first GPU, or the CPU if there is no GPU",
+        ),
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="auto is float32 on a CPU and the checkpoint's own on a GPU"),
+        Meta(
+            description="data type of weights and computation; auto is float32 on a CPU and the checkpoint's type on a "
+            "GPU"
+        ),
     ] = "auto"
     load_format: Annotated[
         Literal["auto", "dummy"],
-        Meta(description="auto reads the model's weights; dummy needs none and makes up random ones, for benchmarks"),
+        Meta(description="auto reads the weights of the model; dummy uses random weights, for benchmarks"),
     ] = "auto"
 
     max_model_len: Annotated[
-        Positive | None, Meta(description="longest prompt plus output in tokens; the model's own by default")
+        Positive | None,
+        Meta(description="maximum tokens of a sequence, prompt plus output; by default the model's own limit"),
     ] = None
-    max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="sequences that may run at the same time")] = 256
+    max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="maximum sequences that run at the same time")] = 256
     max_num_batched_tokens: Annotated[
-        int, Meta(ge=1, le=1_048_576, description="tokens that one step may compute, prefill and decode together")
+        int, Meta(ge=1, le=1_048_576, description="maximum tokens of one step, prefill and decode together")
     ] = 2048
-    block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens in one KV block")] = 16
+    block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens per KV block")] = 16
     num_kv_blocks: Annotated[
-        Positive | None, Meta(description="KV blocks in the pool; as many as the memory for them holds by default")
+        Positive | None, Meta(description="KV blocks in the pool; by default as many as fit into the KV cache memory")
     ] = None
     kv_cache_memory_bytes: Annotated[
         Positive | None,
-        Meta(description="memory for the KV cache; by default what the GPU leaves, on a CPU 1 GiB"),
+        Meta(
+            description="memory for the KV cache, in bytes; by default 1 GiB on a CPU, and on a GPU what "
+            "--gpu-memory-utilization leaves beside the weights"
+        ),
     ] = None
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0.0, le=1.0, description="share of the GPU's memory that weights and KV cache may take")
+        float, Meta(gt=0.0, le=1.0, description="fraction of the GPU's memory for weights and KV cache")
     ] = 0.9
 
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8_e4m3", "int8"],
-        Meta(description="what keys and values are kept in; auto is the model's dtype, the others are a byte each"),
+        Meta(
+            description="data type of the KV cache; auto is the model's data type, fp8_e4m3 and int8 take one byte per "
+            "element"
+        ),
     ] = "auto"
 
     max_steps_in_flight: Annotated[
-        int, Meta(ge=1, le=4, description="steps sent to the worker before the first of them is answered")
+        int,
+        Meta(ge=1, le=4, description="maximum steps that are sent to the worker before it returns the first of them"),
     ] = 2
     enable_prefix_caching: Annotated[
-        bool, Meta(description="compute the KV of a shared beginning once; requests that repeat it skip it")
+        bool, Meta(description="reuse the KV cache of prompt prefixes that were computed before")
     ] = True
     scheduling_policy: Annotated[
         Literal["fcfs", "priority", "shortest", "fair"],
-        Meta(description="who is next: fcfs first come, priority lowest number, shortest prompt, fair least served"),
+        Meta(
+            description="order of the waiting queue: fcfs by arrival, priority by lowest number, shortest by prompt "
+            "length, fair by least served tenant"
+        ),
     ] = "shortest"
     itl_target_ms: Annotated[
         Milliseconds | None,
-        Meta(description="milliseconds between two tokens of a stream, which prefill beside it is cut to keep"),
+        Meta(
+            description="target inter-token latency, in milliseconds; the scheduler limits prefill to reach it; by "
+            "default no limit"
+        ),
     ] = None
 
-    max_num_queued_reqs: Annotated[Positive, Meta(description="sequences that may wait; more are refused with 503")] = (
-        4096
-    )
+    max_num_queued_reqs: Annotated[
+        Positive, Meta(description="maximum sequences in the waiting queue; the server refuses more with 503")
+    ] = 4096
     max_num_queued_tokens: Annotated[
-        Positive, Meta(description="prompt tokens that may wait for their first step; more are refused with 503")
+        Positive, Meta(description="maximum prompt tokens in the waiting queue; the server refuses more with 503")
     ] = 2**22
     max_client_batch_size: Annotated[
-        int, Meta(ge=1, le=65536, description="answers that one request may have computed")
+        int, Meta(ge=1, le=65536, description="maximum answers per request: prompts times n or best_of")
     ] = 1024
-    max_body_bytes: Annotated[Positive, Meta(description="largest request body")] = 8 * 2**20
+    max_body_bytes: Annotated[Positive, Meta(description="maximum size of a request body, in bytes")] = 8 * 2**20
     max_total_body_bytes: Annotated[
         Positive,
-        Meta(description="bytes of request bodies that may be held at the same time; more are refused with 503"),
+        Meta(description="maximum memory for all request bodies together, in bytes; the server refuses more with 503"),
     ] = 2**28
     max_connections: Annotated[
-        int, Meta(ge=1, le=1_000_000, description="connections that may be open; more are refused with 503")
+        int, Meta(ge=1, le=1_000_000, description="maximum open connections; the server refuses more with 503")
     ] = 8192
     max_header_bytes: Annotated[
-        int, Meta(ge=1024, le=2**20, description="largest request head: its first line and its headers")
+        int,
+        Meta(ge=1024, le=2**20, description="maximum size of a request's first line and headers together, in bytes"),
     ] = 2**15
-    header_timeout: Annotated[Seconds, Meta(description="seconds that a connection gets to send a request's head")] = (
-        5.0
-    )
-    body_timeout: Annotated[Seconds, Meta(description="seconds that a request gets to send its body")] = 30.0
+    header_timeout: Annotated[Seconds, Meta(description="maximum seconds to receive a request's headers")] = 5.0
+    body_timeout: Annotated[Seconds, Meta(description="maximum seconds to receive a request's body")] = 30.0
     send_timeout: Annotated[
-        Seconds, Meta(description="seconds that a client may leave its answer unread before it is given up")
+        Seconds,
+        Meta(
+            description="maximum seconds without progress while a client reads its answer; then the server closes the "
+            "connection"
+        ),
     ] = 30.0
     keep_alive_timeout: Annotated[
-        Seconds, Meta(description="seconds that an idle connection is kept; longer than the load balancers before it")
+        Seconds,
+        Meta(
+            description="seconds to keep an idle connection open; set it longer than the load balancer's own idle "
+            "timeout"
+        ),
     ] = 75.0
 
     api_key: Annotated[
-        str | None, Meta(description="keys that clients may show, separated by commas; without any, nobody needs one")
+        str | None, Meta(description="API keys, separated by commas; without a key the server accepts every request")
     ] = None
     api_keys_file: Annotated[
-        str | None, Meta(description="TOML file with keys, their tenants and their limits (docs/security.md)")
+        str | None, Meta(description="TOML file with API keys, their tenants and their limits (docs/security.md)")
     ] = None
     cors_origins: Annotated[
-        str | None, Meta(description="origins whose pages may call, separated by commas, or *; none by default")
+        str | None,
+        Meta(
+            description="origins of web pages that may use the API, separated by commas, or * for all; none by default"
+        ),
     ] = None
     allowed_hosts: Annotated[
         str | None,
-        Meta(description="names to answer to, separated by commas, or *; by default, without keys, this machine's own"),
+        Meta(
+            description="accepted values of the Host header, separated by commas, or * for all; by default all, but "
+            "only this machine's own names if the server listens on loopback without API keys"
+        ),
     ] = None
 
     step_timeout: Annotated[
-        Seconds, Meta(description="most seconds for a step; a worker that takes longer is replaced")
+        Seconds, Meta(description="maximum seconds for one step; the server replaces a worker that takes longer")
     ] = 300.0
     heartbeat_timeout: Annotated[
-        Seconds, Meta(description="seconds of silence after which a worker is replaced; ten times that while it loads")
+        Seconds,
+        Meta(
+            description="seconds without a heartbeat after which the server replaces a worker; ten times as long while "
+            "it loads"
+        ),
     ] = 3.0
     max_worker_restarts: Annotated[
-        int, Meta(ge=0, le=1000, description="starts of a worker in a row that may fail before the server ends")
+        int, Meta(ge=0, le=1000, description="consecutive failed starts of a worker after which the server exits")
     ] = 5
     worker_restart_timeout: Annotated[
-        Seconds, Meta(description="seconds without a worker after which those who wait are told so")
+        Seconds, Meta(description="seconds without a worker after which requests fail with 503")
     ] = 300.0
-    load_timeout: Annotated[Seconds, Meta(description="seconds that loading a model may take")] = 1800.0
+    load_timeout: Annotated[Seconds, Meta(description="maximum seconds to load the model")] = 1800.0
     shutdown_timeout: Annotated[
-        float, Meta(ge=0.0, le=86400.0, description="seconds that running requests get to finish after SIGTERM")
+        float, Meta(ge=0.0, le=86400.0, description="maximum seconds for running requests to finish after SIGTERM")
     ] = 30.0
     sse_keep_alive_interval: Annotated[
-        int, Meta(ge=0, le=3600, description="seconds between comments on an idle stream; 0 sends none")
+        int, Meta(ge=0, le=3600, description="seconds between keep-alive comments on an idle stream; 0 disables them")
     ] = 15
     stream_interval: Annotated[
-        int, Meta(ge=1, le=4096, description="tokens of an answer that a stream sends together, after its first")
+        int, Meta(ge=1, le=4096, description="tokens per event of a stream; the first token is always sent alone")
     ] = 1
     chat_template: Annotated[
-        str | None, Meta(description="file with a Jinja chat template to use instead of the model's own")
+        str | None, Meta(description="file with a Jinja chat template that replaces the model's own")
     ] = None
     trust_request_chat_template: Annotated[
-        bool, Meta(description="let a request bring its own chat template; it runs in a sandbox")
+        bool, Meta(description="allow requests to carry their own chat template; the server renders it in a sandbox")
     ] = False
     sandbox_timeout: Annotated[
-        float, Meta(gt=0.0, le=600.0, description="seconds that rendering a chat or compiling a grammar may take")
+        float, Meta(gt=0.0, le=600.0, description="maximum seconds to render a chat template or compile a grammar")
     ] = 2.0
     sandbox_memory_bytes: Annotated[
-        int, Meta(ge=2**24, le=2**40, description="memory that rendering a chat or compiling a grammar may take")
+        int,
+        Meta(ge=2**24, le=2**40, description="maximum memory to render a chat template or compile a grammar, in bytes"),
     ] = 2**29
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="how much to log")] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="lowest level of log messages to write")
+    ] = "info"
     log_format: Annotated[
-        Literal["text", "json"], Meta(description="lines to read, or one JSON object for each line; never prompts")
+        Literal["text", "json"],
+        Meta(description="text lines, or one JSON object per line; prompts and answers are never logged"),
     ] = "text"
     otlp_endpoint: Annotated[
-        str | None, Meta(description="where to send OpenTelemetry traces, http://host:4318; needs servekit[otel]")
+        str | None,
+        Meta(
+            description="OTLP/HTTP endpoint for OpenTelemetry traces, such as http://host:4318; needs the otel extra "
+            "(docs/operations.md)"
+        ),
     ] = None
-    ui: Annotated[bool, Meta(description="serve the console at / and /ui, and what it shows at /ui/events")] = True
+    ui: Annotated[bool, Meta(description="serve the web console at / and /ui and its live data at /ui/events")] = True
+    journal: Annotated[
+        str | None,
+        Meta(description="file that records every scheduling decision, for servekit replay (docs/journal.md)"),
+    ] = None
+    journal_tokens: Annotated[
+        bool, Meta(description="record the token ids of prompts and answers, too; by default only their numbers")
+    ] = False
+    journal_max_bytes: Annotated[
+        int, Meta(ge=2**16, le=2**40, description="size of a journal file, in bytes, from which the next one begins")
+    ] = 2**26
+    journal_max_files: Annotated[
+        int, Meta(ge=1, le=1000, description="number of journal files to keep: FILE, FILE.1, FILE.2 and so on")
+    ] = 8
     profile: Annotated[
-        str | None, Meta(description="directory for traces of the worker's steps; POST /profile/start begins one")
+        str | None, Meta(description="directory for profiler traces of the worker; POST /profile/start starts a trace")
     ] = None
 
     @property
@@ -194,7 +264,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Setting(Struct, frozen=True):
-    """One field of `ServeConfig` as a person meets it."""
+    """One field of `ServeConfig`, as `--help`, the environment and the documentation show it."""
 
     name: str
     default: Any
@@ -207,7 +277,7 @@ class Setting(Struct, frozen=True):
 
     @property
     def is_switch(self) -> bool:
-        """Whether its flag takes no value, but has an opposite: `--x` and `--no-x`."""
+        """Whether the flag takes no value and has an opposite: `--x` and `--no-x`."""
         return isinstance(self.default, bool)
 
     @property
@@ -216,7 +286,7 @@ class Setting(Struct, frozen=True):
 
 
 def settings() -> list[Setting]:
-    """Every field of `ServeConfig`, in order."""
+    """Return every field of `ServeConfig`, in order."""
     described = msgspec.json.schema(ServeConfig)["$defs"]["ServeConfig"]["properties"]
     return [
         Setting(field.name, field.default, described[field.name]["description"], _accepts(described[field.name]))
@@ -225,12 +295,12 @@ def settings() -> list[Setting]:
 
 
 def _accepts(schema: Mapping[str, Any]) -> str:
-    """A field's JSON schema in words: `integer from 1 to 4096`, `one of auto, float32`."""
+    """Describe a field's JSON schema in words: `integer from 1 to 4096`, `one of auto, float32`."""
     schema = schema.get("anyOf", [schema])[0]
     if "enum" in schema:
         return "one of " + ", ".join(schema["enum"])
     if "pattern" in schema:
-        return "auto, cpu, cuda or cuda:N"  # the one setting with a pattern
+        return "auto, cpu, cuda or cuda:N"  # `device` is the only setting with a pattern
     bounds = [
         f"{word} {schema[key]}"
         for key, word in (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", "to"))
@@ -241,10 +311,10 @@ def _accepts(schema: Mapping[str, Any]) -> str:
 
 
 def load_config(arguments: Mapping[str, Any], environment: Mapping[str, str], toml: bytes | None = None) -> ServeConfig:
-    """Merge the four sources into one checked value.
+    """Merge the four sources into one validated configuration.
 
-    `arguments` holds what the command line named, as text or truth value; `toml` is the content of the `--config`
-    file. Raises ConfigError that names the field and what is accepted.
+    `arguments` holds the flags of the command line, as strings or booleans; `toml` is the content of the `--config`
+    file. Raises ConfigError, which names the field and the accepted values.
     """
     names = {setting.environment_name: setting.name for setting in settings()}
     from_environment = {
@@ -260,21 +330,21 @@ def load_config(arguments: Mapping[str, Any], environment: Mapping[str, str], to
 
 
 def ignored_variables(environment: Mapping[str, str]) -> list[str]:
-    """What to say of SERVEKIT_* variables that are no setting, or not meant as one: mistakes of people, not errors."""
+    """Return a warning for each SERVEKIT_* variable that sets nothing: unknown names, and Kubernetes' service links."""
     names = [setting.environment_name for setting in settings()]
     ours = {name: value for name, value in environment.items() if name.startswith(ENVIRONMENT_PREFIX)}
     links = [name for name, value in ours.items() if _is_service_link(name, value)]
-    told = [
-        f"ignoring the unknown environment variable {name}; {nearest(name, names)}"
+    warnings = [
+        f"ignoring the unknown environment variable {name}; {advice(name, names)}"
         for name in ours
         if name not in names and name not in links
     ]
     if links:
-        told.append(
-            f"ignoring {', '.join(links)}: Kubernetes service links, made for a service whose name begins with "
-            "servekit; enableServiceLinks: false in the pod's spec leaves them out"
+        warnings.append(
+            f"ignoring {', '.join(links)}: these are Kubernetes service links of a service whose name begins with "
+            "servekit; to remove them, set enableServiceLinks: false in the pod's spec"
         )
-    return told
+    return warnings
 
 
 def _is_service_link(name: str, value: str) -> bool:
@@ -282,23 +352,23 @@ def _is_service_link(name: str, value: str) -> bool:
 
 
 def _read_toml(toml: bytes | None) -> dict[str, Any]:
-    """The file's settings; dashes and underscores are the same in a name."""
+    """Parse the config file; dashes and underscores in a name are equivalent. Raises ConfigError."""
     if toml is None:
         return {}
     try:
         table = msgspec.toml.decode(toml, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config file is not TOML: {error}") from None
+        raise ConfigError(f"the config file is not valid TOML: {error}") from None
     return {name.replace("-", "_"): value for name, value in table.items()}
 
 
 def _explain(message: str, values: Mapping[str, Any]) -> str:
-    """msgspec's `Expected ... - at $.field`, turned to name the setting and what it takes."""
+    """Turn msgspec's `Expected ... - at $.field` into a message with the setting, its value and the accepted values."""
     _, _, path = message.partition(" - at `$.")
     known = {setting.name: setting for setting in settings()}
     if not path:
         unknown = message.split("`")[1]
-        return f"unknown setting {unknown!r}; {nearest(unknown, list(known))}"
+        return f"unknown setting {unknown!r}; {advice(unknown, list(known))}"
     setting = known[path.rstrip("`")]
     value = "***" if setting.name in SECRETS else values[setting.name]
     return (
@@ -307,38 +377,200 @@ def _explain(message: str, values: Mapping[str, Any]) -> str:
     )
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """What to say to whoever misspelt a name."""
-    close = get_close_matches(name, known, n=1)
+# Settings of vLLM, SGLang and TGI that have another name here.
+RENAMED_SETTINGS = {
+    "allowed_origins": "cors_origins",
+    "chunked_prefill_size": "max_num_batched_tokens",
+    "context_length": "max_model_len",
+    "cors_allow_origin": "cors_origins",
+    "cuda_memory_fraction": "gpu_memory_utilization",
+    "disable_overlap_schedule": "max_steps_in_flight",
+    "disable_radix_cache": "enable_prefix_caching",
+    "hostname": "host",
+    "json_output": "log_format",
+    "max_batch_prefill_tokens": "max_num_batched_tokens",
+    "max_batch_size": "max_num_seqs",
+    "max_concurrent_requests": "max_num_queued_reqs",
+    "max_input_length": "max_model_len",
+    "max_input_tokens": "max_model_len",
+    "max_prefill_tokens": "max_num_batched_tokens",
+    "max_queued_requests": "max_num_queued_reqs",
+    "max_running_requests": "max_num_seqs",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "model_id": "model",
+    "model_path": "model",
+    "num_gpu_blocks_override": "num_kv_blocks",
+    "otlp_traces_endpoint": "otlp_endpoint",
+    "page_size": "block_size",
+    "payload_limit": "max_body_bytes",
+    "prefix_caching": "enable_prefix_caching",
+    "schedule_policy": "scheduling_policy",
+    "uvicorn_log_level": "log_level",
+}
+
+_ONE_DEVICE = (
+    "a model runs on one device, tensor and pipeline parallelism are not supported yet; "
+    "several servers (--device cuda:0, cuda:1 and so on) can share a port with --reuse-port"
+)
+_QUANTIZATION = (
+    "quantized weights are not supported yet; use a checkpoint in bfloat16, float16 or float32. "
+    "--kv-cache-dtype quantizes the KV cache"
+)
+_LORA = "LoRA adapters are not supported yet; merge the adapter into the model's weights first"
+_SPECULATION = "speculative decoding is not supported yet"
+_TOOLS = "tool calls are not supported yet; structured output can constrain an answer to a JSON schema"
+_REASONING = "reasoning parsers are not supported yet; reasoning is part of the answer's text"
+_OFFLOADING = "there is no CPU offloading or swap space; preempted sequences are recomputed"
+_TRUST = "code in a model's repository is never run; the architecture must be part of transformers"
+_TOKENIZER = "the tokenizer is always the model's own tokenizer.json; put another one into the model's directory"
+_DOWNLOADS = (
+    "there is no setting for it; the variable HF_HOME sets the folder for downloads, and MODEL can be a directory "
+    "with any revision (hf download REPOSITORY --revision REVISION --local-dir DIRECTORY)"
+)
+_TLS = "there is no TLS; put a reverse proxy in front (docs/security.md)"
+_GRAPHS = "CUDA graphs are used wherever they can be, and cannot be turned off"
+_ATTENTION = "the attention backend is selected for the device, there is no setting for it"
+_GRAMMARS = "structured output is always available and uses llguidance"
+_EMBEDDINGS = "only text generation is supported: no embeddings, classification or reranking yet"
+_IMAGES = "only text is supported: no images, audio or video yet"
+_TRANSFER = "KV transfer and disaggregated prefill are not supported yet"
+_SEED = "each request has its own seed parameter"
+_ALWAYS = "this is always on"
+
+# Settings of vLLM, SGLang and TGI without a single counterpart here: the missing feature, or the alternative.
+EXPLAINED_SETTINGS = {
+    "adapter_path": _LORA,
+    "attention_backend": _ATTENTION,
+    "convert": _EMBEDDINGS,
+    "cpu_offload_gb": _OFFLOADING,
+    "cuda_graph_max_bs": _GRAPHS,
+    "cuda_graphs": _GRAPHS,
+    "data_parallel_size": _ONE_DEVICE,
+    "disable_cuda_graph": _GRAPHS,
+    "disaggregation_mode": _TRANSFER,
+    "distributed_executor_backend": _ONE_DEVICE,
+    "download_dir": _DOWNLOADS,
+    "dp": _ONE_DEVICE,
+    "dp_size": _ONE_DEVICE,
+    "draft_model": _SPECULATION,
+    "enable_auto_tool_choice": _TOOLS,
+    "enable_chunked_prefill": _ALWAYS,
+    "enable_expert_parallel": _ONE_DEVICE,
+    "enable_lora": _LORA,
+    "enable_metrics": _ALWAYS,
+    "enable_reasoning": _REASONING,
+    "enforce_eager": _GRAPHS,
+    "ep_size": _ONE_DEVICE,
+    "grammar_backend": _GRAMMARS,
+    "guided_decoding_backend": _GRAMMARS,
+    "huggingface_hub_cache": _DOWNLOADS,
+    "is_embedding": _EMBEDDINGS,
+    "kv_transfer_config": _TRANSFER,
+    "limit_mm_per_prompt": _IMAGES,
+    "lora_adapters": _LORA,
+    "lora_modules": _LORA,
+    "lora_paths": _LORA,
+    "max_batch_total_tokens": "the KV cache bounds the tokens of a batch: --num-kv-blocks times --block-size",
+    "max_lora_rank": _LORA,
+    "max_loras": _LORA,
+    "max_total_tokens": "TGI's setting is --max-model-len here; SGLang's is --num-kv-blocks times --block-size",
+    "nnodes": _ONE_DEVICE,
+    "num_shard": _ONE_DEVICE,
+    "num_speculative_tokens": _SPECULATION,
+    "pipeline_parallel_size": _ONE_DEVICE,
+    "pp_size": _ONE_DEVICE,
+    "q": _QUANTIZATION,
+    "quantization": _QUANTIZATION,
+    "quantize": _QUANTIZATION,
+    "random_seed": _SEED,
+    "reasoning_parser": _REASONING,
+    "revision": _DOWNLOADS,
+    "runner": _EMBEDDINGS,
+    "seed": _SEED,
+    "sharded": _ONE_DEVICE,
+    "speculate": _SPECULATION,
+    "speculative_algorithm": _SPECULATION,
+    "speculative_config": _SPECULATION,
+    "speculative_draft_model_path": _SPECULATION,
+    "speculative_model": _SPECULATION,
+    "ssl_certfile": _TLS,
+    "ssl_keyfile": _TLS,
+    "structured_outputs_config": _GRAMMARS,
+    "swap_space": _OFFLOADING,
+    "task": _EMBEDDINGS,
+    "tensor_parallel_size": _ONE_DEVICE,
+    "tokenizer": _TOKENIZER,
+    "tokenizer_mode": _TOKENIZER,
+    "tokenizer_path": _TOKENIZER,
+    "tool_call_parser": _TOOLS,
+    "torchao_config": _QUANTIZATION,
+    "tp": _ONE_DEVICE,
+    "tp_size": _ONE_DEVICE,
+    "trust_remote_code": _TRUST,
+}
+
+
+def advice(name: str, known: Sequence[str]) -> str:
+    """Say what to use instead of an unknown flag, variable or setting.
+
+    `known` holds the valid names in the same spelling as `name`. Settings of other servers are explained by the two
+    tables above. For everything else the nearest valid name is proposed. The cutoff of 0.7 is higher than difflib's
+    0.6, with which a shared `--enable-` is enough to make two unrelated flags similar.
+    """
+    setting = name.removeprefix(ENVIRONMENT_PREFIX).lstrip("-").removeprefix("no-").replace("-", "_").lower()
+    if setting in RENAMED_SETTINGS:
+        return (
+            f"the setting is called --{RENAMED_SETTINGS[setting].replace('_', '-')} here; see `servekit serve --help`"
+        )
+    if setting in EXPLAINED_SETTINGS:
+        return EXPLAINED_SETTINGS[setting]
+    close = get_close_matches(name, known, n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else "see `servekit serve --help`"
 
 
+def check_host_memory(config: ServeConfig, host_memory_bytes: int) -> None:
+    """Raise ConfigError if the KV cache of a server on the CPU cannot fit into the machine's memory.
+
+    With `device = "auto"` only the worker knows where the model runs; it checks its device's memory itself.
+    """
+    wanted = config.kv_cache_memory_bytes
+    if config.device != "cpu" or wanted is None or config.num_kv_blocks is not None:
+        return
+    if wanted > host_memory_bytes:
+        raise ConfigError(
+            f"kv_cache_memory_bytes = {wanted} (--kv-cache-memory-bytes) is more than this machine's memory of "
+            f"{host_memory_bytes} bytes; set less, or leave it out for the default"
+        )
+
+
 def doubts(config: ServeConfig) -> list[str]:
-    """Settings that are allowed together and hardly meant together."""
+    """Return a warning for each combination of settings that is valid and probably a mistake."""
     found = []
     if config.max_num_batched_tokens < config.max_num_seqs:
         found.append(
             f"max_num_batched_tokens = {config.max_num_batched_tokens} is less than max_num_seqs = "
-            f"{config.max_num_seqs}: no more sequences than that get a token in a step, the others wait in their seats"
+            f"{config.max_num_seqs}: a step computes at most {config.max_num_batched_tokens} sequences, and the other "
+            "running sequences wait for a later step"
         )
     if config.max_total_body_bytes < config.max_body_bytes:
         found.append(
             f"max_total_body_bytes = {config.max_total_body_bytes} is less than max_body_bytes = "
-            f"{config.max_body_bytes}: what is larger is refused with 503, also where nobody else asks"
+            f"{config.max_body_bytes}: every request body over {config.max_total_body_bytes} bytes is refused with "
+            "503, also on an idle server"
         )
     if config.scheduling_policy == "fair" and config.api_keys_file is None:
-        found.append("scheduling_policy = 'fair': without an api_keys_file all requests are one tenant's")
+        found.append("scheduling_policy = 'fair' has no effect without api_keys_file: all requests have one tenant")
     if config.load_format == "dummy":
-        found.append("load_format = 'dummy': the weights are random, and so is whatever the model says")
+        found.append("load_format = 'dummy': the weights are random, so the model's answers mean nothing")
     return found
 
 
 def non_default(config: ServeConfig) -> dict[str, Any]:
-    """The settings that differ from their defaults: what a log should show first."""
-    told = redacted(config)
-    return {setting.name: value for setting in settings() if (value := getattr(told, setting.name)) != setting.default}
+    """Return the settings that differ from their defaults, without secrets; the server logs them at its start."""
+    shown = redacted(config)
+    return {setting.name: value for setting in settings() if (value := getattr(shown, setting.name)) != setting.default}
 
 
 def redacted(config: ServeConfig) -> ServeConfig:
-    """As others may see it."""
+    """Return the configuration with `***` in place of each secret."""
     return replace(config, **{name: "***" for name in SECRETS if getattr(config, name) is not None})

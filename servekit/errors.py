@@ -1,31 +1,33 @@
-"""Name everything that can go wrong, who caused it, and what the caller is told.
+"""Define every error of servekit in one tree: its cause, its HTTP status and its code.
 
     ServekitError
-    ├─ RequestError          the caller's doing
-    │  ├─ InvalidRequest        400  the body is not what the endpoint takes
-    │  ├─ ContextTooLong        400  prompt plus answer can never fit this server
-    │  ├─ Unauthorized          401  no key, or one that the server does not know
-    │  ├─ Forbidden             403  the key is not for this
+    ├─ RequestError          the request is at fault, or comes at the wrong time; the client can correct or repeat it
+    │  ├─ InvalidRequest        400  the body is not what the endpoint accepts
+    │  ├─ ContextTooLong        400  prompt plus answer can never fit into this server
+    │  ├─ Unauthorized          401  there is no API key, or an unknown one
+    │  ├─ Forbidden             403  the API key does not permit this
     │  ├─ ModelNotFound         404  the server has no model of that name
-    │  ├─ RequestTimeout        408  the head or the body did not come in time
-    │  ├─ ProfilerRefuses       409  of servekit.profiling: steps are recorded already, or are not
+    │  ├─ RequestTimeout        408  the headers or the body did not arrive in time
+    │  ├─ ProfilerRefuses       409  in servekit.engine.profiling: a recording is running already, or none is
     │  ├─ RequestTooLarge       413  the body is over the size limit
     │  ├─ UnsupportedEncoding   415  the body is compressed
-    │  ├─ RateLimited           429  the key's own limit is reached
-    │  ├─ HeadersTooLarge       431  the request's head is over the size limit
-    │  ├─ DeadlineExceeded      504  the request's own deadline passed before it was ready to wait
-    │  ├─ QueueFull             503  too much is waiting already; try again later
-    │  └─ TooManyConnections    503  as many connections are open as may be
-    ├─ WorkerError           a process's doing
-    │  ├─ WorkerNotReady        503  the model is still loading, or the server is going down
-    │  ├─ WorkerLost            503  the worker process ended, and no other took its place
+    │  ├─ RateLimited           429  the API key's own limit is reached
+    │  ├─ HeadersTooLarge       431  the headers are over the size limit
+    │  ├─ QueueFull             503  the waiting queue is full
+    │  ├─ TooManyConnections    503  the maximum number of connections is open
+    │  └─ DeadlineExceeded      504  the request's deadline passed before it could enter the queue
+    ├─ WorkerError           a worker process failed
+    │  ├─ WorkerNotReady        503  the model is still loading, or the server is shutting down
+    │  ├─ WorkerLost            503  the worker process ended, and no other replaced it in time
     │  ├─ WorkerTimeout         503  the worker process did not answer in time
-    │  └─ RequestCrashesWorker  500  workers ended again and again over this very request
-    ├─ ConfigError           the operator's doing; the process ends with exit code 2
-    ├─ ServerTrouble         of servekit.terminal: a server that was asked does not answer, or not what was asked
-    └─ InternalError         our bug, 500
+    │  └─ RequestCrashesWorker  500  workers ended repeatedly while they computed this request
+    ├─ ConfigError           a setting is wrong, or does not fit the model; the process exits with code 2
+    ├─ RequestFailed         in servekit.terminal: the server refused a request of a terminal client, or did not answer
+    ├─ StandardStreamFailed  in servekit.terminal: standard input or output cannot be used
+    └─ InternalError         500  a bug in servekit
 
-Every message gives the value, the limit, and the remedy. `assert` is for our own mistakes, these are for the world's.
+Every message gives the value, the limit and the remedy. `assert` is for programming errors inside servekit, these
+classes are for errors of requests, settings, processes and devices.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from typing import ClassVar
 
 
 class ServekitError(Exception):
-    """The root of the tree; `status`, `type` and `code` become the HTTP answer."""
+    """The root of the tree; `status`, `type` and `code` become the HTTP response."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -51,7 +53,7 @@ class ServekitError(Exception):
 
 
 class RequestError(ServekitError):
-    """The caller can mend it."""
+    """The request is at fault or comes at the wrong time; the client can correct or repeat it."""
 
     status = 400
     type = "invalid_request_error"
@@ -59,19 +61,19 @@ class RequestError(ServekitError):
 
 
 class InvalidRequest(RequestError):
-    """The body is not valid JSON, or not what the endpoint takes."""
+    """The body is not valid JSON, or not what the endpoint accepts."""
 
     code = "invalid_value"
 
 
 class ContextTooLong(RequestError):
-    """Prompt plus requested output exceed what this server can ever hold."""
+    """Prompt plus requested output exceed the longest sequence that this server can run."""
 
     code = "context_length_exceeded"
 
 
 class Unauthorized(RequestError):
-    """The request shows no key, or one that the server does not know."""
+    """The request has no API key, or one that the server does not know."""
 
     status = 401
     type = "authentication_error"
@@ -79,7 +81,7 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """The request's key does not open what it asks for."""
+    """The request's API key does not permit what it asks for."""
 
     status = 403
     type = "permission_error"
@@ -94,7 +96,7 @@ class ModelNotFound(RequestError):
 
 
 class RequestTimeout(RequestError):
-    """The head or the body did not come in time."""
+    """The headers or the body did not arrive in time."""
 
     status = 408
     code = "request_timeout"
@@ -108,14 +110,14 @@ class RequestTooLarge(RequestError):
 
 
 class UnsupportedEncoding(RequestError):
-    """The body is compressed; what it grows to would be known only by unpacking it."""
+    """The body is compressed, so its size is only known after unpacking it."""
 
     status = 415
     code = "unsupported_encoding"
 
 
 class RateLimited(RequestError):
-    """The limit of the request's own key is reached."""
+    """The limit of the request's API key is reached."""
 
     status = 429
     type = "rate_limit_error"
@@ -123,21 +125,21 @@ class RateLimited(RequestError):
 
 
 class HeadersTooLarge(RequestError):
-    """The request's head is over the size limit."""
+    """The request line and headers are over the size limit."""
 
     status = 431
     code = "headers_too_large"
 
 
 class DeadlineExceeded(RequestError):
-    """The request's own deadline passed while it was made ready."""
+    """The request's own deadline passed while its prompt was prepared."""
 
     status = 504
     code = "deadline_exceeded"
 
 
 class QueueFull(RequestError):
-    """Admitting the request would exceed the bound on waiting requests."""
+    """Admitting the request would exceed the bound on the waiting queue."""
 
     status = 503
     type = "overloaded_error"
@@ -145,7 +147,7 @@ class QueueFull(RequestError):
 
 
 class TooManyConnections(RequestError):
-    """As many connections are open as may be."""
+    """The maximum number of connections is open."""
 
     status = 503
     type = "overloaded_error"
@@ -153,14 +155,14 @@ class TooManyConnections(RequestError):
 
 
 class WorkerError(ServekitError):
-    """A worker process failed its client; trying again can help."""
+    """A worker process failed; the client can repeat the request."""
 
     status = 503
     code = "worker_unavailable"
 
 
 class WorkerNotReady(WorkerError):
-    """No worker has a model loaded, or the server is going down."""
+    """No worker has the model loaded, or the server is shutting down."""
 
 
 class WorkerLost(WorkerError):
@@ -172,14 +174,14 @@ class WorkerTimeout(WorkerError):
 
 
 class RequestCrashesWorker(WorkerError):
-    """Workers ended again and again while they computed this request, the last one while it computed nothing else."""
+    """Workers ended repeatedly while they computed this request; the last one computed nothing else."""
 
     status = 500
     code = "request_crashes_worker"
 
 
 def shutting_down() -> WorkerNotReady:
-    """What everybody is told while the server ends, wherever their request has come to."""
+    """Return the error for every request that the server can no longer serve because it is shutting down."""
     return WorkerNotReady("the server is shutting down; please send the request again", retry_after_s=5)
 
 
@@ -190,4 +192,4 @@ class ConfigError(ServekitError):
 
 
 class InternalError(ServekitError):
-    """A bug of ours that a client happened to meet."""
+    """A bug in servekit."""

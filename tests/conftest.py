@@ -1,4 +1,4 @@
-"""What all tests share: an environment for torch, and one server on the demo model."""
+"""Set up what all tests share: an environment for torch, and one server with the demo model."""
 
 import os
 from collections.abc import Iterator
@@ -6,34 +6,40 @@ from pathlib import Path
 
 import pytest
 
-from tests.server_process import ServerProcess, serving
+from tests.support.server_process import ServerProcess, serving
 
 TESTS = Path(__file__).parent
 
-# Before torch is imported anywhere: its threads must not spin for long, machines that run tests are busy ones.
+# Set before torch is imported: its threads must not spin for long, because machines that run tests are busy.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
-# `make test` gives each file to one of two processes, in this order and then that of the folders: what takes long must
-# not come last, when the other process has nothing left to do.
+# `make test` runs each file in one of two processes, these files first, then the others in the order of the folders. A
+# long file at the end would leave the other process without work.
 LONG_FILES = (
-    "sim/test_simulation.py",
     "e2e/test_process.py",
-    "torture/test_workers.py",
-    "e2e/test_console.py",
-    "workers/test_token_identity.py",
     "e2e/test_recovery.py",
+    "e2e/test_console.py",
+    "servekit/simulation/test_recording.py",
+    "servekit/simulation/test_planted_bugs.py",
+    "servekit/simulation/test_simulation.py",
+    "workers/test_token_identity.py",
     "e2e/test_console_live.py",
     "e2e/test_terminal.py",
-    "workers/test_triton_kernels.py",
     "workers/test_triton_compilation.py",
     "workers/test_gpu_path.py",
+    "workers/test_no_synchronisation.py",
+    "e2e/test_random_weights.py",
+    "e2e/test_observability.py",
+    "e2e/test_profiling.py",
+    "e2e/test_journal.py",
+    "e2e/test_live.py",
     "e2e/test_limits.py",
+    "e2e/test_chat_templates.py",
     "e2e/test_access.py",
     "e2e/test_simulated_model.py",
-    "e2e/test_live.py",
     "e2e/test_terminal_pipe.py",
-    "torture/test_schemas.py",
+    "workers/sampling/test_goodness_of_fit.py",
 )
 
 
@@ -47,6 +53,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """For every test that does not end it."""
+    """A server with the demo model, for every test that does not end it."""
     with serving(log=tmp_path_factory.mktemp("server") / "log") as server:
         yield server

@@ -1,1 +1,4 @@
-"""The execution side of servekit: everything that needs torch."""
+"""The execution side of servekit: everything that needs torch.
+
+May import servekit.protocol and servekit.errors only; the simulated runner also servekit.simulation.
+"""

@@ -1,4 +1,4 @@
-"""From a step plan to the tensors of one forward pass, every shape named.
+"""Turn a step plan into the tensors of one forward pass, every shape named.
 
 The step is one flat row of tokens, whatever sequences they belong to: [num_tokens] ids and positions, no padding.
 """
@@ -12,24 +12,46 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from servekit.messages import Row, Seat, StepPlan
-from workers.paged_step import StepRows
-from workers.sampler import SamplingRow
-from workers.staging import staged
+from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan
+from servekit.protocol.sampling_params import SamplingParams
+from workers.attention.interface import AttentionMetadata
+from workers.device.transfer import to_device
 
 Indices = NDArray[np.int64]
+MIN_TEMPERATURE = 1e-5  # dividing by less overflows; the result is the greedy one anyway
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRow:
-    """A row whose logits foretell prompt tokens that are to be explained: `num_tokens` positions from `start` on."""
+class SamplingRow:
+    """How one row of logits is sampled."""
 
-    row: int  # index into the plan's rows
-    first: int  # where in the step's flat tokens the logits stand that foretell position `start`
+    sampling: SamplingParams
+    position: int  # of the token that is to be chosen
+    slot: int = 0
+    num_outputs: int = 0  # tokens of the answer before this one
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the row takes the largest logit."""
+        return self.sampling.temperature < MIN_TEMPERATURE
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some tokens are excluded by their probability."""
+        sampling = self.sampling
+        return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0 or sampling.typical_p < 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsChunk:
+    """A chunk whose logits predict prompt tokens whose logprobs are asked for: `num_tokens` positions from `start`."""
+
+    index: int  # of the chunk, in the plan
+    first: int  # index into the step's flat tokens of the logits that predict position `start`
     slot: int
     start: int
     num_tokens: int
-    num_top: int
+    num_top: int  # how many of the most probable tokens are wanted with each
 
 
 @dataclass(slots=True)
@@ -38,15 +60,15 @@ class Batch:
 
     input_ids: Tensor  # [num_tokens]
     position_ids: Tensor  # [num_tokens]
-    rows: StepRows
+    attention: AttentionMetadata
     logits_indices: Tensor  # [num_sampled] which tokens' logits are wanted
     sampled_cells: Tensor  # [num_sampled] where in the token table the sampled ids go
     sampling: list[SamplingRow]  # num_sampled of them
-    prompt_rows: list[PromptRow]
+    prompt_logprobs: list[PromptLogprobsChunk]
 
 
 class SlotTable:
-    """What the worker remembers of the sequences in its seats, by slot: tokens, block tables, how to sample.
+    """What the worker keeps of the sequences in its slots: tokens, block tables, sampling parameters.
 
     The tokens live on the device: a sampled id is written here and read by the next step, without a detour over the
     host. The block tables live on the host, where plans arrive.
@@ -57,86 +79,94 @@ class SlotTable:
     ) -> None:
         self.block_size = block_size
         self.row_length = max_model_len + 1  # the last sampled token has a position too
-        # int32: with many slots and a long context this is the largest table there is.
+        # int32: with many slots and a long context this is the largest table.
         self.token_ids = torch.zeros(num_slots * self.row_length, dtype=torch.int32, device=device)
         max_blocks = min(num_blocks, -(-self.row_length // block_size))
         self.block_tables: NDArray[np.int32] = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self.num_blocks: Indices = np.zeros(num_slots, dtype=np.int64)
-        self.seats: dict[int, Seat] = {}
+        self.slot_assignments: dict[int, SlotAssignment] = {}
 
-    def sit(self, seat: Seat) -> None:
-        """A new sequence takes the slot; nothing of the former one may be seen again."""
-        self.seats[seat.slot] = seat
-        self.num_blocks[seat.slot] = 0
+    def assign(self, assignment: SlotAssignment) -> None:
+        """Give the slot to a new sequence; nothing of the former one is visible from then on."""
+        self.slot_assignments[assignment.slot] = assignment
+        self.num_blocks[assignment.slot] = 0
 
     def write(self, known: list[tuple[int, int, tuple[int, ...]]]) -> None:
-        """Token ids that are known on the host, as (slot, position of the first, ids)."""
+        """Write token ids that the host knows, each as (slot, position of the first, ids)."""
         token_ids = np.array([token_id for _, _, token_ids in known for token_id in token_ids], dtype=np.int32)
         if not len(token_ids):
             return
         cells = np.concatenate(
             [np.arange(len(token_ids)) + (slot * self.row_length + start) for slot, start, token_ids in known]
         )
-        at, values = staged([cells, token_ids], self.token_ids.device)
-        self.token_ids.index_copy_(0, at, values)
+        indices, values = to_device([cells, token_ids], self.token_ids.device)
+        self.token_ids.index_copy_(0, indices, values)
 
-    def append_blocks(self, row: Row) -> None:
-        count = self.num_blocks[row.slot]
-        self.block_tables[row.slot, count : count + len(row.new_block_ids)] = row.new_block_ids
-        self.num_blocks[row.slot] += len(row.new_block_ids)
+    def append_blocks(self, chunk: ScheduledChunk) -> None:
+        """Append the chunk's new blocks to its slot's block table."""
+        count = self.num_blocks[chunk.slot]
+        self.block_tables[chunk.slot, count : count + len(chunk.new_block_ids)] = chunk.new_block_ids
+        self.num_blocks[chunk.slot] += len(chunk.new_block_ids)
 
-    def sampling_row(self, row: Row) -> SamplingRow:
-        seat, position = self.seats[row.slot], row.start + row.num_tokens
-        return SamplingRow(seat.sampling, position, row.slot, position - seat.prompt_length)
+    def sampling_row(self, chunk: ScheduledChunk) -> SamplingRow:
+        """Return how the chunk's last logits are sampled."""
+        assignment, position = self.slot_assignments[chunk.slot], chunk.start + chunk.num_tokens
+        return SamplingRow(assignment.sampling, position, chunk.slot, position - assignment.prompt_length)
 
-    def prompt_row(self, index: int, first: int, row: Row) -> PromptRow | None:
-        """None where nobody asks, or the prompt is behind."""
-        seat = self.seats[row.slot]
-        num_top, start = seat.sampling.prompt_logprobs, row.start + 1
-        if num_top is None or start >= seat.prompt_length:
+    def prompt_logprobs_chunk(self, index: int, first: int, chunk: ScheduledChunk) -> PromptLogprobsChunk | None:
+        """Return which prompt tokens the chunk's logits predict; None where no logprobs of them are asked for.
+
+        `index` is the chunk's place in the plan, `first` that of its first token in the flat step.
+        """
+        assignment = self.slot_assignments[chunk.slot]
+        num_top, start = assignment.sampling.prompt_logprobs, chunk.start + 1
+        if num_top is None or start >= assignment.prompt_length:
             return None
-        return PromptRow(index, first, row.slot, start, min(row.num_tokens, seat.prompt_length - start), num_top)
+        num_tokens = min(chunk.num_tokens, assignment.prompt_length - start)
+        return PromptLogprobsChunk(index, first, chunk.slot, start, num_tokens, num_top)
 
 
 def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
     """Bring the table up to date with the plan, and lay the step out flat."""
     device, block_size = table.token_ids.device, table.block_size
-    for seat in plan.seats:
-        table.sit(seat)
-    for row in plan.rows:
-        table.append_blocks(row)
-    of_seats = [(seat.slot, 0, seat.token_ids) for seat in plan.seats]
-    table.write(of_seats + [(row.slot, row.start, row.token_ids) for row in plan.rows])
-    seated = np.array([row.slot for row in plan.rows])
-    begin = np.array([row.start for row in plan.rows])
-    num_queries = np.array([row.num_tokens for row in plan.rows])
-    num_keys, ends = begin + num_queries, num_queries.cumsum()
-    first = ends - num_queries  # where each row begins in the flat step
-    positions = np.arange(ends[-1]) + (begin - first).repeat(num_queries)
-    slots = seated.repeat(num_queries)
-    blocks = table.block_tables[slots, positions // block_size]
+    for assignment in plan.slot_assignments:
+        table.assign(assignment)
+    for chunk in plan.chunks:
+        table.append_blocks(chunk)
+    cached = [(assignment.slot, 0, assignment.token_ids) for assignment in plan.slot_assignments]
+    table.write(cached + [(chunk.slot, chunk.start, chunk.token_ids) for chunk in plan.chunks])
+    slots = np.array([chunk.slot for chunk in plan.chunks])
+    begins = np.array([chunk.start for chunk in plan.chunks])
+    num_queries = np.array([chunk.num_tokens for chunk in plan.chunks])
+    num_keys, ends = begins + num_queries, num_queries.cumsum()
+    first = ends - num_queries  # where each chunk begins in the flat step
+    # From here on, of each token of the flat step.
+    positions = np.arange(ends[-1]) + (begins - first).repeat(num_queries)
+    token_slots = slots.repeat(num_queries)
+    blocks = table.block_tables[token_slots, positions // block_size]
     width = -(-int(num_keys.max()) // block_size)
-    sampled = [index for index, row in enumerate(plan.rows) if row.samples]
-    cells, position_ids, logits_indices, sampled_cells, query_starts, lengths, block_table, slot_mapping = staged(
+    sampled = [index for index, chunk in enumerate(plan.chunks) if chunk.samples]
+    cells, position_ids, logits_indices, sampled_cells, query_starts, lengths, block_table, slot_mapping = to_device(
         [
-            slots * table.row_length + positions,
+            token_slots * table.row_length + positions,
             positions,
             ends[sampled] - 1,
-            (seated * table.row_length + num_keys)[sampled],
+            (slots * table.row_length + num_keys)[sampled],
             np.append(first, ends[-1]).astype(np.int32),
             num_keys.astype(np.int32),
-            table.block_tables[seated, :width],
+            table.block_tables[slots, :width],
             blocks.astype(np.int64) * block_size + positions % block_size,
         ],
         device,
     )
-    prompt_rows = (table.prompt_row(i, int(first[i]), row) for i, row in enumerate(plan.rows))
+    attention = AttentionMetadata(block_size, num_queries, num_keys, query_starts, lengths, block_table, slot_mapping)
+    prompts = (table.prompt_logprobs_chunk(i, int(first[i]), chunk) for i, chunk in enumerate(plan.chunks))
     return Batch(
         input_ids=table.token_ids[cells].long(),
         position_ids=position_ids,
-        rows=StepRows(block_size, num_queries, num_keys, query_starts, lengths, block_table, slot_mapping),
+        attention=attention,
         logits_indices=logits_indices,
         sampled_cells=sampled_cells,
-        sampling=[table.sampling_row(plan.rows[index]) for index in sampled],
-        prompt_rows=[row for row in prompt_rows if row is not None],
+        sampling=[table.sampling_row(plan.chunks[index]) for index in sampled],
+        prompt_logprobs=[chunk for chunk in prompts if chunk is not None],
     )

@@ -1,1 +1,1 @@
-"""What a GPU does with servekit's worker: kernels, tokens, steps, memory, HTTP, and others on the same shapes."""
+"""Benchmark servekit's worker on a GPU: kernels, tokens, steps, memory, HTTP, and other engines on the same shapes."""

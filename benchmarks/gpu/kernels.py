@@ -1,24 +1,26 @@
-"""Attention, and what stands between multiplications, kernel by kernel: first whether it is right, then how fast."""
+"""Check every kernel against float64, then time it: attention, the operations between products, and sampling."""
 
 from __future__ import annotations
+
+import contextlib
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu import small_kernels
-from benchmarks.gpu.at_work import work
-from benchmarks.gpu.measuring import bandwidth, error_of, kernel_s, num_copies
-from benchmarks.gpu.paged import Case, Heads, make_case
+from benchmarks.gpu import layer_kernels
+from benchmarks.gpu.attention_cases import Case, Heads, make_case
 from benchmarks.gpu.session import BLOCK_SIZE, Session
 from benchmarks.gpu.shapes import Ceilings, visible_pairs
-from workers.page_dtype import PlainPages
-from workers.paged_step import PagedAttention, Score
-from workers.torch_attention import TorchAttention
+from benchmarks.gpu.stage_process import run_stage
+from benchmarks.gpu.timing import bandwidth, error_of, kernel_s, num_copies
+from workers.attention.interface import AttentionBackend, AttentionParams
+from workers.attention.torch_backend import TorchAttention
+from workers.kv_cache.kv_quantization import PlainPages
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of a row's length
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of a row's norm
 FLASH_BLOCK_SIZE = 256
 LLAMA, SMALL, TINY = Heads(32, 8, 128), Heads(14, 2, 64), Heads(4, 2, 16)
-Candidate = tuple[PagedAttention, int]  # and the size of its blocks
+Candidate = tuple[AttentionBackend, int]  # with its block size
 
 
 def run(session: Session) -> None:
@@ -32,51 +34,50 @@ def run(session: Session) -> None:
             _time_decode(session, attention, block_size, ceilings)
             _time_prefill(session, attention, block_size, ceilings)
         _time_dense(session, ceilings)
-        small_kernels.run(session, ceilings)
+        layer_kernels.run(session, ceilings)
 
 
 def candidates(session: Session, dtype: torch.dtype) -> list[Candidate]:
-    """Whatever can be had here, in blocks that it can read."""
+    """Return the backends that can be used here, with block sizes that they can read."""
     pages = PlainPages(dtype)
     if not session.on_gpu:
         return [(TorchAttention(pages), BLOCK_SIZE)]
-    from workers import gpu_attention  # not at the top: it needs Triton
+    from workers.attention import gpu_backends  # not at the top: it needs Triton
 
-    found: list[Candidate] = [(gpu_attention.TritonAttention(pages), BLOCK_SIZE)]
+    found: list[Candidate] = [(gpu_backends.TritonAttention(pages), BLOCK_SIZE)]
     if dtype is torch.bfloat16:
-        found.append((gpu_attention.TritonAttention(pages), FLASH_BLOCK_SIZE))
-        for find in (gpu_attention.find_flash_attention, gpu_attention.find_varlen_attention):
-            attention = find([], pages)
-            if not isinstance(attention, str):
-                found.append((attention, FLASH_BLOCK_SIZE))
+        found.append((gpu_backends.TritonAttention(pages), FLASH_BLOCK_SIZE))
+        for load in (gpu_backends.load_flash_attention, gpu_backends.load_varlen_attention):
+            with contextlib.suppress(gpu_backends.BackendUnavailableError):
+                found.append((load([], pages), FLASH_BLOCK_SIZE))
     return found
 
 
-def _check(session: Session, attention: PagedAttention, block_size: int, dtype: torch.dtype) -> None:
-    """On fresh inputs, in a few shapes of heads and of steps, as far as this way to attend knows them."""
-    cases = [(LLAMA, Score(128**-0.5)), (SMALL, Score(64**-0.5))]
+def _check(session: Session, attention: AttentionBackend, block_size: int, dtype: torch.dtype) -> None:
+    """Check some shapes of heads and of steps on fresh inputs, as far as this backend supports them."""
+    cases = [(LLAMA, AttentionParams(128**-0.5)), (SMALL, AttentionParams(64**-0.5))]
     if attention.name in ("triton", "torch"):
         sinks = torch.randn(6, device=session.device)
-        cases += [(Heads(16, 8, 256), Score(0.06, window=100, softcap=20.0))]
-        cases += [(Heads(6, 2, 80), Score(0.1, window=64, sinks=sinks))]
+        cases += [(Heads(16, 8, 256), AttentionParams(0.06, window=100, softcap=20.0))]
+        cases += [(Heads(6, 2, 80), AttentionParams(0.1, window=64, sinks=sinks))]
     steps = {
         "decode": [(1, 1000), (1, 17), (1, 1)],
         "mixed": [(1, 400), (100, 300), (7, 7), (64, 512)],
         "prompt": [(513, 513)],
     }
-    for heads, score in cases:
+    for heads, params in cases:
         for step, rows in steps.items():
             what = f"{step}, {heads.num_heads}/{heads.num_kv_heads} heads of {heads.dim}"
             named = {"kernel": attention.name, "block_size": block_size, "dtype": str(dtype), "what": what}
             with session.row("errors", **named) as row:
-                case = make_case(attention, heads, rows, score, block_size, dtype, session.device)
+                case = make_case(attention, heads, rows, params, block_size, dtype, session.device)
                 row["error"] = error_of(case.attend().flatten(1), case.exact().flatten(1))
                 row["limit"] = TOLERANCE[dtype]
                 assert row["error"] < row["limit"], f"the error is {row['error']:.1e}"
 
 
-def _time_decode(session: Session, attention: PagedAttention, block_size: int, ceilings: Ceilings) -> None:
-    """Reading keys and values once is the floor."""
+def _time_decode(session: Session, attention: AttentionBackend, block_size: int, ceilings: Ceilings) -> None:
+    """Time decode steps. The floor is to read keys and values once."""
     loads = [(batch, session.context) for batch in session.batches]
     loads += [(1, 8192), (32, 8192)] if session.on_gpu else []
     for heads in (LLAMA, SMALL) if session.on_gpu else (TINY,):
@@ -88,8 +89,8 @@ def _time_decode(session: Session, attention: PagedAttention, block_size: int, c
                 row |= bandwidth(num_bytes, row["seconds"], ceilings, session.device)
 
 
-def _time_prefill(session: Session, attention: PagedAttention, block_size: int, ceilings: Ceilings) -> None:
-    """Multiplying is the floor: once for a score, once for a value."""
+def _time_prefill(session: Session, attention: AttentionBackend, block_size: int, ceilings: Ceilings) -> None:
+    """Time prompts. The floor is the multiplications, once for the scores and once for the values."""
     loads = [(1, 8192, 8192), (8, 1024, 1024), (1, 1024, 8192)] if session.on_gpu else [(1, 64, 64), (1, 16, 64)]
     heads = LLAMA if session.on_gpu else TINY
     for batch, num_queries, num_keys in loads:
@@ -106,23 +107,23 @@ def _time_prefill(session: Session, attention: PagedAttention, block_size: int, 
 
 def _timed(
     session: Session,
-    attention: PagedAttention,
+    attention: AttentionBackend,
     block_size: int,
     heads: Heads,
     rows: list[tuple[int, int]],
     num_bytes: int,
 ) -> dict[str, float | str]:
     def make() -> Case:
-        score = Score(heads.dim**-0.5)
-        return make_case(attention, heads, rows, score, block_size, torch.bfloat16, session.device)
+        params = AttentionParams(heads.dim**-0.5)
+        return make_case(attention, heads, rows, params, block_size, torch.bfloat16, session.device)
 
     copies = [make() for _ in range(num_copies(num_bytes, session.device))]
-    seconds, how = kernel_s([case.look for case in copies], session.device)
+    seconds, how = kernel_s([case.attend_to_pages for case in copies], session.device)
     return {"seconds": seconds, "how": how}
 
 
 def _time_dense(session: Session, ceilings: Ceilings) -> None:
-    """torch's own over keys that lie in one piece: what pages are to be compared with."""
+    """Time torch's attention over contiguous keys, to compare with pages."""
     heads = LLAMA if session.on_gpu else TINY
     batch, context, prompt = (32, session.context, 8192) if session.on_gpu else (4, session.context, 64)
 
@@ -131,7 +132,7 @@ def _time_dense(session: Session, ceilings: Ceilings) -> None:
 
     with session.row("attention_speed", kernel="torch, no pages", what=_name(heads, batch, 1, context)) as row:
         num_bytes = 2 * 2 * batch * context * heads.num_kv_heads * heads.dim
-        group = heads.num_heads // heads.num_kv_heads  # as rows of one matrix, so that keys are read once for all
+        group = heads.num_heads // heads.num_kv_heads  # more query rows: keys are read once
         sets = [
             [random(batch, heads.num_kv_heads, length) for length in (group, context, context)]
             for _ in range(num_copies(num_bytes, session.device))
@@ -153,4 +154,4 @@ def _name(heads: Heads, batch: int, num_queries: int, num_keys: int) -> str:
 
 
 if __name__ == "__main__":
-    work(run)
+    run_stage(run)

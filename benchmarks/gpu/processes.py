@@ -1,4 +1,4 @@
-"""A stage's processes, and their end: what they hold of the device's memory is back before the next stage begins."""
+"""Run a stage with all its processes, and end them, so that the device's memory is free before the next stage."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-MARK = "GPU_STAGE"  # in the environment of whatever a stage starts, which may leave its group, as a worker does
-GONE_S = 20.0  # in which the driver takes memory back, even a hundred GiB
+MARK = "GPU_STAGE"  # an environment variable of all that a stage starts; a worker leaves the process group
+GONE_S = 20.0  # time in which the driver frees memory, even a hundred GiB
 PROC = Path("/proc")
 
 
-def run_apart(command: Sequence[str], output: BinaryIO, limit_s: float) -> int | None:
-    """The exit code; None if it had to be ended. Whatever it started is ended, too, and gone when this returns.
+def run_to_end(command: Sequence[str], output: BinaryIO, limit_s: float) -> int | None:
+    """Run a command; return its exit code, or None if it was killed at its limit.
 
-    Or nearly: what the driver does not let go of for 20 s is not waited for any longer.
+    All processes that it started are killed, too, and have ended when this returns, except one that the driver holds
+    for more than 20 s.
     """
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
@@ -36,11 +37,11 @@ def run_apart(command: Sequence[str], output: BinaryIO, limit_s: float) -> int |
 
 def _end(process: subprocess.Popen[bytes], mark: bytes) -> None:
     deadline = time.monotonic() + GONE_S
-    # Remembered, for a process that is ending has no environment any more, long before its memory is given back.
+    # Remember them: an ending process loses its environment long before its memory is freed.
     known = _marked(mark)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # it may be in the driver, where no signal reaches it
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it may be in the driver, where signals are not delivered
         process.wait(timeout=GONE_S)
     while True:
         known |= _marked(mark)
@@ -54,17 +55,17 @@ def _end(process: subprocess.Popen[bytes], mark: bytes) -> None:
 
 
 def _marked(mark: bytes) -> set[int]:
-    """Empty where there is no /proc."""
+    """Return the processes with the mark in their environment; none on systems without /proc."""
     found = set()
     for folder in PROC.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if mark in (folder / "environ").read_bytes().split(b"\0"):
                 found.add(int(folder.name))
     return found
 
 
 def lives(pid: int) -> bool:
-    """Whether it may still hold anything: what has ended and was not asked for its exit code does not."""
+    """Return whether a process may still hold memory. A zombie without other threads holds none."""
     try:
         state = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
         num_threads = len(list((PROC / str(pid) / "task").iterdir()))

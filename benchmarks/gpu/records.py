@@ -1,4 +1,4 @@
-"""What is measured, kept at once: a line of JSON for each row, so that a run that is cut off leaves all it had."""
+"""Records of measurements. Each is written immediately as a line of JSON, so a run that is cut off loses nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-Record = dict[str, Any]  # always with `run`, `stage` and `table`; `failed` or `skipped` if there are no figures
+Record = dict[str, Any]  # has `run`, `stage` and `table`; `failed` or `skipped` if there are no figures
 
 
 class Recorder:
-    """Appends to the file of one run. Several processes may, in turn."""
+    """Append to the file of one run. Several processes may do so, one after the other."""
 
     def __init__(self, folder: Path, run: str, stage: str) -> None:
         self._file, self._run, self._stage = folder / f"records-{run}.jsonl", run, stage
@@ -28,7 +28,7 @@ class Recorder:
 
 
 def parse(lines: Iterable[str]) -> Iterator[Record]:
-    """Without a last line that was cut off in the middle."""
+    """Parse lines; skip a last line that was cut off in the middle."""
     for line in lines:
         try:
             record = json.loads(line)
@@ -39,13 +39,13 @@ def parse(lines: Iterable[str]) -> Iterator[Record]:
 
 
 def read_all(folder: Path) -> list[Record]:
-    """Of all runs whose files lie in the folder, oldest first."""
+    """Return the records of all runs in the folder, oldest first."""
     files = sorted(folder.glob("records-*.jsonl"))
     return [record for file in files for record in parse(file.read_text().splitlines())]
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """Of each stage, what its last run told. Runs are named by their time."""
+    """Keep each stage's records of its last run. Runs are named by their time."""
     kept = list(records)
     last: dict[str, str] = {}
     for record in kept:

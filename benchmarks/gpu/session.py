@@ -1,4 +1,4 @@
-"""What a stage is given: the device, the shapes, and somewhere to write."""
+"""The context of a stage: its device, its shapes, its time, and its recorder."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.measuring import measure_ceilings
-from benchmarks.gpu.needed import what_to_install
 from benchmarks.gpu.records import Record, Recorder
+from benchmarks.gpu.requirements import installation_hint
 from benchmarks.gpu.shapes import Ceilings, Shape
-from servekit.messages import LoadModel
-from workers.model_manager import LoadedModel, ModelManager
-from workers.pieces import release_memory
+from benchmarks.gpu.timing import measure_ceilings
+from servekit.protocol.messages import LoadModel
+from workers.device.memory import release_memory
+from workers.loading.model_manager import LoadedModel, ModelManager
 
 ROOT = Path(__file__).parents[2]
 BLOCK_SIZE = 16
 CONTEXT = 1024
-LEAST_BLOCKS = 2048  # one whole context: what a graph is made for depends on how long a sequence may become
+MIN_BLOCKS = 2048  # one whole context: the captured graphs depend on the longest possible sequence
 PACKAGES = ("torch", "triton", "transformers", "flash-attn", "vllm")
 
 
 class SkippedError(Exception):
-    """It cannot be measured here; says why, and what would help."""
+    """It cannot be measured here; the message says why, and what would help."""
 
 
 class Session:
-    """One stage's. A row that fails is told in its table, and the next one is tried."""
+    """One stage's context. A row that fails is recorded as failed, and the stage goes on."""
 
     def __init__(self, recorder: Recorder, device: str, shapes: list[Shape], limit_s: float, command: str) -> None:
         self.device = torch.device(device)
@@ -50,7 +50,7 @@ class Session:
 
     @property
     def on_gpu(self) -> bool:
-        """Otherwise this is a rehearsal: it goes the same way as far as a CPU can, and its figures mean nothing."""
+        """False in a rehearsal, which runs the same code as far as a CPU can; its figures mean nothing."""
         return self.device.type == "cuda"
 
     @property
@@ -63,12 +63,12 @@ class Session:
 
     @property
     def context(self) -> int:
-        """Tokens that each sequence has before its steps are timed."""
+        """The tokens that each sequence has before its steps are timed."""
         return CONTEXT if self.on_gpu else 64
 
     @contextmanager
     def row(self, table: str, **fields: Any) -> Iterator[Record]:
-        """Figures to be filled in; written when the block ends, however it ends."""
+        """Yield a record to fill in; it is written when the block ends, also by an exception."""
         record: Record = dict(fields)
         try:
             yield record
@@ -87,7 +87,7 @@ class Session:
             pass
 
     def ceilings(self) -> Ceilings:
-        """Of this device; measured once in a run."""
+        """Return this device's ceilings, which are measured once in a run."""
         known = self._recorder.of_this_run("ceilings")
         if not known:
             self.write("ceilings", **measure_ceilings(self.device))
@@ -96,19 +96,19 @@ class Session:
 
     @contextmanager
     def model_folder(self, shape: Shape) -> Iterator[Path]:
-        """A model's directory without weights."""
+        """Make a model directory without weights."""
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(shape.config()))
             yield Path(folder)
 
     def load(self, shape: Shape) -> LoadedModel:
-        """In bfloat16, with weights that are made up on the device."""
+        """Load the shape in bfloat16, with random weights made on the device."""
         release_memory()
         with self.model_folder(shape) as folder:
             return ModelManager(str(self.device)).load(folder, "bfloat16", None, load_format="dummy")
 
     def settings(self, num_sequences: int, num_tokens: int, **others: Any) -> LoadModel:
-        """With blocks for so many tokens of each sequence, at least."""
+        """Return settings with KV blocks for at least num_tokens of each sequence."""
         fields: dict[str, Any] = {
             "model_path": "",
             "device": str(self.device),
@@ -117,22 +117,22 @@ class Session:
             "max_num_seqs": num_sequences,
             "max_num_batched_tokens": 8192,
             "block_size": BLOCK_SIZE,
-            "num_kv_blocks": max(num_sequences * -(-num_tokens // BLOCK_SIZE), LEAST_BLOCKS if self.on_gpu else 0),
+            "num_kv_blocks": max(num_sequences * -(-num_tokens // BLOCK_SIZE), MIN_BLOCKS if self.on_gpu else 0),
             "kv_cache_memory_bytes": None,
             "gpu_memory_utilization": 0.9,
         }
         return LoadModel(**{**fields, **others})
 
 
-def require_modules(names: Iterable[str], of_what: str) -> None:
-    """Raises SkippedError with what to install."""
-    missing = what_to_install(names)
+def require_modules(names: Iterable[str], purpose: str) -> None:
+    """Raise SkippedError with what to install if a module is missing."""
+    missing = installation_hint(names)
     if missing:
-        raise SkippedError(f"{of_what} is missing: {missing}")
+        raise SkippedError(f"{purpose} is missing: {missing}")
 
 
 def environment() -> dict[str, str]:
-    """Of a process that is to find this checkout wherever its own children start, be servekit installed or not."""
+    """Return an environment in which child processes import this checkout, whether or not servekit is installed."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -159,12 +159,12 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """Empty where this is no checkout: git would find somebody else's further up."""
+    """Return the commit; empty if this is not a checkout, where git would find another repository further up."""
     if not (ROOT / ".git").exists():
         return ""
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
     try:
-        told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return told.stdout.strip() if told.returncode == 0 else ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,7 +1,7 @@
-"""The models that are measured, as shapes without weights, and what a GPU cannot be faster than for each.
+"""The shapes of the models that are measured, and the minimum time (floor) of their steps on a GPU.
 
-The floor of a decode step is the time to read weights, keys and values once, or to multiply by weights, whichever
-is longer; that of prefill is its multiplications. Embeddings are looked up and count for nothing.
+The floor of a decode step is the time to read weights, keys and values once, or to multiply by the weights, whichever
+is longer. The floor of prefill is its multiplications. Embedding lookups are not counted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Shape:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    is_tied: bool  # the head is the embedding
-    has_biases: bool = False  # of queries, keys and values
+    is_tied: bool  # the output head shares the embedding's weight
+    has_biases: bool = False  # of the query, key and value projections
 
     @property
     def head_dim(self) -> int:
@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def multiplied_in_layers(self) -> int:
-        """Weights that every token is multiplied with, over all layers."""
+        """The number of weights that every token is multiplied with, over all layers."""
         qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         attention = self.hidden_size * (qkv + self.num_heads * self.head_dim)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def read_bytes(self) -> int:
-        """Of weights, in a decode step."""
+        """The bytes of weights that a decode step reads."""
         return ITEM_BYTES * (self.multiplied_in_layers + self.multiplied_in_head)
 
     @property
@@ -60,7 +60,7 @@ class Shape:
         return ITEM_BYTES * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def config(self) -> dict[str, Any]:
-        """What a config.json has."""
+        """Return the contents of a config.json."""
         return {
             "model_type": self.model_type,
             "architectures": [self.architecture],
@@ -93,14 +93,14 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a device can do at most, measured."""
+    """The measured maximum bandwidth and FLOP/s of a device."""
 
     bytes_per_s: float  # of memory, read and written
-    flops: float  # a second, in bfloat16
+    flops: float  # per second, in bfloat16
 
 
 def decode_floor_s(shape: Shape, num_sequences: int, context: int, ceilings: Ceilings) -> float:
-    """Of a step in which each sequence, with so many tokens behind it, gets one more."""
+    """Return the floor of a step that adds one token to each of num_sequences sequences with `context` tokens."""
     read_s = shape.read_bytes / ceilings.bytes_per_s
     multiply_s = 2 * num_sequences * (shape.multiplied_in_layers + shape.multiplied_in_head) / ceilings.flops
     keys_s = num_sequences * context * shape.kv_bytes_per_token / ceilings.bytes_per_s
@@ -108,16 +108,16 @@ def decode_floor_s(shape: Shape, num_sequences: int, context: int, ceilings: Cei
 
 
 def prefill_floor_s(shape: Shape, num_tokens: int, ceilings: Ceilings) -> float:
-    """Of a prompt of which nothing is computed yet."""
+    """Return the floor of computing a whole prompt."""
     # Half of all pairs of tokens, multiplied once for the score and once for the value.
     scores = 2 * shape.num_layers * shape.num_heads * shape.head_dim * num_tokens**2
     return (2 * num_tokens * shape.multiplied_in_layers + 2 * shape.multiplied_in_head + scores) / ceilings.flops
 
 
-# Shares of the floor that are aimed at, by shape, kind of step and number of sequences. They are lower for small
-# models: nine kernels a layer take microseconds each before they read anything, and Python takes what it takes.
-# They were set beside a floor in which nobody reads keys while others multiply; the one above is the lower one, so that
-# many sequences are harder to do well by (for 256 of the 8B by 11 %).
+# The goals: shares of the floor, by shape, kind of step and number of sequences. They are lower for small models, where
+# nine kernels a layer take microseconds each to start, and Python's time counts. They were set for a floor that adds
+# reading keys to multiplying. The floor above takes the longer of the two and is lower, so with many sequences the
+# goals are harder to reach (by 11 % for 256 sequences of the 8B).
 GOALS = {
     ("llama-3-8b", "decode", 1): 0.85,
     ("llama-3-8b", "decode", 32): 0.80,
@@ -129,9 +129,9 @@ GOALS = {
     ("qwen2.5-0.5b", "decode", 1): 0.28,
     ("qwen2.5-0.5b", "decode", 128): 0.40,
 }
-HTTP_GOAL = 0.95  # of what the same requests get without HTTP
+HTTP_GOAL = 0.95  # of the rate of the same requests without HTTP
 
 
 def visible_pairs(num_queries: int, num_keys: int) -> int:
-    """(query, key) pairs of a row, whose queries are the last of its keys."""
+    """Return the number of visible (query, key) pairs of a sequence whose queries are at its last positions."""
     return num_queries * (num_keys - num_queries) + num_queries * (num_queries + 1) // 2

@@ -1,4 +1,4 @@
-"""From records to one Markdown page. Pure: what was measured goes in, text comes out."""
+"""Turn records into one Markdown page. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.gpu.stages import STAGES
 
 Cell = Callable[[Any], str]
 
-NOT_BEGUN = "not begun"  # how a stage ended for which no time was left
+NOT_STARTED = "not begun"  # the outcome of a stage for which too little time was left
 
 
 def text(value: Any) -> str:
@@ -39,7 +39,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What one kind of record looks like. The last column says what went wrong, if anything did."""
+    """The columns of one kind of record. A last column, which is not listed, says what went wrong, if anything."""
 
     columns: tuple[Column, ...]
     caption: str = ""
@@ -50,7 +50,7 @@ _STEP, _SHARE = Column("a step, ms", "step_s", MILLISECONDS), Column("of the flo
 _RATE, _GOAL = Column("tokens/s", "tokens_per_s", WHOLE), Column("goal", "goal", PERCENT)
 _KERNEL, _ERROR = Column("kernel", "kernel"), Column("error", "error", scientific)
 _TIME, _BANDWIDTH = Column("µs", "seconds", MICROSECONDS), Column("TB/s", "bytes_per_s", TERABYTES)
-_CACHED = "No bandwidth is told where all inputs that take turns are so few that a cache holds them."
+_CACHED = "There is no bandwidth where a cache holds all inputs that calls rotate through."
 _HOW, _BLOCK = Column("timed", "how"), Column("block", "block_size")
 
 TABLES: dict[str, Table] = {
@@ -61,25 +61,25 @@ TABLES: dict[str, Table] = {
     "attention": Table((_BLOCK, Column("dtype", "dtype"), Column("chosen", "chosen"), Column("the log says", "why"))),
     "errors": Table(
         (_KERNEL, _BLOCK, Column("dtype", "dtype"), _WHAT, _ERROR, Column("limit", "limit", scientific)),
-        "The largest error of a row, as a share of its length, to torch in float64.",
+        "The largest error of a row, as a share of its norm, compared with torch in float64.",
     ),
     "attention_speed": Table(
         (_KERNEL, _BLOCK, _WHAT, _TIME, _BANDWIDTH, Column("TFLOP/s", "flops", TERAFLOP), _SHARE, _HOW),
-        "Query heads/key heads x dimensions: rows x queries of keys. Of decode steps the floor is the bytes of keys "
-        "and values, of prompts the multiplications, at the ceilings above. " + _CACHED,
+        "Query heads/key heads x dimensions: sequences x queries of keys. The floor of decode steps is the bytes of "
+        "keys and values, that of prompts the multiplications, at the ceilings above. " + _CACHED,
     ),
     "kernel_speed": Table(
         (_KERNEL, _WHAT, _ERROR, Column("limit", "limit", scientific), _TIME, _BANDWIDTH, _SHARE), _CACHED
     ),
     "waits": Table(
         (_WHAT, Column("launch, µs", "launch_s", MICROSECONDS), Column("done at once", "was_done")),
-        "Launched in torch's sync debug mode, in which whatever waits for the device raises.",
+        "Launched in torch's sync debug mode, in which every operation that waits for the device raises.",
     ),
     "launches": Table(
         (
             _SHAPE,
             _BATCH,
-            Column("a launch, µs of the host", "launch_s", MICROSECONDS),
+            Column("launch on the host, µs", "launch_s", MICROSECONDS),
             _STEP,
             Column("device idle at most", "idle", EXACT_PERCENT),
         )
@@ -94,7 +94,7 @@ TABLES: dict[str, Table] = {
             Column("logits' error", "error", scientific),
             Column("transformers' own", "error_of_transformers", scientific),
         ),
-        "Beside transformers' generate, in the same dtype on the same device. Errors are to float64, medians.",
+        "Compared with transformers' generate in the same dtype on the same device. Errors are medians, to float64.",
     ),
     "steps": Table(
         (
@@ -109,17 +109,17 @@ TABLES: dict[str, Table] = {
             _RATE,
             Column("attention", "attention"),
         ),
-        "A step is launched and finished here, in one process: without the worker's poll of 0.2 ms and its queues, "
-        "which `http` shows.",
+        "Steps are launched and finished in one process, without the worker's polling (0.2 ms) and queues. `http` "
+        "includes them.",
     ),
     "capacity": Table(
         (
             _SHAPE,
-            Column("the log's sum", "sum"),
+            Column("the log's line", "sum"),
             Column("tokens", "num_tokens", WHOLE),
             Column("GiB", "cache_bytes", GIB),
             Column("free afterwards, GiB", "free_bytes", GIB),
-            Column("to be left free, GiB", "kept_bytes", GIB),
+            Column("kept free, GiB", "kept_bytes", GIB),
         )
     ),
     "growth": Table(
@@ -145,9 +145,9 @@ TABLES: dict[str, Table] = {
             Column("valid", "is_valid"),
         )
     ),
-    "http_share": Table((Column("", "side"), Column("of the rate without", "share", PERCENT), _GOAL)),
+    "http_share": Table((Column("", "side"), Column("of the rate without HTTP", "share", PERCENT), _GOAL)),
     "transformers": Table(
-        (_SHAPE, _BATCH, Column("way", "way"), _STEP, _RATE, Column("prompts counted", "whole_tokens_per_s", WHOLE)),
+        (_SHAPE, _BATCH, Column("mode", "way"), _STEP, _RATE, Column("prompts counted", "whole_tokens_per_s", WHOLE)),
         "A step is the difference between long and short answers, divided by their tokens; with continuous batching, "
         "the mean of those in which all requests run.",
     ),
@@ -167,7 +167,7 @@ TABLES: dict[str, Table] = {
 
 
 def outcome(record: Record) -> str:
-    """What is to be said of a row beside its figures."""
+    """Return the text of a row's last column."""
     if "failed" in record:
         return f"**failed**: {text(record['failed'])}"
     if "skipped" in record:
@@ -178,7 +178,7 @@ def outcome(record: Record) -> str:
 
 
 def markdown(table: Table, records: Sequence[Record]) -> str:
-    """Only with columns that some record fills."""
+    """Format records as a Markdown table, without empty columns."""
     columns = [column for column in table.columns if any(record.get(column.key) is not None for record in records)]
     rows = []
     for record in records:
@@ -196,7 +196,7 @@ def _alignment(cell: Cell) -> str:
 
 
 def machines(records: Iterable[Record]) -> list[str]:
-    """A line for each run: what it ran on, and how."""
+    """Return a line for each run: its command and its machine."""
     lines = []
     for record in records:
         versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
@@ -210,10 +210,10 @@ def machines(records: Iterable[Record]) -> list[str]:
 
 
 def stage_lines(records: Iterable[Record]) -> list[Record]:
-    """How each stage ended, in their order. That it was not begun again says nothing of what it told before."""
+    """Return how each stage ended, in the order of stages. A later run that did not start it does not count."""
     ended: dict[str, Record] = {}
     for record in records:
-        if record["name"] not in ended or not record["outcome"].startswith(NOT_BEGUN):
+        if record["name"] not in ended or not record["outcome"].startswith(NOT_STARTED):
             ended[record["name"]] = record
     return [ended[stage.name] for stage in STAGES if stage.name in ended]
 
@@ -224,12 +224,12 @@ STAGE_TABLE = Table(
 
 
 def page(records: Iterable[Record]) -> str:
-    """Everything, of each stage what its last run told."""
-    told = list(records)
-    of_stages = latest(record for record in told if record["stage"] != "command")
-    parts = machines(record for record in told if record["table"] == "machine")
-    parts.append(markdown(STAGE_TABLE, stage_lines(record for record in told if record["table"] == "stages")))
-    ceilings = [record for record in told if record["table"] == "ceilings"]
+    """Return the whole page, with each stage's results of its last run."""
+    everything = list(records)
+    of_stages = latest(record for record in everything if record["stage"] != "command")
+    parts = machines(record for record in everything if record["table"] == "machine")
+    parts.append(markdown(STAGE_TABLE, stage_lines(record for record in everything if record["table"] == "stages")))
+    ceilings = [record for record in everything if record["table"] == "ceilings"]
     if ceilings:
         parts.append(markdown(TABLES["ceilings"], ceilings))
     for stage in STAGES:

@@ -1,4 +1,4 @@
-"""Ask the demo model what training never asked, in wordings it never read, and print a table.
+"""Evaluate the demo model with questions and wordings that training never used, and print a table.
 
 An answer counts only when it is right letter for letter and ends by itself. Facts are asked in
 held-out wordings, exercises with held-out operands; a story must name its hero and come to an end.

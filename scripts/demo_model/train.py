@@ -1,7 +1,7 @@
-"""Train the demo model from nothing but a seed: corpus, tokenizer, weights, one command.
+"""Train the demo model from a seed in one command: corpus, tokenizer, weights.
 
 The order of lessons matters more than their number. A small model learns facts within minutes but
-takes very long to find out that it may look back at its prompt, which repeating, reading and
+takes very long to learn to look back at its prompt, which repeating, reading and
 counting all need. So training begins with copying random tokens over a growing alphabet, which
 teaches just that, and only then turns to language. Muon, for the layer matrices, finds the copying
 circuit several times sooner than AdamW does.
@@ -187,7 +187,7 @@ def load_checkpoint(run: Run, path: Path) -> int:
 
 
 def train(run: Run, corpus: Corpus, first_step: int, checkpoint: Path) -> None:
-    """Make the remaining steps, with a line of progress now and then, and a bar where somebody watches."""
+    """Make the remaining steps, with a line of progress now and then, and a bar at a terminal."""
     body = torch.compile(run.model.model, dynamic=False)
     copy_steps = min(COPY_STEPS, run.steps // 4)
     since = time.monotonic()

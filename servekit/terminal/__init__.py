@@ -1,1 +1,5 @@
-"""`servekit top` and `servekit chat`: clients of a server that know it only by its doors, and import none of it."""
+"""Terminal clients of a server, `servekit chat` and `servekit top`: they use its HTTP API only.
+
+May import servekit.errors, and the frame types in servekit.observability.live_frames. Needs the packages of the
+`terminal` extra.
+"""

@@ -1,4 +1,4 @@
-"""The server as a terminal sees it: what it answers, and in words what keeps it from answering."""
+"""Send requests to a server, parse its answers, and turn every failure into a message for the user."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ import msgspec
 from msgspec import Struct
 
 from servekit.errors import ConfigError, ServekitError
-from servekit.live_view import LiveState
-from servekit.terminal.event_parser import MOST_BYTES, EventParser, EventTooLong
+from servekit.observability.live_frames import LiveState
+from servekit.terminal.event_parser import MAX_EVENT_BYTES, EventParser, EventTooLong
 from servekit.terminal.safe_text import safe_line
 
 T = TypeVar("T")
 _CONNECT_TIMEOUT_S = 10
-# A server that has nothing to say sends a comment every 15 s, unless it was told otherwise.
+# An idle stream carries a comment every 15 s by default (--sse-keep-alive-interval).
 _SILENCE_TIMEOUT_S = 300
-_MOST_ERROR_BYTES = 1 << 16
-_DONE = b"[DONE]"  # the last event of a stream of OpenAI's
+_MAX_ERROR_BYTES = 1 << 16
+_DONE = b"[DONE]"  # the last event of a stream in OpenAI's format
 
 
-class ServerTrouble(ServekitError):
-    """The server does not answer, or does not answer what was asked; the message is fit for a terminal."""
+class RequestFailed(ServekitError):
+    """The server did not answer, refused the request or sent an invalid answer; the message is safe to print."""
 
-    def __init__(self, message: str, is_lasting: bool = False) -> None:
+    def __init__(self, message: str, is_permanent: bool = False) -> None:
         super().__init__(safe_line(message))
-        self.is_lasting = is_lasting  # asking again will not help
+        self.is_permanent = is_permanent  # sending the same request again cannot succeed
 
 
-class Piece(Struct):
+class AnswerChunk(Struct):
     """A part of an answer."""
 
     text: str
-    num_tokens: int  # so far
+    num_tokens: int  # of the answer up to this chunk
     finish_reason: str | None = None
 
 
@@ -60,7 +60,7 @@ class _Error(Struct):
     code: str | None = None
 
 
-class _Chunk(Struct):
+class _StreamChunk(Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: _Error | None = None
@@ -79,32 +79,32 @@ class _Models(Struct):
 
 
 class Client:
-    """A server at a URL. Every method raises ServerTrouble."""
+    """Client of the server at a URL. The methods raise RequestFailed; the constructor raises ConfigError."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url if "://" in url else f"http://{url}"
         self._has_key = bool(api_key)
         if api_key and not api_key.isascii():
-            raise ConfigError("the API key has characters that no server's key has; it takes ASCII")
+            raise ConfigError("the API key contains characters that are not ASCII; check --api-key or SERVEKIT_API_KEY")
         address = _address(self.url)
         if address is None:
-            raise ConfigError(f"{url!r} is no address of a server; it takes http://HOST:PORT")
-        is_near = _is_loopback(address.host)
-        proxy = None if is_near or proxy_bypass(address.host) else _proxy(address.scheme)
+            raise ConfigError(f"{url!r} is not the address of a server; it takes http://HOST:PORT")
+        is_local = _is_loopback(address.host)
+        proxy = None if is_local or proxy_bypass(address.host) else _proxy(address.scheme)
         try:
-            # What leads from this machine to itself takes no way through another.
+            # Connections to this machine never use a proxy.
             self._http = httpx2.AsyncClient(
                 base_url=address,
                 headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
                 timeout=httpx2.Timeout(_SILENCE_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
-                trust_env=not is_near,
+                trust_env=not is_local,
                 proxy=proxy,
             )
-            # As in ` through the proxy http://proxy:3128`, without the password that may stand in it.
-            self._way = f" through the proxy {httpx2.URL(proxy).copy_with(userinfo=b'')}" if proxy else ""
+            # For messages: ` through the proxy http://proxy:3128`, without the user and password of the proxy's URL.
+            self._via_proxy = f" through the proxy {httpx2.URL(proxy).copy_with(userinfo=b'')}" if proxy else ""
         except (ImportError, ValueError, OSError, httpx2.InvalidURL) as error:
             raise ConfigError(
-                "the environment's proxy (HTTP_PROXY and its like) or certificates (SSL_CERT_FILE) cannot be used: "
+                "the proxy (HTTP_PROXY and similar variables) or the certificates (SSL_CERT_FILE) cannot be used: "
                 + safe_line(str(error))
             ) from None
 
@@ -117,125 +117,135 @@ class Client:
         await self._http.aclose()
 
     async def model_name(self) -> str:
-        """The name of the model that is served."""
+        """Return the name of the model that the server serves."""
         models = await self._get("/v1/models", _Models)
         return models.data[0].id if models.data else ""
 
     async def live_state(self) -> LiveState:
-        """One frame of the live view."""
+        """Return one frame of the live view."""
         return await self._get("/ui/state", LiveState)
 
     async def live_states(self, silence_timeout_s: float) -> AsyncGenerator[LiveState]:
-        """Frames, as they come, for as long as the server sends any and is never silent for that long."""
+        """Yield frames of the live view until the server closes the stream or sends nothing for `silence_timeout_s`."""
         timeout = httpx2.Timeout(silence_timeout_s, connect=_CONNECT_TIMEOUT_S)
         async with aclosing(self._events("GET", "/ui/events", timeout=timeout)) as events:
             async for data in events:
                 yield _decoded(data, LiveState)
 
-    async def chat(self, messages: list[dict[str, str]], sampling: Mapping[str, Any]) -> AsyncGenerator[Piece]:
-        """The answer, piece by piece; closing the iterator tells the server to stop."""
+    async def chat(self, messages: list[dict[str, str]], sampling: Mapping[str, Any]) -> AsyncGenerator[AnswerChunk]:
+        """Yield the answer in chunks. Closing the generator closes the connection, which aborts the request."""
         body = {
             "messages": [{name: _encodable(text) for name, text in message.items()} for message in messages],
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             **sampling,
         }
-        num_tokens, is_whole = 0, False
+        num_tokens, is_complete = 0, False
         async with aclosing(self._events("POST", "/v1/chat/completions", json=body)) as events:
             async for data in events:
                 if data == _DONE:
                     break
-                chunk = _decoded(data, _Chunk)
+                chunk = _decoded(data, _StreamChunk)
                 if chunk.error is not None:
-                    raise ServerTrouble(f"the answer failed: {chunk.error.message}")
+                    raise RequestFailed(f"the answer failed: {chunk.error.message}")
                 for choice in chunk.choices:
                     text = choice.delta.content or ""
-                    # Servers that do not count send a token in each piece, as a rule.
+                    # Servers that send no usage usually send one token per chunk.
                     num_tokens = chunk.usage.completion_tokens if chunk.usage else num_tokens + bool(text)
-                    is_whole = is_whole or choice.finish_reason is not None
-                    yield Piece(text, num_tokens, choice.finish_reason)
-        if not is_whole:
-            raise ServerTrouble("the answer broke off: the server closed the connection")
+                    is_complete = is_complete or choice.finish_reason is not None
+                    yield AnswerChunk(text, num_tokens, choice.finish_reason)
+        if not is_complete:
+            raise RequestFailed("the answer is incomplete: the server closed the connection")
 
-    # -- HTTP ---------------------------------------------------------------------------------------------------------
+    # -- HTTP ----------------------------------------------------------------------------------------------------------
 
     async def _get(self, path: str, kind: type[T]) -> T:
         async with self._answer("GET", path, timeout=_CONNECT_TIMEOUT_S) as response:
-            body = await _beginning(response, MOST_BYTES)
-        if len(body) > MOST_BYTES:
-            raise ServerTrouble(f"{self.url}{path} is longer than {MOST_BYTES:,} bytes", is_lasting=True)
+            body = await _read_body(response, MAX_EVENT_BYTES)
+        if len(body) > MAX_EVENT_BYTES:
+            raise RequestFailed(
+                f"the answer to {self.url}{path} is longer than {MAX_EVENT_BYTES:,} bytes", is_permanent=True
+            )
         return _decoded(body, kind)
 
-    async def _events(self, method: str, path: str, **how: Any) -> AsyncGenerator[bytes]:
+    async def _events(self, method: str, path: str, **options: Any) -> AsyncGenerator[bytes]:
         parser = EventParser()
-        async with self._answer(method, path, **how) as response:
-            async for piece in response.aiter_raw():
-                for data in parser.feed(piece):
+        async with self._answer(method, path, **options) as response:
+            async for chunk in response.aiter_raw():
+                for data in parser.feed(chunk):
                     yield data
 
     @asynccontextmanager
-    async def _answer(self, method: str, path: str, **how: Any) -> AsyncIterator[httpx2.Response]:
-        """One with status 200, not compressed: a few bytes of a compressed one could become any number."""
-        with self._in_words():
-            async with self._http.stream(method, path, **how) as response:
+    async def _answer(self, method: str, path: str, **options: Any) -> AsyncIterator[httpx2.Response]:
+        """Open a response with status 200. It must not be compressed: a few bytes could decompress to any size."""
+        with self._explaining_failures():
+            async with self._http.stream(method, path, **options) as response:
                 if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
-                    raise ServerTrouble(f"{self.url} answers in {encoding}, which was not asked for", is_lasting=True)
+                    raise RequestFailed(
+                        f"{self.url} answered with Content-Encoding {encoding}, which servekit does not accept",
+                        is_permanent=True,
+                    )
                 if response.status_code != 200:
                     raise await self._refusal(response)
                 yield response
 
-    async def _refusal(self, response: httpx2.Response) -> ServerTrouble:
-        """In words why the status is not 200."""
-        body = await _beginning(response, _MOST_ERROR_BYTES)
+    async def _refusal(self, response: httpx2.Response) -> RequestFailed:
+        """Explain a status other than 200."""
+        body = await _read_body(response, _MAX_ERROR_BYTES)
         try:
             error = msgspec.json.decode(body, type=_Refusal).error
         except msgspec.DecodeError:
             error = _Error()
         status = response.status_code
-        said = error.message or f"{self.url} answers {status} {response.reason_phrase}{self._way}"
+        message = error.message or f"{self.url} answered {status} {response.reason_phrase}{self._via_proxy}"
         wait_s = response.headers.get("Retry-After")
         if status == 401:
-            known = "does not know this API key" if self._has_key else "wants an API key"
-            return ServerTrouble(f"the server {known}; --api-key or SERVEKIT_API_KEY has it", is_lasting=True)
+            reason = "rejected the API key" if self._has_key else "requires an API key"
+            return RequestFailed(f"the server {reason}; give it with --api-key or SERVEKIT_API_KEY", is_permanent=True)
         if error.code == "chat_template_missing":
-            return ServerTrouble(
+            return RequestFailed(
                 "this model has no chat template, so it cannot chat; start the server with --chat-template FILE, "
-                "or send it plain prompts: /v1/completions, or the console's page",
-                is_lasting=True,
+                "or send plain prompts to /v1/completions or in the web console",
+                is_permanent=True,
             )
         if error.code == "context_length_exceeded":
-            return ServerTrouble(f"{said} (/new begins a new conversation)", is_lasting=True)
+            return RequestFailed(f"{message} (/new starts a new conversation)", is_permanent=True)
         if status == 404 and "/ui/" in str(response.request.url):
-            return ServerTrouble(
-                f"{self.url} has no live view: it was started with --no-ui, or is no servekit", is_lasting=True
+            return RequestFailed(
+                f"{self.url} has no live view: the server was started with --no-ui, or it is not servekit",
+                is_permanent=True,
             )
         if status in (429, 503):
-            return ServerTrouble(f"{said} (busy; try again {f'in {wait_s} s' if wait_s else 'later'})")
-        return ServerTrouble(said, is_lasting=400 <= status < 500)
+            return RequestFailed(f"{message} (the server is busy; try again {f'in {wait_s} s' if wait_s else 'later'})")
+        return RequestFailed(message, is_permanent=400 <= status < 500)
 
     @contextmanager
-    def _in_words(self) -> Iterator[None]:
+    def _explaining_failures(self) -> Iterator[None]:
         try:
             yield
         except httpx2.ConnectError:
-            remedy = "NO_PROXY has the hosts to go to without one" if self._way else "`servekit serve` starts a server"
-            raise ServerTrouble(f"nothing answers at {self.url}{self._way}; {remedy}") from None
+            remedy = (
+                "NO_PROXY lists hosts to reach without a proxy" if self._via_proxy else "`servekit serve` starts one"
+            )
+            raise RequestFailed(f"no server answers at {self.url}{self._via_proxy}; {remedy}") from None
         except httpx2.ConnectTimeout:
-            raise ServerTrouble(
-                f"{self.url} cannot be reached{self._way}: no answer in {_CONNECT_TIMEOUT_S} s"
+            raise RequestFailed(
+                f"cannot connect to {self.url}{self._via_proxy}: no answer within {_CONNECT_TIMEOUT_S} s"
             ) from None
         except httpx2.TimeoutException:
-            raise ServerTrouble(f"{self.url} has gone silent{self._way}") from None
+            raise RequestFailed(f"{self.url}{self._via_proxy} stopped sending data") from None
         except (httpx2.NetworkError, httpx2.RemoteProtocolError):
-            raise ServerTrouble(f"the connection to {self.url}{self._way} broke off") from None
+            raise RequestFailed(f"the connection to {self.url}{self._via_proxy} was lost") from None
         except httpx2.HTTPError as error:
-            raise ServerTrouble(f"{self.url} cannot be asked{self._way}: {error or type(error).__name__}") from None
+            raise RequestFailed(
+                f"the request to {self.url}{self._via_proxy} failed: {error or type(error).__name__}"
+            ) from None
         except EventTooLong as error:
-            raise ServerTrouble(f"{self.url} sends what cannot be read: {error}") from None
+            raise RequestFailed(f"{self.url} sent an invalid answer: {error}") from None
 
 
 def _address(url: str) -> httpx2.URL | None:
-    """None if no server can be there."""
+    """Parse the URL of a server; return None if it is not a usable one."""
     try:
         address = httpx2.URL(url)
     except (httpx2.InvalidURL, UnicodeEncodeError):
@@ -252,18 +262,18 @@ def _is_loopback(host: str) -> bool:
 
 
 def _proxy(scheme: str) -> str | None:
-    """The environment's."""
+    """Return the proxy for this scheme from the environment."""
     proxies = getproxies()
     proxy = proxies.get(scheme) or proxies.get("all")
     return f"http://{proxy}" if proxy and "://" not in proxy else proxy
 
 
-async def _beginning(response: httpx2.Response, most_bytes: int) -> bytes:
-    """The body, or more than `most_bytes` of it."""
+async def _read_body(response: httpx2.Response, max_bytes: int) -> bytes:
+    """Return the body; of a longer body, return a part that is longer than `max_bytes`."""
     body = bytearray()
-    async for piece in response.aiter_raw():
-        body += piece
-        if len(body) > most_bytes:
+    async for chunk in response.aiter_raw():
+        body += chunk
+        if len(body) > max_bytes:
             break
     return bytes(body)
 
@@ -272,9 +282,9 @@ def _decoded(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ServerTrouble(f"the server sends what cannot be read: {error}", is_lasting=True) from None
+        raise RequestFailed(f"the server sent an invalid answer: {error}", is_permanent=True) from None
 
 
 def _encodable(text: str) -> str:
-    """A terminal's bytes need not be UTF-8, and become halves of characters where they are not."""
+    """Replace surrogates, which stand for bytes of the terminal's input that are not UTF-8."""
     return text.encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""What was said, as the next request repeats it. Questions and answers alternate, whatever happens to an answer."""
+"""Keep the messages of a conversation, which each request sends in full. Questions and answers always alternate."""
 
 from __future__ import annotations
 
@@ -6,59 +6,64 @@ Message = dict[str, str]
 
 
 class Conversation:
-    """A question is open from `ask` until its answer is `finish`ed, cut by `stop` or undone by `take_back`."""
+    """Messages of a conversation.
+
+    A question is open from `ask` until `finish`, `stop` or `discard_question` ends its answer.
+    """
 
     def __init__(self, system: str = "") -> None:
         self.system = system
-        self._said: list[Message] = []
-        self._pieces: list[str] | None = None  # of the answer that is on its way
+        self._messages: list[Message] = []
+        self._answer: list[str] | None = None  # parts of the answer being received
 
     @property
     def is_open(self) -> bool:
-        return self._pieces is not None
+        return self._answer is not None
 
     def messages(self) -> list[Message]:
-        """For the body of a request."""
-        return ([{"role": "system", "content": self.system}] if self.system else []) + self._said
+        """Return all messages, for the body of a request."""
+        return ([{"role": "system", "content": self.system}] if self.system else []) + self._messages
 
     def ask(self, question: str) -> None:
-        assert not self.is_open, "the answer before is still on its way"
-        self._said.append({"role": "user", "content": question})
-        self._pieces = []
+        """Add a question; its answer follows."""
+        assert not self.is_open, "the answer to the last question has not ended"
+        self._messages.append({"role": "user", "content": question})
+        self._answer = []
 
-    def hear(self, piece: str) -> None:
-        """A piece of the answer has come."""
-        assert self._pieces is not None, "nobody asked"
-        self._pieces.append(piece)
+    def add_to_answer(self, text: str) -> None:
+        """Add a part of the answer."""
+        assert self._answer is not None, "no question is open"
+        self._answer.append(text)
 
     def finish(self) -> None:
-        """The answer is whole."""
-        assert self._pieces is not None, "nobody asked"
-        self._close("".join(self._pieces))
+        """End the answer, which is complete."""
+        assert self._answer is not None, "no question is open"
+        self._close("".join(self._answer))
 
     def stop(self) -> None:
-        """The user has heard enough. What came of the answer stays, with a mark that tells the model so.
+        """End the answer at the user's request; its text stays, with an ellipsis that shows the model the cut.
 
-        An answer that is whole already stays so; of one that has not begun, the question goes too.
+        A complete answer does not change. If there is no text yet, the question is discarded.
         """
-        if self._pieces is None:
+        if self._answer is None:
             return
-        if heard := "".join(self._pieces).rstrip():
-            self._close(heard + "\N{HORIZONTAL ELLIPSIS}")
+        text = "".join(self._answer).rstrip()
+        if text:
+            self._close(text + "\N{HORIZONTAL ELLIPSIS}")
         else:
-            self.take_back()
+            self.discard_question()
 
-    def take_back(self) -> None:
-        """The answer failed: as if the question had not been asked."""
-        assert self.is_open, "nobody asked"
-        self._said.pop()
-        self._pieces = None
+    def discard_question(self) -> None:
+        """Remove the open question and its partial answer, because the answer failed."""
+        assert self.is_open, "no question is open"
+        self._messages.pop()
+        self._answer = None
 
-    def begin_anew(self) -> None:
-        """Forget all that was said; the system message stays."""
-        assert not self.is_open, "the answer before is still on its way"
-        self._said.clear()
+    def clear(self) -> None:
+        """Remove all messages except the system message."""
+        assert not self.is_open, "the answer to the last question has not ended"
+        self._messages.clear()
 
     def _close(self, answer: str) -> None:
-        self._said.append({"role": "assistant", "content": answer})
-        self._pieces = None
+        self._messages.append({"role": "assistant", "content": answer})
+        self._answer = None

@@ -1,8 +1,8 @@
-"""A frame of the live view as lines for a terminal of any size: no clock, no I/O, and no word unchecked.
+"""Draw a frame of the live view as lines for a terminal of any size, without clock or I/O.
 
-From top to bottom: what the server is, its figures, the last steps as a strip, the KV blocks as a grid, and as many
-sequences as there is room for. Each kind of thing has a character of its own beside its colour, for those who see no
-colours or want none.
+From top to bottom: the server and its state, its figures, the last steps as a strip, the KV blocks as a grid, and as
+many sequences as there is room for. Each kind of item has its own character beside its colour, so the view can be read
+without colours. All text of the server goes through `safe_line`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rich.color import Color
 from rich.style import Style
 from rich.text import Text
 
-from servekit.live_view import (
+from servekit.observability.live_frames import (
     CACHED,
     FENCED,
     FREE,
-    MOST_CELLS,
+    MAX_CELLS,
     SHARED,
     LiveEnd,
     LiveLimits,
@@ -33,32 +33,33 @@ from servekit.terminal.safe_text import safe_line
 
 _INK, _MUTED, _TITLE = Style(), Style(dim=True), Style(bold=True)
 _GOOD, _WARN, _BAD = Style(color="green"), Style(color="yellow"), Style(color="red", bold=True)
-_DECODE, _PREFILL, _FOUND = Style(color="bright_blue"), Style(color="yellow"), Style(color="cyan")
+_DECODE, _PREFILL, _CACHE = Style(color="bright_blue"), Style(color="yellow"), Style(color="cyan")
 _STATE_STYLE = {"ready": _GOOD, "failed": _BAD}
 
-Mark = tuple[str, Style]
-_GENERATED, _PREFILLED, _CACHED_PROMPT = ("█", _DECODE), ("▒", _PREFILL), ("▓", _FOUND)
-_TO_PREFILL, _TO_COME = ("░", _MUTED), ("·", _MUTED)
-_CELLS: dict[int, Mark] = {
+Glyph = tuple[str, Style]
+_GENERATED, _PREFILLED, _CACHED_PROMPT = ("█", _DECODE), ("▒", _PREFILL), ("▓", _CACHE)
+_TO_PREFILL, _REMAINING = ("░", _MUTED), ("·", _MUTED)
+_CELLS: dict[int, Glyph] = {
     FREE: ("·", _MUTED),
-    CACHED: ("▒", _FOUND),
+    CACHED: ("▒", _CACHE),
     SHARED: ("▓", Style(color="magenta")),
     FENCED: ("x", Style(color="red")),
 }
 _EIGHTHS = " ▁▂▃▄▅▆▇"
 _GOLDEN_ANGLE = 137.508 / 360
-_NARROWEST_BAR = 8
+_MIN_BAR_WIDTH = 8
+QUIT_HINT = "q quits"
 
 
-def draw(state: LiveState, width: int, height: int, trouble: str = "") -> list[Text]:
-    """Lines that fill a terminal at most: none is wider than `width`, and there are `height` or fewer."""
+def draw(state: LiveState, width: int, height: int, warning: str = "") -> list[Text]:
+    """Return at most `height` lines, none wider than `width` cells."""
     lines = [_title(state, width)]
-    if trouble:
-        lines.append(Text(safe_line(trouble), _BAD))
+    if warning:
+        lines.append(Text(safe_line(warning), _BAD))
     lines += _flow(_figures(state), width)
     lines += _flow([Text(f"worker: {words}", _MUTED) for words in _workers(state)], width)
     if (limits := state.limits) is not None:
-        # 24 lines leave some ten for sequences; from 60 on strip and grid have what they can use.
+        # Of 24 lines some ten are left for sequences; from 60 lines on, strip and grid have their full height.
         num_rows = min(max(height // 8, 2), 8)
         if height >= 14:
             lines += [Text(), *_strip(state.steps, limits, width, num_rows)]
@@ -67,7 +68,7 @@ def draw(state: LiveState, width: int, height: int, trouble: str = "") -> list[T
     return [_cut(line, width) for line in lines[:height]]
 
 
-# -- what the server is ------------------------------------------------------------------------------------------------
+# -- the server --------------------------------------------------------------------------------------------------------
 
 
 def _title(state: LiveState, width: int) -> Text:
@@ -80,9 +81,9 @@ def _title(state: LiveState, width: int) -> Text:
     )
     if state.stage and state.state != "ready":
         title.append(f"  {safe_line(state.stage)}")
-    leaves = "q leaves"
-    if (gap := width - title.cell_len - len(leaves)) > 1:
-        title.append(" " * gap + leaves, _MUTED)
+    gap = width - title.cell_len - len(QUIT_HINT)
+    if gap > 1:
+        title.append(" " * gap + QUIT_HINT, _MUTED)
     return title
 
 
@@ -113,7 +114,7 @@ def _workers(state: LiveState) -> list[str]:
 
 
 def _flow(parts: Iterable[Text], width: int) -> list[Text]:
-    """Parts side by side, in as many lines as they need."""
+    """Place the parts side by side, in as many lines as they need."""
     lines: list[Text] = []
     for part in parts:
         if lines and lines[-1].cell_len + 3 + part.cell_len <= width:
@@ -127,7 +128,7 @@ def _flow(parts: Iterable[Text], width: int) -> list[Text]:
 
 
 def _strip(steps: list[LiveStep], limits: LiveLimits, width: int, num_rows: int) -> list[Text]:
-    """The last steps, newest at the right; a column is as high as the step's part of the token budget."""
+    """Draw the last steps, the newest at the right; a column's height is the step's share of the token budget."""
     budget = limits.max_num_batched_tokens
     shown = steps[-width:]
     heading = Text.assemble(
@@ -141,20 +142,20 @@ def _strip(steps: list[LiveStep], limits: LiveLimits, width: int, num_rows: int)
     return [heading, *(_run(column[row] for column in columns) for row in reversed(range(num_rows)))]
 
 
-def _column(step: LiveStep, budget: int, num_rows: int) -> list[Mark]:
-    """From the bottom up: decode, then prefill, in rows that are one or the other. Of both, something can be seen."""
-    most = num_rows * 8
+def _column(step: LiveStep, budget: int, num_rows: int) -> list[Glyph]:
+    """Return a column from the bottom up: rows of decode, then rows of prefill. A kind that is present is visible."""
+    max_height = num_rows * 8  # in eighths of a character
     decode, prefill = (
-        min(max(num_tokens * most // max(budget, 1), num_tokens > 0), most)
+        min(max(num_tokens * max_height // max(budget, 1), num_tokens > 0), max_height)
         for num_tokens in (step.num_decode_tokens, step.num_prefill_tokens)
     )
     if decode and prefill:
         num_decode_rows = min(max(round(decode / 8), 1), num_rows - 1)
-        total = min(max(decode + prefill, num_decode_rows * 8 + 1), most)
+        total = min(max(decode + prefill, num_decode_rows * 8 + 1), max_height)
     else:
         num_decode_rows = num_rows if decode else 0
         total = decode + prefill
-    column: list[Mark] = []
+    column: list[Glyph] = []
     for row in range(num_rows):
         kind = _GENERATED if row < num_decode_rows else _PREFILLED
         above = total - row * 8
@@ -185,7 +186,7 @@ def _blocks(state: LiveState, limits: LiveLimits, width: int, num_rows: int) -> 
     num_places = max(width * num_rows, 1)
     if len(cells) > num_places:
         edges = [place * len(cells) // num_places for place in range(num_places + 1)]
-        cells = [_foremost(cells[begin:end]) for begin, end in pairwise(edges)]
+        cells = [_dominant(cells[begin:end]) for begin, end in pairwise(edges)]
     rows = [_run(map(_cell, cells[begin : begin + width])) for begin in range(0, len(cells), max(width, 1))]
     return [heading, *rows]
 
@@ -193,23 +194,23 @@ def _blocks(state: LiveState, limits: LiveLimits, width: int, num_rows: int) -> 
 def _cells(runs: list[tuple[int, int]]) -> list[int]:
     cells: list[int] = []
     for kind, count in runs:
-        cells += [kind] * min(max(count, 0), MOST_CELLS - len(cells))
+        cells += [kind] * min(max(count, 0), MAX_CELLS - len(cells))
     return cells
 
 
-def _foremost(cells: list[int]) -> int:
-    """What is drawn where several cells share a place: whatever is the most of them that is in use."""
+def _dominant(cells: list[int]) -> int:
+    """Return the kind to draw where several cells share a place: the most frequent kind in use."""
     in_use = [kind for kind in cells if kind != FREE]
     return max(set(in_use), key=in_use.count) if in_use else FREE
 
 
-def _cell(kind: int) -> Mark:
+def _cell(kind: int) -> Glyph:
     return _CELLS.get(kind) or ("█", _owner_style(kind))
 
 
 @lru_cache(maxsize=4096)
 def _owner_style(sequence_id: int) -> Style:
-    """Neighbours in time are far apart in hue; the same hues as the console's."""
+    """Return the colour of a sequence: consecutive ids differ much in hue. The console uses the same hues."""
     red, green, blue = colorsys.hls_to_rgb(sequence_id * _GOLDEN_ANGLE % 1, 0.55, 0.65)
     return Style(color=Color.from_rgb(red * 255, green * 255, blue * 255))
 
@@ -219,19 +220,28 @@ def _owner_style(sequence_id: int) -> Style:
 
 def _sequences(state: LiveState, width: int, num_rows: int) -> list[Text]:
     heading = Text.assemble(
-        *(("sequences ", _TITLE), _CACHED_PROMPT, (" found ", _MUTED), _PREFILLED, (" prefilled ", _MUTED)),
-        *(_TO_PREFILL, (" to prefill ", _MUTED), _GENERATED, (" generated ", _MUTED), _TO_COME, (" to come", _MUTED)),
+        ("sequences ", _TITLE),
+        _CACHED_PROMPT,
+        (" cached ", _MUTED),
+        _PREFILLED,
+        (" prefilled ", _MUTED),
+        _TO_PREFILL,
+        (" to prefill ", _MUTED),
+        _GENERATED,
+        (" generated ", _MUTED),
+        _REMAINING,
+        (" remaining", _MUTED),
     )
     num_rows -= 1
     shown = state.sequences[: max(num_rows, 0)]
     num_alive = max(state.num_running + state.num_waiting, len(state.sequences))
     if num_alive > len(shown) == num_rows > 0:
-        shown = shown[:-1]  # for the line that counts the others
+        shown = shown[:-1]  # the last line counts the sequences that are not shown
     rows = [_sequence(sequence, state.now_s, width) for sequence in shown]
     if num_alive > len(shown):
         rows.append(Text(f"and {num_alive - len(shown):,} more", _MUTED))
     if not rows:
-        rows.append(Text("nobody asks", _MUTED))
+        rows.append(Text("no sequences", _MUTED))
     rows += [_end(ended) for ended in reversed(state.ended)][: max(num_rows - len(rows), 0)]
     return [heading, *rows]
 
@@ -241,40 +251,40 @@ def _sequence(sequence: LiveSequence, now_s: float, width: int) -> Text:
         (f"{sequence.sequence_id:>6} ", _owner_style(sequence.sequence_id)),
         (f"{safe_line(sequence.state):<7} ", _MUTED if sequence.state == "waiting" else _INK),
     )
-    told = f" {sequence.num_prompt_tokens:,} + {sequence.num_output_tokens:,} / {sequence.max_tokens:,}"
+    figures = f" {sequence.num_prompt_tokens:,} + {sequence.num_output_tokens:,} / {sequence.max_tokens:,}"
     waited_s = (sequence.first_token_s or now_s) - sequence.arrival_s
-    told = f"{told:<22} {'TTFT' if sequence.first_token_s is not None else 'waits'} {_duration(waited_s)}"
+    figures = f"{figures:<22} {'TTFT' if sequence.first_token_s is not None else 'waits'} {_duration(waited_s)}"
     if width >= 100:
-        told = f"{told:<34} {sequence.num_blocks:,} blocks"
-    tail = Text(f"{told:<46}" if width >= 100 else f"{told:<34}")
+        figures = f"{figures:<34} {sequence.num_blocks:,} blocks"
+    tail = Text(f"{figures:<46}" if width >= 100 else f"{figures:<34}")
     if sequence.num_preemptions:
         tail.append(f" preempted {sequence.num_preemptions:,}", _WARN)
     bar_width = width - line.cell_len - (66 if width >= 100 else 48 if width >= 72 else 34)
-    if bar_width >= _NARROWEST_BAR:
+    if bar_width >= _MIN_BAR_WIDTH:
         line.append_text(_bar(sequence, bar_width))
     return line.append_text(tail)
 
 
 def _bar(sequence: LiveSequence, width: int) -> Text:
-    """From the prompt's first token to the last that the answer may have."""
+    """Draw the sequence from the first token of its prompt to the last token that its answer may have."""
     prompt = max(sequence.num_prompt_tokens, 0)
     generated = max(sequence.num_output_tokens, 0)
     total = max(prompt + sequence.max_tokens, prompt + generated, 1)
-    found = min(max(sequence.num_cached_tokens, 0), prompt)
-    computed = min(max(sequence.num_computed_tokens, found), prompt)
-    marks: list[Mark] = []
-    before = 0
-    for until, mark in (
-        (found, _CACHED_PROMPT),
+    cached = min(max(sequence.num_cached_tokens, 0), prompt)
+    computed = min(max(sequence.num_computed_tokens, cached), prompt)
+    glyphs: list[Glyph] = []
+    previous_end = 0
+    for end, glyph in (
+        (cached, _CACHED_PROMPT),
         (computed, _PREFILLED),
         (prompt, _TO_PREFILL),
         (prompt + generated, _GENERATED),
-        (total, _TO_COME),
+        (total, _REMAINING),
     ):
-        # Of each part that there is, something can be seen: an answer's first tokens too.
-        marks += [mark] * max(-(-until * width // total) - len(marks), until > before)
-        before = until
-    return _run(marks[:width])
+        # A part that is present is visible: at least one cell, for an answer's first tokens too.
+        glyphs += [glyph] * max(-(-end * width // total) - len(glyphs), end > previous_end)
+        previous_end = end
+    return _run(glyphs[:width])
 
 
 def _end(ended: LiveEnd) -> Text:
@@ -285,7 +295,7 @@ def _end(ended: LiveEnd) -> Text:
     )
 
 
-# -- words and lines ---------------------------------------------------------------------------------------------------
+# -- text and lines  ---------------------------------------------------------------------------------------------------
 
 
 def _percent(part: int, whole: int) -> str:
@@ -300,11 +310,11 @@ def _duration(seconds: float | None) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
-def _run(marks: Iterable[Mark]) -> Text:
-    """Marks as one text, with a span for each stretch of one style."""
+def _run(glyphs: Iterable[Glyph]) -> Text:
+    """Join glyphs into one text, with one span for adjacent glyphs of the same style."""
     text = Text()
     stretch, style = "", _INK
-    for character, its_style in marks:
+    for character, its_style in glyphs:
         if its_style is not style:
             text.append(stretch, style)
             stretch, style = "", its_style

@@ -1,25 +1,25 @@
-"""Server-sent events, from bytes in any pieces to what each event says."""
+"""Parse server-sent events from a byte stream into the data of each event."""
 
 from __future__ import annotations
 
-MOST_BYTES = 8 << 20  # of one event; a whole frame of the live view has some 100 KB
+MAX_EVENT_BYTES = 8 << 20  # a complete frame of the live view has some 100 KB
 
 
 class EventTooLong(Exception):
-    """An event has no end: what sends it is no server of ours."""
+    """An event is longer than MAX_EVENT_BYTES, so the sender is not a servekit server."""
 
 
 class EventParser:
-    """Events' names, ids and comments mean nothing to a terminal; their data is all."""
+    """Return the data of events; ignore their names, ids and comments, which the terminal clients do not need."""
 
     def __init__(self) -> None:
         self._unfinished = bytearray()
         self._data: list[bytes] = []
-        self._num_bytes = 0  # of their lines: those that say nothing are held, too
+        self._num_bytes = 0  # of the data lines held so far, empty ones included
 
-    def feed(self, piece: bytes) -> list[bytes]:
-        """The data of each event that ends in this piece. Raises EventTooLong."""
-        self._unfinished += piece
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Return the data of each event that ends in this chunk. Raises EventTooLong."""
+        self._unfinished += chunk
         *lines, rest = self._unfinished.split(b"\n")
         self._unfinished = rest
         events = []
@@ -31,8 +31,8 @@ class EventParser:
             elif not line and self._data:
                 events.append(b"\n".join(self._data))
                 self._data, self._num_bytes = [], 0
-            if self._num_bytes > MOST_BYTES:
+            if self._num_bytes > MAX_EVENT_BYTES:
                 break
-        if len(rest) + self._num_bytes > MOST_BYTES:
-            raise EventTooLong(f"an event is longer than {MOST_BYTES:,} bytes")
+        if len(rest) + self._num_bytes > MAX_EVENT_BYTES:
+            raise EventTooLong(f"an event is longer than {MAX_EVENT_BYTES:,} bytes")
         return events

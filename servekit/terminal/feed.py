@@ -1,4 +1,4 @@
-"""The live view's frames: the last one, and why there is no newer one when the server is gone."""
+"""Receive the frames of the live view; reconnect when the server is gone, and report how old the last frame is."""
 
 from __future__ import annotations
 
@@ -6,50 +6,50 @@ import asyncio
 import time
 from contextlib import aclosing
 
-from servekit.live_view import LiveState
-from servekit.terminal.client import Client, ServerTrouble
+from servekit.observability.live_frames import LiveState
+from servekit.terminal.client import Client, RequestFailed
 
-_STALE_S = 5.0  # a frame comes every second, and even a very busy server's every few
+_STALE_S = 5.0  # the server sends a frame every second, and every few seconds under very high load
 _SILENCE_TIMEOUT_S = 30.0
 _RETRY_INTERVAL_S = 1.0
 
 
 class Feed:
-    """Follows a server's frames. Owned by one task, `follow`; everybody else reads."""
+    """The newest frame of a server. Only the task that runs `follow` writes it."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._received_s = 0.0
-        self._trouble = ""
+        self._problem = ""
         self.state: LiveState | None = None
         self.changed = asyncio.Event()
 
     async def follow(self) -> None:
-        """For ever: a server that was there once is asked until it is there again.
+        """Receive frames forever; reconnect after the connection to the server is lost.
 
-        Raises ServerTrouble if it was not there at the start, or if it will not answer however often it is asked.
+        Raises RequestFailed if the first connection fails, or if the failure is permanent.
         """
         while True:
             try:
                 async with aclosing(self._client.live_states(_SILENCE_TIMEOUT_S)) as states:
                     async for state in states:
-                        self._note(state, "")
-                raise ServerTrouble(f"{self._client.url} has closed the connection")
-            except ServerTrouble as trouble:
-                if self.state is None or trouble.is_lasting:
+                        self._update(state, "")
+                raise RequestFailed(f"{self._client.url} closed the connection")
+            except RequestFailed as failure:
+                if self.state is None or failure.is_permanent:
                     raise
-                self._note(self.state, trouble.message)
+                self._update(self.state, failure.message)
             await asyncio.sleep(_RETRY_INTERVAL_S)
 
-    def trouble(self) -> str:
-        """Why the last frame is an old one, and how old; empty if it is not."""
+    def warning(self) -> str:
+        """Return why there is no newer frame and how old the last one is; empty if it is current."""
         age_s = time.monotonic() - self._received_s
-        if self._trouble:
-            return f"{self._trouble}; this is {age_s:.0f} s old"
-        return f"the server is silent; this is {age_s:.0f} s old" if age_s > _STALE_S else ""
+        if self._problem:
+            return f"{self._problem}; this frame is {age_s:.0f} s old"
+        return f"no data from the server; this frame is {age_s:.0f} s old" if age_s > _STALE_S else ""
 
-    def _note(self, state: LiveState, trouble: str) -> None:
-        if not trouble:
+    def _update(self, state: LiveState, problem: str) -> None:
+        if not problem:
             self._received_s = time.monotonic()
-        self.state, self._trouble = state, trouble
+        self.state, self._problem = state, problem
         self.changed.set()

@@ -1,11 +1,12 @@
-"""The terminal's keys, one after another, from a program's first moment to its last.
+"""Read the terminal's keys in the order in which they were typed, Ctrl-C included.
 
-In a terminal's usual mode Ctrl-C is a signal: it overtakes what was typed before it, and what it does depends on the
-line of Python it meets. A program that waits in C for the next key may not even notice. So the terminal is raw for as
-long as the program runs, between prompts too, and Ctrl-C is a key like others: it comes after the Enter that it was
-typed after, always to whoever listens then, and cannot be lost. Whoever listens next gets what nobody wanted so far.
+In a terminal's usual mode Ctrl-C is a signal. It overtakes keys that were typed before it, its effect depends on the
+line of Python that it interrupts, and a program that waits in C for the next key may not notice it. So the terminal is
+in raw mode for as long as the program runs, between prompts too, and Ctrl-C is a key like any other: it arrives after
+the Enter that was typed before it, and it cannot be lost. Keys that the current listener does not take wait for the
+next one.
 
-A SIGINT that another process sends becomes the same key.
+A SIGINT from another process becomes the same key.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ INTERRUPT = KeyPress(Keys.ControlC, "\x03")
 
 
 class Keyboard:
-    """Owns standard input, a terminal, and SIGINT; within a running event loop."""
+    """Owner of standard input, which is a terminal, and of SIGINT. Needs a running event loop."""
 
     def __init__(self) -> None:
         self.input = Vt100Input(sys.stdin)
         self._stack = ExitStack()
-        self._deliver: Callable[[list[KeyPress]], bool] = _to_nobody
+        self._deliver: Callable[[list[KeyPress]], bool] = _take_none
 
     def __enter__(self) -> Keyboard:
         loop = asyncio.get_running_loop()
@@ -46,37 +47,37 @@ class Keyboard:
         self._stack.close()
 
     @contextmanager
-    def listening(self, heard: Callable[[str], bool]) -> Iterator[None]:
-        """Each key's name goes to `heard`, first those that are waiting. False: the key waits for the next listener.
+    def listening(self, on_key: Callable[[str], bool]) -> Iterator[None]:
+        """Pass each key's name to `on_key`, waiting keys first.
 
-        A terminal that is gone has Ctrl-C pressed, as far as anybody can tell.
+        If `on_key` returns False, the key waits for the next listener. A closed terminal is reported as Ctrl-C.
         """
 
-        def hear(keys: list[KeyPress]) -> bool:
-            for key in keys:  # one by one: what is heard may `forget` those before it
-                if not heard(key.key):
+        def receive(keys: list[KeyPress]) -> bool:
+            for key in keys:  # one at a time, because `on_key` may call `discard_waiting`
+                if not on_key(key.key):
                     store_typeahead(self.input, [key])
             return True
 
         def read() -> None:
             keys = self.input.read_keys()
-            hear([INTERRUPT] if self.input.closed else keys)
+            receive([INTERRUPT] if self.input.closed else keys)
 
-        with self.input.attach(read), self.delivering_to(hear):
-            hear(get_typeahead(self.input))
+        with self.input.attach(read), self.delivering_to(receive):
+            receive(get_typeahead(self.input))
             yield
 
     @contextmanager
     def delivering_to(self, deliver: Callable[[list[KeyPress]], bool]) -> Iterator[None]:
-        """Keys that come as signals go to `deliver`, and wait if it answers False; typed ones it has to read itself."""
+        """Pass keys that arrive as signals to `deliver`; they wait if it returns False. It reads typed keys itself."""
         self._deliver = deliver
         try:
             yield
         finally:
-            self._deliver = _to_nobody
+            self._deliver = _take_none
 
-    def forget(self) -> None:
-        """What was typed and waits is dropped."""
+    def discard_waiting(self) -> None:
+        """Drop the keys that wait for a listener."""
         clear_typeahead(self.input)
 
     def _interrupt(self) -> None:
@@ -84,5 +85,5 @@ class Keyboard:
             store_typeahead(self.input, [INTERRUPT])
 
 
-def _to_nobody(keys: list[KeyPress]) -> bool:
+def _take_none(keys: list[KeyPress]) -> bool:
     return False

@@ -1,8 +1,9 @@
-"""The process round a command: the standard streams it needs, the signals that end it, its exit code."""
+"""Run a terminal command: check its standard streams, end it on signals, and determine its exit code."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import os
 import signal
@@ -12,33 +13,36 @@ from typing import Any
 
 from servekit.errors import ServekitError
 
+_HANGUP = 128 + signal.SIGHUP
 
-class StreamTrouble(ServekitError):
-    """Standard input or output is closed, or fails."""
+
+class StandardStreamFailed(ServekitError):
+    """Standard input or output is closed or cannot be used."""
 
 
 def with_standard_streams(command: Callable[[], int]) -> int:
-    """The command's exit code, or 1 when nobody reads what it writes any more. Raises StreamTrouble.
+    """Run the command and return its exit code, or 1 if the reader of its output is gone. Raises StandardStreamFailed.
 
-    Nothing that was written waits in a buffer afterwards: the interpreter would write it at its end, and tell of an
-    error in its own way.
+    The output buffer is empty afterwards: otherwise the interpreter would flush it at exit and report an error in its
+    own way.
     """
     for name, stream in (("input", sys.stdin), ("output", sys.stdout)):
-        if stream is None:  # as of `<&-`
-            raise StreamTrouble(f"standard {name} is closed; a terminal, a pipe or /dev/null can take its place")
+        if stream is None:  # as after `<&-`
+            raise StandardStreamFailed(f"standard {name} is closed; connect it to a terminal, a pipe or /dev/null")
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # what this place's encoding lacks is no reason to end
+            stream.reconfigure(errors="replace")  # characters that the encoding lacks become question marks
+    exit_code = 0
     try:
         exit_code = command()
         sys.stdout.flush()
     except BrokenPipeError:
         return 1
     except OSError as error:
-        raise StreamTrouble(f"cannot write: {error.strerror or error}") from None
-    else:
-        return exit_code
+        if exit_code != _HANGUP:  # otherwise the terminal is gone, and the last frame with it
+            raise StandardStreamFailed(f"cannot write to standard output: {error.strerror or error}") from None
     finally:
         _flush_or_drop()
+    return exit_code
 
 
 def _flush_or_drop() -> None:
@@ -49,7 +53,10 @@ def _flush_or_drop() -> None:
 
 
 def run(main: Coroutine[Any, Any, int]) -> int:
-    """Its exit code; SIGTERM, and the SIGHUP of a terminal that goes, cancel it, so that it can put things in order."""
+    """Run the coroutine and return the exit code.
+
+    SIGTERM, and SIGHUP of a closed terminal, cancel the coroutine, so that it can restore the terminal.
+    """
     ended_by: list[int] = []
 
     async def until_ended() -> int:
@@ -61,7 +68,7 @@ def run(main: Coroutine[Any, Any, int]) -> int:
             task.cancel()
 
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 loop.add_signal_handler(number, end, number)
         return await main
 
@@ -70,7 +77,8 @@ def run(main: Coroutine[Any, Any, int]) -> int:
     except asyncio.CancelledError:
         if not ended_by:
             raise
-    except OSError:
-        if not ended_by:  # else: the terminal went, and could not be put in order
+    except OSError as error:
+        # A terminal that closes fails with EIO, sometimes before its SIGHUP arrives. It cannot be restored.
+        if not ended_by and error.errno != errno.EIO:
             raise
-    return 128 + ended_by[0]
+    return 128 + ended_by[0] if ended_by else _HANGUP

@@ -1,4 +1,4 @@
-"""One line to type into, or several: editing and history are prompt_toolkit's, what Ctrl-C means is ours."""
+"""Read messages of one or more lines; prompt_toolkit provides editing and history, the key bindings are servekit's."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 
 from servekit.terminal.keyboard import Keyboard
 
-CONTINUES = "\\"  # at a line's end
+CONTINUATION = "\\"  # at the end of a line: the message continues on the next one
 
 
 class Prompt:
-    """Asks for a message. History is in memory and goes with the program."""
+    """Prompt for messages. The history is kept in memory only."""
 
     def __init__(self, keyboard: Keyboard) -> None:
         self._keyboard = keyboard
         output = Vt100_Output.from_pty(sys.stdout)
-        # Asking the terminal where its cursor is would wait for one that does not answer.
+        # A terminal that does not answer a request for its cursor position would make the prompt wait.
         output.enable_cpr = False
         self._session: PromptSession[str] = PromptSession(
             FormattedText([("bold", "> ")]),
@@ -37,32 +37,35 @@ class Prompt:
         )
 
     async def ask(self) -> str | None:
-        """What was typed; None if the user wants to leave."""
+        """Return the message that was typed, or None to quit."""
         try:
-            # The keyboard has SIGINT, for good; of an error in a callback the loop tells, and asks for no Enter.
+            # SIGINT belongs to the keyboard. The event loop reports errors in callbacks; prompt_toolkit's own handler
+            # would wait for Enter.
             with self._keyboard.delivering_to(self._press):
                 return await self._session.prompt_async(handle_sigint=False, set_exception_handler=False)
         except EOFError:
             return None
 
     def _press(self, keys: list[KeyPress]) -> bool:
-        """As if they were typed. False if the prompt does not listen yet, or no longer."""
+        """Process keys as if they were typed. Return False if the prompt does not take keys at the moment."""
         app = self._session.app
         if not app.is_running or app.is_done or app.context is None:
             return False
         app.key_processor.feed_multiple(keys)
-        app.context.copy().run(app.key_processor.process_keys)  # where bindings find the application that they are of
+        app.context.copy().run(
+            app.key_processor.process_keys
+        )  # in the context in which bindings find their application
         return True
 
 
 def _key_bindings() -> KeyBindings:
     bindings = KeyBindings()
-    typing = has_focus(DEFAULT_BUFFER)  # and not searching in the history
+    typing = has_focus(DEFAULT_BUFFER)  # not while searching the history
 
     @bindings.add("enter", filter=typing)
     def enter(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        if buffer.text.endswith(CONTINUES) and buffer.cursor_position == len(buffer.text):
+        if buffer.text.endswith(CONTINUATION) and buffer.cursor_position == len(buffer.text):
             buffer.delete_before_cursor()
             buffer.insert_text("\n")
         else:
@@ -75,10 +78,10 @@ def _key_bindings() -> KeyBindings:
         elif not event.app.is_done:
             event.app.exit(exception=EOFError())
 
-    # What looks like a terminal's own report and was typed or pasted, such as a colour: prompt_toolkit would parse it.
+    # Typed or pasted text can look like a report of the terminal, such as a colour; prompt_toolkit would parse it.
     @bindings.add(Keys.Vt100MouseEvent)
     @bindings.add(Keys.CPRResponse)
-    def nothing(event: KeyPressEvent) -> None:
+    def ignore(event: KeyPressEvent) -> None:
         pass
 
     return bindings

@@ -1,4 +1,4 @@
-"""Claims about what curl shows on a terminal, where SSE is lines of text and `-d` says the body is a form."""
+"""curl, whose `-d` labels the body as a form, and which shows events as lines of text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 CURL = shutil.which("curl")
 pytestmark = pytest.mark.skipif(CURL is None, reason="curl is not installed")
@@ -60,7 +60,7 @@ def test_tokens_arrive_one_by_one(server: ServerProcess, path: str, body: dict[s
     assert max(gaps) < (times[-1] - times[0]) / 2, "not all at the end"
 
 
-def test_what_a_stream_says_of_itself(server: ServerProcess) -> None:
+def test_stream_headers(server: ServerProcess) -> None:
     output = curl(server, "/v1/completions", "-i", "-d", json.dumps({"prompt": SKY, "stream": True}))
     head = output.replace("\r\n", "\n").partition("\n\n")[0].lower()
     assert head.startswith("http/1.1 200")
@@ -90,14 +90,14 @@ def test_a_stream_from_the_address_bar(server: ServerProcess) -> None:
     assert refusal["error"]["param"] == "max_tokens"
 
 
-def test_there_and_back_through_tokens(server: ServerProcess) -> None:
+def test_tokenize_and_detokenize_round_trip(server: ServerProcess) -> None:
     told = json.loads(curl(server, "/tokenize", "-d", json.dumps({"prompt": SKY, "add_special_tokens": False})))
     assert told["count"] == len(told["tokens"]) == 6 and told["max_model_len"] == 2048
     assert json.loads(curl(server, "/detokenize", "-d", json.dumps({"tokens": told["tokens"]})))["prompt"] == SKY
 
 
 @pytest.mark.parametrize("path", ["/", "/generate", "/generate_stream"])
-def test_errors_speak_to_both_families_of_clients(server: ServerProcess, path: str) -> None:
+def test_errors_have_openais_and_tgis_fields(server: ServerProcess, path: str) -> None:
     body = json.dumps({"inputs": SKY, "parameters": {"max_new_tokens": 0}})
     output = curl(server, path, "-d", body, "-w", "\n%{http_code}")
     text, _, status = output.rpartition("\n")

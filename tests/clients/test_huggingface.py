@@ -1,4 +1,4 @@
-"""Claims about what Hugging Face's own client gets, given nothing but the server's address."""
+"""Hugging Face's own client, given only the server's address."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import BadRequestError, ValidationError
 
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 SKY = "What color is the sky?"
 STORY = "Tell me a story about a cat."
@@ -24,14 +24,14 @@ SCHEMA = {
 
 @pytest.fixture(scope="module", params=["", "/generate"])
 def client(server: ServerProcess, request: pytest.FixtureRequest) -> Iterator[InferenceClient]:
-    """It asks at the address as it is given, and says in the body whether it wants a stream."""
+    """A client that sends requests to the URL as given, with `stream` in the body."""
     with InferenceClient(server.url + request.param, timeout=60) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def chat(server: ServerProcess) -> Iterator[InferenceClient]:
-    """It adds /v1/chat/completions to the address, and calls the model "dummy"."""
+    """A client that adds /v1/chat/completions to the URL, and names the model "dummy"."""
     with InferenceClient(server.url, timeout=60) as client:
         yield client
 
@@ -189,3 +189,31 @@ async def test_the_async_client(server: ServerProcess) -> None:
         assert answer.choices[0].message.content == "The sky is blue."
         with pytest.raises(ValidationError):
             await client.text_generation(SKY, max_new_tokens=100_000)
+
+
+@pytest.mark.parametrize(
+    ("task", "fields"),
+    [
+        ("feature_extraction", {"text": SKY}),
+        ("feature_extraction", {"text": [SKY], "normalize": True}),
+        ("sentence_similarity", {"sentence": SKY, "other_sentences": [STORY]}),
+        ("question_answering", {"question": SKY, "context": STORY}),
+        ("zero_shot_classification", {"text": SKY, "candidate_labels": ["a", "b"]}),
+        ("table_question_answering", {"table": {"a": ["1"]}, "query": SKY}),
+        ("translation", {"text": SKY, "src_lang": "en", "tgt_lang": "fr"}),
+        ("text_classification", {"text": SKY, "function_to_apply": "softmax"}),
+        ("fill_mask", {"text": SKY, "targets": ["blue"]}),
+        ("token_classification", {"text": SKY, "aggregation_strategy": "simple"}),
+        ("text_to_image", {"prompt": SKY}),
+    ],
+)
+def test_other_task_is_refused_by_its_name(client: InferenceClient, task: str, fields: dict[str, Any]) -> None:
+    with pytest.raises((BadRequestError, ValidationError), match=f"for the task .*{task}.*text_generation"):
+        getattr(client, task)(**fields)
+
+
+@pytest.mark.parametrize("task", ["text_classification", "token_classification", "summarization", "translation"])
+def test_other_task_with_the_same_request_does_not_succeed(client: InferenceClient, task: str) -> None:
+    """Without options these send the very request of text_generation. The client then refuses the answer."""
+    with pytest.raises((TypeError, ValueError, KeyError)):
+        getattr(client, task)(SKY)

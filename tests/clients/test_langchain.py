@@ -1,4 +1,4 @@
-"""Claims about what LangChain's models get, pointed at the server and otherwise left alone."""
+"""LangChain's models, with the server's address and otherwise their defaults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, SecretStr
 
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 SKY = "What color is the sky?"
 CAT = "How many legs does a cat have?"

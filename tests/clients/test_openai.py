@@ -1,4 +1,4 @@
-"""Claims about what OpenAI's own client gets from a real server, unmodified and without retries."""
+"""OpenAI's own client, unmodified and without retries."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from pydantic import BaseModel
 
 from servekit.api import create_app
 from servekit.config import ServeConfig
-from servekit.engine import LLMEngine
+from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import RequestCrashesWorker, WorkerLost
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 SKY = "What color is the sky?"
 CAT = "How many legs does a cat have?"
@@ -96,7 +96,7 @@ def test_texts_and_token_ids_in_lists_and_alone(server: ServerProcess, client: O
     assert client.completions.create(model="demo", prompt=sky).choices[0].text == expected[0]
 
 
-def test_best_of_gives_the_likeliest_of_what_n_would_give(client: OpenAI) -> None:
+def test_best_of_returns_the_likeliest_of_the_n_answers(client: OpenAI) -> None:
     fields: dict[str, Any] = {"temperature": 1.5, "seed": 5, "max_tokens": 12, "logprobs": 0}
     fields["extra_body"] = {"ignore_eos": True}
     every = client.completions.create(model="demo", prompt=STORY, n=5, **fields).choices
@@ -399,7 +399,7 @@ def test_errors_are_typed_and_come_before_the_stream(
         assert param is None or refusal.value.param == param
 
 
-def test_what_cannot_be_honoured_is_refused(client: OpenAI) -> None:
+def test_unsupported_fields_are_refused(client: OpenAI) -> None:
     tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     with pytest.raises(BadRequestError) as refusal:
         client.chat.completions.create(model="demo", messages=user(SKY), tools=[tool])
@@ -431,7 +431,7 @@ async def test_the_async_client(server: ServerProcess) -> None:
             await client.completions.create(model="gpt-5", prompt=SKY)
 
 
-async def test_what_crashes_workers_is_not_sent_again_and_an_outage_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_crashing_request_is_not_retried_and_an_outage_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of itself the client repeats whatever is 5xx, and each time would cost three workers."""
     num_asked = 0
 

@@ -1,4 +1,4 @@
-"""What nobody should send, as a table: each a request and the status that it must be answered with.
+"""A table of invalid requests, each with the status of its answer.
 
 Grouped by kind; the bodies are bytes wherever a JSON library would not write them. What looks evil and is nothing but
 odd stands here too, with 200: that it is served is the claim.
@@ -18,8 +18,8 @@ CANARY = "canary-in-the-prompt"  # in every prompt; it must be in no log
 
 
 @dataclass(frozen=True, eq=False)
-class Door:
-    """A route, the least that it takes, and where its parameters stand in that."""
+class Api:
+    """A route, a minimal body for it, and where the parameters are in that body."""
 
     path: str
     least: Json
@@ -31,13 +31,13 @@ class Door:
         return json.dumps(self.least | fields).encode()
 
     def raw(self, field: str, value: str) -> bytes:
-        """The same with a value as it is written."""
+        """Return the body with a value given as JSON text."""
         return self.body({field: "@"}).replace(b'"@"', value.encode("utf-8", "surrogatepass"))
 
 
 @dataclass(frozen=True)
 class BadInput:
-    """One request, and how it must be answered."""
+    """One request, and the answer that it must get."""
 
     kind: str
     path: str
@@ -51,16 +51,16 @@ class BadInput:
         return f"{self.kind}: {self.method} {self.path[:80]} {self.content[:200]!r}"
 
 
-NATIVE = Door("/generate", {"prompt": CANARY, "max_tokens": 1})
-STREAM = Door("/generate_stream", {"prompt": CANARY, "max_tokens": 1})
-BASIC = Door("/basic_generate", {"prompt": CANARY, "max_tokens": 1})
-TGI = Door("/", {"inputs": CANARY, "parameters": {"max_new_tokens": 1}}, "parameters")
-TGI_STREAM = Door("/generate_stream", {"inputs": CANARY, "parameters": {"max_new_tokens": 1}}, "parameters")
-COMPLETIONS = Door("/v1/completions", {"prompt": CANARY, "max_tokens": 1})
-CHAT = Door("/v1/chat/completions", {"messages": [{"role": "user", "content": CANARY}], "max_tokens": 1})
-TOKENIZE = Door("/tokenize", {"prompt": CANARY})
-DETOKENIZE = Door("/detokenize", {"tokens": [1]})
-DOORS = [NATIVE, STREAM, BASIC, TGI, TGI_STREAM, COMPLETIONS, CHAT]
+NATIVE = Api("/generate", {"prompt": CANARY, "max_tokens": 1})
+STREAM = Api("/generate_stream", {"prompt": CANARY, "max_tokens": 1})
+BASIC = Api("/basic_generate", {"prompt": CANARY, "max_tokens": 1})
+TGI = Api("/", {"inputs": CANARY, "parameters": {"max_new_tokens": 1}}, "parameters")
+TGI_STREAM = Api("/generate_stream", {"inputs": CANARY, "parameters": {"max_new_tokens": 1}}, "parameters")
+COMPLETIONS = Api("/v1/completions", {"prompt": CANARY, "max_tokens": 1})
+CHAT = Api("/v1/chat/completions", {"messages": [{"role": "user", "content": CANARY}], "max_tokens": 1})
+TOKENIZE = Api("/tokenize", {"prompt": CANARY})
+DETOKENIZE = Api("/detokenize", {"tokens": [1]})
+APIS = [NATIVE, STREAM, BASIC, TGI, TGI_STREAM, COMPLETIONS, CHAT]
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
@@ -115,14 +115,14 @@ NO_NUMBERS = ["NaN", "Infinity", "1e400", "-1e400", '"1"', '""', "true", "[]", "
 
 
 def numbers() -> Iterator[BadInput]:
-    for door, own in OWN_INTEGERS.items():
+    for api, own in OWN_INTEGERS.items():
         for name, (below, above) in (NUMBERS | own).items():
             outside = [below, above, *(value for value in HUGE if value <= below or value >= above)]
             wrong = [json.dumps(value) for value in outside] + NO_NUMBERS
             if name not in FLOATS:
                 wrong += ["1.5", "1.0", "1e0"]
             for value in wrong:
-                yield BadInput(f"{name} = {value}", door.path, door.raw(name, value), limit_s=0.05)
+                yield BadInput(f"{name} = {value}", api.path, api.raw(name, value), limit_s=0.05)
 
 
 EXTREMES: list[Json] = [
@@ -143,7 +143,7 @@ EXTREMES: list[Json] = [
 
 
 def extremes() -> Iterator[BadInput]:
-    """Legal, and where a division might overflow."""
+    """Valid values for which a division might overflow."""
     for fields in EXTREMES:
         yield BadInput("extreme", NATIVE.path, NATIVE.body({"max_tokens": 4, "ignore_eos": True, **fields}), 200)
 
@@ -183,7 +183,7 @@ COMMON: dict[str, list[Any]] = {
     "ignore_eos": [0, "false", [], {}],
     "skip_special_tokens": [1, "yes", [], {}],
 }
-OWN: dict[Door, Json] = {
+OWN: dict[Api, Json] = {
     NATIVE: {
         "prompt": [1, 1.5, True, [], ["a"], [1], {}],
         "prompts": [[], "a", ["a"], [1], {}],  # beside `prompt`
@@ -272,23 +272,23 @@ OWN: dict[Door, Json] = {
 
 
 def shapes() -> Iterator[BadInput]:
-    for door in (NATIVE, TGI, COMPLETIONS, CHAT):
+    for api in (NATIVE, TGI, COMPLETIONS, CHAT):
         for name, values in COMMON.items():
             for value in values:
-                yield BadInput(f"{name} = {value!r}"[:80], door.path, door.body({name: value}))
+                yield BadInput(f"{name} = {value!r}"[:80], api.path, api.body({name: value}))
         for text in SURROGATES:
             for name in ("stop", "bad_words"):
-                yield BadInput(f"{name} = {text}", door.path, door.raw(name, text))
-    for door, own in OWN.items():
+                yield BadInput(f"{name} = {text}", api.path, api.raw(name, text))
+    for api, own in OWN.items():
         for name, values in own.items():
             for value in values:
                 status = 404 if name == "model" and isinstance(value, str) else 400
-                yield BadInput(f"{name[:40]} = {value!r}"[:80], door.path, door.body({name: value}), status)
+                yield BadInput(f"{name[:40]} = {value!r}"[:80], api.path, api.body({name: value}), status)
 
 
 def explosions() -> Iterator[BadInput]:
-    """Each number may be legal, and all of them together are not."""
-    too_much: list[tuple[Door, Json]] = [
+    """Each number is valid, but all of them together are not."""
+    too_much: list[tuple[Api, Json]] = [
         (NATIVE, {"prompts": ["a"] * 9, "prompt": None, "n": 128}),
         (NATIVE, {"prompts": ["a"] * 65537, "prompt": None}),
         (NATIVE, {"prompt": None, "prompts": ["word " * 5000] * 3}),
@@ -310,16 +310,16 @@ def explosions() -> Iterator[BadInput]:
         (CHAT, {"response_format": {"type": "json_object"}, "guided_regex": "a"}),
         (CHAT, {"n": 129}),
     ]
-    for door, fields in too_much:
-        yield BadInput("together too much", door.path, door.body(fields))
+    for api, fields in too_much:
+        yield BadInput("together too much", api.path, api.body(fields))
 
 
 # -- what is no JSON, or more than JSON --------------------------------------------------------------------------------
 
 
 def bytes_of_all_kinds() -> Iterator[BadInput]:
-    for door in [*DOORS, TOKENIZE, DETOKENIZE]:
-        whole = door.body({})
+    for api in [*APIS, TOKENIZE, DETOKENIZE]:
+        whole = api.body({})
         no_json = {
             "empty": b"",
             "blank": b" \n",
@@ -360,13 +360,13 @@ def bytes_of_all_kinds() -> Iterator[BadInput]:
             "10^6 digits": whole[:-1] + b', "seed": ' + b"9" * 10**6 + b"}",
         }
         for name, content in no_json.items():
-            if door in (TGI, TGI_STREAM, TOKENIZE, DETOKENIZE) and name == "10^6 digits":
+            if api in (TGI, TGI_STREAM, TOKENIZE, DETOKENIZE) and name == "10^6 digits":
                 continue  # they have no seed, or elsewhere
-            if door is DETOKENIZE and name == "latin-1":
+            if api is DETOKENIZE and name == "latin-1":
                 continue  # it has no text
-            yield BadInput(f"no body: {name}", door.path, content)
-    for door in (NATIVE, CHAT):
-        yield BadInput("9 MB", door.path, door.body({})[:-1] + b" " * 9_000_000 + b"}", 413)
+            yield BadInput(f"no body: {name}", api.path, content)
+    for api in (NATIVE, CHAT):
+        yield BadInput("9 MB", api.path, api.body({})[:-1] + b" " * 9_000_000 + b"}", 413)
     for content_type in ("application/xml", "multipart/form-data; boundary=x", "text/plain; charset=utf-16", "x" * 200):
         headers = {"Content-Type": content_type}
         yield BadInput("other content", NATIVE.path, b'--x\r\n\r\n{"prompt": "a"}\r\n--x--', headers=headers)

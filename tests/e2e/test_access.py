@@ -1,4 +1,4 @@
-"""Claims about a server that asks for keys: tenants, limits, what is open, and what stands in its log."""
+"""A server with API keys: tenants, limits, public routes, and its log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.server_process import ServerProcess, events, serving
+from tests.support.server_process import ServerProcess, events, serving
 
 KEY, OTHER, SAME, NARROW, METERED = (f"canary-{name}" for name in ("search", "other", "same", "narrow", "metered"))
 KEYS = f"""
@@ -79,44 +79,44 @@ def request_logged(server: ServerProcess, request_id: str, timeout_s: float = 5)
         time.sleep(0.02)
 
 
-def test_what_one_tenant_asked_is_cached_for_it_and_for_nobody_else(locked: ServerProcess) -> None:
+def test_prefix_cache_is_shared_within_a_tenant_only(locked: ServerProcess) -> None:
     first, again, colleague, stranger = (ask(locked, key) for key in (KEY, KEY, SAME, OTHER))
     cached = [answer.json()["usage"]["cached_tokens"] for answer in (first, again, colleague, stranger)]
     assert cached[0] == 0 and cached[1] > 50
     assert cached[2] == cached[1], "another key of the same tenant"
-    assert cached[3] == 0, "how long an answer takes tells nothing of what others asked"
+    assert cached[3] == 0, "the time of an answer must not depend on other tenants' prompts"
     texts = {answer.json()["generated_text"] for answer in (first, again, colleague, stranger)}
     assert len(texts) == 1
 
 
-def test_a_page_whose_name_points_at_this_machine_reads_nothing(server: ServerProcess) -> None:
-    """It needs no preflight for this, and to its browser the answer would be of its own origin."""
+def test_request_with_a_foreign_host_header_is_refused(server: ServerProcess) -> None:
+    """The page needs no preflight for such a request, and to its browser the answer would have its own origin."""
     simple = "\r\nContent-Type: text/plain\r\nConnection: close\r\nContent-Length: 32\r\n\r\n"
     for host, expected in ((f"evil.example:{server.port}", 403), (f"localhost:{server.port}", 200)):
         request = f'POST /generate HTTP/1.1\r\nHost: {host}{simple}{{"prompt": "a", "max_tokens": 1}}'
         assert raw(server, request.encode())[0] == expected
 
 
-def test_every_door_is_locked_also_by_its_other_names(locked: ServerProcess) -> None:
+def test_every_route_needs_a_key_under_every_spelling_of_its_path(locked: ServerProcess) -> None:
     host = f"127.0.0.1:{locked.port}"
     lines = [
-        *(
-            "GET /info",
-            "GET //generate",
-            "GET /health/../info",
-            "GET /HEALTH",
-            "GET /health/",
-            "GET /%69nfo",
-            "GET /docs",
-        ),
-        *("GET /health%2f..%2finfo", "GET /health%00", "GET /health%0d%0a", "GET /metrics?x=/health", "OPTIONS *"),
-        *(
-            f"GET http://{host}/info",
-            f"GET http://{host}/health/../info",
-            "POST /health",
-            "TRACE /info",
-            "PATCH /ready",
-        ),
+        "GET /info",
+        "GET //generate",
+        "GET /health/../info",
+        "GET /HEALTH",
+        "GET /health/",
+        "GET /%69nfo",
+        "GET /docs",
+        "GET /health%2f..%2finfo",
+        "GET /health%00",
+        "GET /health%0d%0a",
+        "GET /metrics?x=/health",
+        "OPTIONS *",
+        f"GET http://{host}/info",
+        f"GET http://{host}/health/../info",
+        "POST /health",
+        "TRACE /info",
+        "PATCH /ready",
     ]
     for line in lines:
         status, head = raw(locked, f"{line} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
@@ -143,7 +143,7 @@ def raw(server: ServerProcess, request: bytes) -> tuple[int, str]:
     return int(head.split()[1]), head
 
 
-def test_a_streams_line_in_the_log_says_what_it_took_and_nothing_of_what_was_said(locked: ServerProcess) -> None:
+def test_log_entry_of_a_stream_has_token_counts_and_no_text(locked: ServerProcess) -> None:
     headers = {"x-request-id": "a-stream"}
     body = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
     with locked.client.stream("POST", "/generate_stream", json=body, headers=headers) as response:
@@ -180,8 +180,8 @@ def leave_with_half_a_body(server: ServerProcess, key: str, request_id: str) -> 
         connection.sendall(f"{head}Content-Length: 1000\r\n\r\n".encode() + b'{"prompt": "a')
 
 
-def test_a_client_that_leaves_gives_its_place_back_once(locked: ServerProcess) -> None:
-    """With two places: none is left if one leaks, and three can be had if one is given back twice."""
+def test_disconnect_frees_the_keys_concurrency_slot_exactly_once(locked: ServerProcess) -> None:
+    """The key has two slots. None is left if one leaks, and three requests run if one is freed twice."""
     for number, leave in enumerate([leave_a_stream, leave_before_the_answer, leave_with_half_a_body] * 3):
         leave(locked, NARROW, f"gone-{number}")
         told = request_logged(locked, f"gone-{number}")
@@ -195,10 +195,10 @@ def test_a_client_that_leaves_gives_its_place_back_once(locked: ServerProcess) -
     assert sorted(answer.status_code for answer in answers) == [200, 200, 429]
     (refused,) = (answer for answer in answers if answer.status_code == 429)
     assert refused.headers["retry-after"] == "1" and refused.json()["error"]["code"] == "rate_limit_exceeded"
-    assert "2 at the same time (max_concurrent_requests)" in refused.json()["error"]["message"]
+    assert "2 concurrent requests (max_concurrent_requests)" in refused.json()["error"]["message"]
 
 
-def test_tokens_are_paid_as_usage_tells_them_also_by_those_who_leave(locked: ServerProcess) -> None:
+def test_tokens_are_charged_as_in_usage_also_after_a_disconnect(locked: ServerProcess) -> None:
     started_s = time.monotonic()
     leave_a_stream(locked, METERED, "left-in-debt")
     told = request_logged(locked, "left-in-debt")
@@ -213,14 +213,14 @@ def test_tokens_are_paid_as_usage_tells_them_also_by_those_who_leave(locked: Ser
     assert debt_s - passed_s <= int(answer.headers["retry-after"]) <= debt_s + 1
 
 
-def test_it_listens_on_one_address_and_its_processes_on_none(locked: ServerProcess) -> None:
+def test_server_listens_on_one_address_and_its_child_processes_on_none(locked: ServerProcess) -> None:
     assert listening(locked.process.pid) == [("0100007F", locked.port)], "127.0.0.1, as the kernel writes it"
     for pid in [*locked.worker_pids(), *locked.sandbox_pids()]:
         assert listening(pid) == []
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
-    """(address, port) of each socket that the process listens on."""
+    """Return (address, port) of each socket that the process listens on."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(descriptor)))
@@ -240,7 +240,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
     return found
 
 
-def test_the_processes_that_it_starts_do_not_inherit_the_key(locked: ServerProcess) -> None:
+def test_child_processes_do_not_inherit_the_key(locked: ServerProcess) -> None:
     children = [*locked.worker_pids(), *locked.sandbox_pids()]
     assert len(children) == 3
     for pid in children:
@@ -249,8 +249,8 @@ def test_the_processes_that_it_starts_do_not_inherit_the_key(locked: ServerProce
     assert locked.client.get("/version", headers=bearer(FROM_THE_ENVIRONMENT)).status_code == 200
 
 
-def test_neither_prompts_nor_answers_nor_keys_are_in_the_log_whatever_its_level(locked: ServerProcess) -> None:
-    """After all that was asked above, and at debug level."""
+def test_log_contains_no_prompts_answers_or_keys_at_any_level(locked: ServerProcess) -> None:
+    """After all requests above, and at debug level."""
     query = {"prompt": PROMPT, "max_tokens": "2"}
     assert locked.client.get("/generate_stream", params=query, headers={"x-request-id": "query"}).status_code == 200
     chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2}
@@ -274,13 +274,13 @@ def test_neither_prompts_nor_answers_nor_keys_are_in_the_log_whatever_its_level(
     assert log.replace("\n", "").isprintable()
 
 
-def test_on_a_hangup_the_keys_are_read_again_and_a_wrong_file_changes_nothing(locked: ServerProcess) -> None:
+def test_sighup_reloads_the_keys_file_and_a_bad_file_changes_nothing(locked: ServerProcess) -> None:
     path = locked.log.parent / "keys.toml"
     assert ask(locked, METERED + "-2").status_code == 401
     for text, told, statuses in (
-        (KEYS.replace(METERED, METERED + "-2"), "was read again and has 5 keys now", (401, 200)),
-        (KEYS + "[[key]]", "the keys stay as they are: ", (401, 200)),
-        (KEYS, "was read again and has 5 keys now", (200, 401)),
+        (KEYS.replace(METERED, METERED + "-2"), "it has 5 API keys", (401, 200)),
+        (KEYS + "[[key]]", "the API keys were not changed: ", (401, 200)),
+        (KEYS, "it has 5 API keys", (200, 401)),
     ):
         seen = locked.log.read_text().count(told)
         path.write_text(text)
@@ -294,21 +294,21 @@ def test_on_a_hangup_the_keys_are_read_again_and_a_wrong_file_changes_nothing(lo
         assert tuple({429: 200}.get(answer.status_code, answer.status_code) for answer in asked) == statuses[::-1]
 
 
-def test_who_is_refused_at_the_door_is_in_the_log_with_its_address(locked: ServerProcess) -> None:
+def test_refused_connections_are_logged_with_their_address_at_most_once_a_second(locked: ServerProcess) -> None:
     hello = bytes.fromhex("16030100c8010000c40303") + bytes(190)  # TLS
     for _ in range(5):
         with socket.create_connection(("127.0.0.1", locked.port), timeout=5) as connection:
             connection.sendall(hello)
             assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
     entries = [json.loads(line) for line in locked.log.read_text().splitlines()]
-    refused = [entry for entry in entries if entry["message"].startswith("refused at the door: this is not HTTP/1.1")]
+    refused = [entry for entry in entries if entry["message"].startswith("connection refused: not a valid HTTP/1.1")]
     assert len(refused) >= 5
     assert all((entry["code"], entry["client"]) == ("invalid_http", "127.0.0.1") for entry in refused)
     levels = [entry["level"] for entry in refused]
     assert "info" in levels and levels.count("debug") >= 3, "a flood does not fill the log"
 
 
-def test_programs_are_told_in_one_line_that_it_is_ready_and_as_what(locked: ServerProcess) -> None:
+def test_json_log_has_one_ready_entry_with_the_settings(locked: ServerProcess) -> None:
     entries = [json.loads(line) for line in locked.log.read_text().splitlines()]
     (ready,) = [entry for entry in entries if entry["message"].startswith("ready at http://127.0.0.1:")]
     assert ready["settings"]["log_format"] == "json" and ready["settings"]["api_key"] == "***"
@@ -316,7 +316,7 @@ def test_programs_are_told_in_one_line_that_it_is_ready_and_as_what(locked: Serv
     assert not [entry for entry in entries if "curl" in entry["message"] or entry["message"].startswith(" ")]
 
 
-def test_a_wrong_keys_file_ends_the_start_with_2_and_without_the_key(tmp_path: Path) -> None:
+def test_bad_keys_file_exits_with_2_and_does_not_print_the_key(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(f"[[key]]\nkey = '{KEY}'\ntenant = 'a'\n[[key]]\nkey = '{KEY} '\ntenant = 'b'\n")
     command = [sys.executable, "-m", "servekit", "serve", "--api-keys-file", str(path), "--log-format", "json"]

@@ -1,4 +1,4 @@
-"""Claims about conversations: whose template counts, and that one which runs away or dies harms its own client only."""
+"""Tests of chat templates: which one is used, and that a failing one affects only its own request."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from servekit.model_files import DEMO_MODEL_PATH
-from tests.server_process import ServerProcess, serving
+from servekit.engine.model_files import DEMO_MODEL_PATH
+from tests.support.server_process import ServerProcess, serving
 
 Json = dict[str, Any]
 QUESTION = "What color is the sky?"
@@ -28,7 +28,7 @@ SANDBOX_TIMEOUT_S = 1.0
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The demo model without its template; requests may bring theirs."""
+    """The demo model without its template, in a server that accepts templates in requests."""
     directory = tmp_path_factory.mktemp("bare")
     model = copytree(DEMO_MODEL_PATH, directory / "model")
     config = json.loads((model / "tokenizer_config.json").read_text())
@@ -44,8 +44,8 @@ def chat(server: ServerProcess, **fields: Any) -> httpx2.Response:
     return server.client.post("/v1/chat/completions", json=body)
 
 
-def told(response: httpx2.Response) -> tuple[str, int]:
-    """The answer, and how many tokens the rendered conversation had."""
+def answer_of(response: httpx2.Response) -> tuple[str, int]:
+    """The answer, and the number of tokens of the rendered conversation."""
     assert response.status_code == 200, response.text
     answer = response.json()
     return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]
@@ -56,7 +56,7 @@ def expected(server: ServerProcess, prompt: str = f"<bos><|user|>{QUESTION}<eos>
     return answer["generated_text"], answer["usage"]["prompt_tokens"]
 
 
-def test_without_any_template_a_chat_is_refused_and_told_what_to_do(bare: ServerProcess) -> None:
+def test_a_chat_without_any_template_is_refused_with_the_remedy(bare: ServerProcess) -> None:
     response = chat(bare)
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, "chat_template_missing", "messages")
@@ -64,22 +64,24 @@ def test_without_any_template_a_chat_is_refused_and_told_what_to_do(bare: Server
 
 
 def test_a_request_may_bring_its_own_template_and_variables_for_it(bare: ServerProcess) -> None:
-    assert told(chat(bare, chat_template=OWN)) == expected(bare)
+    assert answer_of(chat(bare, chat_template=OWN)) == expected(bare)
     template = OWN.replace("<bos><|user|>", "{{ prefix }}")
-    assert told(chat(bare, chat_template=template, chat_template_kwargs={"prefix": "<bos><|user|>"})) == expected(bare)
+    assert answer_of(chat(bare, chat_template=template, chat_template_kwargs={"prefix": "<bos><|user|>"})) == expected(
+        bare
+    )
 
 
-def test_a_requests_template_knows_the_models_tokens_where_the_model_has_no_template(bare: ServerProcess) -> None:
+def test_a_requests_template_can_use_the_models_special_tokens(bare: ServerProcess) -> None:
     template = OWN.replace("<bos>", "{{ bos_token }}").replace("<eos>", "{{ eos_token }}")
-    assert told(chat(bare, chat_template=template)) == expected(bare)
+    assert answer_of(chat(bare, chat_template=template)) == expected(bare)
 
 
-def test_a_template_that_refuses_is_told_to_its_client(bare: ServerProcess) -> None:
+def test_the_error_of_a_template_is_in_the_response(bare: ServerProcess) -> None:
     response = chat(bare, chat_template="{{ raise_exception('only two may speak') }}")
     assert response.status_code == 400 and "only two may speak" in response.json()["error"]["message"]
 
 
-def test_a_runaway_template_holds_up_nobody_elses_stream_and_not_the_next_chat(bare: ServerProcess) -> None:
+def test_a_runaway_template_delays_no_other_stream_and_not_the_next_chat(bare: ServerProcess) -> None:
     token_times: list[float] = []
     is_enough = threading.Event()
 
@@ -101,7 +103,7 @@ def test_a_runaway_template_holds_up_nobody_elses_stream_and_not_the_next_chat(b
         started = time.monotonic()
         refusal = chat(bare, chat_template=RUNAWAY)
         refused = time.monotonic()
-        served = told(chat(bare, chat_template=OWN))
+        served = answer_of(chat(bare, chat_template=OWN))
         time.sleep(0.1)
     finally:
         is_enough.set()
@@ -113,7 +115,7 @@ def test_a_runaway_template_holds_up_nobody_elses_stream_and_not_the_next_chat(b
     assert max(later - earlier for earlier, later in pairwise(token_times)) < 1
 
 
-def test_after_its_sandboxes_were_killed_a_server_starts_others(bare: ServerProcess) -> None:
+def test_killed_sandbox_processes_are_replaced(bare: ServerProcess) -> None:
     killed = bare.sandbox_pids()
     assert len(killed) == 2, "one for chats and one for grammars"
     for pid in killed:
@@ -122,19 +124,19 @@ def test_after_its_sandboxes_were_killed_a_server_starts_others(bare: ServerProc
     while any(Path(f"/proc/{pid}").exists() for pid in killed):
         assert time.monotonic() < deadline, "the server does not notice"
         time.sleep(0.01)
-    assert told(chat(bare, chat_template=OWN)) == expected(bare)
-    grammar = {"type": "regex", "value": f"[ab]{{3}}{killed[0]}"}  # one that nobody has compiled
+    assert answer_of(chat(bare, chat_template=OWN)) == expected(bare)
+    grammar = {"type": "regex", "value": f"[ab]{{3}}{killed[0]}"}  # a grammar that is not cached
     answer = bare.generate(QUESTION, grammar=grammar, max_tokens=40)["generated_text"]
     assert answer[3:] == str(killed[0]) and set(answer[:3]) <= {"a", "b"}
     assert len(bare.sandbox_pids()) == 2 and not {*bare.sandbox_pids()} & {*killed}
 
 
-def test_the_operators_template_overrides_the_models_and_requests_bring_none(tmp_path: Path) -> None:
+def test_the_operators_template_overrides_the_models_and_request_templates_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{{ bos_token }}<|user|>Say it again: {{ messages[0].content }}{{ eos_token }}<|assistant|>")
     with serving("--chat-template", str(file), log=tmp_path / "log") as server:
         by_operator = expected(server, f"<bos><|user|>Say it again: {QUESTION}<eos><|assistant|>")
-        assert told(chat(server)) == by_operator != expected(server)
-        assert told(chat(server, chat_template_kwargs={"bos_token": "not the client's to say"})) == by_operator
+        assert answer_of(chat(server)) == by_operator != expected(server)
+        assert answer_of(chat(server, chat_template_kwargs={"bos_token": "not the client's to say"})) == by_operator
         response = chat(server, chat_template=OWN)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template")

@@ -1,4 +1,4 @@
-"""Claims about answers, made by a real client to a real server on the demo model."""
+"""Answers of a real server with the demo model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import httpx2
 import pytest
 from transformers import AutoTokenizer
 
-from servekit.model_files import DEMO_MODEL_PATH
-from tests.server_process import ServerProcess
+from servekit.engine.model_files import DEMO_MODEL_PATH
+from tests.support.server_process import ServerProcess
 
 QUESTIONS = {
     "What color is the sky?": "blue",
@@ -23,7 +23,7 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_the_demo_model_makes_sense(server: ServerProcess, question: str) -> None:
+def test_demo_model_answers_sensibly(server: ServerProcess, question: str) -> None:
     chat = AutoTokenizer.from_pretrained(DEMO_MODEL_PATH).apply_chat_template(
         [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
     )
@@ -33,7 +33,7 @@ def test_the_demo_model_makes_sense(server: ServerProcess, question: str) -> Non
         assert answer["finish_reason"] == "stop"
 
 
-def test_a_list_of_prompts_is_answered_in_its_order_and_in_one_batch(server: ServerProcess) -> None:
+def test_list_of_prompts_is_answered_in_order_and_in_one_batch(server: ServerProcess) -> None:
     prompts = [f"{'the cat sat on the mat ' * (i * 7 % 11)}What is {i} plus 1?" for i in range(64)]
     alone = [server.generate(prompt, max_tokens=12)["generated_text"] for prompt in prompts[:8]]
     before = server.metric("servekit_scheduler_steps_total")
@@ -46,8 +46,8 @@ def test_a_list_of_prompts_is_answered_in_its_order_and_in_one_batch(server: Ser
     assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
 
 
-def test_n_answers_to_a_prompt_that_is_computed_once(server: ServerProcess) -> None:
-    """64 forks: the prompt's full blocks exist once, and each answer is what its own seed gives alone."""
+def test_n_answers_compute_their_prompt_once(server: ServerProcess) -> None:
+    """64 forks: the prompt's full blocks exist once, and each answer is the one that its seed gives alone."""
     prompt = "the cat sat on the mat and the dog looked at it " * 8 + "What color is the sky?"
     fields = {"temperature": 1.0, "seed": 7, "max_tokens": 16, "ignore_eos": True}
     computed = server.metric("servekit_iteration_tokens_sum")
@@ -145,8 +145,8 @@ def test_a_bad_request_is_refused_at_once(
     server.wait_until_at_rest()
 
 
-def test_a_hopeless_prompt_holds_nobody_up(server: ServerProcess) -> None:
-    """Megabytes that can never fit are refused before they are encoded, and a bystander does not notice."""
+def test_prompt_that_is_far_too_long_delays_no_other_request(server: ServerProcess) -> None:
+    """Megabytes that can never fit are refused before they are encoded."""
     body = b'{"prompt": "' + b"word " * 1_500_000 + b'"}'
     with ThreadPoolExecutor(2) as threads:
         refusals = [threads.submit(server.client.post, "/generate", content=body) for _ in range(4)]
@@ -158,7 +158,7 @@ def test_a_hopeless_prompt_holds_nobody_up(server: ServerProcess) -> None:
             assert refusal.result().json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_many_prompts_are_admitted_together_or_not_at_all(server: ServerProcess) -> None:
+def test_list_of_prompts_is_admitted_as_a_whole_or_not_at_all(server: ServerProcess) -> None:
     response = server.client.post("/generate", json={"prompts": ["fine", "word " * 5000, "fine"]})
     assert response.status_code == 400 and response.json()["error"]["param"] == "prompts[1]"
     server.wait_until_at_rest()
@@ -167,7 +167,7 @@ def test_many_prompts_are_admitted_together_or_not_at_all(server: ServerProcess)
     response = server.client.post("/generate_stream", json={"prompts": ["a", "b"]})
     assert response.status_code == 400
     response = server.client.post("/generate", json={"prompts": ["a"] * 1025})
-    assert response.status_code == 400 and "at most 1024" in response.json()["error"]["message"]
+    assert response.status_code == 400 and "the limit is 1024" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
@@ -205,7 +205,7 @@ def _span(client: httpx2.Client, start: Barrier) -> tuple[float, float]:
     return times[0], times[-1]
 
 
-def test_the_routes_about_the_server(server: ServerProcess) -> None:
+def test_server_information_routes(server: ServerProcess) -> None:
     client = server.client
     assert (client.get("/health").status_code, client.get("/health").content) == (200, b"")
     assert client.get("/ready").json() == {"status": "ready"}
@@ -223,15 +223,15 @@ def test_the_routes_about_the_server(server: ServerProcess) -> None:
         assert f"servekit_{name}_bucket" in metrics
 
 
-def test_the_log_says_what_is_served_and_how_to_ask(server: ServerProcess) -> None:
+def test_log_describes_the_model_and_an_example_request(server: ServerProcess) -> None:
     log = server.log.read_text()
-    for expected in ("loads demo", "loading LlamaForCausalLM", "KV cache", "blocks", "longest sequences"):
+    for expected in (": loading demo", "loading LlamaForCausalLM", "KV cache", "blocks", "longest sequences"):
         assert expected in log
     assert f"curl {server.url}/generate" in log
     assert f"port                     {server.port}" in log
 
 
-def test_penalties_and_biases_bend_the_answer(server: ServerProcess) -> None:
+def test_penalties_and_biases_change_the_answer(server: ServerProcess) -> None:
     prompt = "What color is the sky?"
     plain = server.stream(prompt, temperature=0)
     likeliest = plain[0]["token"]["id"]

@@ -1,4 +1,4 @@
-"""Claims about grammars in a running server: what is slow is refused, and nobody else waits for it."""
+"""Tests of grammars in a running server: slow ones are refused, and delay no other request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 Json = dict[str, Any]
 # Two seconds to compile, and 160 MB, for less than a hundred bytes.
@@ -27,7 +27,7 @@ def resident_mib(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**20
 
 
-def test_what_takes_long_to_compile_is_refused_and_holds_up_no_stream(server: ServerProcess) -> None:
+def test_a_grammar_that_compiles_slowly_is_refused_and_delays_no_stream(server: ServerProcess) -> None:
     times: list[float] = []
     is_enough = threading.Event()
 
@@ -55,24 +55,24 @@ def test_what_takes_long_to_compile_is_refused_and_holds_up_no_stream(server: Se
     assert resident_mib(worker) - before < 50
 
 
-def test_clients_that_leave_while_their_grammar_compiles_hold_up_nobody(server: ServerProcess) -> None:
+def test_clients_that_disconnect_during_compilation_delay_no_other_request(server: ServerProcess) -> None:
     started = time.monotonic()
     for _ in range(4):
         with pytest.raises(httpx2.TimeoutException):
             generate(server, timeout_s=0.2, grammar=SLOW)
     answer = generate(server, grammar={"type": "regex", "value": f"a{{{int(started) % 7 + 1}}}"})
     assert answer.status_code == 200
-    assert time.monotonic() - started < 6, "each would take two seconds, if somebody waited for it"
+    assert time.monotonic() - started < 6, "each would take two seconds if it were compiled to the end"
 
 
-def test_a_deadline_counts_while_the_grammar_compiles(server: ServerProcess) -> None:
+def test_a_deadline_includes_the_compilation_of_the_grammar(server: ServerProcess) -> None:
     started = time.monotonic()
     refusal = generate(server, grammar=SLOW, deadline_ms=300)
     assert time.monotonic() - started < 1.5
     assert (refusal.status_code, refusal.json()["error"]["code"]) == (504, "deadline_exceeded")
 
 
-def test_where_a_grammar_ends_the_answer_ends_whatever_else_is_asked(server: ServerProcess) -> None:
+def test_an_answer_ends_where_its_grammar_ends_with_any_other_parameters(server: ServerProcess) -> None:
     grammar = {"type": "choice", "value": ["red"]}
     for fields in ({}, {"ignore_eos": True}, {"min_tokens": 8}, {"n": 3, "temperature": 2}):
         answer = generate(server, grammar=grammar, skip_special_tokens=False, **fields).json()
@@ -80,7 +80,7 @@ def test_where_a_grammar_ends_the_answer_ends_whatever_else_is_asked(server: Ser
         assert set(texts) == {"red"}
 
 
-def test_a_grammar_too_complex_to_follow_is_told_to_its_own_client_only(server: ServerProcess) -> None:
+def test_a_grammar_that_is_too_complex_to_follow_fails_only_its_own_request(server: ServerProcess) -> None:
     ambiguous = {"type": "ebnf", "value": "start: s\ns: s s s | s s | /[a-z ]/ |"}
     expected = generate(server, prompt="What color is the sky?").json()["generated_text"]
     fields = {"grammar": ambiguous, "temperature": 2, "seed": 1, "min_tokens": 99, "max_tokens": 100}
@@ -94,12 +94,12 @@ def test_a_grammar_too_complex_to_follow_is_told_to_its_own_client_only(server: 
 
 
 @pytest.mark.parametrize("size", [70_000, 2_000_000])
-def test_an_enormous_grammar_is_refused_by_its_size(server: ServerProcess, size: int) -> None:
+def test_a_grammar_over_the_size_limit_is_refused(server: ServerProcess, size: int) -> None:
     refusal = generate(server, grammar={"type": "ebnf", "value": 'start: "a"\n//' + "x" * size}, n=16)
     assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "grammar")
 
 
-def test_what_a_request_brings_along_for_each_of_its_answers_is_bounded(server: ServerProcess) -> None:
+def test_bad_words_and_logprobs_of_a_request_are_bounded(server: ServerProcess) -> None:
     words = ["🦊" * 200 + str(i) for i in range(64)]
     refusal = generate(server, bad_words=words, n=64)
     assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "bad_words")

@@ -1,24 +1,32 @@
-"""Claims about clients that send too much, too slowly, or nothing, and about those that do not read."""
+"""Clients that send too much, too slowly or nothing, and clients that do not read."""
 
 from __future__ import annotations
 
 import gzip
+import http.client
 import json
 import re
 import resource
+import shutil
 import socket
 import struct
+import subprocess
 import time
-from collections.abc import Iterator
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import httpx
 import httpx2
 import pytest
+import requests
 
-from tests.raw_sockets import connect, post, read_answer, read_error, seconds_until_closed
-from tests.server_process import ServerProcess, serving
+from tests.support.raw_sockets import connect, post, read_answer, read_error, seconds_until_closed
+from tests.support.server_process import ServerProcess, serving
 
 HEALTH = b"GET /health HTTP/1.1\r\n\r\n"
 LIMITS = {
@@ -54,7 +62,7 @@ def resident_mib(server: ServerProcess) -> float:
 # -- heads -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_header_of_100_mib_is_refused_and_costs_no_memory(server: ServerProcess) -> None:
+def test_header_of_100_mib_is_refused_without_holding_it_in_memory(server: ServerProcess) -> None:
     before = resident_mib(server)
     with connect(server) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nX-Long: ")
@@ -74,15 +82,15 @@ def test_a_header_of_100_mib_is_refused_and_costs_no_memory(server: ServerProces
         (b"A: b\r\n" * 300, 431),
     ],
 )
-def test_a_head_has_a_size(server: ServerProcess, head: bytes, status: int) -> None:
+def test_size_and_number_of_headers_are_limited(server: ServerProcess, head: bytes, status: int) -> None:
     with connect(server) as client:
         for _ in range(1 if status == 431 else 3):
             client.sendall(b"GET /health HTTP/1.1\r\n" + head + b"\r\n")
             assert read_answer(client)[0] == status
 
 
-def test_trailers_and_chunk_extensions_have_one_too(server: ServerProcess) -> None:
-    """They come after the head and are in no body, so nobody else would count them."""
+def test_size_of_trailers_and_chunk_extensions_is_limited(server: ServerProcess) -> None:
+    """They follow the head and are not part of a body, so no other limit covers them."""
     chunked = b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
     for endless in (b"0\r\nX-Long: ", b"1;extension="):
         for head in (chunked, chunked.replace(b"\r\n", b"\r\nExpect: 100-continue\r\n", 1)):
@@ -91,7 +99,7 @@ def test_trailers_and_chunk_extensions_have_one_too(server: ServerProcess) -> No
                 assert read_error(client) == (431, "headers_too_large")
 
 
-def test_half_heads_and_silent_connections_are_closed_and_nobody_else_waits(server: ServerProcess) -> None:
+def test_slow_and_silent_connections_are_closed_and_others_are_served_meanwhile(server: ServerProcess) -> None:
     with ExitStack() as stack:
         half = [stack.enter_context(connect(server)) for _ in range(40)]
         silent = [stack.enter_context(connect(server)) for _ in range(10)]
@@ -109,7 +117,7 @@ def test_half_heads_and_silent_connections_are_closed_and_nobody_else_waits(serv
         assert 0.4 < time.monotonic() - started < 1.5
 
 
-def test_between_requests_a_connection_may_be_silent_but_not_in_the_midst_of_a_head(server: ServerProcess) -> None:
+def test_idle_connection_stays_open_but_an_unfinished_head_times_out(server: ServerProcess) -> None:
     with connect(server) as client:
         for pause_s in (0.8, 0):
             client.sendall(HEALTH)
@@ -121,7 +129,7 @@ def test_between_requests_a_connection_may_be_silent_but_not_in_the_midst_of_a_h
         assert 0.4 < time.monotonic() - started < 1.5
 
 
-def test_what_is_not_http_is_refused_in_the_error_schema(server: ServerProcess) -> None:
+def test_invalid_http_gets_an_error_in_the_error_schema(server: ServerProcess) -> None:
     before = num_refused(server, "invalid_http")
     both = b"POST /generate HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
     for garbage in (b"\x16\x03\x01\x02\x00\x01\x00\x01", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nbad header\r\n\r\n", both):
@@ -135,20 +143,85 @@ def test_what_is_not_http_is_refused_in_the_error_schema(server: ServerProcess) 
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_body_of_3_mib_passes_in_one_piece_and_in_chunks(server: ServerProcess) -> None:
+def test_body_of_3_mib_is_accepted_with_a_length_and_in_chunks(server: ServerProcess) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 1}).encode() + b" " * 3 * 2**20
     assert server.client.post("/generate", content=body).status_code == 200
     assert server.client.post("/generate", content=iter([body[:1000], body[1000:]])).status_code == 200
 
 
-def test_a_chunked_body_over_the_limit_is_refused_though_it_tells_no_length(server: ServerProcess) -> None:
+def test_chunked_body_over_the_limit_is_refused(server: ServerProcess) -> None:
     response = server.client.post("/generate", content=iter([b" " * 2**20] * 9))
     assert response.status_code == 413 and response.json()["error"]["code"] == "request_too_large"
 
 
+JAVA = """
+import java.net.URI;
+import java.net.http.*;
+public class Client {
+  public static void main(String[] arguments) throws Exception {
+    var client = HttpClient.newHttpClient();
+    for (byte[] body : new byte[][] {arguments[1].getBytes(), new byte[40 << 20]}) {
+      var request = HttpRequest.newBuilder(URI.create(arguments[0])).POST(HttpRequest.BodyPublishers.ofByteArray(body));
+      System.out.println(client.send(request.build(), HttpResponse.BodyHandlers.ofString()).statusCode());
+    }
+  }
+}
+"""
+
+
+def ask_by_urllib(url: str, body: bytes) -> int:
+    try:
+        with urllib.request.urlopen(url, body) as answer:  # noqa: S310
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def ask_by_http_client(url: str, body: bytes) -> int:
+    address = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port)
+    connection.request("POST", address.path, body)
+    with connection.getresponse() as answer:
+        answer.read()
+        connection.close()
+        return answer.status
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        ask_by_urllib,
+        ask_by_http_client,
+        lambda url, body: requests.post(url, body, timeout=30).status_code,
+        lambda url, body: httpx.post(url, content=body, timeout=30).status_code,
+        lambda url, body: httpx2.post(url, content=body, timeout=30).status_code,
+    ],
+    ids=["urllib", "http.client", "requests", "httpx", "httpx2"],
+)
+def test_client_reads_the_refusal_of_a_40_mib_body(server: ServerProcess, ask: Callable[[str, bytes], int]) -> None:
+    """Some of them send the whole body before they read anything."""
+    assert ask(f"{server.url}/generate", b"a" * 40 * 2**20) == 413
+    assert ask(f"{server.url}/generate", b'{"prompt": "a", "max_tokens": 1}') == 200
+
+
+@pytest.mark.skipif(shutil.which("java") is None, reason="needs Java")
+def test_javas_client_is_answered(server: ServerProcess, tmp_path: Path) -> None:
+    """Its first request asks for HTTP/2 (`Upgrade: h2c`), and has a body."""
+    (tmp_path / "Client.java").write_text(JAVA)
+    body = '{"prompt": "a", "max_tokens": 1}'
+    done = subprocess.run(
+        ["java", tmp_path / "Client.java", f"{server.url}/generate", body],  # noqa: S607
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["200", "413"], done.stderr
+
+
 @pytest.mark.parametrize("sent_s", [0.0, 0.1])
-def test_a_body_that_does_not_come_is_given_up(server: ServerProcess, sent_s: float) -> None:
-    """Nothing of it, or a byte now and then."""
+def test_body_that_does_not_arrive_times_out(server: ServerProcess, sent_s: float) -> None:
+    """Nothing of it arrives, or a byte now and then."""
     with connect(server) as client:
         client.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: 1000\r\n\r\n")
         started = time.monotonic()
@@ -161,8 +234,8 @@ def test_a_body_that_does_not_come_is_given_up(server: ServerProcess, sent_s: fl
         assert seconds_until_closed(client) < 0.5
 
 
-def test_what_follows_a_body_shorter_than_it_said_is_no_request(server: ServerProcess) -> None:
-    """Its end is what the length says; here that takes in what looks like another request."""
+def test_bytes_within_the_declared_length_are_never_a_second_request(server: ServerProcess) -> None:
+    """The body's end is where its length says, even if that includes what looks like another request."""
     request = post("/generate", prompt="a", max_tokens=1)
     with connect(server) as client:
         client.sendall(request.replace(b"Content-Length: ", b"Content-Length: 1") + HEALTH)
@@ -170,20 +243,20 @@ def test_what_follows_a_body_shorter_than_it_said_is_no_request(server: ServerPr
         assert seconds_until_closed(client) < 0.5
 
 
-def test_an_answer_that_comes_before_the_body_does_not_wait_for_it_for_ever(server: ServerProcess) -> None:
+def test_early_answer_waits_a_bounded_time_for_the_rest_of_the_body(server: ServerProcess) -> None:
     with connect(server) as client:
         client.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n{")
         assert read_error(client) == (413, "request_too_large")
         assert 1 < seconds_until_closed(client) < 3
-    with connect(server) as client:  # who sends it after all may stay
+    with connect(server) as client:  # a client that completes its body keeps its connection
         client.sendall(b"POST /nowhere HTTP/1.1\r\nContent-Length: 5\r\n\r\n")
         assert read_error(client)[0] == 404
         client.sendall(b"12345" + HEALTH)
         assert read_answer(client)[0] == 200
 
 
-def test_bodies_have_a_bound_together_and_small_ones_pass_meanwhile(server: ServerProcess) -> None:
-    """Each is within its own limits, and all but whole."""
+def test_memory_of_all_bodies_is_bounded_and_small_bodies_pass_meanwhile(server: ServerProcess) -> None:
+    """Each body is within its own limit, and almost complete."""
     most = bytes(7 * 2**20).replace(b"\0", b" ")
 
     def hold(_: int = 0) -> tuple[int, str]:
@@ -221,7 +294,7 @@ def test_compressed_bodies_are_refused(server: ServerProcess) -> None:
 # -- connections -------------------------------------------------------------------------------------------------------
 
 
-def test_one_connection_too_many_is_told_so_and_the_others_go_on(server: ServerProcess) -> None:
+def test_connection_over_the_limit_gets_503_and_the_others_are_served(server: ServerProcess) -> None:
     with ExitStack() as stack:
         server.client.close()  # the connections that it keeps count, too
         server.client = httpx2.Client(base_url=server.url, timeout=10)
@@ -261,7 +334,7 @@ def test_a_server_without_file_descriptors_recovers_by_itself(server: ServerProc
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_pipelined_requests_are_answered_in_order_and_only_so_many_wait(server: ServerProcess) -> None:
+def test_pipelined_requests_are_answered_in_order_and_their_number_is_limited(server: ServerProcess) -> None:
     with connect(server) as client:
         client.sendall(post("/generate", prompt="a", max_tokens=5) + HEALTH)
         client.settimeout(10)
@@ -277,7 +350,7 @@ def test_pipelined_requests_are_answered_in_order_and_only_so_many_wait(server: 
     assert resident_mib(server) - before < 8
 
 
-def test_200_requests_on_one_connection(server: ServerProcess) -> None:
+def test_one_connection_serves_200_requests(server: ServerProcess) -> None:
     with connect(server) as client:
         for number in range(200):
             client.sendall(HEALTH if number % 10 else post("/generate", prompt="a", max_tokens=1))
@@ -287,7 +360,7 @@ def test_200_requests_on_one_connection(server: ServerProcess) -> None:
 # -- clients that leave, or do not read --------------------------------------------------------------------------------
 
 
-def test_answers_that_nobody_reads_are_given_up_and_their_blocks_come_back(server: ServerProcess) -> None:
+def test_unread_answers_time_out_and_free_their_blocks(server: ServerProcess) -> None:
     before, was_given_up = resident_mib(server), num_refused(server, "send_timeout")
     with ExitStack() as stack:
         for _ in range(16):
@@ -303,8 +376,8 @@ def test_answers_that_nobody_reads_are_given_up_and_their_blocks_come_back(serve
 
 @pytest.mark.parametrize("way", ["reset", "close", "shutdown", "pipelined"])
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-def test_a_client_that_leaves_gives_its_blocks_back(server: ServerProcess, path: str, way: str) -> None:
-    """Half a farewell is one, too: see servekit/http_protocol.py."""
+def test_disconnect_frees_the_blocks(server: ServerProcess, path: str, way: str) -> None:
+    """A half-close counts as a disconnect: see servekit/server/http_protocol.py."""
     with connect(server) as client:
         client.sendall(post(path, prompt="a", max_tokens=1900, ignore_eos=True))
         server.wait_for_metric("servekit_num_requests_running", 1)
@@ -319,12 +392,12 @@ def test_a_client_that_leaves_gives_its_blocks_back(server: ServerProcess, path:
             client.close()
         left = server.metric("servekit_generation_tokens_total")
         server.wait_until_at_rest()
-        assert server.metric("servekit_generation_tokens_total") - left < 200, "it went on for nobody"
+        assert server.metric("servekit_generation_tokens_total") - left < 200, "it went on after the disconnect"
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-def test_a_client_with_a_large_body_is_seen_to_leave_too(server: ServerProcess, path: str) -> None:
-    """It comes in one piece behind its head, which pauses reading; whoever does not read hears of no departure."""
+def test_disconnect_after_a_large_body_frees_the_blocks(server: ServerProcess, path: str) -> None:
+    """The body arrives in one piece, which pauses reading; a connection that is not read notices no disconnect."""
     body = b'{"prompt": "a", "max_tokens": 1900, "ignore_eos": true}' + b" " * 200_000
     with connect(server) as client:
         client.sendall(
@@ -336,4 +409,4 @@ def test_a_client_with_a_large_body_is_seen_to_leave_too(server: ServerProcess, 
         client.shutdown(socket.SHUT_WR)
         left = server.metric("servekit_generation_tokens_total")
         server.wait_until_at_rest()
-        assert server.metric("servekit_generation_tokens_total") - left < 200, "it went on for nobody"
+        assert server.metric("servekit_generation_tokens_total") - left < 200, "it went on after the disconnect"

@@ -1,4 +1,4 @@
-"""Claims about what a real server tells those who watch it: metrics, dashboard, alerts, traces."""
+"""Tests of what operators see of a running server: metrics, dashboard, alerts and traces."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripts.dashboard import dashboard
 from servekit.config import ServeConfig
 from servekit.errors import ConfigError
-from servekit.request_trace import RequestTrace
-from servekit.server import _connect_tracing
-from servekit.tracing import DELIVERY_TIMEOUT_S, MAX_QUEUED_SPANS, Tracing
-from tests.server_process import ServerProcess, serving
+from servekit.observability.request_trace import RequestTrace
+from servekit.observability.tracing import DELIVERY_TIMEOUT_S, MAX_QUEUED_SPANS, Tracing
+from servekit.server.server import _connect_tracing
+from tests.support.server_process import ServerProcess, serving
 
 ALERTS = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"
 TARGET_LABELS = {"job", "instance"}  # Prometheus' own
@@ -36,7 +36,7 @@ PROMPT = "What color is the sky?"
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """(where, PromQL) of everything that is drawn, asked for, or watched."""
+    """(panel or alert, PromQL) of every expression in the dashboard and in the alerts."""
     board = dashboard()
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
@@ -67,7 +67,7 @@ def series(server: ServerProcess) -> dict[str, set[str]]:
     return found
 
 
-def test_everything_that_is_drawn_or_watched_exists(series: dict[str, set[str]]) -> None:
+def test_every_series_of_the_dashboard_and_the_alerts_exists(series: dict[str, set[str]]) -> None:
     for where, text in expressions():
         expression = promql_parser.parse(text)
         for node in nodes(expression):
@@ -82,7 +82,7 @@ def test_everything_that_is_drawn_or_watched_exists(series: dict[str, set[str]])
                     assert used <= series[below.name], f"{where}: {below.name} has not all of {used}"
 
 
-def test_quantiles_are_of_buckets_and_rates_are_of_counters(series: dict[str, set[str]]) -> None:
+def test_quantiles_use_buckets_and_rates_use_counters(series: dict[str, set[str]]) -> None:
     num_quantiles = num_rates = 0
     for where, text in expressions():
         for node in nodes(promql_parser.parse(text)):
@@ -110,13 +110,13 @@ def test_legends_and_variables_use_labels_that_exist(series: dict[str, set[str]]
         assert label in series[name]
 
 
-def test_the_metrics_add_up_to_what_was_asked(server: ServerProcess) -> None:
+def test_metrics_agree_with_the_usage_of_a_response(server: ServerProcess) -> None:
     names = ("prompt_tokens_total", "generation_tokens_total", "time_to_first_token_seconds_count")
     names += ("request_prefill_time_seconds_count", "request_decode_time_seconds_count")
     before = {name: server.metric(f"servekit_{name}") for name in names}
     usage = server.generate(PROMPT, n=3, temperature=1.0)["usage"]
-    told = {name: server.metric(f"servekit_{name}") - before[name] for name in names}
-    assert list(told.values()) == [usage["prompt_tokens"], usage["completion_tokens"], 3, 3, 3]
+    increases = {name: server.metric(f"servekit_{name}") - before[name] for name in names}
+    assert list(increases.values()) == [usage["prompt_tokens"], usage["completion_tokens"], 3, 3, 3]
     assert server.metric("process_resident_memory_bytes") > 2**24
     assert server.metric("servekit_worker_process_resident_memory_bytes") > 2**24
     assert server.metric("servekit_api_event_loop_tasks") > 2
@@ -126,7 +126,7 @@ def test_the_metrics_add_up_to_what_was_asked(server: ServerProcess) -> None:
     server.wait_for_metric("servekit_scheduler_batch_size", 0)
 
 
-def test_a_client_that_leaves_counts_as_499(server: ServerProcess) -> None:
+def test_a_client_that_disconnects_counts_as_499(server: ServerProcess) -> None:
     def num_left() -> float:
         text = server.client.get("/metrics").text
         found = re.findall(
@@ -147,7 +147,7 @@ def test_a_client_that_leaves_counts_as_499(server: ServerProcess) -> None:
 
 
 class Collector(ThreadingHTTPServer):
-    """Takes OTLP over HTTP; with `hangs` set it takes it and says nothing."""
+    """Accepts OTLP over HTTP. With `hangs` set it reads requests and does not answer."""
 
     daemon_threads = True
 
@@ -170,7 +170,7 @@ class Collector(ThreadingHTTPServer):
         ]
 
     def wait_for(self, num_roots: int) -> list[Any]:
-        """The spans of requests, when there are so many."""
+        """Wait for this many request spans, and return them."""
         deadline = time.monotonic() + 5
         while len(roots := [span for span in self.spans() if span.kind == span.SPAN_KIND_SERVER]) < num_roots:
             assert time.monotonic() < deadline, f"{len(roots)} of {num_roots} traces came"
@@ -211,7 +211,7 @@ def attributes(span: Any) -> dict[str, Any]:
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
 
 
-def test_a_trace_tells_where_a_requests_time_went(tmp_path: Path) -> None:
+def test_spans_cover_the_phases_of_a_request(tmp_path: Path) -> None:
     """And a collector that hangs holds up neither the server nor its end."""
     with collecting() as collector, serving("--otlp-endpoint", collector.url, log=tmp_path / "log") as server:
         server.generate("warm up")
@@ -224,12 +224,12 @@ def test_a_trace_tells_where_a_requests_time_went(tmp_path: Path) -> None:
         asked, refused = collector.wait_for(3)[-2:]
         assert set(collector.paths) == {"/v1/traces"}
         assert asked.name == refused.name == "POST /generate"
-        told = attributes(asked)
+        values = attributes(asked)
         assert asked.trace_id.hex() == "0af7651916cd43dd8448eb211c80319c"
         assert asked.parent_span_id.hex() == "b7ad6b7169203331"
-        assert told["servekit.request_id"] == "mine"
-        assert told["gen_ai.request.max_tokens"] == 9
-        assert told["gen_ai.usage.output_tokens"] == answer.json()["usage"]["completion_tokens"]
+        assert values["servekit.request_id"] == "mine"
+        assert values["gen_ai.request.max_tokens"] == 9
+        assert values["gen_ai.usage.output_tokens"] == answer.json()["usage"]["completion_tokens"]
         assert [event.name for event in asked.events] == ["first_token"]
 
         phases = [span for span in collector.spans() if span.parent_span_id == asked.span_id]
@@ -253,13 +253,13 @@ def test_a_trace_tells_where_a_requests_time_went(tmp_path: Path) -> None:
         started = time.monotonic()
         for _ in range(8):
             server.generate(PROMPT, max_tokens=1)
-        assert time.monotonic() - started < 8 * DELIVERY_TIMEOUT_S, "nobody waits for the collector"
+        assert time.monotonic() - started < 8 * DELIVERY_TIMEOUT_S, "requests do not wait for the collector"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=10) == 0
         assert "Traceback" not in server.log.read_text()
 
 
-async def test_traces_that_nobody_takes_cost_no_time_and_little_memory() -> None:
+async def test_traces_without_a_working_collector_cost_no_time_and_bounded_memory() -> None:
     with collecting() as collector:
         collector.hangs.set()
         tracing = Tracing(collector.url, "demo", "0")
@@ -276,14 +276,14 @@ async def test_traces_that_nobody_takes_cost_no_time_and_little_memory() -> None
         collector.hangs.clear()
         collector.ended.set()
         await tracing.close()
-        assert len(collector.spans()) >= MAX_QUEUED_SPANS - 500, "what was in the queue is sent when it can be"
+        assert len(collector.spans()) >= MAX_QUEUED_SPANS - 500, "queued spans are sent when the collector works again"
 
 
-def test_without_the_extra_traces_are_an_operators_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_without_the_otel_extra_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _connect_tracing(ServeConfig()) is None
-    with pytest.raises(ConfigError, match="looks like http://host:4318"):
+    with pytest.raises(ConfigError, match="use one like http://host:4318"):
         _connect_tracing(ServeConfig(otlp_endpoint="localhost:4318"))
-    monkeypatch.delitem(sys.modules, "servekit.tracing")
+    monkeypatch.delitem(sys.modules, "servekit.observability.tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match=re.escape("pip install 'servekit[otel]'")):
+    with pytest.raises(ConfigError, match=re.escape("pip install '.[otel]'")):
         _connect_tracing(ServeConfig(otlp_endpoint="http://localhost:4318"))

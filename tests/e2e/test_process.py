@@ -1,4 +1,7 @@
-"""Claims about processes: how they start, end, and what happens when one is killed."""
+"""Tests of processes: how they start and exit, and what happens when one is killed.
+
+Tests that depend on no computation serve a simulated model, whose worker starts without importing torch.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from servekit.model_files import DEMO_MODEL_PATH
-from tests.raw_sockets import connect, post, read_answer
-from tests.server_process import ServerProcess, events, free_port, serving
+from servekit.engine.model_files import DEMO_MODEL_PATH
+from tests.support.raw_sockets import connect, post, read_answer
+from tests.support.server_process import ServerProcess, events, free_port, serving
 
 
 def wait_until_gone(pid: int, timeout_s: float = 3) -> None:
@@ -29,7 +33,8 @@ def wait_until_gone(pid: int, timeout_s: float = 3) -> None:
         time.sleep(0.02)
 
 
-NUM_TOKENS = 600
+NUM_TOKENS = 300
+SLOW_MODEL = "sim:step=5ms"  # streams for 1.5 s
 
 
 def read_stream(server: ServerProcess, into: list[dict[str, Any]], started: threading.Event) -> None:
@@ -42,8 +47,14 @@ def read_stream(server: ServerProcess, into: list[dict[str, Any]], started: thre
 
 @pytest.fixture
 def streaming(tmp_path: Path) -> Any:
-    """(server, events so far, reader thread) with a stream under way."""
-    with serving(log=tmp_path / "log") as server:
+    """(server, events so far, reader thread) with a stream in progress, of a simulated model."""
+    with _streaming(tmp_path, SLOW_MODEL) as started:
+        yield started
+
+
+@contextmanager
+def _streaming(tmp_path: Path, model: str) -> Iterator[tuple[ServerProcess, list[dict[str, Any]], threading.Thread]]:
+    with serving(model, log=tmp_path / "log") as server:
         received: list[dict[str, Any]] = []
         started = threading.Event()
         reader = threading.Thread(target=read_stream, args=(server, received, started))
@@ -53,7 +64,7 @@ def streaming(tmp_path: Path) -> Any:
         reader.join(30)
 
 
-def test_sigterm_lets_streams_finish_and_exits_0(streaming: Any) -> None:
+def test_sigterm_lets_streams_finish_and_exits_with_0(streaming: Any) -> None:
     server, received, reader = streaming
     (worker,) = server.worker_pids()
     server.process.send_signal(signal.SIGTERM)
@@ -63,9 +74,9 @@ def test_sigterm_lets_streams_finish_and_exits_0(streaming: Any) -> None:
     wait_until_gone(worker)
 
 
-def test_when_its_terminal_is_gone_the_server_ends_in_good_order_unless_told_to_stay(tmp_path: Path) -> None:
-    """While they load, which they need not have done for this."""
-    serve = [sys.executable, "-m", "servekit", "serve", "--port", "0"]
+def test_sighup_drains_the_server_unless_nohup_started_it(tmp_path: Path) -> None:
+    """Also while the model loads."""
+    serve = [sys.executable, "-m", "servekit", "serve", "--port", "0", "--model", "sim:load=60s"]
     started = {}
     for name, command in (("ends", serve), ("stays", ["nohup", *serve])):
         with (tmp_path / name).open("wb") as log:
@@ -75,7 +86,7 @@ def test_when_its_terminal_is_gone_the_server_ends_in_good_order_unless_told_to_
     try:
         for name in started:
             deadline = time.monotonic() + 30
-            while " loads demo" not in (tmp_path / name).read_text():
+            while ": loading sim:load=60s" not in (tmp_path / name).read_text():
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
         for process in started.values():
@@ -90,11 +101,11 @@ def test_when_its_terminal_is_gone_the_server_ends_in_good_order_unless_told_to_
 
 
 def _heed_hangups() -> None:
-    """Also where the tests themselves are run by nohup, which is inherited."""
+    """Undo nohup, which the tests may have inherited."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def test_a_supervisor_may_signal_every_process_of_the_service(streaming: Any) -> None:
+def test_workers_ignore_the_signals_that_a_supervisor_sends_to_every_process(streaming: Any) -> None:
     server, received, reader = streaming
     (worker,) = server.worker_pids()
     os.kill(worker, signal.SIGTERM)
@@ -105,11 +116,11 @@ def test_a_supervisor_may_signal_every_process_of_the_service(streaming: Any) ->
     assert received[-1]["finish_reason"] == "length"
 
 
-def test_at_the_shutdown_timeout_clients_are_told_and_those_who_are_in_the_midst_of_a_head(tmp_path: Path) -> None:
+def test_at_the_shutdown_timeout_streams_get_an_error_and_started_requests_a_503(tmp_path: Path) -> None:
     received: list[dict[str, Any]] = []
     started = threading.Event()
     request = post("/generate", prompt="a", max_tokens=1)
-    with serving("--shutdown-timeout", "0.1", log=tmp_path / "log") as server, ExitStack() as stack:
+    with serving(SLOW_MODEL, "--shutdown-timeout", "0.1", log=tmp_path / "log") as server, ExitStack() as stack:
         reader = threading.Thread(target=read_stream, args=(server, received, started))
         reader.start()
         assert started.wait(30)
@@ -123,7 +134,7 @@ def test_at_the_shutdown_timeout_clients_are_told_and_those_who_are_in_the_midst
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.4)  # then it is closing
         for client in (silent, idle):
-            assert client.recv(1) == b"", "nobody asked"
+            assert client.recv(1) == b"", "no request was started"
         for client in (first, second):
             client.sendall(request[20:])
             status, headers, body = read_answer(client)
@@ -136,22 +147,22 @@ def test_at_the_shutdown_timeout_clients_are_told_and_those_who_are_in_the_midst
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_a_killed_worker_costs_its_clients_a_pause_and_no_token(streaming: Any) -> None:
-    server, received, reader = streaming
-    (worker,) = server.worker_pids()
-    os.kill(worker, signal.SIGKILL)
-    assert server.client.get("/health").status_code == 200, "a short outage is nothing to end the process for"
-    reader.join(60)
-    undisturbed = server.stream("Once upon a time", max_tokens=NUM_TOKENS, ignore_eos=True)
-    assert [event["token"] for event in received] == [event["token"] for event in undisturbed]
-    (successor,) = server.worker_pids()
-    assert successor != worker
-    server.wait_until_at_rest()
-    assert server.metric("servekit_worker_restarts_total") == 1
+def test_after_a_killed_worker_a_stream_continues_token_for_token(tmp_path: Path) -> None:
+    with _streaming(tmp_path, "demo") as (server, received, reader):
+        (worker,) = server.worker_pids()
+        os.kill(worker, signal.SIGKILL)
+        assert server.client.get("/health").status_code == 200, "no supervisor should restart the server for this"
+        reader.join(60)
+        undisturbed = server.stream("Once upon a time", max_tokens=NUM_TOKENS, ignore_eos=True)
+        assert [event["token"] for event in received] == [event["token"] for event in undisturbed]
+        (successor,) = server.worker_pids()
+        assert successor != worker
+        server.wait_until_at_rest()
+        assert server.metric("servekit_worker_restarts_total") == 1
 
 
-def test_a_worker_that_will_not_come_back_ends_the_server(tmp_path: Path) -> None:
-    """Nothing is left to be done here; whoever started the process gets its exit code, and each client the reason."""
+def test_the_server_exits_with_1_when_no_replacement_worker_starts(tmp_path: Path) -> None:
+    """The supervisor gets the exit code, and each client the reason."""
     model = tmp_path / "model"
     shutil.copytree(DEMO_MODEL_PATH, model)
     received: list[dict[str, Any]] = []
@@ -165,18 +176,18 @@ def test_a_worker_that_will_not_come_back_ends_the_server(tmp_path: Path) -> Non
         assert server.process.wait(60) == 1
         reader.join(10)
     assert received[-1]["error"]["code"] == "worker_unavailable"
-    assert "1 others in a row did not start" in received[-1]["error"]["message"]
+    assert "1 replacements in a row did not start" in received[-1]["error"]["message"]
 
 
-def test_a_worker_dies_with_its_server(tmp_path: Path) -> None:
-    with serving(log=tmp_path / "log") as server:
+def test_a_worker_exits_when_its_server_is_killed(tmp_path: Path) -> None:
+    with serving(SLOW_MODEL, log=tmp_path / "log") as server:
         (worker,) = server.worker_pids()
         server.process.kill()
         wait_until_gone(worker)
 
 
-def test_the_server_answers_while_it_loads(tmp_path: Path) -> None:
-    server = ServerProcess(log=tmp_path / "log")
+def test_the_server_answers_while_the_model_loads(tmp_path: Path) -> None:
+    server = ServerProcess("sim:load=1s", log=tmp_path / "log")
     try:
         seen = set()
         deadline = time.monotonic() + 60
@@ -210,22 +221,22 @@ def test_the_server_answers_while_it_loads(tmp_path: Path) -> None:
         (["--kv-cache-memory-bytes", "100"], "one block takes"),
     ],
 )
-def test_what_the_operator_got_wrong_is_said_with_exit_code_2(arguments: list[str], expected: str) -> None:
+def test_configuration_errors_are_reported_with_exit_code_2(arguments: list[str], expected: str) -> None:
     command = [sys.executable, "-m", "servekit", "serve", "--port", str(free_port()), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert expected in done.stderr
 
 
-def test_a_taken_port_is_an_operators_mistake(server: ServerProcess) -> None:
+def test_a_port_in_use_is_a_configuration_error(server: ServerProcess) -> None:
     command = [sys.executable, "-m", "servekit", "serve", "--port", str(server.port)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1:{server.port}" in done.stderr
 
 
-def test_a_tiny_pool_serves_everyone_in_turn(tmp_path: Path) -> None:
-    """Eight blocks of four tokens for sixteen open ends: preemption through the whole stack, same answers."""
+def test_a_tiny_kv_pool_preempts_and_gives_the_same_answers(tmp_path: Path) -> None:
+    """Eight blocks of four tokens for sixteen answers of unknown length, through the whole stack."""
     arguments = [str(DEMO_MODEL_PATH), "--num-kv-blocks", "8", "--block-size", "4", "--max-num-batched-tokens", "7"]
     prompts = [f"{i} and" for i in range(16)]
     fields = {"prompts": prompts, "ignore_eos": True}
@@ -239,8 +250,8 @@ def test_a_tiny_pool_serves_everyone_in_turn(tmp_path: Path) -> None:
     assert answers == alone
 
 
-def test_whoever_is_being_made_ready_when_time_is_up_is_told_so(tmp_path: Path) -> None:
-    """A grammar that compiles for seconds, another that waits for it, and a server that has one second left."""
+def test_requests_in_preparation_get_a_503_at_the_shutdown_timeout(tmp_path: Path) -> None:
+    """One grammar compiles for seconds, another one waits for it, and the shutdown timeout is one second."""
     slow = {"type": "json_schema", "value": {"type": "integer", "multipleOf": 399_989}}
     with serving("--shutdown-timeout", "1", "--sandbox-timeout", "20", log=tmp_path / "log") as server:
         with ThreadPoolExecutor(2) as threads:

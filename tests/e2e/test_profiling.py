@@ -1,4 +1,4 @@
-"""Claims about the profiler's switch: what a request starts, another one ends with a file that shows it."""
+"""Tests of the profiler, which one request starts and another one stops."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from servekit.profiling import MAX_STEPS
-from tests.server_process import ServerProcess, serving
+from servekit.engine.profiling import MAX_STEPS
+from tests.support.server_process import ServerProcess, serving
 
 KEY = "of-an-operator"
 
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("profiled") / "made" / "traces"  # by the server
+    return tmp_path_factory.mktemp("profiled") / "made" / "traces"  # the server creates it
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +56,17 @@ def steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted((event for event in events if event["name"].startswith("step ")), key=lambda event: event["ts"])
 
 
-def test_a_trace_has_the_steps_between_two_requests_and_what_they_did(profiled: ServerProcess, traces: Path) -> None:
-    profiled.generate("Before anybody looks.", max_tokens=3)
+def test_a_profile_contains_the_steps_between_start_and_stop(profiled: ServerProcess, traces: Path) -> None:
+    profiled.generate("Before the profile.", max_tokens=3)
     assert switch(profiled, "start") == (200, {"max_steps": MAX_STEPS})
     usage = profiled.generate("What color is the sky?", max_tokens=6, ignore_eos=True)["usage"]
-    status, told = switch(profiled, "stop")
-    assert status == 200 and told["num_steps"] in (6, 7), "the last one was sent before the answer was known to be over"
-    assert Path(told["path"]).parent == traces and list(traces.iterdir()) == [Path(told["path"])]
-    profiled.generate("When nobody looks any more.", max_tokens=3)
-    events = read(told["path"])
+    status, answer = switch(profiled, "stop")
+    assert status == 200 and answer["num_steps"] in (6, 7), "a step may be in flight when the answer ends"
+    assert Path(answer["path"]).parent == traces and list(traces.iterdir()) == [Path(answer["path"])]
+    profiled.generate("After the profile.", max_tokens=3)
+    events = read(answer["path"])
     names = [event["name"] for event in steps(events)]
-    assert len(names) == told["num_steps"]
+    assert len(names) == answer["num_steps"]
     pattern = r"step \d+: (\d+) prefill \+ (\d+) decode tokens"
     computed = [tuple(map(int, found.groups())) for name in names if (found := re.fullmatch(pattern, name))]
     num_computed = usage["prompt_tokens"] - usage["cached_tokens"]
@@ -77,25 +77,25 @@ def test_a_trace_has_the_steps_between_two_requests_and_what_they_did(profiled: 
     assert all(first["ts"] <= event["ts"] <= last["ts"] + last["dur"] for event in within)
 
 
-def test_whoever_asks_out_of_turn_is_refused_and_disturbs_nothing(profiled: ServerProcess) -> None:
-    assert "POST /profile/start begins" in refusal(profiled, "stop")
+def test_start_and_stop_out_of_order_are_refused_and_change_nothing(profiled: ServerProcess) -> None:
+    assert "start one with POST /profile/start" in refusal(profiled, "stop")
     assert switch(profiled, "start")[0] == 200
     assert "recorded already" in refusal(profiled, "start")
     profiled.generate("a", max_tokens=2, ignore_eos=True)
-    status, told = switch(profiled, "stop")
-    assert status == 200 and told["num_steps"] >= 2
-    assert "POST /profile/start begins" in refusal(profiled, "stop")
+    status, answer = switch(profiled, "stop")
+    assert status == 200 and answer["num_steps"] >= 2
+    assert "start one with POST /profile/start" in refusal(profiled, "stop")
 
 
-def test_a_forgotten_profiler_records_no_more_than_some_steps(profiled: ServerProcess) -> None:
+def test_a_profiler_that_is_not_stopped_records_a_bounded_number_of_steps(profiled: ServerProcess) -> None:
     switch(profiled, "start")
     profiled.generate("Once upon a time", max_tokens=MAX_STEPS + 50, ignore_eos=True)
-    status, told = switch(profiled, "stop")
-    assert status == 200 and told["num_steps"] == MAX_STEPS
-    assert len(steps(read(told["path"]))) == MAX_STEPS
+    status, answer = switch(profiled, "stop")
+    assert status == 200 and answer["num_steps"] == MAX_STEPS
+    assert len(steps(read(answer["path"]))) == MAX_STEPS
 
 
-def test_those_who_are_served_meanwhile_get_the_same_answers(profiled: ServerProcess) -> None:
+def test_profiling_does_not_change_answers(profiled: ServerProcess) -> None:
     fields = {"max_tokens": 120, "ignore_eos": True, "temperature": 0.0}
     prompts = [f"Count from {number}." for number in range(8)]
     undisturbed = [profiled.generate(prompt, **fields)["generated_text"] for prompt in prompts]
@@ -108,35 +108,35 @@ def test_those_who_are_served_meanwhile_get_the_same_answers(profiled: ServerPro
     assert len({line["level"] for line in map(json.loads, profiled.log.read_text().splitlines())}) <= 2
 
 
-def test_a_worker_that_is_lost_takes_with_it_what_it_had_recorded(profiled: ServerProcess) -> None:
+def test_a_recording_is_lost_with_its_worker(profiled: ServerProcess) -> None:
     assert switch(profiled, "start")[0] == 200
     os.kill(profiled.worker_pids()[0], signal.SIGKILL)
     profiled.wait_for_metric("servekit_worker_restarts_total", 1)
     status, body = switch(profiled, "stop")
     assert (status, body["error"]["code"]) == (503, "worker_unavailable")
     profiled.wait_until_ready()
-    assert "lost with it" in refusal(profiled, "stop")
+    assert "what it had recorded is lost" in refusal(profiled, "stop")
     assert switch(profiled, "start")[0] == switch(profiled, "stop")[0] == 200
 
 
-def test_the_switch_is_behind_the_key(profiled: ServerProcess) -> None:
+def test_profiling_requires_the_api_key(profiled: ServerProcess) -> None:
     for which in ("start", "stop"):
         assert profiled.client.post(f"/profile/{which}", headers={"authorization": "Bearer x"}).status_code == 401
         assert profiled.client.get(f"/profile/{which}").status_code == 405
 
 
-def test_a_server_that_was_started_without_it_has_no_profiler(server: ServerProcess) -> None:
+def test_profiling_is_refused_without_the_flag(server: ServerProcess) -> None:
     for which in ("start", "stop"):
-        assert "start it with --profile DIR" in refusal(server, which)
+        assert "start the server with --profile DIR" in refusal(server, which)
 
 
-def test_a_simulated_model_has_nothing_to_show(tmp_path: Path) -> None:
+def test_profiling_a_simulated_model_is_refused(tmp_path: Path) -> None:
     with serving("--model", "sim:instant", "--profile", str(tmp_path), log=tmp_path / "log") as simulated:
         assert "simulated" in refusal(simulated, "start")
         assert "torch" not in Path(f"/proc/{simulated.worker_pids()[0]}/maps").read_text()
 
 
-def test_a_place_that_is_none_ends_the_start_with_exit_code_2(tmp_path: Path) -> None:
+def test_an_unusable_profile_directory_is_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     command = [sys.executable, "-m", "servekit", "serve", "--port", "0", "--profile", str(tmp_path / "file")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -1,4 +1,4 @@
-"""Claims about --load-format dummy: a shape is served without its weights, and the same ones each time."""
+"""--load-format dummy: a configuration is served with random weights, the same ones each time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from servekit.model_files import DEMO_MODEL_PATH
-from tests.server_process import serving
+from servekit.engine.model_files import DEMO_MODEL_PATH
+from tests.support.server_process import serving
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def shape(tmp_path: Path) -> Path:
     return tmp_path / "shape"
 
 
-def test_a_shape_is_served_and_the_next_worker_has_the_same_weights(shape: Path, tmp_path: Path) -> None:
+def test_random_weights_are_the_same_in_the_next_worker(shape: Path, tmp_path: Path) -> None:
     with serving("--model", str(shape), "--load-format", "dummy", log=tmp_path / "log") as server:
         worker = server.client.get("/info").json()["worker"]
         assert worker["num_weight_bytes"] == 4 * worker["model"]["num_parameters"]
@@ -38,14 +38,14 @@ def test_a_shape_is_served_and_the_next_worker_has_the_same_weights(shape: Path,
     assert "the weights are random" in (tmp_path / "log").read_text()
 
 
-def test_without_a_tokenizer_nothing_is_served(shape: Path) -> None:
+def test_model_without_a_tokenizer_is_refused(shape: Path) -> None:
     (shape / "tokenizer.json").unlink()
     command = [sys.executable, "-m", "servekit", "serve", str(shape), "--load-format", "dummy", "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2 and "has no tokenizer.json" in ended.stderr
 
 
-def test_what_weights_were_read_is_told(tmp_path: Path) -> None:
+def test_info_names_the_source_of_the_weights(tmp_path: Path) -> None:
     with serving(log=tmp_path / "log") as server:
         worker = server.client.get("/info").json()["worker"]
     assert worker["num_weight_bytes"] == (DEMO_MODEL_PATH / "model.safetensors").stat().st_size

@@ -1,4 +1,4 @@
-"""Claims about a service whose workers fail: what its clients, its balancers and its operators see of it."""
+"""Tests of a server whose workers fail: what clients, load balancers and operators see."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from tests.server_process import ServerProcess, serving
+from tests.support.server_process import ServerProcess, serving
 
 POISON = 777
 
 
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server whose workers do not survive a certain token."""
+    """A server whose workers crash on a certain token."""
     environment = {"PYTHONPATH": str(Path(__file__).parent / "poison"), "POISON_TOKEN": str(POISON)}
     log = tmp_path_factory.mktemp("poisoned") / "log"
     with serving("--log-level", "debug", log=log, environment=environment) as server:
         yield server
 
 
-def test_the_request_that_workers_are_lost_over_is_failed_and_nobody_else(poisoned: ServerProcess) -> None:
+def test_only_the_request_that_crashes_workers_fails(poisoned: ServerProcess) -> None:
     fields = {"max_tokens": 300, "ignore_eos": True, "temperature": 0.0}
     prompts = [f"Count from {number}." for number in range(6)]
     with ThreadPoolExecutor(6) as threads:
-        told = threads.map(lambda prompt: poisoned.generate(prompt, **fields)["generated_text"], prompts)
-        undisturbed = list(told)
+        undisturbed = list(threads.map(lambda prompt: poisoned.generate(prompt, **fields)["generated_text"], prompts))
     with ThreadPoolExecutor(8) as threads:
         others = [threads.submit(poisoned.generate, prompt, **fields) for prompt in prompts]
         time.sleep(0.2)
@@ -43,15 +42,15 @@ def test_the_request_that_workers_are_lost_over_is_failed_and_nobody_else(poison
         assert [each.result()["generated_text"] for each in others] == undisturbed
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "request_crashes_worker"
-    assert answer.headers["x-should-retry"] == "false", "or OpenAI's clients come again"
-    assert "3 times the model worker was lost over this request" in answer.json()["error"]["message"]
+    assert answer.headers["x-should-retry"] == "false", "or OpenAI's clients retry"
+    assert "the model worker was lost 3 times while this request ran" in answer.json()["error"]["message"]
     assert poisoned.metric("servekit_worker_restarts_total") == 3
     poisoned.wait_until_at_rest()
     assert poisoned.client.get("/ready").status_code == 200
 
 
-def test_ready_says_what_is_so_while_a_worker_is_replaced(tmp_path: Path) -> None:
-    with serving("--worker-restart-timeout", "0.5", "--load-timeout", "60", log=tmp_path / "log") as server:
+def test_ready_reports_recovering_while_a_worker_is_replaced(tmp_path: Path) -> None:
+    with serving("sim:load=2s", "--worker-restart-timeout", "0.5", log=tmp_path / "log") as server:
         os.kill(server.worker_pids()[0], signal.SIGKILL)
         killed_s = time.monotonic()
         while (answer := server.client.get("/ready")).status_code == 200:
@@ -61,12 +60,12 @@ def test_ready_says_what_is_so_while_a_worker_is_replaced(tmp_path: Path) -> Non
         waiting = server.client.post("/generate", json={"prompt": "a", "max_tokens": 1})
         assert waiting.status_code == 503 and "no model worker for 0.5 s" in waiting.json()["error"]["message"]
         assert int(waiting.headers["retry-after"]) > 0
-        assert server.client.get("/health").status_code == 200, "a new process would have to load the model, too"
+        assert server.client.get("/health").status_code == 200, "a new process would have to load the model as well"
         server.wait_until_ready()
         assert server.generate("a", max_tokens=1)["finish_reason"] == "length"
 
 
-def test_while_it_drains_it_listens_and_lets_nobody_in(tmp_path: Path) -> None:
+def test_a_draining_server_listens_and_rejects_new_requests(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with serving("--shutdown-timeout", "120", log=log) as server, ThreadPoolExecutor(1) as threads:
         body = {"prompt": "Once", "max_tokens": 600, "ignore_eos": True}
@@ -85,13 +84,13 @@ def test_while_it_drains_it_listens_and_lets_nobody_in(tmp_path: Path) -> None:
                 assert refusal.status_code == 503 and "shutting down" in refusal.json()["error"]["message"]
                 assert int(refusal.headers["retry-after"]) > 0
             assert '"finish_reason":"length"' in [line for line in lines if line.startswith("data:")][-1]
-        assert in_preparation.result().status_code == 400, "who was let in stays in"
+        assert in_preparation.result().status_code == 400, "a request that was accepted is answered"
         assert server.process.wait(10) == 0
     assert "draining: 2 requests get 120 s" in log.read_text()
 
 
-def test_a_second_signal_is_obeyed_at_once(tmp_path: Path) -> None:
-    with serving(log=tmp_path / "log") as server:
+def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
+    with serving("sim:step=5ms", log=tmp_path / "log") as server:
         reader = threading.Thread(target=_read_to_the_end, args=(server,))
         reader.start()
         server.wait_for_metric("servekit_num_requests_running", 1)
@@ -115,7 +114,7 @@ def _read_to_the_end(server: ServerProcess) -> None:
         pass
 
 
-def test_readiness_is_a_token_and_leaves_no_trace_in_the_figures(server: ServerProcess) -> None:
+def test_the_readiness_probe_is_not_counted_in_metrics(server: ServerProcess) -> None:
     before = server.metric("servekit_request_success_total")
     assert server.client.get("/ready").json()["status"] == "ready"
     assert server.metric("servekit_request_success_total") == before

@@ -1,4 +1,4 @@
-"""Claims about a server whose device is simulated, seen as a client sees it."""
+"""A server with a simulated device, as a client sees it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from servekit.sampling_params import SamplingParams
-from servekit.simulated_worker import NaiveReference
-from tests.server_process import ServerProcess, free_port, num_listening, serving
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.simulation.worker import NaiveReference
+from tests.support.server_process import ServerProcess, free_port, num_listening, serving
 
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
 PROMPT = "Who was the first to reach the South Pole, é?"
@@ -35,7 +35,7 @@ def answer_to(prompt: str, num_tokens: int) -> str:
     return bytes(NaiveReference().output(prompt.encode(), SamplingParams(max_tokens=num_tokens))).decode()
 
 
-def test_it_answers_by_its_rule_through_every_door(server: ServerProcess) -> None:
+def test_simulated_model_answers_by_its_rule_in_every_api(server: ServerProcess) -> None:
     expected = answer_to(PROMPT, 24)
     events = server.stream(PROMPT, max_tokens=24)
     assert "".join(event["token"]["text"] for event in events) == events[-1]["generated_text"] == expected
@@ -46,8 +46,8 @@ def test_it_answers_by_its_rule_through_every_door(server: ServerProcess) -> Non
     assert chat.json()["choices"][0]["message"]["content"] == answer_to("user: hi\nassistant: ", 9)
 
 
-def test_crowded_pages_give_the_same_answers(server: ServerProcess) -> None:
-    """With 640 tokens for 1,920: most of these wait, or lose their blocks and are computed again."""
+def test_small_kv_cache_gives_the_same_answers(server: ServerProcess) -> None:
+    """640 tokens for 1,920: most requests wait, or are preempted and computed again."""
     prompts = [f"{PROMPT} And the one after that? {number}" for number in range(16)]
     answers = server.client.post("/generate", json={"prompts": prompts, "max_tokens": 48}, timeout=60).json()
     assert answers["generated_texts"] == [answer_to(prompt, 48) for prompt in prompts]
@@ -59,7 +59,7 @@ def test_a_step_takes_as_long_as_it_should(server: ServerProcess) -> None:
     assert 0.02 <= told["sum"] / told["count"] < 0.03
 
 
-def test_an_answer_tells_where_its_time_went(server: ServerProcess) -> None:
+def test_metrics_of_an_answer_add_up(server: ServerProcess) -> None:
     (*others, last), whole = server.stream(PROMPT, max_tokens=10), server.generate(PROMPT, max_tokens=10)
     for told in (last["metrics"], whole["metrics"]):
         assert 0 <= told["queue_time_ms"] <= told["time_to_first_token_ms"] - 20
@@ -68,19 +68,19 @@ def test_an_answer_tells_where_its_time_went(server: ServerProcess) -> None:
     assert not any("metrics" in event for event in others)
 
 
-def test_its_worker_is_a_process_without_torch(server: ServerProcess) -> None:
+def test_simulated_worker_does_not_import_torch(server: ServerProcess) -> None:
     (worker,) = server.worker_pids()
     assert "torch" not in Path(f"/proc/{worker}/maps").read_text()
 
 
-def test_a_spec_that_means_nothing_ends_the_start_with_exit_code_2() -> None:
+def test_invalid_spec_exits_with_2() -> None:
     command = [sys.executable, "-m", "servekit", "serve", "--port", "0", "--model", "sim:speed=5ms"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2 and "'speed=5ms' is not NAME=TIME" in ended.stderr
 
 
 def test_servers_that_share_a_port_share_its_connections_while_they_serve(tmp_path: Path) -> None:
-    """The kernel deals them without asking: who does not serve yet, or not any more, must not listen."""
+    """The kernel distributes connections without checking readiness: a server that does not serve must not listen."""
     port = free_port()
     with ExitStack() as stack:
 
@@ -111,8 +111,8 @@ def test_servers_that_share_a_port_share_its_connections_while_they_serve(tmp_pa
             assert any(line.startswith("data") for line in lines), "who drains serves those who are in"
 
 
-def test_nobody_is_refused_while_one_of_the_servers_that_share_a_port_goes(tmp_path: Path) -> None:
-    """Clients come all the time, on connections of their own. A connection made at the very moment may be reset."""
+def test_no_request_is_refused_while_one_server_of_a_shared_port_ends(tmp_path: Path) -> None:
+    """Clients connect all the time. A connection that is made at the very moment may be reset."""
     port, answers, is_over = free_port(), list[int](), threading.Event()
 
     def keep_asking() -> None:
@@ -140,7 +140,7 @@ def test_nobody_is_refused_while_one_of_the_servers_that_share_a_port_goes(tmp_p
     assert len(answers) > 50 and set(answers) == {200}
 
 
-def test_a_server_that_is_told_to_end_while_it_loads_never_listens(tmp_path: Path) -> None:
+def test_server_with_a_shared_port_that_is_ended_while_loading_never_listens(tmp_path: Path) -> None:
     server = ServerProcess("--model", "sim:load=5s", "--reuse-port", log=tmp_path / "log")
     try:
         time.sleep(1.5)

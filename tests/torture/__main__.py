@@ -1,7 +1,7 @@
-"""`python -m tests.torture`: hurt a real server in every way that is known, and tell what its clients noticed.
+"""Inject faults and overload into a real server, and report what its clients notice: `python -m tests.torture`.
 
-Parts may be named; all of them at full scale take about three hours on two cores. Results go to build/torture, and with
-`--write` into docs/reliability.md. The exit code is 1 if anything that is promised was not kept.
+All parts at full scale take about three hours on two cores; the command line can name some of them. Results go to
+build/torture, and with `--write` into docs/reliability.md. The exit code is 1 if a demand was not met.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PARTS = {
 
 
 class Report(Struct, frozen=True):
-    """What one part found, and where."""
+    """The findings of one part, with date, commit, command and machine."""
 
     part: str
     findings: list[Finding]
@@ -67,14 +67,14 @@ class Report(Struct, frozen=True):
         return all(finding.is_kept is not False for finding in self.findings)
 
     def lines(self) -> list[str]:
-        """As the page has it."""
+        """Return the lines for docs/reliability.md."""
         took = f"{self.wall_time_s / 60:.0f} minutes" if self.wall_time_s > 120 else f"{self.wall_time_s:.0f} s"
-        told = f"`{self.command}` on {self.date}, at {self.commit}, in {took}. {self.machine}."
-        return ["", told, "", table(self.findings), ""]
+        summary = f"`{self.command}` on {self.date}, at {self.commit}, in {took}. {self.machine}."
+        return ["", summary, "", table(self.findings), ""]
 
 
 def run_part(name: str, scale: float, seed: int, only: str | None = None) -> Report:
-    """One part, from beginning to end."""
+    """Run one part and return its report."""
     part = PARTS[name]
     amount = part.amount * scale
     amount = max(1, round(amount)) if part.unit != "minutes" else max(1.0, amount)
@@ -116,19 +116,25 @@ def _machine() -> str:
 
 
 def main() -> int:
-    """Run what is asked for; returns the exit code."""
+    """Run the parts on the command line, or all of them; return the exit code."""
     parser = argparse.ArgumentParser(prog=MAKER, description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}; all by default")
-    parser.add_argument("--scale", type=float, default=1.0, help="0.1 does a tenth of it")
-    parser.add_argument("--seed", type=int, default=0, help="for other random moments")
-    parser.add_argument("--only", help="of the workers' faults this one: kill -9, SIGSEGV, exception...")
-    parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.relative_to(ROOT)}")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="factor for the number of repetitions; 0.1 runs a tenth"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
+    parser.add_argument(
+        "--only", help="run only this fault of the part `workers`: kill -9, SIGSEGV, exception and so on"
+    )
+    parser.add_argument("--write", action="store_true", help=f"write the tables into {PAGE.relative_to(ROOT)}")
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - PARTS.keys():
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # servers are ended on the way out
+        parser.error(f"unknown part: {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # so that `with` blocks end their servers
     BUILD.mkdir(parents=True, exist_ok=True)
-    broken = []
+    failed = []
     for name in arguments.parts or PARTS:
         report = run_part(name, arguments.scale, arguments.seed, arguments.only)
         (BUILD / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
@@ -136,9 +142,9 @@ def main() -> int:
         if arguments.write:
             PAGE.write_text(with_table(PAGE.read_text(), name, iter(report.lines()), MAKER))
         if not report.is_kept:
-            broken.append(name)
-    print(f"not kept: {', '.join(broken)}" if broken else "everything that is promised was kept", flush=True)
-    return 1 if broken else 0
+            failed.append(name)
+    print(f"demands not met: {', '.join(failed)}" if failed else "all demands met", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Eight ways to be a bad client, many times each, while good ones go on. What is asked is in issue 5.
+"""Run eight kinds of faulty clients, many times each, beside streams of well-behaved ones.
 
-Others' latency is compared with the same streams beside as many polite clients that ask for the same: that a batch
-with more sequences takes longer is nobody's fault.
+The latency of the streams is compared with the same streams beside as many polite clients that send the same requests,
+because a batch with more sequences takes longer in any case.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from resource import getpagesize
 
 import msgspec
 
-from tests.raw_sockets import connect, post
-from tests.server_process import ONE_THREAD, ServerProcess, serving
+from tests.support.raw_sockets import connect, post
+from tests.support.server_process import ONE_THREAD, ServerProcess, serving
 from tests.torture.hostile_clients import AT_ONCE, FAULTS, Outcome, reset_on_close
 from tests.torture.report import Finding, percentile, table
-from tests.torture.streams import Asked, Connections, End, Reply, ask
+from tests.torture.streams import Connections, End, Reply, RequestSpec, ask
 
-# A pool that is touched as a whole before anything is timed: a page's first use costs a fault.
+# A pool that is touched completely before anything is timed: the first use of a memory page costs a page fault.
 FLAGS = ("--header-timeout", "1", "--body-timeout", "1", "--send-timeout", "2", "--num-kv-blocks", "1024")
 WITNESSES = [
-    Asked(f"witness {number}", "/generate_stream", {"prompt": prompt, "max_tokens": 120, "ignore_eos": True})
+    RequestSpec(f"witness {number}", "/generate_stream", {"prompt": prompt, "max_tokens": 120, "ignore_eos": True})
     for number, prompt in enumerate(
         ["What color is the sky?", "Count to nine.", "Tell me a story.", "What is a cat?"] * 2
     )
 ]
 MAX_STEPS_AFTER = 2
 MAX_LATENCY_RATIO = 1.2
-# Intervals, for a 99th percentile to be judged. All witnesses have a token in the same steps, so there are an eighth as
-# many steps, of which the longest hundredth decides.
+# Intervals that are needed to judge a 99th percentile. All eight witnesses get a token in the same step, so there are
+# an eighth as many steps, of which the longest hundredth decides.
 ENOUGH = 16_000
-MOST_ROUNDS = 20
-MANY = 100  # of a fault; with fewer, nothing is judged
-MORE = 10  # times as many of the quick faults, which are over in a second or two
+MAX_ROUNDS = 20
+MANY = 100  # repetitions of a fault; with fewer, the latency is not judged
+MORE = 10  # factor for fast faults, which are over in a second or two
 
 
 class Witnesses:
-    """Well-behaved streams, one after the other on each of some connections, each compared with its first answer."""
+    """Well-behaved streams on several connections, each compared with its expected answer."""
 
     def __init__(self, port: int, expected: list[Reply]) -> None:
         self._connections = Connections(port, keeps_alive=True)
@@ -65,7 +65,7 @@ class Witnesses:
         return outcome
 
     def intervals_s(self) -> list[float]:
-        """Between two tokens, as long as the others were there."""
+        """Return the times between two tokens while the faulty clients ran."""
         return [
             later - earlier
             for times_s in self._token_times_s
@@ -84,15 +84,15 @@ class Witnesses:
 
 
 def run(times: int) -> list[Finding]:
-    """Each fault so many times."""
+    """Run each fault `times` times."""
     with (
         tempfile.TemporaryDirectory() as folder,
         serving(*FLAGS, log=Path(folder) / "log", environment=ONE_THREAD) as server,
     ):
         expected = asyncio.run(_expected(server))
-        asyncio.run(_beside_witnesses(server, "reset", "polite", max(64, times), expected))  # warms everything up
+        asyncio.run(_beside_witnesses(server, "reset", "polite", max(64, times), expected))  # warm-up
         findings = [finding for fault in FAULTS for finding in _torture(server, fault, times, expected)]
-        findings += steps_after_departure(server, max(3, times // 10))
+        findings += steps_after_disconnect(server, max(3, times // 10))
         num_tracebacks = server.log.read_text().count("Traceback")
         return [*findings, Finding("clients: tracebacks in the log", "0", str(num_tracebacks), num_tracebacks == 0)]
 
@@ -101,8 +101,8 @@ def _torture(server: ServerProcess, fault: str, times: int, expected: list[Reply
     found, witnesses = torture(server, fault, times, expected)
     calm, loud = list[float](), witnesses.intervals_s()
     num_each = times if len(loud) >= ENOUGH else MORE * times
-    # In turn, so that a machine that slows down is not the fault's.
-    for _ in range(MOST_ROUNDS if times >= MANY else 1):
+    # Alternate, so that a machine that slows down affects both.
+    for _ in range(MAX_ROUNDS if times >= MANY else 1):
         if len(calm) < ENOUGH:
             calm += _intervals_s(server, fault, "polite", max(AT_ONCE, num_each // 2), expected)
         if len(loud) < ENOUGH:
@@ -111,10 +111,10 @@ def _torture(server: ServerProcess, fault: str, times: int, expected: list[Reply
             break
     calm_s, loud_s = percentile(calm, 0.99), percentile(loud, 0.99)
     is_judged = min(len(calm), len(loud)) >= ENOUGH
-    told = f"{loud_s / calm_s:.2f}x ({calm_s * 1e3:.1f} -> {loud_s * 1e3:.1f} ms, {len(loud):,} tokens)"
+    summary = f"{loud_s / calm_s:.2f}x ({calm_s * 1e3:.1f} -> {loud_s * 1e3:.1f} ms, {len(loud):,} tokens)"
     what = f"{fault} x {times}: others' p99 between tokens, to that beside polite clients"
     is_kept = loud_s <= MAX_LATENCY_RATIO * calm_s if is_judged else None
-    return [*found, Finding(what, f"<= {MAX_LATENCY_RATIO}x", told, is_kept)]
+    return [*found, Finding(what, f"<= {MAX_LATENCY_RATIO}x", summary, is_kept)]
 
 
 def _intervals_s(server: ServerProcess, fault: str, manner: str, times: int, expected: list[Reply]) -> list[float]:
@@ -125,7 +125,7 @@ def _intervals_s(server: ServerProcess, fault: str, manner: str, times: int, exp
 def torture(
     server: ServerProcess, faults: str, times: int, expected: list[Reply] | None = None
 ) -> tuple[list[Finding], Witnesses]:
-    """One fault, or several with commas between them at once, beside witnesses."""
+    """Run one fault, or several separated by commas at the same time, beside witnesses."""
     expected = expected or asyncio.run(_expected(server))
     server.wait_until_at_rest()
     files, memory = _open_files(server), _resident_mib(server)
@@ -166,8 +166,7 @@ async def _beside_witnesses(
 
 
 async def _attack(server: ServerProcess, fault: str, manner: str, times: int) -> Outcome:
-    """In a process that gets what CPU the others leave: on a machine as small as the server's own it would be measured
-    with it."""
+    """Run the clients in a process of the lowest priority, so that they do not take CPU from the server."""
     arguments = [fault, str(server.port), str(times), manner]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.torture.hostile_clients", *arguments, stdout=asyncio.subprocess.PIPE
@@ -177,19 +176,21 @@ async def _attack(server: ServerProcess, fault: str, manner: str, times: int) ->
     return msgspec.json.decode(output, type=Outcome)
 
 
-def steps_after_departure(server: ServerProcess, times: int) -> list[Finding]:
-    """A lone stream has a token for each step: what was computed beyond the client's last token was for nobody."""
+def steps_after_disconnect(server: ServerProcess, times: int) -> list[Finding]:
+    """Count the steps computed after a disconnect. A lone stream has one token per step, so further ones are wasted."""
     findings = []
     for how in ("reset", "close", "half-close"):
-        too_many = sorted(_steps_for_nobody(server, how) for _ in range(times))
-        told = f"median {statistics.median(too_many):g}, most {too_many[-1]:g}, of {times}"
-        is_kept = statistics.median(too_many) <= MAX_STEPS_AFTER
+        num_wasted = sorted(_wasted_steps(server, how) for _ in range(times))
+        summary = f"median {statistics.median(num_wasted):g}, most {num_wasted[-1]:g}, of {times}"
+        is_kept = statistics.median(num_wasted) <= MAX_STEPS_AFTER
         demanded = f"<= {MAX_STEPS_AFTER} (median)"
-        findings.append(Finding(f"{how}: steps computed after the last token that was read", demanded, told, is_kept))
+        findings.append(
+            Finding(f"{how}: steps computed after the last token that was read", demanded, summary, is_kept)
+        )
     return findings
 
 
-def _steps_for_nobody(server: ServerProcess, how: str) -> float:
+def _wasted_steps(server: ServerProcess, how: str) -> float:
     before = server.metric("servekit_scheduler_steps_total")
     num_tokens = 0
     with connect(server) as client:

@@ -1,4 +1,4 @@
-"""Many clients at once who know what they should be told: every answer is compared with that of a quiet hour."""
+"""Run many clients at once that know the expected answers: each answer is compared with one from an idle server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from tests.torture.report import Finding
-from tests.torture.streams import Asked, Connections, End, Reply, ask
+from tests.torture.streams import Connections, End, Reply, RequestSpec, ask
 
 PROMPTS = (
     "What color is the sky?",
@@ -29,11 +29,11 @@ PROMPTS = (
 )
 
 
-def requests(longest: int, num_each: int = 8) -> list[Asked]:
-    """Some of every kind, for a model of so long a context: greedy and seeded streams, batches, chats, a grammar.
+def requests(longest: int, num_each: int = 8) -> list[RequestSpec]:
+    """Return requests for a context of `longest` tokens: greedy and seeded streams, batches, chats, grammars.
 
-    Where the context is short, half of the streams have no `max_tokens` and grow until it is full, while others end by
-    themselves: nobody can foresee that, and a small pool of blocks must preempt somebody.
+    With a short context, half of the streams have no `max_tokens` and grow until the context is full, while others end
+    earlier. The scheduler cannot predict that, so a small pool of blocks must preempt sequences.
     """
     chance = random.Random(5)
     found = []
@@ -42,46 +42,46 @@ def requests(longest: int, num_each: int = 8) -> list[Asked]:
         body: dict[str, Any] = {"prompt": prompt, "ignore_eos": True, "temperature": 0}
         bound = {"max_tokens": chance.randrange(60, 200) if longest > 512 else chance.randrange(30, 90)}
         open_end = {} if longest <= 512 and number % 2 else bound
-        found.append(Asked(f"greedy {number}", "/generate_stream", body | open_end))
+        found.append(RequestSpec(f"greedy {number}", "/generate_stream", body | open_end))
         seeded = {"temperature": 1.0, "seed": number, "top_p": 0.95}
-        found.append(Asked(f"seeded {number}", "/generate_stream", body | open_end | seeded))
+        found.append(RequestSpec(f"seeded {number}", "/generate_stream", body | open_end | seeded))
         if longest <= 512:
-            found.append(Asked(f"short {number}", "/generate_stream", body | {"ignore_eos": False}))
+            found.append(RequestSpec(f"short {number}", "/generate_stream", body | {"ignore_eos": False}))
         if number % 4 == 0:
             batch = {"n": 2, "temperature": 0.8, "seed": number, "logprobs": 0, "max_tokens": 60}
-            found.append(Asked(f"batch {number}", "/generate", body | batch))
+            found.append(RequestSpec(f"batch {number}", "/generate", body | batch))
             chat = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 80, "temperature": 0}
             more = {"stream": True, "ignore_eos": True}
-            found.append(Asked(f"chat {number}", "/v1/chat/completions", {"model": "demo"} | chat | more))
+            found.append(RequestSpec(f"chat {number}", "/v1/chat/completions", {"model": "demo"} | chat | more))
             digits = {"grammar": {"type": "regex", "value": "[0-9]{60}"}, "max_tokens": 60, "ignore_eos": False}
-            found.append(Asked(f"grammar {number}", "/generate_stream", body | digits))
+            found.append(RequestSpec(f"grammar {number}", "/generate_stream", body | digits))
         if number % 4 == 1:
             lengthy = {
                 "prompt": f"{number} {' '.join(PROMPTS[:6] if longest <= 512 else PROMPTS * 8)}",
                 "max_tokens": 30,
             }
-            found.append(Asked(f"long {number}", "/generate_stream", body | lengthy))
+            found.append(RequestSpec(f"long {number}", "/generate_stream", body | lengthy))
     return found
 
 
 class References:
-    """The right answer of each request. Those whose answer depends on their company are left out, and counted."""
+    """The right answer of each request. Requests whose answer depends on the batch are left out and counted."""
 
     def __init__(self) -> None:
         self.answers: dict[str, list[Any]] = {}
-        self.asked: list[Asked] = []
+        self.asked: list[RequestSpec] = []
         self.num_left_out = 0
 
-    async def take(self, port: int, asked: list[Asked]) -> None:
-        """Ask each one beside eight others and then beside all: a tie between two tokens may fall either way."""
+    async def take(self, port: int, asked: list[RequestSpec]) -> None:
+        """Send each request with seven others and then with all: a tie between two tokens can have either result."""
         connections = Connections(port)
         narrow = asyncio.Semaphore(8)
 
-        async def beside_few(each: Asked) -> Reply:
+        async def with_few(each: RequestSpec) -> Reply:
             async with narrow:
                 return await ask(connections, each)
 
-        first = await asyncio.gather(*map(beside_few, asked))
+        first = await asyncio.gather(*map(with_few, asked))
         second = await asyncio.gather(*(ask(connections, each) for each in asked))
         for each, one, other in zip(asked, first, second, strict=True):
             assert one.end is End.WHOLE, f"{each.name}: {one}"
@@ -92,7 +92,7 @@ class References:
 
 
 class Tally:
-    """What became of requests."""
+    """Counts of how requests ended."""
 
     COLUMNS = ("lost", "duplicated", "wrong", "told an error", "refused", "stuck")
 
@@ -104,19 +104,19 @@ class Tally:
     def num_asked(self) -> int:
         return sum(self.counts.values())
 
-    def judge(self, asked: Asked, expected: list[Any], reply: Reply) -> str:
-        """One word for it; `right` is what it should be."""
+    def count(self, asked: RequestSpec, expected: list[Any], reply: Reply) -> str:
+        """Count a reply and return a word for it; `right` is the expected one."""
         word = _word(expected, reply)
         self.counts[word] += 1
         if word != "right" and self.counts[word] <= 3:
-            told = f"{asked.name}: {word} ({reply.end}, status {reply.status}, error {reply.error})"
+            summary = f"{asked.name}: {word} ({reply.end}, status {reply.status}, error {reply.error})"
             if word in ("wrong", "duplicated"):
-                told += f"; expected {expected}, got {reply.answers}, numbered {reply.indexes}"
-            self.examples.append(told)
+                summary += f"; expected {expected}, got {reply.answers}, numbered {reply.indexes}"
+            self.examples.append(summary)
         return word
 
     def findings(self) -> list[Finding]:
-        """Nothing but right answers is right."""
+        """Return a finding for each kind of wrong answer; each must be 0."""
         counts = [Finding(word, "0", f"{self.counts[word]:,}", self.counts[word] == 0) for word in self.COLUMNS]
         return [Finding("requests", "", f"{self.num_asked:,}"), *counts]
 
@@ -125,7 +125,7 @@ def _word(expected: list[Any], reply: Reply) -> str:
     match reply.end:
         case End.STUCK:
             return "stuck"
-        case End.TOLD:
+        case End.ERROR_EVENT:
             return "told an error"
         case End.REFUSED | End.UNREACHED:
             return "refused"
@@ -139,11 +139,11 @@ def _word(expected: list[Any], reply: Reply) -> str:
 
 
 class Crowd:
-    """Clients in a loop: ask, compare, ask again. While the gate is closed nobody begins."""
+    """Clients that send requests in a loop and compare the answers. While the gate is closed, no client starts one."""
 
     def __init__(self, port: int, references: References, num_clients: int, seed: int) -> None:
         self.tally = Tally()
-        self.token_times_s: list[float] = []  # since `forget`
+        self.token_times_s: list[float] = []  # since `clear_token_times`
         self.longest_pause_s = 0.0  # of any stream, between two tokens
         self._references = references
         self._connections = Connections(port)
@@ -156,16 +156,16 @@ class Crowd:
         self._gate.set()
 
     async def rest(self, timeout_s: float = 120) -> None:
-        """Close the gate and wait until everybody has finished. Raises TimeoutError."""
+        """Close the gate and wait until all clients have finished. Raises TimeoutError."""
         self._gate.clear()
         if not await wait_until(lambda: not self._num_active, timeout_s):
             raise TimeoutError(f"{self._num_active} clients still wait after {timeout_s:g} s")
 
-    def forget(self) -> None:
+    def clear_token_times(self) -> None:
         self.token_times_s.clear()
 
     async def first_token_after(self, moment_s: float, timeout_s: float = 60) -> float:
-        """When it came. Raises TimeoutError."""
+        """Return the time of the first token after the moment. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while True:
                 for time_s in self.token_times_s:
@@ -187,8 +187,8 @@ class Crowd:
                 reply = await ask(self._connections, asked, self._on_token)
             finally:
                 self._num_active -= 1
-            if self.tally.judge(asked, self._references.answers[asked.name], reply) != "right":
-                await asyncio.sleep(0.2)  # a server that refuses is not asked in a tight loop
+            if self.tally.count(asked, self._references.answers[asked.name], reply) != "right":
+                await asyncio.sleep(0.2)  # no tight loop against a server that refuses
             times = reply.token_times_s
             self.longest_pause_s = max([self.longest_pause_s, *(b - a for a, b in pairwise(times))])
 
@@ -197,7 +197,7 @@ class Crowd:
 
 
 async def wait_until(is_true: Callable[[], bool], timeout_s: float, pause_s: float = 0.01) -> bool:
-    """Whether it became true in time."""
+    """Wait for a condition; return whether it became true in time."""
     deadline_s = time.monotonic() + timeout_s
     while not is_true():
         if time.monotonic() > deadline_s:

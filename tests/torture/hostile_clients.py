@@ -1,4 +1,4 @@
-"""Clients with a fault, and polite ones that ask the same: a process of its own, last in line for a CPU.
+"""Run faulty clients, or polite ones that send the same requests, in a process of the lowest priority.
 
 python -m tests.torture.hostile_clients FAULT PORT TIMES (hostile | polite)
 """
@@ -19,19 +19,19 @@ from msgspec import Struct
 
 AT_ONCE = 32
 NUM_EVENTS = 70
-STORM_INTERVAL_S = 0.06  # 530 requests/s of all
-GIVEN_UP_S = 30.0  # by then the server has ended whatever it ends
+STORM_INTERVAL_S = 0.06  # 530 requests/s in total
+TIMEOUT_S = 30.0  # by then the server has closed every connection that it closes
 
 
 class Outcome(Struct):
-    """How many ended as they should: left by the client, or ended by the server where that is its part."""
+    """How many cases ended as expected: closed by the client, or by the server where it has to."""
 
     num_expected: int = 0
     others: list[str] = msgspec.field(default_factory=list)
 
 
 class Client:
-    """One connection, by hand."""
+    """One raw connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -83,13 +83,13 @@ def _story(max_tokens: int, **fields: object) -> dict[str, object]:
     return {"prompt": "Once upon a time", "ignore_eos": True, "max_tokens": max_tokens, **fields}
 
 
-async def _leave(port: int, chance: random.Random, polite: bool, farewell: Callable[[Client], None]) -> Client:
+async def _leave(port: int, chance: random.Random, polite: bool, leave: Callable[[Client], None]) -> Client:
     client = await Client.connect(port)
     num_tokens = chance.randint(1, 20)
     await client.post("/generate_stream", _story(num_tokens if polite else 300))
     await client.read_events(num_tokens)
     if not polite:
-        farewell(client)
+        leave(client)
     return client
 
 
@@ -104,13 +104,13 @@ async def half_close(port: int, chance: random.Random, polite: bool) -> None:
     client.socket.close()
 
 
-_AT_LENGTH = _story(NUM_EVENTS, logprobs=20)  # more than 100 KB, which fills every buffer on the way
+_LONG_STORY = _story(NUM_EVENTS, logprobs=20)  # more than 100 KB, which fills all buffers between server and client
 
 
 async def _leave_unread(port: int, polite: bool, num_bytes: int) -> None:
-    """Read so many bytes a second until the server resets the connection, which only its error tells."""
+    """Read `num_bytes` a second until the server resets the connection, which only the socket's error shows."""
     client = await Client.connect(port, None if polite else 2048)
-    await client.post("/generate_stream", _AT_LENGTH)
+    await client.post("/generate_stream", _LONG_STORY)
     if polite:
         await client.read_events(NUM_EVENTS)
     while not polite and not client.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -159,7 +159,7 @@ async def slow_body(port: int, chance: random.Random, polite: bool) -> None:
 
 
 async def abort_storm(port: int, chance: random.Random, polite: bool) -> None:
-    # Both ask equally often: who leaves early would else be back the sooner, and more requests are no fault.
+    # Both send equally often: otherwise clients that disconnect early would send more requests, which is no fault.
     over = asyncio.create_task(asyncio.sleep(STORM_INTERVAL_S))
     client = await Client.connect(port)
     await client.post("/generate", _story(2 if polite else 300))
@@ -202,10 +202,10 @@ async def _run(faults: list[str], port: int, times: int, polite: bool) -> Outcom
     async def repeat() -> None:
         for fault, number in cases:
             try:
-                async with asyncio.timeout(GIVEN_UP_S):
+                async with asyncio.timeout(TIMEOUT_S):
                     await FAULTS[fault](port, random.Random(f"{fault} {number}"), polite)
                 outcome.num_expected += 1
-            except (OSError, EOFError) as error:  # a TimeoutError is one of these
+            except (OSError, EOFError) as error:  # includes TimeoutError
                 outcome.others.append(f"{fault}: {error!r}")
 
     await asyncio.gather(*(repeat() for _ in range(AT_ONCE)))

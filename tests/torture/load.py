@@ -1,8 +1,8 @@
-"""Load from a process of its own, at low priority, so that it does not take the server's cores.
+"""Generate load in a separate process of low priority, so that it does not take the server's cores.
 
-`python -m tests.torture.load` reads an `Offer` from standard input and writes a `Window` for every few seconds of it to
-standard output, each a line of JSON. Closed: so many clients, each asking again when it has been answered. Open:
-requests at so many per second, whatever becomes of them.
+`python -m tests.torture.load` reads an `Offer` from standard input and writes a `Window` for every few seconds to
+standard output, each as a line of JSON. A closed loop has a number of clients, each of which sends its next request
+after its last answer. An open loop sends requests at a rate, independently of the answers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import msgspec
 from msgspec import Struct, field
 
 from tests.torture.report import percentile
-from tests.torture.streams import Asked, Connections, End, Reply, ask
+from tests.torture.streams import Connections, End, Reply, RequestSpec, ask
 
 NICENESS = 10
 
 
 class Item(Struct, frozen=True):
-    """A request, and what makes its reply right."""
+    """A request, and its expected reply."""
 
-    asked: Asked
+    asked: RequestSpec
     answers: list[Any] | None = None
     status: int = 200
     leaves_after: int | None = None
@@ -37,35 +37,35 @@ class Item(Struct, frozen=True):
 
 
 class Offer(Struct, frozen=True):
-    """What to ask, how often, how long. One of `num_clients` and `rate` is set."""
+    """The requests, their rate and the duration. Either `num_clients` or `rate` is set."""
 
     port: int
     items: list[Item]
     seconds: float
     num_clients: int = 0
     rate: float = 0.0  # requests per second
-    patience_s: float = 10.0  # then a client leaves
+    patience_s: float = 10.0  # then a client disconnects
     window_s: float = 10.0
     seed: int = 0
 
 
 class Window(Struct):
-    """What ended in some seconds of it."""
+    """The requests that ended in a window of time."""
 
     start_s: float = 0.0
     seconds: float = 0.0
     num_begun: int = 0
     num_right: int = 0
-    num_given_up: int = 0  # by clients whose patience was over
+    num_given_up: int = 0  # by clients that waited for `patience_s`
     num_right_tokens: int = 0
     statuses: dict[str, int] = field(default_factory=dict)
-    wrongs: dict[str, int] = field(default_factory=dict)  # neither right, nor left, nor refused for lack of room
+    wrongs: dict[str, int] = field(default_factory=dict)  # neither right, nor given up, nor refused with 429 or 503
     num_without_retry_after: int = 0
     latency_p50_s: float = 0.0
     latency_p99_s: float = 0.0
     itl_p50_s: float = 0.0
     itl_p99_s: float = 0.0
-    lateness_p99_s: float = 0.0  # of the generator itself
+    lateness_p99_s: float = 0.0  # of the generator
     examples: list[str] = field(default_factory=list)
 
     @property
@@ -79,7 +79,7 @@ class Window(Struct):
 
 
 class Generator:
-    """Asks and counts."""
+    """Sends requests and counts the replies."""
 
     def __init__(self, offer: Offer) -> None:
         self._offer = offer
@@ -90,7 +90,7 @@ class Generator:
         self._begin_window(time.monotonic())
 
     async def run(self) -> None:
-        """Until the time is up and everybody is answered; what comes after it is in the last line."""
+        """Run until the time is over and all requests have ended; the last line has those that ended afterwards."""
         start_s = time.monotonic()
         reporting = asyncio.create_task(self._report(start_s))
         if self._offer.rate:
@@ -175,12 +175,12 @@ def _add(counts: dict[str, int], name: str) -> None:
 
 
 def total(counts: Iterable[dict[str, int]]) -> Counter[str]:
-    """All of them together."""
+    """Return the sums."""
     return sum(map(Counter, counts), Counter[str]())
 
 
 def offered(offer: Offer) -> Iterator[Window]:
-    """Run the generator and give its windows as they come. The last one is behind the end."""
+    """Run the generator and yield its windows; the last one is after the end of the offer."""
     command = ["nice", "-n", str(NICENESS), sys.executable, "-m", "tests.torture.load"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None

@@ -1,4 +1,4 @@
-"""Weights whose headers were tampered with: thousands of seeded mutations, each opened as the worker opens it."""
+"""Open weights with tampered headers as the worker opens them: thousands of seeded mutations."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from servekit.errors import ConfigError
-from tests.tiny_models import ARCHITECTURES, make_model
+from tests.support.tiny_models import ARCHITECTURES, make_model
 from tests.torture.report import Finding
-from workers.checkpoint import check_num_layers
-from workers.model_manager import ModelManager
+from workers.loading.checkpoint import check_num_layers
+from workers.loading.model_manager import ModelManager
 
 SEED = 20261121
 MAX_GROWTH_MIB = 256
 NUM_LAYERS = 3  # of the tiny model
-MANY_LOADED = 200  # of those that open, so many are loaded in full
+MANY_LOADED = 200  # number of files that are loaded completely
 NUMBERS = [b"0", b"-1", b"1e9", b"9" * 19, b"18446744073709551615", b"4294967296", b"null", b'"a"', b"[]", b"1.5"]
 
 
 def run(num_mutations: int, seed: int = 0) -> list[Finding]:
-    """What opening them came to, how long the slowest took, and how much memory all of them did."""
+    """Open the mutations; report the results, the slowest one, and the memory that all of them took."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         make_model(path, *ARCHITECTURES["llama"])
@@ -40,10 +40,12 @@ def run(num_mutations: int, seed: int = 0) -> list[Finding]:
             counts[_outcome(manager, path, counts["loaded"] + counts["refused by the loader"] < MANY_LOADED)] += 1
             slowest_s = max(slowest_s, time.perf_counter() - started_s)
         grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    told = ", ".join(f"{count:,} {outcome}" for outcome, count in counts.most_common())
+    summary = ", ".join(f"{count:,} {outcome}" for outcome, count in counts.most_common())
     num_wrong = sum(count for outcome, count in counts.items() if outcome.startswith("!"))
     return [
-        Finding("tampered headers of weights: neither loaded nor refused", "0", f"{num_wrong} ({told})", not num_wrong),
+        Finding(
+            "tampered headers of weights: neither loaded nor refused", "0", f"{num_wrong} ({summary})", not num_wrong
+        ),
         Finding("the slowest of them", "2 s", f"{slowest_s:.2f} s", slowest_s < 2),
         Finding("memory for all of them", f"{MAX_GROWTH_MIB} MiB", f"{grown_mib:.0f} MiB", grown_mib < MAX_GROWTH_MIB),
     ]
@@ -68,19 +70,19 @@ def _outcome(manager: ModelManager, path: Path, in_full: bool) -> str:
 
 
 def mutations(whole: bytes, num: int, seed: int) -> Iterator[bytes]:
-    """The file with its header's length, its bytes, its numbers or its end changed."""
+    """Yield the file with changes to its header's length, bytes or numbers, or to its end."""
     dice = random.Random(SEED + seed)
     header, data = whole[8 : 8 + int.from_bytes(whole[:8], "little")], whole[8 + int.from_bytes(whole[:8], "little") :]
     for _ in range(num):
         kind = dice.randrange(6)
-        if kind == 0:  # another length than the header has
+        if kind == 0:  # a wrong length of the header
             length = dice.choice(
                 [0, 1, len(header) - 1, len(header) + 1, 2**31, 2**63, 2**64 - 1, dice.randrange(2**20)]
             )
             yield length.to_bytes(8, "little") + header + data
-        elif kind == 1:  # cut
+        elif kind == 1:  # truncated
             yield whole[: dice.randrange(len(whole))]
-        elif kind == 2:  # longer than it says, or with a hole
+        elif kind == 2:  # with inserted bytes
             at = dice.randrange(8, len(whole))
             yield whole[:at] + dice.randbytes(dice.randrange(1, 64)) + whole[at:]
         else:

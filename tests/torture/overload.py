@@ -1,31 +1,30 @@
-"""Ten times more than the server can do: it goes on doing what it can, and says so to the others."""
+"""Offer ten times the load that the server can serve: it keeps its throughput and refuses the rest."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
-from tests.server_process import ONE_THREAD, ServerProcess, serving
+from tests.support.server_process import ONE_THREAD, ServerProcess, serving
 from tests.torture.crowd import PROMPTS, References
 from tests.torture.load import Item, Offer, Window, offered, total
 from tests.torture.report import BUILD, Finding
-from tests.torture.streams import STUCK_S, Asked
+from tests.torture.streams import STUCK_S, RequestSpec
 
 NUM_SEQS = 32
-# Those who wait make two more rounds of the seats, and clients are patient for four: half of it for the line, the other
-# half for the answer and for what goes wrong.
-NUM_QUEUED = 32  # what comes in waits about as long as it is then worked on: half of what its client bears
+# A request in the queue waits for about as long as its answer then takes. Clients wait for four times the latency at
+# the peak: half of it covers queue and answer, the other half is a reserve.
+NUM_QUEUED = 32
 PATIENCE = 4
 NUM_TOKENS = 128
 TIMES = 10
 PEAK_S = 20
-MOST_GROWTH_MIB = 32
-# A pool whose pages have all been touched before anything is measured: memory that is used for the first time would
-# look like a leak.
+MAX_GROWTH_MIB = 32
+# A pool whose pages are all touched before anything is measured: the first use of memory would look like a leak.
 NUM_KV_BLOCKS = 1024
 
 ASKED = [
-    Asked(
+    RequestSpec(
         f"stream {number}",
         "/generate_stream",
         {"prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0},
@@ -35,13 +34,13 @@ ASKED = [
 
 
 def resident_mib(pid: int) -> float:
-    """What the process has in memory."""
+    """Return the resident memory of a process."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
 
 def lag_p99_s(server: ServerProcess) -> float | None:
-    """The bound of the bucket that 99 % of the event loop's delays are below; None where it is not measured."""
+    """Return the bucket bound below which 99 % of the event loop's delays lie; None if it is not measured."""
     name = "servekit_api_event_loop_lag_seconds_bucket"
     buckets = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(name)]
     if not buckets:
@@ -51,15 +50,15 @@ def lag_p99_s(server: ServerProcess) -> float | None:
 
 
 def peak_of(port: int, items: list[Item], num_clients: int = NUM_SEQS, seconds: float = PEAK_S) -> Window:
-    """The same requests, asked by as many clients as the server has seats for."""
+    """Measure the peak: as many clients as the server runs sequences, each sending its next request at once."""
     return next(offered(Offer(port, items, seconds, num_clients, window_s=seconds, patience_s=STUCK_S)))
 
 
 def run(seconds: int, seed: int = 0) -> list[Finding]:
-    """Find the peak, then offer ten times as much for so long."""
+    """Find the peak, then offer ten times as much for `seconds`."""
     references = References()
     flags = ["--max-num-seqs", NUM_SEQS, "--max-num-queued-reqs", NUM_QUEUED, "--num-kv-blocks", NUM_KV_BLOCKS]
-    # With a line that never ends, `shortest` lets the longer prompts wait until their clients leave.
+    # Under an overload without end, `shortest` lets longer prompts wait until their clients disconnect.
     flags += ["--scheduling-policy", "fcfs"]
     with serving(*map(str, flags), log=BUILD / "overload.log", environment=ONE_THREAD) as server:
         asyncio.run(references.take(server.port, ASKED))
@@ -107,9 +106,9 @@ def run(seconds: int, seed: int = 0) -> list[Finding]:
         *(
             Finding(
                 f"memory of the {name}",
-                f"grows by {MOST_GROWTH_MIB} MiB at most",
+                f"grows by {MAX_GROWTH_MIB} MiB at most",
                 f"{mib:+.1f} MiB",
-                mib <= MOST_GROWTH_MIB,
+                mib <= MAX_GROWTH_MIB,
             )
             for name, mib in growth.items()
         ),

@@ -1,4 +1,4 @@
-"""The server is killed, which it cannot prepare for: nobody it started may outlive it."""
+"""Kill the server with SIGKILL: none of the processes that it started may outlive it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import signal
 import time
 from collections.abc import Callable
 
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 from tests.torture.crowd import wait_until
 from tests.torture.faults.sitecustomize import SIGNALS
 from tests.torture.report import BUILD, Finding, percentile
-from tests.torture.streams import Asked, Connections, ask
-from tests.torture.workers import can_be_struck, with_faults
+from tests.torture.streams import Connections, RequestSpec, ask
+from tests.torture.workers import fault_environment, handles_planted_signals
 
 GONE_WITHIN_S = 1.0
-STORY = Asked("story", "/generate_stream", {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True})
+STORY = RequestSpec("story", "/generate_stream", {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True})
 
 
 def _nothing(worker: int) -> None:
@@ -25,7 +25,7 @@ def _nothing(worker: int) -> None:
 
 
 STATES: dict[str, Callable[[int], None]] = {
-    # what is done to the worker before the server is killed
+    # name: what happens to the worker before the server is killed
     "idle": _nothing,
     "streaming": _nothing,
     "loading": _nothing,
@@ -35,12 +35,12 @@ STATES: dict[str, Callable[[int], None]] = {
 
 
 async def _kill(state: str, chance: random.Random) -> float:
-    """Seconds until everything that the server had started was gone."""
-    server = ServerProcess(log=BUILD / "parent.log", environment=with_faults())
+    """Return the seconds until all processes that the server had started were gone."""
+    server = ServerProcess(log=BUILD / "parent.log", environment=fault_environment())
     streams = []
     try:
         if state == "loading":
-            await wait_until(lambda: any(map(can_be_struck, server.worker_pids())), 30)
+            await wait_until(lambda: any(map(handles_planted_signals, server.worker_pids())), 30)
             await asyncio.sleep(chance.uniform(0, 1))
         else:
             await asyncio.to_thread(server.wait_until_ready)
@@ -67,7 +67,7 @@ async def _kill(state: str, chance: random.Random) -> float:
 
 
 def run(times: int, seed: int = 0) -> list[Finding]:
-    """So often in all, the states in turn."""
+    """Kill `times` servers, in each state in turn."""
     chance = random.Random(seed)
     took: dict[str, list[float]] = {state: [] for state in STATES}
     for number in range(times):

@@ -1,7 +1,7 @@
-"""Mutated HTTP requests over real sockets. Whatever they are, the server refuses or answers them, and goes on.
+"""Send mutated HTTP requests over real sockets; the server must refuse or answer each of them, and continue.
 
-Behind each stands an honest request that asks for the connection's end. So what is still a request is answered, and a
-server that waits for more is left after a moment.
+A valid request with `Connection: close` follows each one. So a mutation that is still a request is answered; if the
+server waits for more bytes, the client disconnects after a moment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import uvloop
 
-from tests.server_process import ServerProcess, serving
+from tests.support.server_process import ServerProcess, serving
 from tests.torture.report import Finding, table
 
 AT_ONCE = 48
@@ -32,18 +32,56 @@ QUESTION = {"prompt": "What color is the sky?", "max_tokens": 8, "temperature": 
 
 _ANSWER = re.compile(rb"HTTP/1\.1 (\d\d\d) [^\r]*\r\n(.*?)\r\n\r\n", re.DOTALL)
 _TOKENS = [
-    *(b"\r\n", b"\n", b"\r", b"\0", b" ", b"\t", b":", b"\xff", b"%00", b"%", b"?", b"#", b"/../", b"//", b"*"),
-    *(b"HTTP/1.0", b"HTTP/2.0", b"HTTP/0.9", b"HTTP/1.1", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"CONNECT ", b"HEAD "),
-    *(b"Content-Length: 99999\r\n", b"Content-Length: -1\r\n", b"Content-Length: 0\r\n", b"Content-Length: 5, 5\r\n"),
-    *(
-        b"Transfer-Encoding: chunked\r\n",
-        b"Transfer-Encoding: chunked, identity\r\n",
-        b"Transfer-Encoding:\x0bchunked\r\n",
-    ),
-    *(b"Expect: 100-continue\r\n", b"Connection: close\r\n", b"Connection: Upgrade\r\nUpgrade: h2c\r\n"),
-    *(b"Content-Encoding: gzip\r\n", b"Host: \r\n", b" folded: value\r\n", b"0\r\n\r\n", b"ffffffffffffffff\r\n"),
-    *(b"X: " + b"x" * 40_000 + b"\r\n", b"a: b\r\n" * 300, b"9" * 30, b"1e999", b"-1", b"null", b"[" * 200, b'"', b"{"),
-    *(b"\\ud800", b"\xf0\x9f\x98\x80", b"\xed\xa0\x80", b"NaN"),
+    b"\r\n",
+    b"\n",
+    b"\r",
+    b"\0",
+    b" ",
+    b"\t",
+    b":",
+    b"\xff",
+    b"%00",
+    b"%",
+    b"?",
+    b"#",
+    b"/../",
+    b"//",
+    b"*",
+    b"HTTP/1.0",
+    b"HTTP/2.0",
+    b"HTTP/0.9",
+    b"HTTP/1.1",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"CONNECT ",
+    b"HEAD ",
+    b"Content-Length: 99999\r\n",
+    b"Content-Length: -1\r\n",
+    b"Content-Length: 0\r\n",
+    b"Content-Length: 5, 5\r\n",
+    b"Transfer-Encoding: chunked\r\n",
+    b"Transfer-Encoding: chunked, identity\r\n",
+    b"Transfer-Encoding:\x0bchunked\r\n",
+    b"Expect: 100-continue\r\n",
+    b"Connection: close\r\n",
+    b"Connection: Upgrade\r\nUpgrade: h2c\r\n",
+    b"Content-Encoding: gzip\r\n",
+    b"Host: \r\n",
+    b" folded: value\r\n",
+    b"0\r\n\r\n",
+    b"ffffffffffffffff\r\n",
+    b"X: " + b"x" * 40_000 + b"\r\n",
+    b"a: b\r\n" * 300,
+    b"9" * 30,
+    b"1e999",
+    b"-1",
+    b"null",
+    b"[" * 200,
+    b'"',
+    b"{",
+    b"\\ud800",
+    b"\xf0\x9f\x98\x80",
+    b"\xed\xa0\x80",
+    b"NaN",
 ]
 
 
@@ -64,7 +102,7 @@ def _request(method: str, path: str, body: Any = None, chunked: bool = False) ->
 
 
 def seeds() -> list[bytes]:
-    """Honest requests: every door, both framings, and several on one connection."""
+    """Return valid requests: every API, both framings, and several requests on one connection."""
     native = {"prompt": "Hello", "max_tokens": 1}
     chat = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
     single = [
@@ -88,7 +126,7 @@ def seeds() -> list[bytes]:
 
 
 def mutate(request: bytes, chance: random.Random) -> bytes:
-    """A few changes, most of them in the head."""
+    """Return the request with a few changes, most of them in the headers."""
     data = bytearray(request)
     head_end = request.find(b"\r\n\r\n") + 4
     for _ in range(chance.choice((1, 1, 1, 2, 3, 4))):
@@ -123,7 +161,7 @@ def run(cases: int) -> list[Finding]:
 
 
 def torture(server: ServerProcess, cases: int, seed: int = 0) -> list[Finding]:
-    """So many mutated requests against a server that is up."""
+    """Send `cases` mutated requests to a running server."""
     answer = server.client.post("/generate", json=QUESTION).json()["generated_text"]
     _run(server.port, min(cases, 2000), seed + 1)  # warms everything up
     memory, started = _resident_mib(server), time.monotonic()
@@ -133,11 +171,11 @@ def torture(server: ServerProcess, cases: int, seed: int = 0) -> list[Finding]:
     memory = _resident_mib(server) - memory
     is_right = server.client.post("/generate", json=QUESTION).json()["generated_text"] == answer
     num_tracebacks = server.log.read_text().count("Traceback")
-    told = ", ".join(f"{status or 'none'}: {number:,}" for status, number in sorted(statuses.items()))
+    summary = ", ".join(f"{status or 'none'}: {number:,}" for status, number in sorted(statuses.items()))
     return [
         Finding(f"{cases:,} mutated requests", "1,000/s", f"{cases / took_s:,.0f}/s", None),
         Finding(
-            "mutated requests: answers", "no 5xx but 503, errors in the schema", f"{told} {bad[:2] or ''}", not bad
+            "mutated requests: answers", "no 5xx but 503, errors in the schema", f"{summary} {bad[:2] or ''}", not bad
         ),
         Finding("mutated requests: a good request afterwards", "right", "right" if is_right else "wrong", is_right),
         Finding("mutated requests: tracebacks in the log", "0", str(num_tracebacks), num_tracebacks == 0),
@@ -156,7 +194,7 @@ def _run(port: int, cases: int, seed: int) -> tuple[Counter[int], list[str]]:
 
 
 async def _send_all(port: int, cases: int, seed: int) -> tuple[Counter[int], list[str]]:
-    """How often each status was the first answer, and what should not have been answered so. 0 is no answer."""
+    """Return how often each status was the first answer (0: no answer), and the answers that are not allowed."""
     statuses: Counter[int] = Counter()
     bad: list[str] = []
     requests, numbers = seeds(), iter(range(cases))
@@ -176,10 +214,10 @@ async def _send_all(port: int, cases: int, seed: int) -> tuple[Counter[int], lis
 
 
 async def _exchange(port: int, data: bytes) -> bytes:
-    """Everything that comes back, until the server closes or has been silent for a moment."""
+    """Return all bytes until the server closes the connection or sends nothing for PATIENCE_S."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     received = b""
-    with suppress(OSError):  # a TimeoutError and a reset are some
+    with suppress(OSError):  # includes TimeoutError and connection resets
         writer.write(data)
         while piece := await asyncio.wait_for(reader.read(2**16), PATIENCE_S):
             received += piece

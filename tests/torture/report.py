@@ -1,4 +1,4 @@
-"""What a part of the torture found: claims with the figures that were demanded and measured."""
+"""Hold the findings of a torture part: claims with the demanded and the measured figures."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
-BUILD = Path(__file__).parents[2] / "build" / "torture"  # results, and the logs of the servers that were hurt
+BUILD = Path(__file__).parents[2] / "build" / "torture"  # results, and the logs of the servers
 
 
 class Finding(Struct, frozen=True):
-    """One line of the report. `is_kept` is None for a figure that is only told."""
+    """One line of the report. `is_kept` is None for a figure without a demand."""
 
     what: str
     demanded: str
@@ -19,7 +19,7 @@ class Finding(Struct, frozen=True):
 
 
 def table(findings: list[Finding]) -> str:
-    """As Markdown; a miss is bold."""
+    """Return a Markdown table; figures that miss their demand are bold."""
     lines = ["| what | demanded | measured |", "|---|---|---|"]
     for finding in findings:
         measured = f"**{finding.measured}**" if finding.is_kept is False else finding.measured
@@ -28,6 +28,6 @@ def table(findings: list[Finding]) -> str:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value below which `share` of them lie; 0 of none."""
+    """Return the value below which `share` of the values lie, or 0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -1,9 +1,9 @@
-"""Requests that Schemathesis makes of the server's own /openapi.json, thousands for each route that takes anything.
+"""Send requests that Schemathesis generates from the server's /openapi.json, thousands for each route with parameters.
 
-Half of them are what the document allows and half what it forbids. A real server gets them, over HTTP: making a case
-takes longer than answering it, and both go on at the same time, on a core each. Its context is a few tokens, so that
-what it accepts is short. Whatever the answer, its status must be documented and none of the server's own failures, and
-its body what the document says of that status.
+Half of them are valid by the document and half are not. A real server gets them over HTTP: generating a case takes
+longer than answering it, and both run at the same time, on a core each. The server's context has a few tokens only, so
+accepted requests are short. The status of each answer must be documented and must not be a failure of the server, and
+the body must match the document for that status.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as with_seed
 from schemathesis import GenerationMode
 
-from tests.server_process import ServerProcess, serving
+from tests.support.server_process import ServerProcess, serving
 from tests.torture.report import BUILD, Finding
 
 Json = dict[str, Any]
@@ -32,15 +32,15 @@ Ask = Callable[..., "Future[httpx2.Response]"]
 
 SEED = 20261121
 TINY = ("--max-model-len", "32", "--max-client-batch-size", "4", "--num-kv-blocks", "64", "--sandbox-timeout", "1")
-# What the server may say of itself: that a request's own deadline has passed, and that there is too much to do.
-FAIR = {(504, "deadline_exceeded"), (503, "overloaded")}
+# Errors with a 5xx status that are no failures: a request's own deadline passed, or the queue is full.
+ALLOWED_ERRORS = {(504, "deadline_exceeded"), (503, "overloaded")}
 NUM_SENDERS = 4
-MAX_TOLD = 5
-MAX_QUERY = 20_000  # characters; longer ones are cut, for they would meet the bound on heads and nothing else
+MAX_EXAMPLES = 5
+MAX_QUERY = 20_000  # characters; longer ones are cut, because they would only test the limit on headers
 
 
 def run(cases_per_endpoint: int, seed: int = 0) -> list[Finding]:
-    """For each endpoint, what was sent and what came back; with the same seed, the same is sent."""
+    """Test each endpoint; the same seed sends the same requests."""
     BUILD.mkdir(parents=True, exist_ok=True)
     log = BUILD / "schemas.log"
     with serving(*TINY, log=log) as server:
@@ -69,7 +69,7 @@ def _fuzz(server: ServerProcess, cases_per_endpoint: int, seed: int) -> Iterator
 def _asked(
     operation: Any, mode: GenerationMode, num_cases: int, seed: int, ask: Ask
 ) -> list[tuple[Json, Future[httpx2.Response]]]:
-    """Requests as httpx takes them, and the answers to come."""
+    """Return requests in the form that httpx2 takes, with futures of their answers."""
     content = operation.definition.raw.get("requestBody", {}).get("content", {})
     example: Json = content.get("application/json", {}).get("example", {"prompt": "Hello", "max_tokens": 8})
     made: list[tuple[Json, Future[httpx2.Response]]] = []
@@ -88,12 +88,12 @@ def _asked(
         for header in ("User-Agent", "Accept-Encoding", "X-Schemathesis-TestCaseId"):
             sent["headers"].pop(header, None)
         body = sent.pop("json", None)
-        # What names no prompt is refused for that, and nothing else of it is looked at; so half of them get one.
-        least = example if len(made) % 2 else {}
+        # A request without a prompt is refused before anything else is checked, so half of them get one.
+        defaults = example if len(made) % 2 else {}
         if not content:
-            sent["params"] = _cut(least | sent["params"])
+            sent["params"] = _cut(defaults | sent["params"])
         elif body is not None or "data" not in sent:
-            sent["data"] = json.dumps(least | body if isinstance(body, dict) else body).encode()
+            sent["data"] = json.dumps(defaults | body if isinstance(body, dict) else body).encode()
         sent["content"] = sent.pop("data", None)
         sent = {name: value for name, value in sent.items() if value and name != "cookies"}
         made.append((sent, ask(**sent)))
@@ -112,22 +112,22 @@ def _cut(params: Json) -> Json:
 
 
 class Answers:
-    """What one operation answered, and what of it was not as documented."""
+    """The answers of one operation, and those that are not as documented."""
 
     def __init__(self, api: Json, operation: Json) -> None:
         self._statuses: Counter[int] = Counter()
         self._wrong: list[str] = []
         self._validators = {
             (status, kind): jsonschema_rs.validator_for({"components": api["components"], **content["schema"]})
-            for status, told in operation["responses"].items()
-            for kind, content in told.get("content", {}).items()
+            for status, shown in operation["responses"].items()
+            for kind, content in shown.get("content", {}).items()
         }
 
     def check(self, sent: Json, response: httpx2.Response) -> None:
         self._statuses[response.status_code] += 1
         if (said := next(self._complaints(response), None)) is not None:
-            told = {name: value for name, value in sent.items() if name in ("params", "content")}
-            self._wrong.append(f"{said}; asked with {str(told)[:1500]}")
+            shown = {name: value for name, value in sent.items() if name in ("params", "content")}
+            self._wrong.append(f"{said}; asked with {str(shown)[:1500]}")
 
     def _complaints(self, response: httpx2.Response) -> Iterator[str]:
         status, kind = response.status_code, response.headers.get("content-type", "").partition(";")[0]
@@ -143,7 +143,7 @@ class Answers:
             refusal = body.get("error") if isinstance(body, dict) else None
             used = validator if refusal is None else refusals
             yield from (f"{status}: {error.message[:200]} in {str(body)[:200]}" for error in used.iter_errors(body))
-            if status >= 500 and (status, refusal["code"]) not in FAIR:
+            if status >= 500 and (status, refusal["code"]) not in ALLOWED_ERRORS:
                 yield f"{status}: {refusal['message']}"
             if refusal is not None and refusal["code"] == "internal_error":
                 yield f"an internal error: {refusal['message']}"
@@ -152,7 +152,7 @@ class Answers:
         num_cases = self._statuses.total()
         counts = ", ".join(f"{count:,} x {status}" for status, count in sorted(self._statuses.items()))
         measured = f"{len(self._wrong)} of {num_cases:,} cases ({counts}; {num_cases / elapsed_s:.0f}/s)"
-        for said in self._wrong[:MAX_TOLD]:
+        for said in self._wrong[:MAX_EXAMPLES]:
             measured += f"<br>{said}"
         return Finding(f"{what}: answers that are not as documented", "0", measured, not self._wrong)
 

@@ -1,4 +1,4 @@
-"""Half an hour of everything at once: what grows, would grow without end."""
+"""Run a mixed load for half an hour, and check that memory, files, threads and tasks do not grow."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from tests.server_process import serving
+from tests.support.server_process import serving
 from tests.torture.crowd import References, requests
 from tests.torture.load import Item, Offer, Window, offered, total
 from tests.torture.overload import peak_of, resident_mib
 from tests.torture.report import BUILD, Finding, percentile
-from tests.torture.streams import Asked
+from tests.torture.streams import RequestSpec
 
 LOAD = 0.7
-NUM_KV_BLOCKS = 2048  # whose pages are all touched while it warms up
+NUM_KV_BLOCKS = 2048  # all of its pages are touched during the warm-up
 WINDOW_S = 5.0
-WARM_UP = 1 / 3  # of the time: allocators and caches fill
-MOST_MIB_PER_HOUR = 1.0
-LEAST_MINUTES = 20  # under which a slope says nothing
-MOST_ITL = 1.2  # of the last part, against the first
+WARM_UP = 1 / 3  # of the time, in which allocators and caches fill
+MAX_MIB_PER_HOUR = 1.0
+MIN_MINUTES = 20  # a slope over a shorter time means nothing
+MAX_ITL_RATIO = 1.2  # of the last third to the first
 
 BAD = [
-    Asked("not a number", "/generate", {"prompt": "a", "temperature": "hot"}),
-    Asked("unknown field", "/generate_stream", {"prompt": "a", "temprature": 1}),
-    Asked("too long", "/generate", {"prompt": "word " * 4000}),
-    Asked("bad grammar", "/generate", {"prompt": "a", "grammar": {"type": "regex", "value": "(" * 30}}),
+    RequestSpec("not a number", "/generate", {"prompt": "a", "temperature": "hot"}),
+    RequestSpec("unknown field", "/generate_stream", {"prompt": "a", "temprature": 1}),
+    RequestSpec("too long", "/generate", {"prompt": "word " * 4000}),
+    RequestSpec("bad grammar", "/generate", {"prompt": "a", "grammar": {"type": "regex", "value": "(" * 30}}),
 ]
 
 
@@ -44,7 +44,7 @@ class Sample(Struct, frozen=True):
 
 
 def slope_mib_per_hour(samples: list[Sample], name: str) -> float:
-    """Of the line that fits best."""
+    """Return the slope of the regression line."""
     times = [sample.at_s / 3600 for sample in samples]
     values = [float(getattr(sample, name)) for sample in samples]
     mean_time, mean_value = sum(times) / len(times), sum(values) / len(values)
@@ -54,7 +54,7 @@ def slope_mib_per_hour(samples: list[Sample], name: str) -> float:
 
 
 def mix(references: References) -> list[Item]:
-    """Whole answers, clients that leave in the middle, and requests that are refused."""
+    """Return complete answers, clients that disconnect early, and requests that are refused."""
     whole = [Item(asked, references.answers[asked.name]) for asked in references.asked]
     streams = [asked for asked in references.asked if asked.path == "/generate_stream"]
     leaving = [Item(asked, None, leaves_after=5, weight=0.15 * len(whole) / len(streams)) for asked in streams]
@@ -63,7 +63,7 @@ def mix(references: References) -> list[Item]:
 
 
 def run(minutes: float, seed: int = 0) -> list[Finding]:
-    """So long at 70 % of the load that the server can bear."""
+    """Run for `minutes` at 70 % of the server's peak load."""
     seconds = 60 * minutes
     samples, windows = [], []
     with serving("--num-kv-blocks", str(NUM_KV_BLOCKS), log=BUILD / "soak.log") as server:
@@ -90,7 +90,7 @@ def run(minutes: float, seed: int = 0) -> list[Finding]:
         server.wait_until_at_rest()
         same_worker = server.worker_pids() == [worker]
     findings = _findings(samples[:-1], windows, rate, same_worker)
-    if minutes < LEAST_MINUTES:
+    if minutes < MIN_MINUTES:
         findings = [
             finding if "MiB/h" not in finding.demanded else replace(finding, is_kept=None) for finding in findings
         ]
@@ -120,13 +120,13 @@ def _findings(samples: list[Sample], windows: list[Window], rate: float, same_wo
     ]
     for name in ("server", "worker"):
         slope = slope_mib_per_hour(warm, f"{name}_mib")
-        most = max(getattr(sample, f"{name}_mib") for sample in warm)
+        peak_mib = max(getattr(sample, f"{name}_mib") for sample in warm)
         found.append(
             Finding(
                 f"memory of the {name} after {100 * WARM_UP:.0f} % of the time",
-                f"at most {MOST_MIB_PER_HOUR:g} MiB/h",
-                f"{slope:+.2f} MiB/h, {most:.0f} MiB at most",
-                slope <= MOST_MIB_PER_HOUR,
+                f"at most {MAX_MIB_PER_HOUR:g} MiB/h",
+                f"{slope:+.2f} MiB/h, {peak_mib:.0f} MiB at most",
+                slope <= MAX_MIB_PER_HOUR,
             )
         )
     for name, what in (("num_files", "open files"), ("num_threads", "threads"), ("num_tasks", "asyncio tasks")):
@@ -142,9 +142,9 @@ def _findings(samples: list[Sample], windows: list[Window], rate: float, same_wo
     found.append(
         Finding(
             "p99 inter-token latency, first and last third",
-            f"the last at most {MOST_ITL:g} times the first",
+            f"the last at most {MAX_ITL_RATIO:g} times the first",
             f"{1e3 * first:.0f} ms, {1e3 * last:.0f} ms",
-            last <= MOST_ITL * first,
+            last <= MAX_ITL_RATIO * first,
         )
     )
     return found

@@ -1,4 +1,4 @@
-"""One request as a client sees it, on a raw socket: each token as it comes, and how the answer ended."""
+"""Send one request over a raw socket, and record each token's arrival and how the answer ended."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-# Without a token or an end for so long a client counts as stuck.
+# A client that receives neither a token nor the end for this long counts as stuck.
 STUCK_S = 60.0
 
 
 class End(StrEnum):
     """How a reply ended."""
 
-    WHOLE = "whole"  # as the protocol says, with all that belongs to it
-    TOLD = "told"  # a stream whose last event is an error of the documented shape
-    REFUSED = "refused"  # a status other than 200, with a body of the documented shape
+    WHOLE = "whole"  # complete by the protocol
+    ERROR_EVENT = "told"  # the last event of a stream is an error of the documented form
+    REFUSED = "refused"  # a status other than 200, with a body of the documented form
     CUT = "cut"  # the connection ended in the middle of an answer
     UNANSWERED = "unanswered"  # the connection ended before the answer began
     UNREACHED = "unreached"  # there was no connection
     STUCK = "stuck"  # nothing came for too long
-    LEFT = "left"  # the client itself went away
-    GARBLED = "garbled"  # what came is not what the door gives
+    LEFT = "left"  # the client disconnected
+    GARBLED = "garbled"  # the answer does not follow the API
 
 
-class Asked(Struct, frozen=True):
-    """A request that can be repeated: the same body has the same answer."""
+class RequestSpec(Struct, frozen=True):
+    """A repeatable request: the same body has the same answer."""
 
     name: str
     path: str
@@ -39,7 +39,7 @@ class Asked(Struct, frozen=True):
 
 
 class Reply(Struct):
-    """What came back. `answers` are token ids, or the text where a door tells no ids."""
+    """The reply to a request. `answers` are token ids, or text where the API returns no ids."""
 
     end: End = End.UNREACHED
     status: int = 0
@@ -53,7 +53,7 @@ class Reply(Struct):
 
 
 class Connections:
-    """To one server. Those that are kept alive are used again."""
+    """Connections to one server; kept-alive ones are used again."""
 
     def __init__(self, port: int, keeps_alive: bool = False) -> None:
         self._port = port
@@ -74,7 +74,7 @@ class Connections:
         else:
             writer.close()
 
-    def head(self, asked: Asked, length: int) -> bytes:
+    def head(self, asked: RequestSpec, length: int) -> bytes:
         keep = "keep-alive" if self._keeps_alive else "close"
         lines = [f"POST {asked.path} HTTP/1.1", "Host: localhost", f"Content-Length: {length}", f"Connection: {keep}"]
         return "\r\n".join([*lines, "Content-Type: application/json", "\r\n"]).encode()
@@ -86,12 +86,12 @@ class Connections:
 
 async def ask(
     connections: Connections,
-    asked: Asked,
+    asked: RequestSpec,
     on_token: Callable[[float], None] = lambda now_s: None,
     leaves_after: int | None = None,
     patience_s: float = float("inf"),
 ) -> Reply:
-    """Send it and read the answer to its end, or leave after so many tokens or seconds. The reply tells what came."""
+    """Send a request and read its answer, or disconnect after `leaves_after` tokens or `patience_s` seconds."""
     reply = Reply(started_s=time.monotonic())
     gives_up_s = reply.started_s + patience_s
     try:
@@ -108,7 +108,7 @@ async def ask(
                 on_token(now_s)
                 deadline.reschedule(min(asyncio.get_running_loop().time() + STUCK_S, gives_up_s))
                 if len(reply.token_times_s) == leaves_after:
-                    raise _LeftError
+                    raise _ClientLeft
 
             reply.end = End.UNANSWERED
             body = msgspec.json.encode(asked.body)
@@ -123,10 +123,10 @@ async def ask(
             is_clean = reply.headers.get("connection") != "close"
     except TimeoutError:
         reply.end = End.LEFT if time.monotonic() > gives_up_s - 0.1 else End.STUCK
-    except _LeftError:
+    except _ClientLeft:
         reply.end = End.LEFT
     except (OSError, EOFError):
-        pass  # cut, or unanswered
+        pass  # the reply's end is CUT or UNANSWERED already
     except (ValueError, KeyError, IndexError, TypeError, msgspec.DecodeError) as error:
         reply.end, reply.error = End.GARBLED, {"code": repr(error)}
     finally:
@@ -135,8 +135,8 @@ async def ask(
     return reply
 
 
-class _LeftError(Exception):
-    """The client has had enough."""
+class _ClientLeft(Exception):
+    """The client disconnects as planned."""
 
 
 async def _read_head(reader: asyncio.StreamReader, reply: Reply) -> None:
@@ -153,10 +153,10 @@ async def _read_whole(reader: asyncio.StreamReader, reply: Reply, token: Callabl
     if reply.status != 200:
         reply.error = body["error"]
         if not {"message", "type", "param", "code"} <= reply.error.keys():
-            raise ValueError(f"an error of another shape: {body}")
+            raise ValueError(f"an error of another form: {body}")
         reply.end = End.REFUSED
         return
-    if "tokens" in body:  # with `logprobs`: one list of tokens for each answer, or just the list for one
+    if "tokens" in body:  # with `logprobs`: a list of tokens for each answer, or the list itself for one answer
         lists = body["tokens"] if body["tokens"] and isinstance(body["tokens"][0], list) else [body["tokens"]]
         reply.answers = [[each["id"] for each in tokens] for tokens in lists]
     else:
@@ -166,7 +166,7 @@ async def _read_whole(reader: asyncio.StreamReader, reply: Reply, token: Callabl
 
 
 async def _read_stream(reader: asyncio.StreamReader, reply: Reply, token: Callable[[float], None]) -> None:
-    """Native events or OpenAI's. A stream is whole with its own last event and the end of the chunked body."""
+    """Read native or OpenAI events. A stream is complete with its last event and the end of the chunked body."""
     is_native, has_ended = True, False
     native: list[int] = []
     text: list[str] = []
@@ -178,33 +178,33 @@ async def _read_stream(reader: asyncio.StreamReader, reply: Reply, token: Callab
         *events, begun = (begun + chunk[:-2]).split(b"\n\n")
         for event in events:
             if not event.startswith(b"data: "):
-                continue  # a comment, which keeps the connection alive and is nothing to a client that waits
+                continue  # a keep-alive comment, which is no progress
             if has_ended:
-                raise ValueError(f"an event behind the end: {event!r}")
+                raise ValueError(f"an event after the end: {event!r}")
             if event == b"data: [DONE]":
                 has_ended = True
                 continue
-            told = msgspec.json.decode(event[len(b"data: ") :])
-            if "error" in told:
-                reply.error, has_ended = told["error"], True
-            elif "choices" in told:
+            event_data = msgspec.json.decode(event[len(b"data: ") :])
+            if "error" in event_data:
+                reply.error, has_ended = event_data["error"], True
+            elif "choices" in event_data:
                 is_native, reply.answers = False, [text]
-                text += [choice["delta"].get("content") or "" for choice in told["choices"]]
+                text += [choice["delta"].get("content") or "" for choice in event_data["choices"]]
                 token(now_s)
             else:
-                native.append(told["token"]["id"])
-                reply.indexes.append(told["index"])
-                has_ended = told["generated_text"] is not None
+                native.append(event_data["token"]["id"])
+                reply.indexes.append(event_data["index"])
+                has_ended = event_data["generated_text"] is not None
                 token(now_s)
     await reader.readexactly(2)
     if not is_native:
         reply.answers = ["".join(text)]
     if has_ended:
-        reply.end = End.TOLD if reply.error is not None else End.WHOLE
+        reply.end = End.ERROR_EVENT if reply.error is not None else End.WHOLE
 
 
 async def close_quietly(writer: asyncio.StreamWriter) -> None:
-    """Close it and wait until that is done."""
+    """Close the connection and wait until it is closed."""
     writer.close()
     with suppress(OSError):
         await writer.wait_closed()

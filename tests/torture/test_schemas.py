@@ -1,12 +1,16 @@
-"""The short form of the torture by schemas: a few requests for each endpoint that takes any."""
+"""Short form of the schema part of `make torture`: a few requests for each endpoint with parameters."""
 
 from __future__ import annotations
+
+import pytest
 
 from tests.torture.report import table
 from tests.torture.schemas import run
 
+pytestmark = pytest.mark.long
 
-def test_every_answer_is_as_documented_whatever_is_asked() -> None:
+
+def test_answers_to_generated_requests_are_as_documented() -> None:
     findings = run(20)
-    assert len(findings) == 10, "each route that takes a body or a query, and the log"
+    assert len(findings) == 10, "each route with a body or a query, and the log"
     assert all(finding.is_kept for finding in findings), table(findings)

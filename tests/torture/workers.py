@@ -1,6 +1,6 @@
-"""Nine ways for a worker to fail, under live streams: what do their clients notice?
+"""Inject nine kinds of worker failures under live streams, and check what the clients notice.
 
-Nothing in servekit helps with it. Signals and limits come from outside, and what only the worker itself can do wrong is
+servekit has no hook for it. Signals and limits come from outside. Faults that only the worker itself can produce are
 planted by `faults/sitecustomize.py`, which the server's environment names.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from tests.server_process import ServerProcess, serving
+from tests.support.server_process import ServerProcess, serving
 from tests.torture.crowd import Crowd, References, Tally, requests, wait_until
 from tests.torture.faults.sitecustomize import SIGNALS
 from tests.torture.report import BUILD, Finding, percentile
@@ -27,9 +27,9 @@ from tests.torture.report import BUILD, Finding, percentile
 FAULTS_PATH = str(Path(__file__).parent / "faults")
 
 NUM_CLIENTS = 64
-# What the worker is doing when it is struck. `loading` means that the struck one replaces one that was killed just now.
+# What the worker does when the fault is injected. `loading`: it replaces a worker that was just killed.
 MOMENTS = ("streaming", "prefill", "loading", "streaming", "idle", "streaming")
-# A worker that hangs while it loads is noticed by this alone.
+# Only this timeout notices a worker that hangs while it loads.
 LOAD_TIMEOUT_S = 12
 REPLACED_WITHIN_S = 45
 
@@ -41,13 +41,13 @@ POOLS = {
 
 
 class Fault(Struct, frozen=True):
-    """A way to fail. `is_fatal` is None where the worker may bear it, or may be replaced; both are right."""
+    """A kind of failure. `is_fatal` is None if the worker may survive or be replaced; both are right."""
 
     name: str
-    strike: Callable[[int, random.Random], None]
+    inject: Callable[[int, random.Random], None]
     is_fatal: bool | None = True
-    lasts_s: float = 2.0  # then a worker that still answers has borne it
-    may_be_caught: bool = False  # by a library that is just being imported: those take missing parts as they come
+    lasts_s: float = 2.0  # a worker that still answers after this time has survived
+    may_be_caught: bool = False  # by a library that is being imported: imports often catch exceptions
 
 
 def _signal(number: int) -> Callable[[int, random.Random], None]:
@@ -58,13 +58,13 @@ def planted(*names: str) -> Callable[[int, random.Random], None]:
     return lambda pid, chance: os.kill(pid, SIGNALS[chance.choice(names)])
 
 
-def _no_more_memory(pid: int, chance: random.Random) -> None:
-    """Whatever the worker asks the kernel for from now on, it does not get."""
+def _deny_memory(pid: int, chance: random.Random) -> None:
+    """Make every further memory allocation of the worker fail."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
 
 
-def _memory_again(pid: int) -> None:
+def _restore_memory(pid: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
@@ -74,146 +74,146 @@ FAULTS = (
     Fault("SIGSTOP", _signal(signal.SIGSTOP)),
     Fault("exit 0", planted("exit")),
     Fault("exception", planted("raise"), may_be_caught=True),
-    # A result of another epoch is dropped; the others are the end of a worker.
+    # A result of another epoch is dropped; the other kinds end the worker.
     Fault(
         "garbage frame",
         planted("random bytes", "over-long header", "half a frame", "unknown message", "stale result"),
         None,
     ),
     Fault("slow worker", planted("sleep 1 s", "sleep 4 s"), False, lasts_s=5.0),
-    Fault("memory limit", _no_more_memory, None),
+    Fault("memory limit", _deny_memory, None),
     Fault("GIL held", planted("hold the GIL")),
 )
 
 
-class Wounds(Struct):
-    """What striking a server did to it."""
+class FaultResults(Struct):
+    """What the injected faults did to a server."""
 
-    num_struck: int = 0
+    num_injected: int = 0
     num_replaced: int = 0
-    recoveries_s: list[float] = field(default_factory=list)  # from the strike to the first token after it
-    detections_s: list[float] = field(default_factory=list)  # from the strike to the server's reaping the process
+    recoveries_s: list[float] = field(default_factory=list)  # from the fault to the first token after it
+    detections_s: list[float] = field(default_factory=list)  # from the fault until the server reaped the process
     violations: list[str] = field(default_factory=list)
 
 
-class ServerEndedError(Exception):
-    """It should have outlived its worker."""
+class ServerEnded(Exception):
+    """The server ended, which a worker's failure must not cause."""
 
 
-class Torturer:
-    """Strikes one server's workers while a crowd asks it."""
+class FaultInjector:
+    """Injects faults into one server's workers while clients send requests."""
 
-    def __init__(self, server: ServerProcess, crowd: Crowd, seed: int, most_patience_s: float = 1.0) -> None:
+    def __init__(self, server: ServerProcess, crowd: Crowd, seed: int, max_delay_s: float = 1.0) -> None:
         self._server = server
         self._crowd = crowd
         self._chance = random.Random(seed)
-        self._most_patience_s = most_patience_s  # before it strikes those who stream
+        self._max_delay_s = max_delay_s  # before a fault during streaming
         self._num_files = 0
 
     async def begin(self) -> None:
-        """Let the crowd in, once all is there that belongs to a server."""
+        """Start the clients when all processes of the server run."""
         await wait_until(lambda: len(self._server.sandbox_pids()) == 2, 20)
         self._num_files = self._server.num_open_files()
         self._crowd.open()
 
-    async def strike(self, fault: Fault, moment: str, wounds: Wounds) -> None:
-        """Once, at such a moment, and wait until tokens flow again. Raises ServerEndedError."""
+    async def inject(self, fault: Fault, moment: str, results: FaultResults) -> None:
+        """Inject the fault at such a moment, and wait until tokens arrive again. Raises ServerEnded."""
         if moment == "loading" and fault.may_be_caught:
             fault = replace(fault, is_fatal=None)
         pid = await self._wait_for_worker(None)
         if moment in ("idle", "prefill"):
-            await self._rest(wounds, f"before {fault.name} while {moment}")
+            await self._rest(results, f"before {fault.name} while {moment}")
         if moment == "prefill":
             self._crowd.open()
             await asyncio.sleep(self._chance.uniform(0, 0.05))
         elif moment == "streaming":
-            await asyncio.sleep(self._chance.uniform(0, self._most_patience_s))
+            await asyncio.sleep(self._chance.uniform(0, self._max_delay_s))
         elif moment == "loading":
             os.kill(pid, signal.SIGKILL)
             pid = await self._wait_for_worker(pid)
             await asyncio.sleep(self._chance.uniform(0, 2))
-        self._crowd.forget()
-        struck_s = time.monotonic()
-        fault.strike(pid, self._chance)
+        self._crowd.clear_token_times()
+        injected_s = time.monotonic()
+        fault.inject(pid, self._chance)
         self._crowd.open()
-        wounds.num_struck += 1
-        what = f"{fault.name} while {moment} ({wounds.num_struck})"
-        has_ended = await self._watch(fault, pid, struck_s, wounds)
-        wounds.num_replaced += has_ended
+        results.num_injected += 1
+        what = f"{fault.name} while {moment} ({results.num_injected})"
+        has_ended = await self._watch(fault, pid, injected_s, results)
+        results.num_replaced += has_ended
         if has_ended and fault.is_fatal is False:
-            wounds.violations.append(f"{what}: the worker was replaced, which was not called for")
+            results.violations.append(f"{what}: the worker was replaced without need")
         if not has_ended and fault.is_fatal is True:
-            wounds.violations.append(f"{what}: the worker was not replaced within {REPLACED_WITHIN_S} s")
-        if not has_ended and fault.strike is _no_more_memory:
-            _memory_again(pid)
-        back_s = time.monotonic() if not has_ended else await self._first_sight_of_another(pid)
+            results.violations.append(f"{what}: the worker was not replaced within {REPLACED_WITHIN_S} s")
+        if not has_ended and fault.inject is _deny_memory:
+            _restore_memory(pid)
+        back_s = time.monotonic() if not has_ended else await self._time_of_replacement(pid)
         try:
-            first_s = await self._crowd.first_token_after(back_s if has_ended else struck_s)
+            first_s = await self._crowd.first_token_after(back_s if has_ended else injected_s)
         except TimeoutError:
             self._check_alive()
-            wounds.violations.append(f"{what}: no token within a minute")
+            results.violations.append(f"{what}: no token within a minute")
             return
         if has_ended:
-            wounds.recoveries_s.append(first_s - struck_s)
+            results.recoveries_s.append(first_s - injected_s)
 
-    async def _watch(self, fault: Fault, pid: int, struck_s: float, wounds: Wounds) -> bool:
-        """Whether the worker ended of it. It bore it if tokens flow behind the time that the fault takes."""
-        borne_s = struck_s + fault.lasts_s
+    async def _watch(self, fault: Fault, pid: int, injected_s: float, results: FaultResults) -> bool:
+        """Return whether the fault ended the worker. It survived if tokens arrive after the duration of the fault."""
+        survived_s = injected_s + fault.lasts_s
 
         def is_decided() -> bool:
             now_s, times_s = time.monotonic(), self._crowd.token_times_s
             flows = bool(times_s) and times_s[-1] > now_s - 0.5
-            return _is_gone(pid) or (fault.is_fatal is not True and now_s > borne_s and flows)
+            return _is_gone(pid) or (fault.is_fatal is not True and now_s > survived_s and flows)
 
         await wait_until(is_decided, REPLACED_WITHIN_S, pause_s=0.002)
         has_ended = _is_gone(pid)
         if has_ended:
-            wounds.detections_s.append(time.monotonic() - struck_s)
+            results.detections_s.append(time.monotonic() - injected_s)
         return has_ended
 
-    async def check_at_rest(self, wounds: Wounds, when: str) -> None:
-        """Nothing may be left of what was struck: no block, no process, no open file."""
-        await self._rest(wounds, when)
+    async def check_at_rest(self, results: FaultResults, when: str) -> None:
+        """Check that no block, process or open file of an ended worker is left."""
+        await self._rest(results, when)
         expected = sorted(self._server.worker_pids() + self._server.sandbox_pids())
         started = sorted(self._server.started_pids())
         if started != expected or len(self._server.worker_pids()) != 1 or len(self._server.sandbox_pids()) != 2:
-            wounds.violations.append(f"{when}: processes {started}, of which its children are {expected}")
+            results.violations.append(f"{when}: processes {started}, of which its children are {expected}")
         if not await wait_until(lambda: self._server.num_open_files() <= self._num_files + 2, 5):
             num_files = self._server.num_open_files()
-            wounds.violations.append(f"{when}: {num_files} open files, {self._num_files} at first")
+            results.violations.append(f"{when}: {num_files} open files, {self._num_files} at first")
 
-    async def _rest(self, wounds: Wounds, when: str) -> None:
+    async def _rest(self, results: FaultResults, when: str) -> None:
         try:
             await self._crowd.rest()
             await asyncio.to_thread(self._server.wait_until_at_rest)
         except (TimeoutError, AssertionError) as error:
             self._check_alive()
-            wounds.violations.append(f"{when}: not at rest: {error!r}")
+            results.violations.append(f"{when}: not at rest: {error!r}")
 
     async def _wait_for_worker(self, other_than: int | None) -> int:
-        """Its process id, once it has got as far as to be struck."""
+        """Return the process id of a worker, once it handles the planted signals."""
         found: list[int] = []
 
-        def is_there() -> bool:
+        def is_ready() -> bool:
             self._check_alive()
-            found[:] = [pid for pid in self._server.worker_pids() if pid != other_than and can_be_struck(pid)]
+            found[:] = [pid for pid in self._server.worker_pids() if pid != other_than and handles_planted_signals(pid)]
             return bool(found)
 
-        if not await wait_until(is_there, REPLACED_WITHIN_S):
-            raise ServerEndedError(f"no worker within {REPLACED_WITHIN_S} s:\n{_last_lines(self._server.log)}")
+        if not await wait_until(is_ready, REPLACED_WITHIN_S):
+            raise ServerEnded(f"no worker within {REPLACED_WITHIN_S} s:\n{_last_lines(self._server.log)}")
         return found[0]
 
-    async def _first_sight_of_another(self, pid: int) -> float:
+    async def _time_of_replacement(self, pid: int) -> float:
         await self._wait_for_worker(pid)
         return time.monotonic()
 
     def _check_alive(self) -> None:
         if (code := self._server.process.poll()) is not None:
-            raise ServerEndedError(f"the server ended with exit code {code}:\n{_last_lines(self._server.log)}")
+            raise ServerEnded(f"the server ended with exit code {code}:\n{_last_lines(self._server.log)}")
 
 
-def can_be_struck(pid: int) -> bool:
-    """Whether it has come far enough to handle the signals that plant faults."""
+def handles_planted_signals(pid: int) -> bool:
+    """Return whether the process has installed its handlers for planted faults."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -230,15 +230,15 @@ def _last_lines(log: Path, num: int = 15) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-num:])
 
 
-def tortured(pool: str, log: Path, *arguments: str) -> AbstractContextManager[ServerProcess]:
-    """A server whose workers can be struck."""
+def serving_with_faults(pool: str, log: Path, *arguments: str) -> AbstractContextManager[ServerProcess]:
+    """Start a server whose workers have the planted faults."""
     _, flags = POOLS[pool]
     flags = (*flags, "--load-timeout", str(LOAD_TIMEOUT_S), *arguments)
-    return serving(*flags, log=log, environment=with_faults())
+    return serving(*flags, log=log, environment=fault_environment())
 
 
-def with_faults() -> dict[str, str]:
-    """The environment of a server whose workers have planted faults."""
+def fault_environment() -> dict[str, str]:
+    """Return the environment of a server whose workers have the planted faults."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, [FAULTS_PATH, os.environ.get("PYTHONPATH")]))}
 
 
@@ -249,52 +249,52 @@ async def _torture(
     references: References,
     seed: int,
     tally: Tally,
-    wounds: Wounds,
+    results: FaultResults,
 ) -> float:
-    """Strike at each of the moments; returns how many preemptions there were."""
+    """Inject the fault at each of the moments; return the number of preemptions."""
     crowd = Crowd(server.port, references, NUM_CLIENTS, seed)
     crowd.tally = tally
-    torturer = Torturer(server, crowd, seed)
+    injector = FaultInjector(server, crowd, seed)
     try:
-        await torturer.begin()
+        await injector.begin()
         for moment in moments:
             try:
-                await torturer.strike(fault, moment, wounds)
-            except ServerEndedError as error:
-                wounds.violations.append(f"{fault.name} while {moment} ({wounds.num_struck}): {error}")
+                await injector.inject(fault, moment, results)
+            except ServerEnded as error:
+                results.violations.append(f"{fault.name} while {moment} ({results.num_injected}): {error}")
                 return 0.0
-        await torturer.check_at_rest(wounds, f"after {fault.name}")
+        await injector.check_at_rest(results, f"after {fault.name}")
         return server.metric("servekit_num_preemptions_total")
     finally:
         await crowd.stop()
 
 
 def run(times: int, seed: int = 0, only: str | None = None) -> list[Finding]:
-    """Each fault so often, or only one of them; half of it where KV blocks are scarce."""
+    """Inject each fault `times` times, or only the one named; half of them with scarce KV blocks."""
     tally, recoveries, findings = Tally(), [], []
     num_preemptions, num_left_out = 0.0, 0
     references = {}
     for pool, (longest, _) in POOLS.items():
         references[pool] = References()
-        with tortured(pool, BUILD / f"workers-{pool}.log") as server:
+        with serving_with_faults(pool, BUILD / f"workers-{pool}.log") as server:
             asyncio.run(references[pool].take(server.port, requests(longest)))
         num_left_out += references[pool].num_left_out
     for number, fault in enumerate(FAULTS):
         if only not in (None, fault.name):
             continue
-        wounds = Wounds()
+        results = FaultResults()
         moments = [MOMENTS[index % len(MOMENTS)] for index in range(times)]
         half = times - times // 2
         for pool, share in zip(POOLS, (moments[:half], moments[half:]), strict=True):
             log = BUILD / f"workers-{pool}-{fault.name.replace(' ', '-')}.log"
-            with tortured(pool, log) as server:
-                struck = _torture(server, fault, share, references[pool], seed + number, tally, wounds)
-                num_preemptions += asyncio.run(struck)
-        print(f"  {fault.name}: {_figures(wounds)}; so far {dict(tally.counts)}", flush=True)
-        for violation in wounds.violations:
+            with serving_with_faults(pool, log) as server:
+                injected = _torture(server, fault, share, references[pool], seed + number, tally, results)
+                num_preemptions += asyncio.run(injected)
+        print(f"  {fault.name}: {_figures(results)}; so far {dict(tally.counts)}", flush=True)
+        for violation in results.violations:
             print(f"    {violation}", flush=True)
-        findings.append(Finding(fault.name, f"{times} times, no violation", _figures(wounds), not wounds.violations))
-        recoveries += wounds.recoveries_s
+        findings.append(Finding(fault.name, f"{times} times, no violation", _figures(results), not results.violations))
+        recoveries += results.recoveries_s
     for example in tally.examples:
         print(f"  {example[:2000]}", flush=True)
     return [
@@ -310,12 +310,12 @@ def run(times: int, seed: int = 0, only: str | None = None) -> list[Finding]:
     ]
 
 
-def _figures(wounds: Wounds) -> str:
-    told = f"{wounds.num_struck} times, {wounds.num_replaced} replaced, {len(wounds.violations)} violations"
-    if wounds.recoveries_s:
-        told += (
-            f"; noticed after {1e3 * percentile(wounds.detections_s, 0.5):,.0f} ms (p50) and "
-            f"{1e3 * percentile(wounds.detections_s, 0.99):,.0f} ms (p99), tokens again after "
-            f"{percentile(wounds.recoveries_s, 0.5):.1f} s and {percentile(wounds.recoveries_s, 0.99):.1f} s"
+def _figures(results: FaultResults) -> str:
+    summary = f"{results.num_injected} times, {results.num_replaced} replaced, {len(results.violations)} violations"
+    if results.recoveries_s:
+        summary += (
+            f"; noticed after {1e3 * percentile(results.detections_s, 0.5):,.0f} ms (p50) and "
+            f"{1e3 * percentile(results.detections_s, 0.99):,.0f} ms (p99), tokens again after "
+            f"{percentile(results.recoveries_s, 0.5):.1f} s and {percentile(results.recoveries_s, 0.99):.1f} s"
         )
-    return told
+    return summary

@@ -1,6 +1,6 @@
-"""Claims about models from strangers: nothing in their directory is run, and what is no model is refused in a sentence.
+"""Claims about models from attackers: no code of their directory runs, and what is not a model is refused by name.
 
-A canary is a file that any of their code would make.
+The canary is a file that their code would create.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from servekit.chat_template import render_chat
+from servekit.engine.model_files import DEMO_MODEL_PATH, find_chat_template
+from servekit.engine.tokenizer import load_tokenizer
 from servekit.errors import ConfigError
-from servekit.model_files import DEMO_MODEL_PATH, find_chat_template
-from servekit.sandbox_jobs import Done, RenderChat
-from servekit.tokenizer import load_tokenizer
+from servekit.sandbox.chat_template import render_chat
+from servekit.sandbox.jobs import Done, RenderChat
 from tests.e2e.bad_inputs import INJECTIONS
-from tests.inprocess import load
-from tests.tiny_models import ARCHITECTURES, make_model
+from tests.support.inprocess import load
+from tests.support.tiny_models import ARCHITECTURES, make_model
 from tests.torture.model_files import run
 from tests.torture.report import table
-from workers.checkpoint import INDEX, WEIGHTS
+from workers.loading.checkpoint import INDEX, WEIGHTS
 
 TENSOR = "model.norm.weight"
 
@@ -48,7 +48,7 @@ def copied(model: Path, tmp_path: Path) -> Path:
 
 
 class Bomb:
-    """Makes the canary when it is unpickled."""
+    """Creates the canary when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -131,7 +131,7 @@ def a_header_of_a_terabyte(path: Path, _: bytes) -> None:
     (path / WEIGHTS).write_bytes((2**40).to_bytes(8, "little") + b"{}")
 
 
-WEIGHTS_OF_STRANGERS = [
+MALICIOUS_WEIGHTS = [
     only_a_pickle,
     a_pickle_by_another_name,
     torchs_format_by_another_name,
@@ -148,8 +148,8 @@ WEIGHTS_OF_STRANGERS = [
 ]
 
 
-@pytest.mark.parametrize("put", WEIGHTS_OF_STRANGERS, ids=lambda put: put.__name__)
-def test_only_safetensors_of_the_directory_itself_are_opened(
+@pytest.mark.parametrize("put", MALICIOUS_WEIGHTS, ids=lambda put: put.__name__)
+def test_only_safetensors_of_the_model_directory_are_opened(
     copied: Path, tmp_path: Path, put: Callable[[Path, bytes], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unpickled: list[Any] = []
@@ -162,12 +162,12 @@ def test_only_safetensors_of_the_directory_itself_are_opened(
     assert not canary.exists() and not unpickled
 
 
-def test_a_pickle_beside_the_weights_is_left_alone(copied: Path, tmp_path: Path) -> None:
+def test_pickle_beside_the_weights_is_not_opened(copied: Path, tmp_path: Path) -> None:
     (copied / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "canary")))
     load(copied)
     assert not (tmp_path / "canary").exists()
     pickle.loads((copied / "pytorch_model.bin").read_bytes())  # noqa: S301
-    assert (tmp_path / "canary").exists(), "the test of the test"
+    assert (tmp_path / "canary").exists(), "the canary does not work"
 
 
 def test_weights_in_several_files_are_loaded(copied: Path) -> None:
@@ -180,7 +180,7 @@ def test_weights_in_several_files_are_loaded(copied: Path) -> None:
     assert load(copied).info.num_parameters == sum(tensor.numel() for tensor in tensors.values())
 
 
-def test_tampered_headers_are_refused_soon_and_cost_no_memory() -> None:
+def test_tampered_headers_are_refused_quickly_and_without_memory() -> None:
     findings = run(500)
     assert all(finding.is_kept for finding in findings), table(findings)
 
@@ -205,7 +205,7 @@ AUTO_MAP = {
 
 
 @pytest.mark.parametrize("model_type", ["llama", "x"])
-def test_no_code_of_a_model_is_run(copied: Path, tmp_path: Path, model_type: str) -> None:
+def test_code_in_a_model_directory_is_not_run(copied: Path, tmp_path: Path, model_type: str) -> None:
     canary = tmp_path / "canary"
     for name in CODE_FILES:
         file = copied / f"{name.replace('.', '/')}.py"
@@ -227,7 +227,7 @@ def test_no_code_of_a_model_is_run(copied: Path, tmp_path: Path, model_type: str
 
 
 @pytest.mark.parametrize("template", INJECTIONS)
-def test_a_template_reaches_nothing_but_its_conversation(template: str) -> None:
+def test_chat_template_reaches_only_its_conversation(template: str) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     outcome = render_chat(RenderChat(template, messages, True, False, {}))
     text = outcome.text if isinstance(outcome, Done) else ""
@@ -235,9 +235,9 @@ def test_a_template_reaches_nothing_but_its_conversation(template: str) -> None:
         assert leak not in text, text
 
 
-# -- what is no model --------------------------------------------------------------------------------------------------
+# -- files that are not a model ----------------------------------------------------------------------------------------
 
-NO_CONFIGURATIONS: list[dict[str, Any]] = [
+BAD_CONFIGURATIONS: list[dict[str, Any]] = [
     {"hidden_size": 2**40},
     {"hidden_size": 6 * 2**40},
     {"hidden_size": 10**30},
@@ -272,7 +272,7 @@ NO_CONFIGURATIONS: list[dict[str, Any]] = [
     {"quantization_config": {"quant_method": "gptq", "bits": 4}},
     {"tie_word_embeddings": "x"},
 ]
-NO_DEFAULTS: list[dict[str, Any]] = [
+BAD_DEFAULTS: list[dict[str, Any]] = [
     {"temperature": -1.0, "do_sample": True},
     {"temperature": 1e300, "do_sample": True},
     {"temperature": "x", "do_sample": True},
@@ -283,11 +283,11 @@ NO_DEFAULTS: list[dict[str, Any]] = [
     {"eos_token_id": 2**70},
     {"eos_token_id": ["x"]},
 ]
-NO_JSON = [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"a":' * 10**5, b'{"model_type": NaN}', b"\0" * 1000]
+BAD_JSON = [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"a":' * 10**5, b'{"model_type": NaN}', b"\0" * 1000]
 
 
-def refused(path: Path) -> None:
-    """Within a second, in a line, and without taking memory for it."""
+def check_refused(path: Path) -> None:
+    """Check that loading fails in 5 s, with an error of one line, and with less than 200 MiB of memory."""
     before, started_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     with pytest.raises(ConfigError) as refusal:
         load(path)
@@ -296,44 +296,44 @@ def refused(path: Path) -> None:
     assert len(refusal.value.message) < 700 and "\n" not in refusal.value.message
 
 
-@pytest.mark.parametrize("fields", NO_CONFIGURATIONS, ids=str)
-def test_a_configuration_that_describes_no_such_model_is_refused(copied: Path, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", BAD_CONFIGURATIONS, ids=str)
+def test_impossible_configuration_is_refused(copied: Path, fields: dict[str, Any]) -> None:
     configure(copied, **fields)
-    refused(copied)
+    check_refused(copied)
 
 
 @pytest.mark.parametrize(
     ("lacks", "fields"), [("mlp", {"intermediate_size": 2**40}), ("embed", {"vocab_size": 2**24}), ("mlp", {})]
 )
-def test_what_is_not_in_the_files_is_not_made_up(copied: Path, lacks: str, fields: dict[str, Any]) -> None:
-    """transformers would, in whatever size the configuration tells, and fill it with noise."""
+def test_missing_weights_are_not_filled_with_random_numbers(copied: Path, lacks: str, fields: dict[str, Any]) -> None:
+    """transformers would do that, in whatever size config.json describes."""
     tensors = {name: tensor for name, tensor in load_file(copied / WEIGHTS).items() if lacks not in name}
     save_file(tensors, copied / "new", {"format": "pt"})  # the other one is mapped into memory
     (copied / "new").rename(copied / WEIGHTS)
     configure(copied, **fields)
-    refused(copied)
+    check_refused(copied)
 
 
-@pytest.mark.parametrize("fields", NO_DEFAULTS, ids=str)
-def test_defaults_that_no_request_could_ask_for_are_refused(copied: Path, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", BAD_DEFAULTS, ids=str)
+def test_generation_defaults_out_of_range_are_refused(copied: Path, fields: dict[str, Any]) -> None:
     configure(copied, "generation_config.json", **fields)
-    refused(copied)
+    check_refused(copied)
 
 
-@pytest.mark.parametrize("content", NO_JSON, ids=lambda content: repr(content[:12]))
-def test_files_that_are_no_json_are_refused(copied: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", BAD_JSON, ids=lambda content: repr(content[:12]))
+def test_files_that_are_not_json_are_refused(copied: Path, content: bytes) -> None:
     for file in ("generation_config.json", "config.json"):
         whole = (copied / file).read_bytes()
         (copied / file).write_bytes(content)
-        if (file, content) != ("generation_config.json", b'{"model_type": NaN}'):  # which is a way to say nothing
-            refused(copied)
+        if (file, content) != ("generation_config.json", b'{"model_type": NaN}'):  # which is valid there
+            check_refused(copied)
         (copied / file).write_bytes(whole)
     (copied / "tokenizer.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"tokenizer"):
         load_tokenizer(copied)
 
 
-def test_a_tokenizer_that_is_garbage_is_refused_or_works(tmp_path: Path) -> None:
+def test_damaged_tokenizer_is_refused_or_works(tmp_path: Path) -> None:
     whole = (DEMO_MODEL_PATH / "tokenizer.json").read_bytes()
     dice = random.Random(5)
     refusals = 0
@@ -347,7 +347,7 @@ def test_a_tokenizer_that_is_garbage_is_refused_or_works(tmp_path: Path) -> None
         except ConfigError:
             refusals += 1
             continue
-        (token_ids,) = tokenizer.encode_now(["What color is the sky?"])
+        (token_ids,) = tokenizer.encode_blocking(["What color is the sky?"])
         tokenizer.decode(token_ids)
         tokenizer.close()
-    assert 20 < refusals < 200, "some bytes matter, and some do not"
+    assert 20 < refusals < 200, "the damage has to matter in some files, and not in others"

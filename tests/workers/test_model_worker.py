@@ -1,10 +1,11 @@
-"""Claims about the worker's main loop: the order in which it launches steps and answers for them."""
+"""Claims about the worker's main loop: the order in which it launches steps and answers them."""
 
 from __future__ import annotations
 
 import threading
 
-from servekit.messages import (
+from servekit.protocol.framing import MessageReceiver, MessageSender, make_pipe
+from servekit.protocol.messages import (
     FromWorker,
     Heartbeat,
     Profiled,
@@ -15,15 +16,14 @@ from servekit.messages import (
     StopProfile,
     ToWorker,
 )
-from servekit.queues import MessageReceiver, MessageSender, make_pipe
 from workers.model_worker import ModelWorker
-from workers.runner import OutOfMemory, Pending
+from workers.runner.interface import OutOfMemory, Pending
 
 TIMEOUT_S = 30.0
 
 
 class FakeRunner:
-    """Notes what happens; a step is done when `allow` says so."""
+    """Records launches and finishes; a step is complete once `allowed` is released for it."""
 
     def __init__(self, runs_ahead: bool) -> None:
         self.runs_ahead = runs_ahead
@@ -58,7 +58,7 @@ class FakeRunner:
 
 
 class Manager:
-    """The other ends of the worker's queues."""
+    """The other ends of the worker's pipes."""
 
     def __init__(self, runner: FakeRunner) -> None:
         task_reader, task_writer = make_pipe()
@@ -89,8 +89,8 @@ def plan(step_id: int) -> StepPlan:
     return StepPlan(0, step_id, (), ())
 
 
-def test_a_plan_that_comes_while_a_step_is_under_way_is_launched_at_once() -> None:
-    """No step is done before it is allowed to be; so whoever waits for one launches nothing behind it."""
+def test_plan_that_arrives_during_a_step_is_launched_at_once() -> None:
+    """No step completes before it is allowed to, so a worker that waited for one would not launch the next."""
     runner = FakeRunner(runs_ahead=True)
     manager = Manager(runner)
     manager.start()
@@ -98,7 +98,7 @@ def test_a_plan_that_comes_while_a_step_is_under_way_is_launched_at_once() -> No
     runner.wait_for("launch 0")
     for step_id in range(1, 5):
         manager.tasks.send(plan(step_id))
-        runner.wait_for(f"launch {step_id}")  # the device has two steps now, and none of them is done
+        runner.wait_for(f"launch {step_id}")  # the device has two steps now, and neither is complete
         runner.allowed.release()
         answer = manager.answer()
         assert isinstance(answer, StepResult) and answer.step_id == step_id - 1
@@ -108,7 +108,7 @@ def test_a_plan_that_comes_while_a_step_is_under_way_is_launched_at_once() -> No
     manager.end()
 
 
-def test_a_device_with_no_queue_of_its_own_does_one_step_after_the_other() -> None:
+def test_device_without_a_queue_executes_one_step_after_the_other() -> None:
     runner = FakeRunner(runs_ahead=False)
     manager = Manager(runner)
     for step_id in range(3):
@@ -121,7 +121,7 @@ def test_a_device_with_no_queue_of_its_own_does_one_step_after_the_other() -> No
     manager.end()
 
 
-def test_what_is_no_plan_waits_for_the_steps_before_it() -> None:
+def test_other_messages_wait_for_the_steps_before_them() -> None:
     runner = FakeRunner(runs_ahead=True)
     manager = Manager(runner)
     for step_id in range(2):
@@ -133,7 +133,7 @@ def test_what_is_no_plan_waits_for_the_steps_before_it() -> None:
     manager.end()
 
 
-def test_the_last_step_is_answered_though_no_other_comes() -> None:
+def test_last_step_is_answered_without_another_message() -> None:
     runner = FakeRunner(runs_ahead=True)
     manager = Manager(runner)
     manager.start()
@@ -145,7 +145,7 @@ def test_the_last_step_is_answered_though_no_other_comes() -> None:
     manager.end()
 
 
-def test_a_step_that_does_not_fit_is_told_after_the_ones_before_it_and_fails_those_behind_it() -> None:
+def test_out_of_memory_is_answered_in_order_and_fails_later_steps() -> None:
     runner = FakeRunner(runs_ahead=True)
     manager = Manager(runner)
     manager.start()

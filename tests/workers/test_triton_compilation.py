@@ -1,12 +1,16 @@
-"""Claims about what Triton's compiler makes of the kernels. It needs no GPU; the interpreter accepts more than it does.
+"""The Triton kernels compile for GPUs, use the tensor cores, and fit the shared memory. This needs no GPU.
 
-It is run as a process of its own, because Triton's functions are compiled or interpreted for the life of a process.
+Triton's interpreter accepts more than its compiler does, so the tests that use it do not show this. The compiler runs
+in a process of its own, because Triton's functions are compiled or interpreted for the life of a process. Compiled
+kernels are kept in pytest's cache, so they are compiled again only after a change; Triton's key is made of source and
+options.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,39 +20,58 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 CONSUMER_SHARED_MEMORY_BYTES = 99 * 1024  # of an RTX 3090, 4090 or 5090; data-centre GPUs have more
+MAX_CACHE_BYTES = 100 * 2**20
 RESERVED_BYTES = 1024  # of each program's shared memory, by the system
 
 
-def test_kernels_compile_use_the_matrix_units_and_fit_the_shared_memory(tmp_path: Path) -> None:
+def test_kernels_compile_use_the_tensor_cores_and_fit_the_shared_memory(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment["TRITON_CACHE_DIR"] = str(_cache_folder(request.config) or tmp_path)
     process = subprocess.run(
         [sys.executable, "-m", "tests.workers.test_triton_compilation"],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     kernels = [json.loads(line) for line in process.stdout.splitlines()]
-    of_attention = {"_attend_kernel", "_reduce_kernel", "_store_kernel"}
-    others = {
-        *("_add_norm_kernel", "_rotate_and_store_kernel", "_swiglu_kernel"),
-        *("_survey_kernel", "_choose_kernel", "_choose_filtered_kernel"),
+    attention_kernels = {"_attend_kernel", "_reduce_kernel", "_store_kernel"}
+    other_kernels = {
+        "_add_norm_kernel",
+        "_rotate_and_store_kernel",
+        "_swiglu_kernel",
+        "_survey_kernel",
+        "_choose_kernel",
+        "_choose_filtered_kernel",
     }
-    for capability, names in ((80, of_attention), (90, of_attention | others)):
+    for capability, names in ((80, attention_kernels), (90, attention_kernels | other_kernels)):
         assert {kernel["name"] for kernel in kernels if kernel["capability"] == capability} == names
     for kernel in kernels:
         assert kernel["shared_memory_bytes"] + RESERVED_BYTES <= CONSUMER_SHARED_MEMORY_BYTES, kernel
         assert kernel["has_matrix_instructions"] == (kernel["name"] == "_attend_kernel"), kernel
 
 
+def _cache_folder(config: pytest.Config) -> Path | None:
+    """Return the folder of compiled kernels; None with -p no:cacheprovider. Each version of the kernels adds 12 MB."""
+    cache: pytest.Cache | None = getattr(config, "cache", None)
+    if cache is None:
+        return None
+    folder = cache.mkdir("triton")
+    if sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) > MAX_CACHE_BYTES:
+        shutil.rmtree(folder)
+        folder.mkdir()
+    return folder
+
+
 def main() -> None:
-    """Launch every kernel on GPUs that are not there, and print what was compiled."""
+    """Launch every kernel on GPUs that do not exist, and print a line of JSON for each compiled kernel."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import CompiledKernel
 
-    class Absent:
-        """A driver that loads nothing and launches nothing; its device is numbered by its capability."""
+    class CompileOnlyDriver:
+        """A driver that loads and launches nothing. The number of its device is the compute capability."""
 
         def __init__(self, capability: int) -> None:
             self.capability = capability
@@ -64,27 +87,27 @@ def main() -> None:
 
     def run(kernel: CompiledKernel) -> object:
         instructions = kernel.asm["ptx"]
-        said = {
+        properties = {
             "capability": kernel.metadata.target.arch,
             "name": kernel.metadata.name,
             "shared_memory_bytes": kernel.metadata.shared,
             "has_matrix_instructions": "mma.sync" in instructions or "wgmma.mma_async" in instructions,
         }
-        print(json.dumps(said))  # noqa: T201
+        print(json.dumps(properties))  # noqa: T201
         return lambda *_: None
 
     CompiledKernel.run = property(run)
     CompiledKernel.launch_metadata = lambda *_: None
     CompiledKernel.function = None
     for capability in (80, 90):
-        triton.runtime.driver.set_active(Absent(capability))
+        triton.runtime.driver.set_active(CompileOnlyDriver(capability))
         attention()
     layers()
     sampling()
 
 
 def attention() -> None:
-    from workers.triton_attention import attend, make_workspace, store
+    from workers.attention.triton_kernels import attend, make_workspace, store
 
     for num_heads, num_kv_heads, dim, num_tokens, window, softcap in (
         (32, 8, 128, 1000, None, None),
@@ -100,11 +123,13 @@ def attention() -> None:
         sinks = None if window is None else torch.empty(num_heads)
         steps = (numbers, numbers[:4], table)
         attend(queries, pages, pages, *steps, torch.empty_like(queries), 0.1, workspace, window, softcap, sinks)
-        store(queries[:, :num_kv_heads], queries[:, :num_kv_heads], pages, pages, torch.zeros(num_tokens).long())
+    new_keys = queries[:, :num_kv_heads]
+    store(new_keys, new_keys, pages, pages, torch.zeros(num_tokens).long())
 
 
 def layers() -> None:
-    from workers.triton_layers import add_norm, rotate_and_store, swiglu
+    from workers.attention.triton_rotary import rotate_and_store
+    from workers.layers.triton_ops import add_norm, swiglu
 
     hidden, qkv = torch.empty(4, 4096, dtype=torch.bfloat16), torch.empty(4, 48 * 128, dtype=torch.bfloat16)
     add_norm(hidden, hidden, hidden[0], 1e-6)
@@ -116,7 +141,7 @@ def layers() -> None:
 
 
 def sampling() -> None:
-    from workers.triton_sampling import Filters, sample
+    from workers.sampling.triton_sampler import Filters, sample
 
     zeros = torch.zeros(4)
     sample(torch.empty(4, 151_936), zeros, zeros.double(), Filters(zeros.int(), zeros, zeros))

@@ -1,7 +1,7 @@
-"""Faults that a worker is made to have by a signal. Python imports this by its name from PYTHONPATH, in every process.
+"""Plant faults in workers that signals trigger. Python imports a module of this name from PYTHONPATH in every process.
 
-So the server needs no hook for it: a server that is started with this folder in PYTHONPATH has workers that do what
-they are told, and everything else about them is as in production.
+So the server needs no hook: the workers of a server that is started with this folder in PYTHONPATH produce the faults,
+and are otherwise as in production.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOLD_S = 20
 
 
 def _write(frame: bytes) -> None:
-    """To the result queue, as if the worker's own code had."""
+    """Write to the result queue, as the worker's own code does."""
     os.write(int(sys.orig_argv[sys.orig_argv.index("--result-fd") + 1]), frame)
 
 
@@ -42,7 +42,7 @@ def _framed(payload: bytes) -> bytes:
 
 
 def _stale_result() -> bytes:
-    """Of a step that a worker before this one was given."""
+    """Return a result of a step that was sent to an earlier worker."""
     import msgspec
 
     result = {"type": "step_result", "epoch": 0, "step_id": 0, "token_ids": [1, 2, 3], "step_time_s": 0.1}
@@ -50,16 +50,16 @@ def _stale_result() -> bytes:
 
 
 def _is_sending(frame: FrameType | None) -> bool:
-    """Whether the worker is about to hand over a message, which its heartbeats wait for."""
+    """Return whether the worker is sending a message, for which its heartbeats wait."""
     while frame is not None and frame.f_code.co_name != "_send":
         frame = frame.f_back
     return frame is not None
 
 
-def _strike(number: int, frame: FrameType | None) -> None:
+def _inject(number: int, frame: FrameType | None) -> None:
     name = NAMES[number - signal.SIGRTMIN - 1]
     if name.startswith("sleep") and _is_sending(frame):
-        # A worker that sleeps in there is silent, not slow, and rightly replaced.
+        # A worker that sleeps there is silent, not slow, and is rightly replaced.
         threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
         return
     match name:
@@ -88,4 +88,4 @@ def _strike(number: int, frame: FrameType | None) -> None:
 
 if "servekit.worker" in sys.orig_argv:
     for _number in SIGNALS.values():
-        signal.signal(_number, _strike)
+        signal.signal(_number, _inject)

@@ -1,0 +1,42 @@
+"""Describe one HTTP route, and read what the application attaches to every request."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servekit.engine.caller import ANONYMOUS, Caller
+from servekit.engine.llm_engine import LLMEngine
+from servekit.errors import ServekitError
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One route, as the router and /openapi.json see it. The handler's docstring is its description."""
+
+    method: str
+    path: str
+    handler: Callable[[Request], Awaitable[Response]]
+    takes: tuple[Any, ...] = ()  # types of the JSON body, or for GET the type whose fields are query parameters
+    gives: tuple[Any, ...] = ()  # types of the JSON answer
+    streams: tuple[Any, ...] = ()  # types of one server-sent event
+    example: dict[str, Any] = field(default_factory=dict)
+    not_in_query: tuple[str, ...] = ()  # fields of `takes` that a GET route refuses
+    own_errors: tuple[type[ServekitError], ...] = ()  # errors that only this route returns
+    is_public: bool = False  # needs no API key, and accepts any Host header: for health probes
+
+
+def engine_of(request: Request) -> LLMEngine:
+    """Return the engine that serves this application."""
+    engine: LLMEngine = request.app.state.engine
+    return engine
+
+
+def caller_of(request: Request) -> Caller:
+    """Return the caller that authentication found, or the anonymous one."""
+    caller: Caller = getattr(request.state, "caller", ANONYMOUS)
+    return caller

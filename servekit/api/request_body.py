@@ -1,0 +1,88 @@
+"""Read request bodies, with bounds on size, time and the memory that all bodies hold together."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from servekit.api.endpoint import engine_of
+from servekit.errors import QueueFull, RequestTimeout, RequestTooLarge, UnsupportedEncoding
+
+# The first bytes of each body are not counted. When large bodies fill the budget, small requests still pass; what the
+# uncounted bytes add up to is bounded by max_connections.
+UNCOUNTED_BODY_BYTES = 2**14
+BODY_RETRY_AFTER_S = 5
+
+
+class BodyBudget:
+    """Bound the bytes that all request bodies hold in memory. An ASGI layer: it releases a body when its request ends.
+
+    Releasing it earlier would undercount. While sequences wait and run, handlers hold the body or objects made from it.
+    The scheduler's own bounds count tokens, which do not cover whitespace, user names and truncated prompts.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {}).update(body_budget=self, num_body_bytes=0)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.num_bytes -= scope["state"]["num_body_bytes"]
+
+    def reserve(self, request: Request, length: int) -> None:
+        """Count the request's body, which now has `length` bytes. Raises QueueFull and then counts nothing more."""
+        more = length - UNCOUNTED_BODY_BYTES - request.state.num_body_bytes
+        if more <= 0:
+            return
+        if self.num_bytes + more > self._max_bytes:
+            raise QueueFull(
+                f"request bodies hold {self.num_bytes} bytes of memory; the limit is {self._max_bytes} "
+                f"(max_total_body_bytes). Try again in {BODY_RETRY_AFTER_S} s.",
+                retry_after_s=BODY_RETRY_AFTER_S,
+            )
+        self.num_bytes += more
+        request.state.num_body_bytes += more
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the whole body.
+
+    Raises RequestTooLarge as soon as the declared or received length is over the limit, QueueFull if all bodies
+    together are over theirs, UnsupportedEncoding for a compressed body, and RequestTimeout for a slow one.
+    """
+    config = engine_of(request).config
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise UnsupportedEncoding(
+            f"content-encoding {encoding[:40]!r} is not supported; send the body uncompressed", param="content-encoding"
+        )
+    try:
+        async with asyncio.timeout(config.body_timeout):
+            return await _read_up_to(config.max_body_bytes, request)
+    except TimeoutError:
+        raise RequestTimeout(
+            f"the request body did not arrive within {config.body_timeout:g} s (body_timeout); send it faster"
+        ) from None
+
+
+async def _read_up_to(limit: int, request: Request) -> bytes:
+    declared = request.headers.get("content-length", "0")
+    budget: BodyBudget = request.state.body_budget
+    body = bytearray()
+    if declared.isdecimal() and int(declared) <= limit:
+        async for chunk in request.stream():
+            budget.reserve(request, len(body) + len(chunk))
+            body += chunk
+            if len(body) > limit:
+                break
+        else:
+            return bytes(body)
+    raise RequestTooLarge(
+        f"the request body is larger than {limit} bytes (max_body_bytes); send fewer or shorter prompts"
+    )

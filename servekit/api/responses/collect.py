@@ -1,0 +1,96 @@
+"""Collect the tokens of a request's sequences into answers, for any API's wire format."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+
+from servekit.engine.client_queue import TokenDelta
+from servekit.engine.request_state import RequestState
+from servekit.scheduler.sequence import FinishReason
+
+
+class Answer:
+    """One sequence's text so far. Its tokens are kept only on request: they take ten times the memory of the text."""
+
+    __slots__ = ("_last", "_logprob", "_texts", "index", "keeps_tokens", "num_tokens", "tokens")
+
+    def __init__(self, index: int, keeps_tokens: bool = False) -> None:
+        self.index = index  # of its sequence in the request
+        self.keeps_tokens = keeps_tokens
+        self.tokens: list[TokenDelta] = []
+        self.num_tokens = 0  # does not count the end at a deadline, which has no token
+        self._texts: list[str] = []
+        self._logprob = 0.0  # sum over all tokens
+        self._last: TokenDelta | None = None
+
+    def add(self, deltas: Iterable[TokenDelta]) -> None:
+        for delta in deltas:
+            self._last = delta
+            if delta.text:
+                self._texts.append(delta.text)
+            if delta.token_id is None:
+                continue
+            self.num_tokens += 1
+            if delta.logprobs is not None:
+                self._logprob += delta.logprobs.logprob
+            if self.keeps_tokens:
+                self.tokens.append(delta)
+
+    @property
+    def is_finished(self) -> bool:
+        return self._last is not None and self._last.finish_reason is not None
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        assert self._last is not None and self._last.finish_reason is not None, "the answer is not finished"
+        return self._last.finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        assert self._last is not None
+        return self._last.stop_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean logprob of the tokens, where the request computes logprobs."""
+        return self._logprob / self.num_tokens if self.num_tokens else float("-inf")
+
+
+async def collect(state: RequestState, keeps_tokens: bool) -> list[list[Answer]]:
+    """Wait for all answers. Returns for each prompt, in order, every computed answer; with `best_of`, best first."""
+    request = state.request
+    answers = [Answer(index, keeps_tokens) for index in range(state.num_answers)]
+    num_unfinished = len(answers)
+    while num_unfinished:
+        for delta in await state.queue.get():
+            answers[delta.index].add((delta,))
+            num_unfinished -= delta.finish_reason is not None
+    prompts = [answers[first : first + request.best_of] for first in range(0, len(answers), request.best_of)]
+    if request.best_of > request.n:
+        for candidates in prompts:
+            candidates.sort(key=lambda answer: answer.mean_logprob, reverse=True)
+    return prompts
+
+
+def split_into_events(deltas: list[TokenDelta], interval: int) -> list[list[TokenDelta]]:
+    """Split pending deltas into events. Each event has deltas of one sequence, at most `interval` of them."""
+    if len(deltas) == 1:
+        return [deltas]
+    events: list[list[TokenDelta]] = []
+    open_events: dict[int, list[TokenDelta]] = {}
+    for delta in deltas:
+        of_sequence = open_events.get(delta.index)
+        if of_sequence is None or len(of_sequence) >= interval:
+            of_sequence = open_events[delta.index] = []
+            events.append(of_sequence)
+        of_sequence.append(delta)
+    return events
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"

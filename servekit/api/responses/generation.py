@@ -1,0 +1,88 @@
+"""Submit a generation request to the engine, and answer it: as one JSON body, or as a stream of events.
+
+If the client disconnects, the request's sequences are aborted, whether it was streaming or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+from msgspec.structs import replace
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from servekit.api.disconnect import disconnect_of
+from servekit.api.endpoint import caller_of, engine_of
+from servekit.api.responses.collect import Answer, collect
+from servekit.api.responses.http import respond_at_length
+from servekit.api.responses.sse import EventFormat, EventStream
+from servekit.engine.request_state import RequestState
+from servekit.request import GenerationRequest
+
+Result = TypeVar("Result")
+
+
+class ResponseBuilder(EventFormat, Protocol):
+    """Write one request's answer in the wire format of one API."""
+
+    needs_tokens: bool  # whether `response` describes single tokens, so that they must be kept
+
+    def response(self, prompts: list[list[Answer]]) -> Any:
+        """Return the body for all answers, given as `collect` returns them."""
+
+    def headers(self, prompts: list[list[Answer]]) -> dict[str, str]:
+        """Return additional headers of that answer."""
+
+
+async def submit(request: Request, wanted: GenerationRequest, arrival_s: float | None = None) -> RequestState:
+    """Admit the request with its caller's tenant and priority.
+
+    Raises RequestError, WorkerError, or ClientDisconnect if the client leaves meanwhile.
+    """
+    engine, caller = engine_of(request), caller_of(request)
+    if engine.config.scheduling_policy == "priority" and wanted.priority < caller.min_priority:
+        wanted = replace(wanted, priority=caller.min_priority)
+    state = await unless_disconnected(request, engine.submit(wanted, caller, arrival_s))
+    request.state.request_state = state  # for the key's token account, the log and the metrics
+    return state
+
+
+async def answer(request: Request, state: RequestState, builder: ResponseBuilder, stream: bool) -> Response:
+    """Answer an admitted request. Its sequences end with the answer, however that ends. Raises ClientDisconnect."""
+    if stream:
+        return EventStream(request, state, builder)
+    disconnect = disconnect_of(request.scope)
+    disconnect.set_callback(lambda: state.queue.fail(ClientDisconnect()))
+    try:
+        prompts = await collect(state, builder.needs_tokens)
+    finally:
+        disconnect.set_callback(None)
+        state.abort()
+    response = await respond_at_length(lambda: builder.response(prompts), _num_described_tokens(state, prompts))
+    response.headers.update(builder.headers(prompts))
+    return response
+
+
+def _num_described_tokens(state: RequestState, prompts: list[list[Answer]]) -> int:
+    """Return how many tokens the answer describes; those of the prompts only if their logprobs are wanted."""
+    num_prompt_tokens = 0 if state.request.prompt_logprobs is None else state.num_prompt_tokens
+    return num_prompt_tokens + sum(answer.num_tokens for answers in prompts for answer in answers)
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the work's result. Raises ClientDisconnect if the client disconnects first.
+
+    Then the work is cancelled, and this waits until it has released what it held.
+    """
+    disconnect, working = disconnect_of(request.scope), asyncio.create_task(work)
+    disconnect.set_callback(working.cancel)
+    try:
+        return await working
+    except asyncio.CancelledError:
+        if disconnect.has_happened:
+            raise ClientDisconnect from None
+        raise
+    finally:
+        disconnect.set_callback(None)

@@ -1,0 +1,291 @@
+"""Write answers in OpenAI's wire format: completions and chat completions, whole and in chunks."""
+
+from __future__ import annotations
+
+import time
+from codecs import getincrementaldecoder
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from msgspec import UNSET, UnsetType
+
+from servekit.api.responses.collect import Answer
+from servekit.api.responses.sse import event
+from servekit.api.schemas.openai import (
+    ChatAnswer,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatDelta,
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+    OpenAIFields,
+    OpenAIUsage,
+    PromptLogprob,
+    PromptTokensDetails,
+    TopLogprob,
+    finish_reason,
+)
+from servekit.engine.client_queue import TokenDelta
+from servekit.engine.request_state import RequestState
+from servekit.engine.tokenizer import Tokenizer
+from servekit.protocol.messages import TokenLogprobs
+from servekit.scheduler.sequence import FinishReason
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+class _Common:
+    """What both builders share: the head of each object, usage, and the tokens of the prompts."""
+
+    end_of_stream = b"data: [DONE]\n\n"  # after an error, too
+
+    def __init__(
+        self, body: OpenAIFields, state: RequestState, tokenizer: Tokenizer, answer_id: str, model: str
+    ) -> None:
+        self._state = state
+        self._tokenizer = tokenizer
+        self._head = (answer_id, int(time.time()), model)
+        self._sends_usage = body.sends_usage
+        self._sends_usage_always = body.sends_usage_always
+        self._num_tokens = 0  # sent so far
+        self._begun: set[int] = set()  # choices whose first chunk was sent
+
+    def headers(self, _: list[list[Answer]]) -> dict[str, str]:
+        return {}
+
+    def _usage(self, completion_tokens: int) -> OpenAIUsage:
+        prompt_tokens = self._state.num_prompt_tokens
+        details = PromptTokensDetails(self._state.num_cached_tokens)
+        return OpenAIUsage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+
+    def _usage_of_chunk(self) -> OpenAIUsage | UnsetType | None:
+        """Return `usage` for every chunk but the last: the usage so far, null if the last chunk has it, or absent."""
+        if self._sends_usage_always:
+            return self._usage(self._num_tokens)
+        return None if self._sends_usage else UNSET
+
+    def _begins(self, index: int) -> bool:
+        """Return whether the next chunk is the first of its choice, and note that it was sent."""
+        is_first = index not in self._begun
+        self._begun.add(index)
+        return is_first
+
+    def _prompt_logprobs(self, index: int) -> PromptLogprobs | UnsetType:
+        """Return for each token of the prompt at `index` its logprob and the likeliest tokens; null for the first."""
+        if self._state.request.prompt_logprobs is None:
+            return UNSET
+        written: PromptLogprobs = [None]
+        known = self._state.prompt_logprobs(index)
+        for token_id, logprobs in zip(self._state.prompt_token_ids(index)[1:], known, strict=False):
+            pairs = {**dict(logprobs.top), token_id: logprobs.logprob}
+            written.append({id_: PromptLogprob(value, self._text(id_)) for id_, value in pairs.items()})
+        return written
+
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id])
+
+    def _bytes(self, token_id: int) -> list[int]:
+        return list(self._tokenizer.token_bytes_with_special(token_id))
+
+
+class _Position:
+    """The position that a choice's text has reached."""
+
+    def __init__(self) -> None:
+        self.num_characters = 0
+        self.text = ""  # of the prompt, with `echo`
+        self.decode = getincrementaldecoder("utf-8")("replace").decode
+
+
+class CompletionResponseBuilder(_Common):
+    """Write one request's answer for /v1/completions."""
+
+    def __init__(
+        self, body: CompletionRequest, state: RequestState, tokenizer: Tokenizer, answer_id: str, model: str
+    ) -> None:
+        super().__init__(body, state, tokenizer, answer_id, model)
+        self._returns_prompt_only = body.max_tokens == 0
+        self.needs_tokens = body.logprobs is not None
+        self._returns_top = bool(body.logprobs)
+        self._returns_prompt_logprobs = body.prompt_logprobs is not None
+        self._echo = bool(body.echo)
+        self._skips_special = body.skip_special_tokens is not False
+        self._positions: defaultdict[int, _Position] = defaultdict(_Position)
+
+    def response(self, prompts: list[list[Answer]]) -> CompletionResponse:
+        choices = []
+        for number, answers in enumerate(prompts):
+            for place, answer in enumerate(answers[: self._state.request.n]):
+                index = number * self._state.request.n + place
+                choice = self._choice(index, answer.index, answer.text, answer.tokens, begins=True)
+                self._finish(choice, answer.finish_reason, answer.stop_reason)
+                if self._returns_prompt_logprobs:
+                    choice.prompt_logprobs = self._prompt_logprobs(number)
+                choices.append(choice)
+        num_tokens = 0 if self._returns_prompt_only else sum(a.num_tokens for answers in prompts for a in answers)
+        return CompletionResponse(*self._head, choices, self._usage(num_tokens))
+
+    def events(self, deltas: list[TokenDelta]) -> bytes:
+        return b"".join(map(event, self._chunks(deltas)))
+
+    def last_events(self) -> bytes:
+        return b"".join(map(event, self._last_chunks()))
+
+    def _chunks(self, deltas: list[TokenDelta]) -> Iterator[CompletionResponse]:
+        index = deltas[0].index
+        begins = self._begins(index)
+        self._num_tokens += 0 if self._returns_prompt_only else sum(delta.token_id is not None for delta in deltas)
+        text = "".join(delta.text for delta in deltas)
+        choice = self._choice(index, index, text, [delta for delta in deltas if delta.token_id is not None], begins)
+        if (reason := deltas[-1].finish_reason) is not None:
+            self._finish(choice, reason, deltas[-1].stop_reason)
+        if begins and self._returns_prompt_logprobs:
+            choice.prompt_logprobs = self._prompt_logprobs(index // self._state.request.best_of)
+        if choice.text or choice.logprobs or choice.finish_reason or choice.prompt_logprobs is not UNSET:
+            yield CompletionResponse(*self._head, [choice], self._usage_of_chunk())
+
+    def _last_chunks(self) -> Iterator[CompletionResponse]:
+        if self._sends_usage:
+            yield CompletionResponse(*self._head, [], self._usage(self._num_tokens))
+
+    def _choice(self, index: int, sequence: int, text: str, deltas: list[TokenDelta], begins: bool) -> CompletionChoice:
+        """Return a choice with these tokens. With `echo`, the first one of an answer begins with the prompt."""
+        if self._returns_prompt_only:
+            text, deltas = "", []
+        tokens: list[tuple[int, TokenLogprobs | None]] = [(delta.token_id or 0, delta.logprobs) for delta in deltas]
+        if begins and self._echo:
+            number = sequence // self._state.request.best_of
+            token_ids = self._state.prompt_token_ids(number)
+            position = self._positions[sequence]
+            position.text = prompt = self._prompt_text(number, token_ids)
+            text = prompt + text
+            if self.needs_tokens:
+                known = [None, *self._state.prompt_logprobs(number)]
+                tokens = [*zip(token_ids, known, strict=False), *tokens]
+        choice = CompletionChoice(index, text)
+        if self.needs_tokens:
+            choice.logprobs = self._logprobs(sequence, tokens)
+        return choice
+
+    def _finish(self, choice: CompletionChoice, reason: FinishReason, stop_reason: str | int | None) -> None:
+        """Set why the answer ended. If only the prompt is returned, that is its length."""
+        if self._returns_prompt_only:
+            choice.finish_reason, choice.stop_reason = "length", None
+        else:
+            choice.finish_reason, choice.stop_reason = finish_reason(reason, stop_reason)
+
+    def _logprobs(self, sequence: int, tokens: Sequence[tuple[int, TokenLogprobs | None]]) -> CompletionLogprobs:
+        return CompletionLogprobs(
+            [self._name(token_id) for token_id, _ in tokens],
+            [None if known is None else known.logprob for _, known in tokens],
+            [self._top(token_id, known) for token_id, known in tokens] if self._returns_top else None,
+            [self._next_offset(sequence, token_id) for token_id, _ in tokens],
+        )
+
+    def _prompt_text(self, number: int, token_ids: list[int]) -> str:
+        """Return the prompt as it was sent; one of token ids, or one that was truncated, as it was computed."""
+        request = self._state.request
+        content = request.prompts[number].content
+        if isinstance(content, str) and request.truncate is None:
+            return content
+        return self._tokenizer.decode(token_ids, self._skips_special)
+
+    def _next_offset(self, sequence: int, token_id: int) -> int:
+        """Return where a token begins in its choice's text. A part of a character begins where the character does."""
+        position = self._positions[sequence]
+        begins = position.num_characters
+        own = self._tokenizer.token_bytes_with_special(token_id)
+        if self._tokenizer.is_special(token_id):
+            # A special token written in the prompt is part of the text; one that the tokenizer added around it is not.
+            in_prompt = begins < len(position.text)
+            is_in_text = position.text.startswith(own.decode(), begins) if in_prompt else not self._skips_special
+            own = own if is_in_text else b""
+        position.num_characters += len(position.decode(own))
+        try:
+            return position.num_characters - len(own.decode())  # incomplete bytes before it count as well
+        except UnicodeDecodeError:
+            return begins
+
+    def _top(self, token_id: int, known: TokenLogprobs | None) -> dict[str, float] | None:
+        """Return the likeliest tokens by their text, and the token itself, which may not be one of them."""
+        if known is None:
+            return None
+        top = {self._name(likely): logprob for likely, logprob in reversed(known.top)}
+        return dict(sorted({**top, self._name(token_id): known.logprob}.items(), key=lambda item: -item[1]))
+
+    def _name(self, token_id: int) -> str:
+        """Return a token's text; for a part of a character its bytes, as OpenAI writes them."""
+        own = self._tokenizer.token_bytes_with_special(token_id)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+
+
+class ChatResponseBuilder(_Common):
+    """Write one request's answer for /v1/chat/completions."""
+
+    def __init__(
+        self, body: ChatCompletionRequest, state: RequestState, tokenizer: Tokenizer, answer_id: str, model: str
+    ) -> None:
+        super().__init__(body, state, tokenizer, answer_id, model)
+        self.needs_tokens = bool(body.logprobs)
+
+    def response(self, prompts: list[list[Answer]]) -> ChatCompletionResponse:
+        (answers,) = prompts
+        choices = []
+        for answer in answers:
+            reason, stop_reason = finish_reason(answer.finish_reason, answer.stop_reason)
+            message = ChatAnswer(answer.text)
+            choices.append(ChatChoice(answer.index, message, self._logprobs(answer.tokens), reason, stop_reason))
+        usage = self._usage(sum(answer.num_tokens for answer in answers))
+        response = ChatCompletionResponse(*self._head, choices, usage)
+        response.prompt_logprobs = self._prompt_logprobs(0)
+        return response
+
+    def events(self, deltas: list[TokenDelta]) -> bytes:
+        return b"".join(map(event, self._chunks(deltas)))
+
+    def last_events(self) -> bytes:
+        return b"".join(map(event, self._last_chunks()))
+
+    def _chunks(self, deltas: list[TokenDelta]) -> Iterator[ChatCompletionChunk]:
+        index = deltas[0].index
+        if self._begins(index):
+            first = ChatCompletionChunk(
+                *self._head, [ChatChunkChoice(index, ChatDelta("assistant", ""))], self._usage_of_chunk()
+            )
+            if len(self._begun) == 1:
+                first.prompt_logprobs = self._prompt_logprobs(0)
+            yield first
+        self._num_tokens += sum(delta.token_id is not None for delta in deltas)
+        text = "".join(delta.text for delta in deltas)
+        choice = ChatChunkChoice(index, ChatDelta(content=text) if text else ChatDelta(), self._logprobs(deltas))
+        if (reason := deltas[-1].finish_reason) is not None:
+            choice.finish_reason, choice.stop_reason = finish_reason(reason, deltas[-1].stop_reason)
+        if text or choice.logprobs or choice.finish_reason:
+            yield ChatCompletionChunk(*self._head, [choice], self._usage_of_chunk())
+
+    def _last_chunks(self) -> Iterator[ChatCompletionChunk]:
+        if self._sends_usage:
+            yield ChatCompletionChunk(*self._head, [], self._usage(self._num_tokens))
+
+    def _logprobs(self, deltas: list[TokenDelta]) -> ChatLogprobs | None:
+        if not self.needs_tokens:
+            return None
+        written = []
+        for delta in deltas:
+            if delta.token_id is None or delta.logprobs is None:
+                continue
+            top = [TopLogprob(self._text(id_), logprob, self._bytes(id_)) for id_, logprob in delta.logprobs.top]
+            written.append(
+                ChatLogprob(self._text(delta.token_id), delta.logprobs.logprob, self._bytes(delta.token_id), top)
+            )
+        return ChatLogprobs(written)

@@ -1,0 +1,138 @@
+"""Stream a request's answer as server-sent events, in one task.
+
+sse-starlette runs four tasks for a stream: they write, ping, and wait for the disconnect and for the server's end. This
+response runs one. The protocol reports a disconnect by a callback, the engine fails open requests when it stops, and
+all streams share one keep-alive timer. With thousands of streams this saves a third of the memory of each:
+docs/performance.md has the figures, and `make bench-streams` repeats them. Other streams (the live feed) use
+sse-starlette.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Protocol
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from servekit.api.disconnect import disconnect_of
+from servekit.api.responses.collect import split_into_events
+from servekit.api.responses.http import error_body_for
+from servekit.api.schemas.json_body import encode
+from servekit.engine.client_queue import ClientQueue, TokenDelta
+from servekit.engine.request_state import RequestState
+from servekit.errors import ServekitError
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"connection", b"keep-alive"),
+    (b"x-accel-buffering", b"no"),  # tells nginx to pass events on at once
+]
+COMMENT = b": keep-alive\n\n"
+
+
+def event(value: Any) -> bytes:
+    """Return one server-sent event with the value as JSON."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+class EventFormat(Protocol):
+    """Write one request's tokens as server-sent events."""
+
+    end_of_stream: bytes  # ends every stream, also one that failed
+
+    def events(self, deltas: list[TokenDelta]) -> bytes:
+        """Return the event, or events, for some deltas of one sequence. With an interval of 1 it is one token."""
+
+    def last_events(self) -> bytes:
+        """Return what follows the last token of a complete answer."""
+
+
+class KeepAlive:
+    """Wake streams that have sent nothing for `interval_s` to 1.25 times that, with one timer for all of them."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._silent_since_s: dict[ClientQueue, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self, queue: ClientQueue) -> None:
+        """The queue's stream begins, or has just sent something."""
+        self._silent_since_s[queue] = time.monotonic()
+        if self._timer is None and self._interval_s:
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s / 4, self._wake_silent)
+
+    def forget(self, queue: ClientQueue) -> None:
+        """The queue's stream has ended."""
+        self._silent_since_s.pop(queue, None)
+
+    def _wake_silent(self) -> None:
+        loop, last_s = asyncio.get_running_loop(), time.monotonic() - self._interval_s
+        for queue, since_s in self._silent_since_s.items():
+            if since_s <= last_s:
+                queue.wake()
+        self._timer = loop.call_later(self._interval_s / 4, self._wake_silent) if self._silent_since_s else None
+
+
+class EventStream(Response):
+    """Send events as tokens arrive, and comments while there are none. If the request fails, the last event says why.
+
+    However the stream ends, even before its first event, the request's sequences are aborted.
+    """
+
+    def __init__(self, request: Request, state: RequestState, event_format: EventFormat) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = HEADERS  # one list shared by all streams
+        self._request = request
+        self._state = state
+        self._format = event_format
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        disconnect = disconnect_of(scope)
+        disconnect.set_callback(self._on_disconnect)
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                if scope["method"] != "HEAD":  # which asks for the headers only
+                    await self._stream(send)
+            except ServekitError as error:
+                await _send(send, event(error_body_for(self._request, error)))
+            await _send(send, self._format.end_of_stream, more_body=False)
+        except ClientDisconnect:
+            pass  # there is no client to answer
+        finally:
+            disconnect.set_callback(None)
+            self._state.abort()
+
+    async def _stream(self, send: Send) -> None:
+        state, queue, to_events = self._state, self._state.queue, self._format.events
+        num_unfinished = state.num_answers
+        keep_alive: KeepAlive = self._request.app.state.keep_alive
+        keep_alive.note(queue)
+        try:
+            while num_unfinished:
+                deltas = await queue.get()
+                written = b"".join(map(to_events, split_into_events(deltas, state.interval))) if deltas else COMMENT
+                if written:
+                    await _send(send, written)
+                    keep_alive.note(queue)
+                for delta in deltas:
+                    num_unfinished -= delta.finish_reason is not None
+        finally:
+            keep_alive.forget(queue)
+        last = self._format.last_events()
+        if last:
+            await _send(send, last)
+
+    def _on_disconnect(self) -> None:
+        """Abort the sequences at once, whatever the stream is waiting for."""
+        self._state.queue.fail(ClientDisconnect())
+        self._state.abort()
+
+
+async def _send(send: Send, body: bytes, more_body: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more_body})

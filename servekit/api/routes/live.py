@@ -1,0 +1,189 @@
+"""GET /ui/state and /ui/events: frames that show what the scheduler does.
+
+A frame is built at most FRAMES_PER_S times a second, however many clients watch; each tenant's form of it is encoded
+once. Without viewers none is built. A viewer is sent the newest frame whenever its connection takes one, so a slow
+reader skips frames and nothing piles up.
+
+Viewers do not count as requests for the model: they take no slot of their API key, and a draining server ends their
+streams and does not wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from servekit.api.auth.rate_limits import RunningRequest
+from servekit.api.endpoint import Endpoint, caller_of
+from servekit.api.schemas.json_body import encode
+from servekit.engine.live_view import LiveView
+from servekit.engine.llm_engine import LLMEngine
+from servekit.errors import QueueFull, shutting_down
+from servekit.observability.live_frames import LiveState
+
+FRAMES_PER_S = 5
+PERIOD_S = 1 / FRAMES_PER_S
+UNCHANGED_PERIOD_S = 1.0  # between frames that differ in nothing but the time
+MAX_VIEWERS = 32
+MAX_VIEWERS_OF_TENANT = 8  # with API keys: so that one tenant's windows do not use up the places of the others
+RETRY_AFTER_S = 5
+RECONNECT_AFTER_MS = 1000  # how long a browser's EventSource waits before it connects again
+LINE_END = "\n"
+
+_FINAL_STATES = ("draining", "failed")
+
+
+class Frame(NamedTuple):
+    """One look at the scheduler, as one tenant may see it."""
+
+    seen_s: float
+    state: str
+    json: bytes
+    event: bytes  # the same as a server-sent event
+
+    @property
+    def content(self) -> bytes:
+        """Everything but the time, which is the first field."""
+        return self.json.partition(b",")[2]
+
+
+class Feed:
+    """The newest frame of one engine, and who watches it."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self.tasks: set[asyncio.Task[None]] = set()  # of viewers' requests, which a draining server does not wait for
+        self._num_viewers: Counter[str] = Counter()  # by tenant
+        self._view: LiveView | None = None
+        self._frames: dict[str | None, Frame] = {}  # of the view, by tenant; None: without any tenant's request ids
+        self._number = 0
+
+    def frame(self, tenant: str) -> Frame:
+        """Return the newest frame. It is less than PERIOD_S old, and shows the engine's present state."""
+        view = self._view
+        if view is None or self._is_stale(view):
+            view = self._view = self.engine.live_view()
+            self._frames.clear()
+            self._number += 1
+        if tenant not in self._frames:
+            state = view.for_tenant(tenant)
+            if state is not view.state:
+                self._frames[tenant] = self._encode(state)
+            else:  # most tenants own none of the sequences, and share one frame
+                if None not in self._frames:
+                    self._frames[None] = self._encode(state)
+                self._frames[tenant] = self._frames[None]
+        return self._frames[tenant]
+
+    def _encode(self, state: LiveState) -> Frame:
+        json = encode(state)
+        event = ServerSentEvent(json.decode(), event="state", id=str(self._number), sep=LINE_END)
+        return Frame(state.now_s, state.state, json, event.encode())
+
+    def _is_stale(self, view: LiveView) -> bool:
+        return view.state.state != self.engine.state or self.engine.now() - view.state.now_s >= PERIOD_S
+
+    def add_viewer(self, tenant: str, max_of_tenant: int = MAX_VIEWERS) -> None:
+        """Count a viewer. Raises QueueFull or WorkerNotReady."""
+        if self.engine.state in _FINAL_STATES:
+            raise shutting_down()
+        num_viewers = self._num_viewers.total()
+        if num_viewers >= MAX_VIEWERS:
+            raise _too_many_viewers(f"this server has {num_viewers} viewers, which is its limit")
+        if self._num_viewers[tenant] >= max_of_tenant:
+            raise _too_many_viewers(f"your tenant has {self._num_viewers[tenant]} viewers, which is its limit")
+        self._num_viewers[tenant] += 1
+
+    def remove_viewer(self, tenant: str) -> None:
+        self._num_viewers[tenant] -= 1
+        self._num_viewers += Counter()  # drops zeros: tenants come and go
+
+    async def events(self, tenant: str) -> AsyncIterator[bytes]:
+        """Yield frames as server-sent events, at most FRAMES_PER_S a second, until the engine drains or fails."""
+        yield ServerSentEvent(retry=RECONNECT_AFTER_MS, sep=LINE_END).encode()
+        sent: Frame | None = None
+        while True:
+            frame = self.frame(tenant)
+            if (
+                sent is None
+                or frame.content != sent.content
+                or frame.seen_s - sent.seen_s >= UNCHANGED_PERIOD_S - PERIOD_S / 2
+            ):
+                sent = frame
+                yield frame.event
+            if frame.state in _FINAL_STATES:
+                return
+            # All viewers wake when this frame becomes stale, so that one new frame serves all of them.
+            await asyncio.sleep(max(0.0, frame.seen_s + PERIOD_S - self.engine.now()))
+
+
+def _too_many_viewers(reason: str) -> QueueFull:
+    return QueueFull(
+        f"{reason}; close another window, or get single frames from /ui/state", retry_after_s=RETRY_AFTER_S
+    )
+
+
+class _LiveStream(EventSourceResponse):
+    """The stream of frames to one viewer. sse-starlette ends it when the client disconnects."""
+
+    def __init__(self, feed: Feed, tenant: str, max_of_tenant: int) -> None:
+        # Frames come once a second at least, so pings are not needed.
+        super().__init__(feed.events(tenant), ping=0, sep=LINE_END)
+        self._feed = feed
+        self._tenant = tenant
+        self._max_of_tenant = max_of_tenant
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":
+            await super().__call__(scope, receive, send)
+            return
+        self._feed.add_viewer(self._tenant, self._max_of_tenant)
+        try:
+            scope["state"]["is_viewer"] = True
+            # The stream lasts as long as a page is open. If it took one of the key's concurrent requests, a key that
+            # has one could either watch or send requests, but not both.
+            running: RunningRequest | None = scope["state"].get("running_request")
+            if running is not None:
+                running.end(0, time.monotonic())
+            task = asyncio.current_task()
+            assert task is not None
+            self._feed.tasks.add(task)
+            task.add_done_callback(self._feed.tasks.discard)
+            await super().__call__(scope, receive, send)
+        finally:
+            self._feed.remove_viewer(self._tenant)
+
+
+def is_viewer(scope: Scope) -> bool:
+    """Return whether the request is a viewer's stream."""
+    return bool(scope.get("state", {}).get("is_viewer"))
+
+
+async def ui_state(request: Request) -> Response:
+    """Return what the scheduler does now: lengths, states and counts, but no text of prompts or answers."""
+    feed: Feed = request.app.state.feed
+    headers = {"Cache-Control": "no-store"}
+    return Response(feed.frame(caller_of(request).tenant).json, headers=headers, media_type="application/json")
+
+
+async def ui_events(request: Request) -> Response:
+    """Stream what the scheduler does as server-sent events, at most 5 a second. Each event is a whole state.
+
+    A client that reads slowly skips events.
+    """
+    max_of_tenant = MAX_VIEWERS_OF_TENANT if request.app.state.keyring.keys else MAX_VIEWERS
+    return _LiveStream(request.app.state.feed, caller_of(request).tenant, max_of_tenant)
+
+
+ENDPOINTS: list[Endpoint] = [
+    Endpoint("GET", "/ui/state", ui_state, gives=(LiveState,)),
+    Endpoint("GET", "/ui/events", ui_events, streams=(LiveState,)),
+]

@@ -1,0 +1,106 @@
+"""The native API: /generate, /generate_stream and /basic_generate.
+
+POST /generate and /generate_stream are shared with TGI's clients; routes/shared_paths.py chooses between the two.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servekit.api.endpoint import Endpoint, engine_of
+from servekit.api.request_body import read_body
+from servekit.api.responses.generation import answer, submit
+from servekit.api.responses.native_format import BasicResponseBuilder, NativeResponseBuilder
+from servekit.api.schemas.json_body import decode, decode_query
+from servekit.api.schemas.native import BasicGenerateResponse, GenerateRequest, StreamEvent
+from servekit.errors import InvalidRequest
+
+EXAMPLE = {"prompt": "What color is the sky?", "max_tokens": 20}
+
+
+async def generate(request: Request, body: bytes) -> Response:
+    """Answer one prompt or a list of prompts; with `stream`, as events."""
+    wanted = decode(body, GenerateRequest)
+    if wanted.stream:
+        return await _stream(request, wanted)
+    state = await submit(request, wanted.to_generation_request())
+    builder = NativeResponseBuilder(state, engine_of(request).tokenizer, is_batch=not wanted.gives_one_text)
+    return await answer(request, state, builder, stream=False)
+
+
+async def generate_stream(request: Request, body: bytes) -> Response:
+    """Answer one prompt as events."""
+    return await _stream(request, decode(body, GenerateRequest))
+
+
+async def generate_stream_for_browsers(request: Request) -> Response:
+    """Stream the answer to one prompt to a browser's EventSource, which can only send GET.
+
+    The fields are query parameters: a list repeats its name, and an object is written as JSON. An EventSource connects
+    again when a stream has ended, with the header Last-Event-ID. The answer to that is 204, which makes it stop.
+    """
+    if "last-event-id" in request.headers:
+        return Response(status_code=204)
+    query = {name: request.query_params.getlist(name) for name in request.query_params}
+    return await _stream(request, decode_query(query, GenerateRequest), numbers_events=True)
+
+
+async def basic_generate(request: Request) -> Response:
+    """Return the answer to one prompt as text, without any details."""
+    wanted = _check_one_text(decode(await read_body(request), GenerateRequest))
+    for param in ("ttft_ms", "deadline_ms", "logprobs", "prompt_logprobs"):
+        if getattr(wanted, param) is not None:
+            raise InvalidRequest(
+                f"POST /basic_generate returns text only and does not support {param}; use POST /generate", param=param
+            )
+    state = await submit(request, wanted.to_generation_request())
+    return await answer(request, state, BasicResponseBuilder(state, engine_of(request).tokenizer), stream=False)
+
+
+async def _stream(request: Request, wanted: GenerateRequest, numbers_events: bool = False) -> Response:
+    generation = _check_one_text(wanted).to_generation_request()
+    if generation.best_of > 1:
+        raise InvalidRequest(
+            f"best_of = {generation.best_of} cannot be streamed: the best answer is known only when all have ended; "
+            "use POST /generate without stream",
+            param="best_of",
+        )
+    state = await submit(request, generation)
+    builder = NativeResponseBuilder(state, engine_of(request).tokenizer, numbers_events=numbers_events)
+    return await answer(request, state, builder, stream=True)
+
+
+def _check_one_text(wanted: GenerateRequest) -> GenerateRequest:
+    """Raise InvalidRequest unless the request asks for one answer to one prompt."""
+    if wanted.prompts is not None:
+        raise InvalidRequest(
+            "this route takes one prompt, as 'prompt'; for several 'prompts' use POST /generate without stream",
+            param="prompts",
+        )
+    if not wanted.gives_one_text:
+        raise InvalidRequest(
+            f"n = {wanted.n}: this route returns one answer; for several use POST /generate without stream", param="n"
+        )
+    return wanted
+
+
+ENDPOINTS: list[Endpoint] = [
+    Endpoint(
+        "GET",
+        "/generate_stream",
+        generate_stream_for_browsers,
+        takes=(GenerateRequest,),
+        not_in_query=("prompts", "n", "best_of", "stream"),
+        streams=(StreamEvent,),
+        example=EXAMPLE,
+    ),
+    Endpoint(
+        "POST",
+        "/basic_generate",
+        basic_generate,
+        takes=(GenerateRequest,),
+        gives=(BasicGenerateResponse,),
+        example=EXAMPLE,
+    ),
+]

@@ -1,0 +1,122 @@
+"""OpenAI's API: /v1/completions, /v1/chat/completions and /v1/models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servekit.api.endpoint import Endpoint, engine_of
+from servekit.api.request_body import read_body
+from servekit.api.responses.collect import new_id
+from servekit.api.responses.generation import answer, submit, unless_disconnected
+from servekit.api.responses.http import respond
+from servekit.api.responses.openai_format import ChatResponseBuilder, CompletionResponseBuilder
+from servekit.api.schemas.json_body import decode
+from servekit.api.schemas.openai import (
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+    CompletionResponse,
+    Model,
+    ModelList,
+)
+from servekit.config import ServeConfig
+from servekit.engine.llm_engine import LLMEngine
+from servekit.errors import ModelNotFound
+
+# Names that clients of one-model servers send: huggingface_hub sends "dummy", TGI's own clients "tgi".
+ANY_MODEL = ("", "dummy", "tgi")
+
+
+async def completions(request: Request) -> Response:
+    """Continue one or several texts, in OpenAI's format."""
+    engine = engine_of(request)
+    wanted = decode(await read_body(request), CompletionRequest)
+    check_model(engine.config, wanted.model)
+    state = await submit(request, wanted.to_generation_request())
+    builder = CompletionResponseBuilder(wanted, state, engine.tokenizer, new_id("cmpl"), engine.config.model_name)
+    return await answer(request, state, builder, bool(wanted.stream))
+
+
+async def chat_completions(request: Request) -> Response:
+    """Write the next message of a conversation, in OpenAI's format. The model's chat template formats the prompt."""
+    engine = engine_of(request)
+    wanted = decode(await read_body(request), ChatCompletionRequest)
+    check_model(engine.config, wanted.model)
+    wanted.check()
+    arrival_s = engine.check_accepting()  # deadlines count from here, so they include the time of the chat template
+    rendered = await unless_disconnected(request, _render(engine, wanted))
+    state = await submit(request, wanted.to_generation_request(rendered), arrival_s)
+    builder = ChatResponseBuilder(wanted, state, engine.tokenizer, new_id("chatcmpl"), engine.config.model_name)
+    return await answer(request, state, builder, bool(wanted.stream))
+
+
+async def _render(engine: LLMEngine, wanted: ChatCompletionRequest) -> str:
+    return await engine.input_processor.render_chat(
+        [message.for_template(index) for index, message in enumerate(wanted.messages)],
+        wanted.chat_template,
+        wanted.chat_template_kwargs,
+        wanted.add_generation_prompt is not False,
+        bool(wanted.continue_final_message),
+    )
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def check_model(config: ServeConfig, name: str | None) -> None:
+    """Raise ModelNotFound if the name is not the served model's."""
+    if name is not None and name not in (*ANY_MODEL, config.model_name, config.model):
+        raise ModelNotFound(
+            f"The model {name[:100]!r} does not exist. This server has {config.model_name!r}.", param="model"
+        )
+
+
+async def models(request: Request) -> Response:
+    """List the models: this server has one."""
+    return respond(ModelList([_model(request)]))
+
+
+async def model(request: Request) -> Response:
+    """Describe one model."""
+    # In a body an empty name means the served model. In a path it does not: "/" is a name that no model has.
+    check_model(engine_of(request).config, request.path_params["model"] or "/")
+    return respond(_model(request))
+
+
+def _model(request: Request) -> Model:
+    engine = engine_of(request)
+    return Model(
+        engine.config.model_name,
+        request.app.state.created_s,
+        engine.scheduler_config.max_total_tokens,
+        root=engine.config.model,
+    )
+
+
+_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "What color is the sky?"}], "max_tokens": 20}
+ENDPOINTS: list[Endpoint] = [
+    Endpoint(
+        "POST",
+        "/v1/completions",
+        completions,
+        takes=(CompletionRequest,),
+        gives=(CompletionResponse,),
+        streams=(CompletionResponse,),
+        example={"prompt": "What color is the sky?", "max_tokens": 20},
+    ),
+    Endpoint(
+        "POST",
+        "/v1/chat/completions",
+        chat_completions,
+        takes=(ChatCompletionRequest,),
+        gives=(ChatCompletionResponse,),
+        streams=(ChatCompletionChunk,),
+        example=_CHAT,
+    ),
+    Endpoint("GET", "/v1/models", models, gives=(ModelList,)),
+    Endpoint("GET", "/v1/models/{model:path}", model, gives=(Model,)),
+]

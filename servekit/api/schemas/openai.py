@@ -1,0 +1,508 @@
+"""Define OpenAI's wire format: /v1/completions, /v1/chat/completions and /v1/models, with vLLM's extensions.
+
+These routes ignore unknown fields, because clients and load tools send many. A known field that would change the answer
+and is not supported (`tools`, `suffix`) is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from servekit.api.schemas.common_fields import (
+    MAX_PROMPTS,
+    Bound,
+    CommonFields,
+    Count,
+    NumAnswers,
+    NumLogprobs,
+    TokenId,
+    described,
+    num_computed,
+)
+from servekit.errors import InvalidRequest
+from servekit.request import GenerationRequest, Grammar, GrammarKind, Prompt
+from servekit.scheduler.sequence import FinishReason
+
+# -- fields of both routes ---------------------------------------------------------------------------------------------
+
+
+class JsonSchema(Struct, kw_only=True):
+    """The schema of a `response_format`."""
+
+    schema: dict[str, Raw] | None = None
+    name: str | None = None
+
+
+class ResponseFormat(Struct, kw_only=True):
+    """The format that the answer must have."""
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
+    json_schema: JsonSchema | None = None
+    # TGI's form. huggingface_hub's client puts the schema of a `json_schema` here if it is given a URL.
+    value: str | dict[str, Raw] | None = None
+
+
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's field for what the answer must match: exactly one of these."""
+
+    json: str | dict[str, Raw] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: str | None = None
+
+
+class StreamOptions(Struct, kw_only=True):
+    """What a stream contains besides text."""
+
+    include_usage: Annotated[bool | None, described("send a last chunk with the usage")] = None
+    continuous_usage_stats: Annotated[bool | None, described("send the usage in every chunk")] = None
+
+
+class OpenAIFields(CommonFields, kw_only=True):
+    """The fields that completions and chat completions share."""
+
+    model: Annotated[
+        str | None, described("the served model's name; dummy, tgi, empty and absent mean that model, too")
+    ] = None
+    n: Annotated[NumAnswers | None, described("number of answers to each prompt; the prompt is computed once")] = None
+    stream: Annotated[bool | None, described("send the answer as server-sent events")] = None
+    stream_options: Annotated[StreamOptions | None, described("options of a stream; only with stream")] = None
+    prompt_logprobs: Annotated[
+        NumLogprobs | None, described("return the logprob of each prompt token, and of this many likeliest tokens")
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        Count | None, described("keep only this many tokens of the prompt, the last ones")
+    ] = None
+    response_format: Annotated[
+        ResponseFormat | None, described("make the answer a JSON object, or one that matches a schema")
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        described("grammar that the answer must match: json, json_object, regex, choice or grammar"),
+    ] = None
+    guided_json: Annotated[str | dict[str, Raw] | None, described("older name of structured_outputs.json")] = None
+    guided_regex: Annotated[str | None, described("older name of structured_outputs.regex")] = None
+    guided_choice: Annotated[
+        Annotated[list[str], Meta(min_length=1)] | None, described("older name of structured_outputs.choice")
+    ] = None
+    guided_grammar: Annotated[str | None, described("older name of structured_outputs.grammar")] = None
+    use_beam_search: Annotated[bool | None, described("refused: beam search is not supported")] = None
+    prompt_embeds: Annotated[Any, described("refused: prompts are text or token ids")] = None
+    logits_processors: Annotated[Any, described("refused: requests cannot bring code")] = None
+
+    @property
+    def sends_usage(self) -> bool:
+        return self.stream_options is not None and bool(
+            self.stream_options.include_usage or self.stream_options.continuous_usage_stats
+        )
+
+    @property
+    def sends_usage_always(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    def grammar(self) -> Grammar | None:
+        """Return what the answer must match, from whichever field has it. Raises InvalidRequest."""
+        grammars = [*self._from_response_format(), *self._from_structured_outputs(), *self._from_older_fields()]
+        if len(grammars) > 1:
+            names = " and ".join(grammar.param for grammar in grammars)
+            raise InvalidRequest(f"{names} are both set; send one of them", param=grammars[1].param)
+        return grammars[0] if grammars else None
+
+    def _from_response_format(self) -> list[Grammar]:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return []
+        if wanted.value is not None:
+            kind = GrammarKind.REGEX if wanted.type == "regex" else GrammarKind.JSON_SCHEMA
+            return [Grammar(kind, _as_text(wanted.value), "response_format.value")]
+        if wanted.type == "regex":
+            raise InvalidRequest(
+                "response_format: type 'regex' needs the expression in value", param="response_format.value"
+            )
+        if wanted.type in ("json_object", "json"):
+            return [Grammar(GrammarKind.JSON, "", "response_format")]
+        if wanted.json_schema is None or wanted.json_schema.schema is None:
+            raise InvalidRequest(
+                "response_format: type 'json_schema' needs a schema in json_schema.schema",
+                param="response_format.json_schema.schema",
+            )
+        text = msgspec.json.encode(wanted.json_schema.schema).decode()
+        return [Grammar(GrammarKind.JSON_SCHEMA, text, "response_format.json_schema.schema")]
+
+    def _from_structured_outputs(self) -> list[Grammar]:
+        outputs, param = self.structured_outputs, "structured_outputs"
+        if outputs is None:
+            return []
+        found = []
+        if outputs.json is not None:
+            found.append(Grammar(GrammarKind.JSON_SCHEMA, _as_text(outputs.json), f"{param}.json"))
+        if outputs.json_object:
+            found.append(Grammar(GrammarKind.JSON, "", f"{param}.json_object"))
+        if outputs.regex is not None:
+            found.append(Grammar(GrammarKind.REGEX, outputs.regex, f"{param}.regex"))
+        if outputs.choice is not None:
+            found.append(Grammar(GrammarKind.CHOICE, msgspec.json.encode(outputs.choice).decode(), f"{param}.choice"))
+        if outputs.grammar is not None:
+            found.append(Grammar(GrammarKind.EBNF, outputs.grammar, f"{param}.grammar"))
+        if not found:
+            raise InvalidRequest(f"{param} is empty; it needs json, json_object, regex, choice or grammar", param=param)
+        return found
+
+    def _from_older_fields(self) -> list[Grammar]:
+        found = []
+        if self.guided_json is not None:
+            found.append(Grammar(GrammarKind.JSON_SCHEMA, _as_text(self.guided_json), "guided_json"))
+        if self.guided_regex is not None:
+            found.append(Grammar(GrammarKind.REGEX, self.guided_regex, "guided_regex"))
+        if self.guided_choice is not None:
+            found.append(Grammar(GrammarKind.CHOICE, msgspec.json.encode(self.guided_choice).decode(), "guided_choice"))
+        if self.guided_grammar is not None:
+            found.append(Grammar(GrammarKind.EBNF, self.guided_grammar, "guided_grammar"))
+        return found
+
+    def shared(self) -> dict[str, Any]:
+        """Return these fields as arguments of GenerationRequest. Raises InvalidRequest."""
+        for name in ("use_beam_search", "prompt_embeds", "logits_processors"):
+            if getattr(self, name):  # null, false and empty mean that it is not used
+                raise InvalidRequest(f"{name} is not supported by this server; leave it out", param=name)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest(
+                "stream_options needs stream = true; set stream, or leave stream_options out", param="stream_options"
+            )
+        return {
+            "grammar": self.grammar(),
+            "n": self.n or 1,
+            "prompt_logprobs": self.prompt_logprobs,
+            "truncate": self.truncate_prompt_tokens,
+            **self.common(),
+        }
+
+
+def _as_text(schema: str | dict[str, Raw]) -> str:
+    return schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+
+
+# -- completions -------------------------------------------------------------------------------------------------------
+
+
+class CompletionRequest(OpenAIFields, kw_only=True):
+    """The body of /v1/completions."""
+
+    # msgspec allows one array type in a union, so `_prompts` checks what the list contains.
+    prompt: Annotated[str | list[str | TokenId | list[TokenId]], described("a text, token ids, or a list of either")]
+    max_tokens: Annotated[Bound | None, described("maximum length of the answer; default: 16; 0 only with echo")] = None
+    best_of: Annotated[NumAnswers | None, described("number of answers to compute; the n likeliest are returned")] = (
+        None
+    )
+    logprobs: Annotated[
+        NumLogprobs | None, described("return the logprob of each token, and of this many likeliest tokens")
+    ] = None
+    echo: Annotated[bool | None, described("put the prompt before the answer")] = None
+    add_special_tokens: Annotated[
+        bool | None, described("add the special tokens that the model expects around a text; default: true")
+    ] = None
+    suffix: Annotated[str | None, described("refused: inserting text is not supported")] = None
+
+    def to_generation_request(self) -> GenerationRequest:
+        """Return the request in the form that all APIs share. Raises InvalidRequest."""
+        if self.suffix:
+            raise InvalidRequest("suffix is not supported by this server; leave it out", param="suffix")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest(
+                "max_tokens = 0 generates nothing; it is allowed only with echo, which returns the prompt",
+                param="max_tokens",
+            )
+        shared = self.shared()
+        best_of = num_computed(self.best_of, shared["n"])
+        if self.stream and best_of > shared["n"]:
+            raise InvalidRequest(
+                f"best_of = {best_of} cannot be streamed: the best answer is known only when all have ended; "
+                "leave out stream",
+                param="best_of",
+            )
+        if self.echo and self.logprobs is not None:
+            shared["prompt_logprobs"] = max(self.logprobs, shared["prompt_logprobs"] or 0)
+        return GenerationRequest(
+            prompts=self._prompts(),
+            # The step that computes the prompt samples a token anyway. For `max_tokens` 0 it is not returned.
+            max_tokens=16 if self.max_tokens is None else max(self.max_tokens, 1),
+            best_of=best_of,
+            logprobs=self.logprobs,
+            **shared,
+        )
+
+    def _prompts(self) -> list[Prompt]:
+        special = self.add_special_tokens is not False
+        if isinstance(self.prompt, str):
+            return [Prompt(self.prompt, "prompt", special)]
+        if not self.prompt:
+            raise InvalidRequest("prompt is an empty list; it needs at least one prompt", param="prompt")
+        items: list[Any] = list(self.prompt)
+        kinds = set(map(type, items))
+        if len(kinds) > 1:
+            raise InvalidRequest("prompt mixes texts and token ids; send one kind", param="prompt")
+        if kinds == {int}:
+            return [Prompt(items, "prompt")]
+        if len(items) > MAX_PROMPTS:
+            raise InvalidRequest(f"prompt has {len(items)} prompts; the limit is {MAX_PROMPTS}", param="prompt")
+        return [Prompt(item, f"prompt[{index}]", special) for index, item in enumerate(items)]
+
+
+class CompletionLogprobs(Struct):
+    """Four lists of one length, one entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]  # where each token begins in the text, in characters
+
+
+class PromptTokensDetails(Struct):
+    """Details of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class OpenAIUsage(Struct):
+    """The number of tokens that a request used."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(Struct):
+    """vLLM's entry for a token at a position of the prompt."""
+
+    logprob: float
+    decoded_token: str
+
+
+class CompletionChoice(Struct):
+    """One answer, or the part of it in a chunk."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
+
+
+class CompletionResponse(Struct):
+    """The answer, and with `stream` each chunk of it."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+    choices: list[CompletionChoice]
+    usage: OpenAIUsage | UnsetType | None = UNSET
+    object: str = "text_completion"
+    system_fingerprint: str | None = None
+
+
+# -- chat --------------------------------------------------------------------------------------------------------------
+
+
+class ContentPart(Struct, kw_only=True):
+    """A part of a message; only text is supported."""
+
+    type: Annotated[str, Meta(max_length=64)]
+    text: str | None = None
+
+
+class ChatMessage(Struct, kw_only=True):
+    """One message of the conversation."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None  # of earlier turns, for chat templates that use them
+    tool_call_id: str | None = None
+
+    def for_template(self, index: int) -> dict[str, Any]:
+        """Return the message as chat templates expect it. Raises InvalidRequest for images, audio and the like."""
+        content = self.content
+        if isinstance(content, list):
+            for part in content:
+                if part.type not in ("text", "input_text", "refusal") or part.text is None:
+                    raise InvalidRequest(
+                        f"messages[{index}].content has a part of type {part.type!r}; this server supports text only",
+                        param=f"messages[{index}].content",
+                    )
+            content = "".join(part.text or "" for part in content)
+        message: dict[str, Any] = {"role": self.role, "content": content or ""}
+        optional = {name: getattr(self, name) for name in ("name", "tool_calls", "tool_call_id")}
+        return message | {name: value for name, value in optional.items() if value is not None}
+
+
+class ChatCompletionRequest(OpenAIFields, kw_only=True):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Annotated[
+        Count | None, described("maximum length of the answer; default: what the context holds")
+    ] = None
+    max_tokens: Annotated[Count | None, described("older name of max_completion_tokens")] = None
+    logprobs: Annotated[bool | None, described("return the logprob of each token")] = None
+    top_logprobs: Annotated[NumLogprobs | None, described("return this many likeliest tokens beside each token")] = None
+    add_generation_prompt: Annotated[
+        bool | None, described("begin the assistant's turn after the last message; default: true")
+    ] = None
+    continue_final_message: Annotated[bool | None, described("continue the last message instead of answering it")] = (
+        None
+    )
+    chat_template: Annotated[
+        str | None, described("chat template for this request; needs --trust-request-chat-template")
+    ] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, described("additional variables for the chat template")] = (
+        None
+    )
+    tools: Annotated[Any, described("refused: tools are not supported")] = None
+    tool_choice: Annotated[Any, described("refused: tools are not supported; auto and none are ignored")] = None
+    functions: Annotated[Any, described("refused: tools are not supported")] = None
+    modalities: Annotated[list[str] | None, described("only text is supported")] = None
+
+    def check(self) -> None:
+        """Raise InvalidRequest for features that are not supported, before the conversation is rendered."""
+        for name in ("tools", "functions", "tool_choice"):
+            value = getattr(self, name)
+            if value and value not in ("auto", "none"):
+                raise InvalidRequest(f"{name}: tools are not supported by this server; leave it out", param=name)
+        if set(self.modalities or ()) - {"text"}:
+            raise InvalidRequest(
+                f"modalities = {self.modalities}: this server generates text only; leave it out", param="modalities"
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs = true", param="top_logprobs")
+
+    def to_generation_request(self, rendered: str) -> GenerationRequest:
+        """Return the request in the form that all APIs share, for a rendered conversation. Raises InvalidRequest."""
+        max_tokens = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        shared = self.shared()
+        return GenerationRequest(
+            prompts=[Prompt(rendered, "messages", add_special_tokens=False)],  # the template contains them
+            max_tokens=max_tokens,
+            best_of=shared["n"],
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            **shared,
+        )
+
+
+class TopLogprob(Struct):
+    """One of the likeliest tokens at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(Struct):
+    """One token of the answer."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """Every token of the answer."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class ChatAnswer(Struct):
+    """The assistant's message."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatDelta(Struct):
+    """The part of the message in one chunk."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChoice(Struct):
+    """One answer."""
+
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class ChatChunkChoice(Struct):
+    """The part of one answer in one chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+
+
+class ChatCompletionResponse(Struct):
+    """The answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: OpenAIUsage
+    object: str = "chat.completion"
+    system_fingerprint: str | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(Struct):
+    """One chunk of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: OpenAIUsage | UnsetType | None = UNSET
+    object: str = "chat.completion.chunk"
+    system_fingerprint: str | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
+
+
+def finish_reason(reason: FinishReason, stop_reason: str | int | None) -> tuple[str, str | int | None]:
+    """Return OpenAI's name of a finish reason, and vLLM's `stop_reason`."""
+    if reason is FinishReason.DEADLINE:
+        return "abort", "deadline"
+    return str(reason), stop_reason
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class Model(Struct):
+    """A served model."""
+
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "servekit"
+    root: str | None = None
+    parent: None = None
+
+
+class ModelList(Struct):
+    """All served models."""
+
+    data: list[Model]
+    object: str = "list"

@@ -1,0 +1,46 @@
+// The tiles at the top of the scheduler view: a value in large type, and below it what the value refers to.
+
+import { createElement, setText } from "./dom.js";
+import { formatCompact, formatCount, formatPercent, formatSeconds } from "./format.js";
+
+// {label: frame -> [value, reference]}
+const TILES = {
+	generated: ({ tokens_per_s: tokensPerS = 0 }) => [formatCount(Math.round(tokensPerS)), "tokens/s"],
+	running: ({ num_running, limits }) => [formatCompact(num_running), `of ${formatCompact(limits?.max_num_seqs)} slots`],
+	waiting: ({ num_waiting }) => [formatCompact(num_waiting), "in the queue"],
+	"KV blocks in use": ({ limits, num_free_blocks: numFree = 0, num_cached_blocks: numCached = 0 }) => {
+		const numBlocks = limits?.num_blocks ?? 0;
+		const numUsed = numBlocks - numFree - numCached;
+		return [formatPercent(numUsed, numBlocks), `${formatCompact(numUsed)} of ${formatCompact(numBlocks)}`];
+	},
+	"prefix cache hits": ({ num_cached_tokens, num_prompt_tokens }) => [
+		formatPercent(num_cached_tokens, num_prompt_tokens),
+		`of ${formatCompact(num_prompt_tokens)} tokens`,
+	],
+	"TTFT p50": ({ ttft_p50_s, ttft_p95_s }) => [formatSeconds(ttft_p50_s), `p95 ${formatSeconds(ttft_p95_s)}`],
+	preemptions: ({ num_preemptions, num_steps }) => [formatCompact(num_preemptions), `in ${formatCompact(num_steps)} steps`],
+	workers: ({ workers }) => {
+		const kinds = workers.map(({ device, dtype, attention }) => [device, dtype, attention].filter(Boolean).join(" · "));
+		return [workers.map((worker) => worker.state).join(", "), [...new Set(kinds)].join("; ")];
+	},
+};
+
+export class MetricTiles {
+	constructor() {
+		this.node = createElement("dl", { className: "tiles" });
+		this.tiles = Object.entries(TILES).map(([label, read]) => {
+			const value = createElement("b");
+			const reference = createElement("small");
+			this.node.append(createElement("div", {}, createElement("dt", {}, label), createElement("dd", {}, value, reference)));
+			return { read, value, reference };
+		});
+	}
+
+	show(frame) {
+		for (const tile of this.tiles) {
+			const [value, reference] = tile.read(frame);
+			setText(tile.value, value);
+			setText(tile.reference, reference);
+		}
+	}
+}

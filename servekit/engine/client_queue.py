@@ -1,0 +1,78 @@
+"""Queue the output of one request for its client.
+
+The engine never waits for a client. A reader gets everything that is pending at once, so a slow reader is woken less
+often, holds at most the length of its own output, and never delays other clients. With an `interval` above 1, a fast
+reader is woken less often, too: at once for the first tokens, later only when a sequence has that many new tokens, or
+has ended.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from servekit.aio.single_waiter_event import SingleWaiterEvent
+from servekit.protocol.messages import TokenLogprobs
+from servekit.scheduler.sequence import FinishReason
+
+
+class TokenDelta(Struct, frozen=True):
+    """One token of a sequence and the text that it completes; or the end of a sequence, without a token."""
+
+    index: int  # which of the request's sequences
+    token_id: int | None
+    text: str
+    special: bool
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+class ClientQueue:
+    """A queue that the engine fills and one reader empties."""
+
+    __slots__ = ("_changed", "_error", "_interval", "_is_read", "_num_pending", "_pending")
+
+    def __init__(self, interval: int = 1) -> None:
+        self._interval = interval
+        self._is_read = False  # whether anything has been taken yet
+        self._pending: list[TokenDelta] = []
+        self._num_pending: dict[int, int] = {}  # new tokens by sequence, if the interval is above 1
+        self._error: Exception | None = None
+        self._changed = SingleWaiterEvent()
+
+    def put(self, delta: TokenDelta) -> None:
+        """Add a delta, and wake the reader if it is due. Never waits."""
+        self._pending.append(delta)
+        if self._interval == 1 or not self._is_read or delta.finish_reason is not None:
+            self._changed.set()
+            return
+        num_pending = self._num_pending[delta.index] = self._num_pending.get(delta.index, 0) + 1
+        if num_pending >= self._interval:
+            self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """Make the reader raise this error, after it has got what is pending."""
+        self._error = error
+        self._changed.set()
+
+    def wake(self) -> None:
+        """Make a waiting reader return, even if nothing is pending."""
+        self._changed.set()
+
+    async def get(self) -> list[TokenDelta]:
+        """Return everything that has been added since the last call; wait until there is something.
+
+        Returns an empty list after `wake`. Raises the error that `fail` was given. There is no timeout: each sequence
+        ends by length at the latest, a worker that does not answer fails its clients' queues, and a reader whose client
+        disconnects is cancelled.
+        """
+        await self._changed.wait()
+        if not self._pending and self._error is not None:
+            raise self._error
+        pending, self._pending = self._pending, []
+        if self._num_pending:
+            self._num_pending.clear()
+        self._is_read = True
+        if self._error is None:
+            self._changed.clear()
+        return pending

@@ -1,0 +1,77 @@
+"""Turn token ids into text as they arrive, with exact UTF-8, and stop strings with minimal hold-back.
+
+Tokens are byte strings, and a character may be split over several of them. Text is released as soon as it can no longer
+change: bytes wait until their character is complete, and characters wait only while they are the beginning of a stop
+string that can still follow.
+"""
+
+from __future__ import annotations
+
+from codecs import getincrementaldecoder
+from collections.abc import Callable
+
+_Utf8Decoder = getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """The text of one sequence. The returned pieces, concatenated, are the whole text.
+
+    `token_bytes` maps a token id to its bytes, b"" for special tokens. The mapping does not depend on context, so the
+    text does not depend on how tokens are grouped. Stop strings are ignored within the first `min_tokens` tokens.
+    """
+
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._token_bytes = token_bytes
+        self._decode = _Utf8Decoder("replace").decode
+        self._stop = stop
+        self._include_stop = include_stop  # whether the text includes the stop string that ends it
+        self._num_unstoppable = min_tokens - 1  # further tokens within which stop strings are ignored
+        self._held = ""  # decoded text that may be the beginning of a stop string
+        self.stop_string: str | None = None  # the one that ended the text; None if none did
+
+    def feed(self, token_id: int) -> str:
+        """Return the text that this token completes; "" after a stop string."""
+        text = self._decode(self._token_bytes(token_id))
+        if self._num_unstoppable > 0:
+            self._num_unstoppable -= 1
+            return text
+        return self._release(text, is_last=False)
+
+    def finish(self) -> str:
+        """Return the text that is still held back. An incomplete character becomes U+FFFD."""
+        return self._release(self._decode(b"", True), is_last=True)
+
+    def _release(self, text: str, is_last: bool) -> str:
+        if self.stop_string is not None:
+            return ""
+        text = self._held + text
+        if (match := _first_match(text, self._stop)) is not None:
+            start, self.stop_string = match
+            self._held = ""
+            return text[: start + len(self.stop_string)] if self._include_stop else text[:start]
+        keep = 0 if is_last else _live_prefix_length(text, self._stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _first_match(text: str, stop: tuple[str, ...]) -> tuple[int, str] | None:
+    """(start, stop string) of the match that ends first, as if the text had arrived character by character."""
+    matches = [(start + len(string), start, string) for string in stop if (start := text.find(string)) >= 0]
+    if not matches:
+        return None
+    _, start, string = min(matches)
+    return start, string
+
+
+def _live_prefix_length(text: str, stop: tuple[str, ...]) -> int:
+    """The length of the longest suffix of `text` that is a proper prefix of a stop string."""
+    for length in range(min(len(text), max(map(len, stop), default=1) - 1), 0, -1):
+        if any(string.startswith(text[-length:]) and len(string) > length for string in stop):
+            return length
+    return 0

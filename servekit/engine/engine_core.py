@@ -1,0 +1,278 @@
+"""Run one workload manager and its worker: plan a step, send it, receive its result, commit it, deliver the output."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from servekit.config import ServeConfig
+from servekit.engine.output_processor import OutputProcessor
+from servekit.engine.request_registry import RequestRegistry
+from servekit.engine.request_state import RequestState
+from servekit.errors import InternalError, RequestCrashesWorker, ServekitError, WorkerError, WorkerNotReady
+from servekit.executor.model_executor import ModelExecutor
+from servekit.observability.metrics import SchedulerStats
+from servekit.observability.observer import Observer, StepSummary
+from servekit.protocol.messages import StepFailed
+from servekit.scheduler.commands import Commit, Expire, Finish, Operation, Outcome, Plan, Restart
+from servekit.scheduler.crash_quarantine import CRASHES_TO_FAIL
+from servekit.scheduler.sequence import NEVER
+from servekit.scheduler.workload_manager import WorkloadManager
+
+log = logging.getLogger("servekit")
+
+STALL_TIMEOUT_S = 10.0  # of the main loop, in addition to the time that a step may take
+RETRY_AFTER_S = 5  # for clients, while it is not known when the next worker will be ready
+
+
+class EngineCore:
+    """One workload manager, the executor of its steps, and the main loop that drives both.
+
+    Everything runs on the event loop's thread. `apply` is the only place that sends commands to the manager, so a
+    recording of its arguments is a complete record of the manager's inputs.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        manager: WorkloadManager,
+        executor: ModelExecutor,
+        output: OutputProcessor,
+        registry: RequestRegistry,
+        observers: list[Observer],
+        clock: Callable[[], float],
+    ) -> None:
+        """`executor` has a worker that is ready."""
+        self.manager = manager
+        self.outage: ServekitError | None = None  # set while there has been no worker for worker_restart_timeout
+        self._config = config
+        self._executor = executor
+        self._output = output
+        self._registry = registry
+        self._observers = observers
+        self._clock = clock
+        self._wake = asyncio.Event()  # wakes an idle main loop
+        self._is_idle = False
+        self._iteration_began_s = clock()
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._warned_of_latency_target = False
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def apply(self, command: Operation[Outcome]) -> Outcome:
+        """Give the workload manager one command, and return its answer."""
+        return self.manager.apply(command)
+
+    def _finish_all(self, commands: Iterable[Finish]) -> None:
+        for command in commands:
+            self.apply(command)
+
+    def add(self, request: RequestState) -> None:
+        """Begin to serve a request whose sequences have been added to the manager."""
+        self._output.add(request)
+        self._watch_deadlines()
+        self.wake()
+
+    def abort(self, request: RequestState) -> None:
+        """End the sequences of a request whose client no longer reads. Idempotent."""
+        self._finish_all(self._output.abort(request, self._clock()))
+
+    def fail_all(self, error: ServekitError) -> None:
+        """End all sequences and report `error` to their clients."""
+        self._finish_all(self._output.fail_all(error, self._clock()))
+
+    def wake(self) -> None:
+        """Make an idle main loop look for work, or for the loss of its worker."""
+        self._wake.set()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the main loop has work and has made no iteration for longer than a step may take."""
+        limit_s = self._config.step_timeout + STALL_TIMEOUT_S
+        return not self._is_idle and self._clock() - self._iteration_began_s >= limit_s
+
+    def stats(self) -> SchedulerStats:
+        """The state of the scheduler, for metrics."""
+        manager, pool = self.manager, self.manager.kv_cache.pool
+        return SchedulerStats(
+            now_s=self._clock(),
+            num_running=manager.num_running,
+            num_waiting=manager.num_waiting,
+            num_deferred=manager.num_deferred,
+            num_waiting_tokens=manager.num_queued_tokens,
+            num_preemptions=manager.num_preemptions,
+            num_stale_results=manager.num_stale_results,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_available,
+            num_prompt_tokens=manager.num_prompt_tokens,
+            num_cached_tokens=manager.num_cached_tokens,
+            prefill_limit=manager.prefill_limiter.prefill_limit(),
+            step_token_limit=manager.step_token_limit,
+            num_quarantined=len(manager.quarantine),
+        )
+
+    # -- the main loop ------------------------------------------------------------------------------------------------
+
+    async def run(self) -> ServekitError:
+        """Serve until the engine fails, and return the failure. Cancel this to stop serving."""
+        try:
+            while True:
+                try:
+                    await self._step()
+                except WorkerError as loss:
+                    await self._replace_worker(loss)
+        except ServekitError as error:
+            return error
+        except Exception as error:
+            log.exception("the main loop failed")
+            return InternalError(f"the main loop failed: {error}")
+        finally:
+            if self._deadline_timer is not None:
+                self._deadline_timer.cancel()
+
+    async def _step(self) -> None:
+        """One iteration: wait for work, send all steps that can be planned, commit one result. Raises WorkerError."""
+        manager, executor = self.manager, self._executor
+        if executor.loss is not None:
+            raise executor.loss
+        if not manager.has_work:
+            await self._wait_for_work()
+            return
+        began_s = self._iteration_began_s = self._clock()
+        self._expire(began_s)
+        while (plan := self.apply(Plan(began_s))) is not None:
+            executor.send(plan)
+            step, sent_s, is_alone = StepSummary.of(plan), self._clock(), manager.num_in_flight == 1
+            for observer in self._observers:
+                observer.step_sent(step, is_alone, sent_s)
+        if not manager.num_in_flight:
+            assert not manager.has_work, "there is work, nothing is in flight, and no step was planned"
+            return
+        result = await executor.receive()
+        now_s = self._clock()
+        if isinstance(result, StepFailed):
+            self._retry_in_smaller_steps(result)
+            return
+        try:
+            tokens = self.apply(Commit(result, now_s))
+        except WorkerError:
+            raise executor.mark_lost("sent a result that does not match its step") from None
+        self._finish_all(self._output.process(tokens, now_s))
+        self._check_accounting()
+        self._warn_of_latency_target()
+        loop_time_s = self._clock() - began_s
+        for observer in self._observers:
+            observer.step_done(result, len(tokens), loop_time_s, now_s)
+
+    async def _wait_for_work(self) -> None:
+        self._wake.clear()
+        self._check_accounting()
+        idle_since_s = self._clock()
+        for observer in self._observers:
+            observer.idle_began(idle_since_s)
+        self._is_idle = True
+        await self._wake.wait()
+        self._is_idle, self._iteration_began_s = False, self._clock()
+        for observer in self._observers:
+            observer.idle_ended(self._iteration_began_s)
+
+    def _check_accounting(self) -> None:
+        """Check that every KV block and slot is accounted for. If not, that is our bug, and serving goes on."""
+        num_leaked = self.manager.num_leaked
+        if num_leaked:
+            log.error("KV accounting error: %d blocks or slots leaked; resetting the scheduler's state", num_leaked)
+            for observer in self._observers:
+                observer.accounting_error()
+            self._restart_sequences()
+
+    def _warn_of_latency_target(self) -> None:
+        if self.manager.prefill_limiter.is_out_of_reach and not self._warned_of_latency_target:
+            self._warned_of_latency_target = True
+            log.warning(
+                "--itl-target-ms %g cannot be met: steps take longer even with the minimum of prefill; raise it, or "
+                "lower --max-num-seqs",
+                self._config.itl_target_ms,
+            )
+
+    # -- deadlines ----------------------------------------------------------------------------------------------------
+
+    def _expire(self, now_s: float) -> None:
+        """End sequences whose deadline has passed."""
+        self._output.expire(self.apply(Expire(now_s)), now_s)
+
+    def _watch_deadlines(self) -> None:
+        """Expire sequences now, and set a timer for the next deadline: a step may take longer than a deadline."""
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
+        now_s = self._clock()
+        self._expire(now_s)
+        if self.manager.next_deadline_s != NEVER:
+            delay_s = self.manager.next_deadline_s - now_s + 1e-3  # timers may fire early; then nothing would expire
+            self._deadline_timer = asyncio.get_running_loop().call_later(delay_s, self._watch_deadlines)
+
+    # -- lost workers -------------------------------------------------------------------------------------------------
+
+    async def _replace_worker(self, loss: WorkerError) -> None:
+        """Start another worker; all sequences continue on it from their tokens. Raises WorkerLost if none starts."""
+        lost_s = self._clock()
+        log.error("worker lost; resuming %s on its replacement", self._registry.describe())
+        for observer in self._observers:
+            observer.worker_lost(self._executor.cause)
+        self._restart_sequences()
+        loop, timeout_s = asyncio.get_running_loop(), self._config.worker_restart_timeout
+        outage_timer = loop.call_later(timeout_s, self._declare_outage, loss)
+        try:
+            await self._executor.replace(self._on_failed_start)
+        finally:
+            outage_timer.cancel()
+        now_s = self._clock()
+        self.outage = None
+        self._iteration_began_s = now_s
+        for observer in self._observers:
+            observer.worker_ready(now_s - lost_s, now_s)
+        log.info("the replacement worker is ready, %.1f s after the loss", now_s - lost_s)
+
+    def _on_failed_start(self) -> None:
+        for observer in self._observers:
+            observer.worker_start_failed()
+
+    def _retry_in_smaller_steps(self, failed: StepFailed) -> None:
+        """Compute all sequences again in smaller steps, because a step did not fit into the device's memory."""
+        if failed.epoch != self.manager.epoch:
+            return  # the step that was in flight behind one that failed
+        self._restart_sequences(is_out_of_memory=True)
+        log.error(
+            "%s; all sequences restart, with at most %d tokens a step for a while",
+            failed.message,
+            self.manager.step_token_limit,
+        )
+
+    def _restart_sequences(self, is_out_of_memory: bool = False) -> None:
+        """Reset all running sequences, because the worker's KV is gone. Fail requests that crash workers repeatedly."""
+        what = "ran out of memory" if is_out_of_memory else "was lost"
+        for sequence in self.apply(Restart(is_out_of_memory)):
+            output = self._registry.output(sequence.sequence_id)
+            if output is None:
+                continue  # a sibling in the same list, which failed with the request
+            error = RequestCrashesWorker(
+                f"the model worker {what} {CRASHES_TO_FAIL} times while this request ran, the last time while it ran "
+                "alone; the request is not retried"
+            )
+            log.error("request %s failed: the model worker %s each time it ran", output.request_id, what)
+            self._finish_all(self._output.fail_request_of(sequence.sequence_id, error, self._clock()))
+
+    def _declare_outage(self, loss: WorkerError) -> None:
+        """Fail all requests, and reject new ones until there is a worker."""
+        self.outage = WorkerNotReady(
+            f"there has been no model worker for {self._config.worker_restart_timeout:g} s (worker_restart_timeout): "
+            f"{loss.message}",
+            retry_after_s=RETRY_AFTER_S,
+        )
+        log.error(
+            "%s; rejecting requests until a worker starts; failing %s", self.outage.message, self._registry.describe()
+        )
+        self.fail_all(self.outage)

@@ -1,0 +1,330 @@
+"""Prepare requests for admission: render chats, encode prompts, compile grammars, and check limits.
+
+Slow work runs in threads or in sandbox processes and is awaited here. A prepared request can be admitted without delay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from servekit.config import ServeConfig
+from servekit.engine.model_files import ChatTemplate
+from servekit.engine.tokenizer import Tokenizer
+from servekit.errors import ContextTooLong, InvalidRequest
+from servekit.protocol.messages import ModelInfo
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.request import GenerationRequest, Grammar, Prompt, Sampling
+from servekit.sandbox.client import Sandbox
+from servekit.sandbox.jobs import CompileGrammar, RenderChat
+from servekit.scheduler.scheduler_config import SchedulerConfig
+
+MAX_CACHED_GRAMMARS = 256
+MAX_BAD_WORD_TOKENS = 1024
+MAX_LOGPROBS = 2**23  # values in the answers to one request; each takes some hundred bytes
+# Variables that the server sets, from fields of their own or not at all. A request's chat_template_kwargs may not.
+RESERVED_TEMPLATE_VARIABLES = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversations",
+    "messages",
+    "return_assistant_tokens_mask",
+    "tokenize",
+    "tools",
+}
+MAX_GRAMMAR_CHARACTERS = 2**16  # a grammar is sent to the worker within a step plan
+
+Value = TypeVar("Value")
+
+
+class PreparedPrompt(Struct, frozen=True):
+    """One checked prompt, and the sampling parameters of each of its answers."""
+
+    token_ids: list[int]
+    sampling: list[SamplingParams]
+
+
+class InputProcessor:
+    """Prepares requests for one model, within the limits of its scheduler."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        path: Path,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        model: ModelInfo,
+        limits: SchedulerConfig,
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._template = template
+        self._model = model
+        self._limits = limits
+        file = str(path / "tokenizer.json")
+        timeout_s, memory_bytes = config.sandbox_timeout, config.sandbox_memory_bytes
+        eos = map(str, model.eos_token_ids)
+        # One process for each kind of job, so that a slow grammar does not delay chats.
+        self._chat_renderer = Sandbox([], timeout_s, memory_bytes)
+        arguments = ["--tokenizer", file, "--vocab-size", str(model.vocab_size), "--eos-token-ids", *eos]
+        self._grammar_compiler = Sandbox(arguments, timeout_s, memory_bytes)
+        self._compiled_grammars: OrderedDict[tuple[str, str], str] = OrderedDict()  # least recently used first
+        self._starting: asyncio.Future[Any]
+
+    def start(self) -> None:
+        """Start the sandbox processes in the background. This takes a second, and most requests do not need them."""
+        self._starting = asyncio.gather(
+            self._chat_renderer.start(), self._grammar_compiler.start(), return_exceptions=True
+        )
+
+    def cancel_all(self) -> None:
+        """Fail the requests that wait for a sandbox process: the server is shutting down."""
+        self._chat_renderer.cancel_all()
+        self._grammar_compiler.cancel_all()
+
+    async def stop(self) -> None:
+        """Stop the sandbox processes."""
+        self._starting.cancel()
+        await asyncio.gather(self._starting, return_exceptions=True)
+        await asyncio.gather(self._chat_renderer.stop(), self._grammar_compiler.stop())
+
+    # -- chats --------------------------------------------------------------------------------------------------------
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        template: str | None = None,
+        variables: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Render a conversation as text. `template` is one that the request brought. Raises InvalidRequest."""
+        if template is not None and not self._config.trust_request_chat_template:
+            raise InvalidRequest(
+                "this server does not accept a chat_template in a request; it was started without "
+                "--trust-request-chat-template",
+                param="chat_template",
+            )
+        for name in sorted(RESERVED_TEMPLATE_VARIABLES.intersection(variables or ())):
+            raise InvalidRequest(
+                f"chat_template_kwargs must not contain {name!r}, which the server sets itself; leave it out",
+                param="chat_template_kwargs",
+            )
+        source = template or self._template.source
+        if source is None:
+            raise InvalidRequest(
+                f"model {self._config.model_name!r} has no chat template; use /v1/completions, or start the server "
+                "with --chat-template FILE",
+                param="messages",
+                code="chat_template_missing",
+            )
+        return await self._chat_renderer.run(
+            RenderChat(
+                source,
+                messages,
+                add_generation_prompt and not continue_final_message,
+                continue_final_message,
+                {**(variables or {}), **self._template.special_tokens},
+            ),
+            "messages" if template is None else "chat_template",
+        )
+
+    # -- generation ---------------------------------------------------------------------------------------------------
+
+    async def prepare(self, request: GenerationRequest) -> list[PreparedPrompt]:
+        """Prepare all prompts of a request. Raises InvalidRequest or ContextTooLong."""
+        self._check_options(request)
+        prompts = await self._encode(request)
+        grammar = None if request.grammar is None else await self._compile(request.grammar)
+        bad_words = await self._encode_bad_words(request.sampling.bad_words or [])
+        return [
+            self._prepare(request, prompt, token_ids, grammar, bad_words)
+            for prompt, token_ids in zip(request.prompts, prompts, strict=True)
+        ]
+
+    def _check_options(self, request: GenerationRequest) -> None:
+        vocab_size, sampling = self._model.vocab_size, request.sampling
+        for param, token_ids in (
+            ("logit_bias", sampling.logit_bias or ()),
+            ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ):
+            for token_id in token_ids:
+                if token_id >= vocab_size:
+                    raise InvalidRequest(
+                        f"{param} contains token {token_id}; the model's vocabulary has {vocab_size} tokens",
+                        param=param,
+                    )
+        policy = self._config.scheduling_policy
+        if request.priority and policy != "priority":
+            raise InvalidRequest(
+                f"priority {request.priority} has no effect with the server's scheduling_policy {policy!r}; leave it "
+                "out, or start the server with --scheduling-policy priority",
+                param="priority",
+            )
+
+    async def _encode(self, request: GenerationRequest) -> list[list[int]]:
+        """Return the token ids of every prompt, truncated if the request asks for it."""
+        for prompt in request.prompts:
+            self._check_length(prompt, request.truncate)
+        texts = [
+            self._tail(prompt.content, request.truncate)
+            for prompt in request.prompts
+            if isinstance(prompt.content, str)
+        ]
+        special = all(prompt.add_special_tokens for prompt in request.prompts)
+        encoded = iter(await self._tokenizer.encode(texts, special) if texts else [])
+        prompts = [next(encoded) if isinstance(prompt.content, str) else prompt.content for prompt in request.prompts]
+        return [token_ids[-request.truncate :] for token_ids in prompts] if request.truncate else prompts
+
+    def _tail(self, text: str, truncate: int | None) -> str:
+        """Twice the longest text that the last `truncate` tokens can be, because a cut moves token borders."""
+        return text if truncate is None else text[-2 * truncate * self._tokenizer.max_token_bytes - 64 :]
+
+    def check_text(self, text: str, param: str) -> None:
+        """Raise ContextTooLong for a text that cannot fit, before a thread spends seconds on encoding it."""
+        self._check_length(Prompt(text, param), None)
+
+    def _check_length(self, prompt: Prompt, truncate: int | None) -> None:
+        """Refuse a prompt that is too long for any tokenization, before a thread spends seconds on encoding it."""
+        limit, content = self._limits.max_total_tokens, prompt.content
+        min_tokens = len(content) // self._tokenizer.max_token_bytes if isinstance(content, str) else len(content)
+        if min_tokens > limit and truncate is None:
+            raise ContextTooLong(
+                f"This model's maximum context length is {limit} tokens. However, your prompt has at least "
+                f"{min_tokens}. Please reduce the length of the prompt (context_length_exceeded).",
+                param=prompt.param,
+            )
+
+    async def _encode_bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word at the start of a text, and after a space, which are different tokens."""
+        if not words:
+            return ()
+        variants = [variant for word in words for variant in (word, " " + word.lstrip())]
+        encoded = await self._tokenizer.encode(variants, add_special_tokens=False)
+        num_tokens = sum(map(len, encoded))
+        if num_tokens > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(
+                f"bad_words has {num_tokens} tokens, counting each word with and without a space before it; the limit "
+                f"is {MAX_BAD_WORD_TOKENS}",
+                param="bad_words",
+            )
+        return tuple(dict.fromkeys(tuple(token_ids) for token_ids in encoded if token_ids))
+
+    async def _compile(self, grammar: Grammar) -> str:
+        """Compile a grammar to the form that the worker accepts. The last MAX_CACHED_GRAMMARS results are cached."""
+        if not self._model.eos_token_ids:
+            raise InvalidRequest(
+                f"{grammar.param}: this model has no end-of-sequence token, which grammars need", param=grammar.param
+            )
+        if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
+            raise InvalidRequest(
+                f"{grammar.param} has {len(grammar.text)} characters; the limit is {MAX_GRAMMAR_CHARACTERS}",
+                param=grammar.param,
+            )
+        key = (str(grammar.kind), grammar.text)
+        cache = self._compiled_grammars
+        if key not in cache:
+            cache[key] = await self._grammar_compiler.run(CompileGrammar(grammar.kind, grammar.text), grammar.param)
+        cache.move_to_end(key)
+        while len(cache) > MAX_CACHED_GRAMMARS:
+            cache.popitem(last=False)
+        return cache[key]
+
+    def _prepare(
+        self,
+        request: GenerationRequest,
+        prompt: Prompt,
+        token_ids: list[int],
+        grammar: str | None,
+        bad_words: tuple[tuple[int, ...], ...],
+    ) -> PreparedPrompt:
+        param = prompt.param
+        if not token_ids:
+            raise InvalidRequest(f"{param} is empty; a prompt needs at least one token", param=param)
+        vocab_size = self._model.vocab_size
+        if max(token_ids) >= vocab_size:
+            raise InvalidRequest(
+                f"{param} contains token {max(token_ids)}; the model's vocabulary has {vocab_size} tokens",
+                param=param,
+            )
+        room = self._limits.max_total_tokens - len(token_ids)
+        sampling = self._resolve(request, room, grammar, bad_words)
+        if sampling.min_tokens > sampling.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens = {sampling.min_tokens} is more than max_tokens = {sampling.max_tokens}",
+                param="min_tokens",
+            )
+        try:
+            self._limits.check_fits(len(token_ids), sampling.max_tokens)
+        except ContextTooLong as error:
+            error.param = param if room < 1 else "max_tokens"
+            raise
+        self._check_logprobs(request, len(token_ids), sampling.max_tokens)
+        # Each answer has its own seed; the logprobs of the prompt are computed once.
+        others = [
+            msgspec.structs.replace(sampling, seed=sampling.seed + number, prompt_logprobs=None)
+            for number in range(1, request.best_of)
+        ]
+        return PreparedPrompt(token_ids, [sampling, *others])
+
+    def _check_logprobs(self, request: GenerationRequest, prompt_length: int, max_tokens: int) -> None:
+        """Refuse logprobs that could take gigabytes, if all answers become as long as they may."""
+        num_values = 0
+        if request.prompt_logprobs is not None:
+            num_values += len(request.prompts) * prompt_length * (1 + request.prompt_logprobs)
+        if request.logprobs is not None:
+            num_values += request.num_sequences * max_tokens * (1 + request.logprobs)
+        if num_values > MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"the request asks for up to {num_values} logprobs, over all its answers; the limit is {MAX_LOGPROBS}: "
+                "lower max_tokens, or ask for fewer logprobs",
+                param="logprobs",
+            )
+
+    def _resolve(
+        self, request: GenerationRequest, room: int, grammar: str | None, bad_words: tuple[tuple[int, ...], ...]
+    ) -> SamplingParams:
+        """Fill in what the client left open: the model's defaults, as much output as fits, and a random seed."""
+        wanted, model = request.sampling, self._model
+        stop = (wanted.stop,) if isinstance(wanted.stop, str) else tuple(wanted.stop or ())
+        return SamplingParams(
+            max_tokens=max(room, 1) if request.max_tokens is None else request.max_tokens,
+            temperature=self._temperature(wanted),
+            top_k=max(_or(wanted.top_k, model.default_top_k), 0),
+            top_p=_or(wanted.top_p, model.default_top_p),
+            min_p=_or(wanted.min_p, 0.0),
+            typical_p=_or(wanted.typical_p, 1.0),
+            repetition_penalty=_or(wanted.repetition_penalty, 1.0),
+            presence_penalty=_or(wanted.presence_penalty, 0.0),
+            frequency_penalty=_or(wanted.frequency_penalty, 0.0),
+            logit_bias=tuple((wanted.logit_bias or {}).items()),
+            allowed_token_ids=tuple(wanted.allowed_token_ids or ()),
+            bad_words=bad_words,
+            grammar=grammar,
+            min_tokens=_or(wanted.min_tokens, 0),
+            seed=_or(wanted.seed, secrets.randbits(63)),
+            stop=stop,
+            stop_token_ids=tuple(wanted.stop_token_ids or ()),
+            include_stop=_or(wanted.include_stop_str_in_output, False),
+            ignore_eos=_or(wanted.ignore_eos, False),
+            skip_special_tokens=_or(wanted.skip_special_tokens, True),
+            logprobs=request.wanted_logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+        )
+
+    def _temperature(self, wanted: Sampling) -> float:
+        if wanted.do_sample is False:
+            return 0.0
+        default = self._model.default_temperature
+        return _or(wanted.temperature, 1.0 if wanted.do_sample and default == 0.0 else default)
+
+
+def _or(wanted: Value | None, default: Value) -> Value:
+    return default if wanted is None else wanted

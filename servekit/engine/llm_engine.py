@@ -1,0 +1,307 @@
+"""Serve one model: admit requests, and manage the life of the parts that execute them.
+
+The parts: InputProcessor makes token ids of a request, EngineCore schedules and executes steps, OutputProcessor makes
+text of tokens and fills the clients' queues. All of them run on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable
+
+from servekit import __version__
+from servekit.aio.daemon_thread import run_in_daemon_thread
+from servekit.config import ServeConfig
+from servekit.engine.caller import ANONYMOUS, Caller
+from servekit.engine.client_queue import ClientQueue
+from servekit.engine.engine_core import RETRY_AFTER_S, EngineCore
+from servekit.engine.input_processor import InputProcessor, PreparedPrompt
+from servekit.engine.live_view import LiveView, build_live_view
+from servekit.engine.model_files import find_chat_template, find_model
+from servekit.engine.output_processor import OutputProcessor
+from servekit.engine.profiling import Profiling
+from servekit.engine.queue_limits import QueueLimits
+from servekit.engine.readiness_probe import ReadinessProbe
+from servekit.engine.request_registry import RequestRegistry
+from servekit.engine.request_state import RequestState, SequenceOutput, add_commands
+from servekit.engine.tokenizer import Tokenizer, load_tokenizer
+from servekit.errors import DeadlineExceeded, ServekitError, WorkerNotReady, shutting_down
+from servekit.executor.model_executor import ModelExecutor, load_model_message
+from servekit.observability.journal import Journal, JournalCollector, open_journal
+from servekit.observability.live_frames import LiveState, LiveWorker
+from servekit.observability.metrics import Metrics
+from servekit.observability.observer import Observer
+from servekit.observability.step_history import StepHistory
+from servekit.protocol.messages import WorkerReady
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.scheduler.commands import AddSequence
+from servekit.scheduler.scheduler_config import SchedulerConfig, scheduler_config
+from servekit.scheduler.workload_manager import WorkloadManager
+
+log = logging.getLogger("servekit")
+
+PROBE_CALLER = Caller(request_id="servekit-probe")
+PROBE_REQUEST = GenerationRequest(
+    prompts=[Prompt([0], "prompt")], sampling=Sampling(temperature=0.0, seed=0), max_tokens=1
+)
+PROBE_PROMPT = PreparedPrompt([0], [SamplingParams(max_tokens=1, temperature=0.0)])
+
+
+class LLMEngine:
+    """Serves one model. Call `start`, then `submit` any number of requests, then `stop`."""
+
+    def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.metrics = Metrics(config, __version__)
+        self.history = StepHistory()
+        self.worker: WorkerReady | None = None  # what the first worker reported; None until it is ready
+        self.failure: ServekitError | None = None  # why the main loop ended, if it did
+        self._clock = clock
+        self._executor = ModelExecutor(config, on_loss=self._on_worker_loss)
+        self.profiling = Profiling(config, self._executor)
+        self._registry = RequestRegistry()
+        self._queue_limits = QueueLimits(config)
+        self._probe = ReadinessProbe(self._generate_token, clock)
+        self._observers: list[Observer] = [*self.metrics.observers, self.history, self._queue_limits, self._probe]
+        self._sequence_ids = itertools.count()  # in order of arrival
+        self._tokenizer: Tokenizer | None = None
+        self._journal: Journal | None = None
+        self._input_processor: InputProcessor | None = None
+        self._core: EngineCore | None = None
+        self._main_loop: asyncio.Task[None] | None = None
+        self._is_draining = False
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """One of loading, ready, recovering, draining, failed."""
+        if self.failure is not None:
+            return "failed"
+        if self._is_draining:
+            return "draining"
+        if self._main_loop is None:
+            return "loading"
+        return "ready" if self._executor.is_ready else "recovering"
+
+    @property
+    def stage(self) -> str:
+        """What a server that is not ready is doing, as text for people."""
+        return "serving" if self._executor.is_ready else self._executor.stage
+
+    @property
+    def worker_pid(self) -> int | None:
+        return self._executor.pid
+
+    @property
+    def is_healthy(self) -> bool:
+        """False if only a new process can help: the main loop has ended, or has stalled.
+
+        Loading is healthy. So is an outage, because workers are started until one is ready, or the process ends.
+        """
+        is_stalled = self._core is not None and self.state == "ready" and self._core.is_stalled
+        return self.failure is None and not is_stalled
+
+    async def probe_readiness(self) -> bool:
+        """Whether the engine generates tokens: one was sampled recently, or one is sampled for this call."""
+        return self.state == "ready" and await self._probe.check() and self.state == "ready"
+
+    def now(self) -> float:
+        """The time on the clock that all times of the engine are measured with."""
+        return self._clock()
+
+    def live_view(self) -> LiveView:
+        """One frame of the live view."""
+        info = () if self.worker is None else (self.worker.device, self.worker.dtype, self.worker.attention)
+        worker = LiveWorker(self.stage, *info)
+        server = LiveState(self._clock(), self.state, self.stage, self.config.model_name, __version__, [worker])
+        if self._core is None:
+            return LiveView(server)
+        return build_live_view(server, self._core.manager, self._registry.outputs, self.history)
+
+    # -- the parts of a running engine; each property raises WorkerNotReady while the model loads ----------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise self._not_ready()
+        return self._tokenizer
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        if self._input_processor is None or not self._is_running:
+            raise self._not_ready()
+        return self._input_processor
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        return self._running_core.manager.config
+
+    @property
+    def _running_core(self) -> EngineCore:
+        if self._core is None or not self._is_running:
+            raise self._not_ready()
+        return self._core
+
+    @property
+    def _is_running(self) -> bool:
+        return self._main_loop is not None and not self._main_loop.done()
+
+    def _not_ready(self) -> ServekitError:
+        message = f"the model is not ready to serve: {self.stage}"
+        return self.failure or WorkerNotReady(message, retry_after_s=RETRY_AFTER_S)
+
+    # -- start and stop -----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model and begin to serve. Raises ConfigError or WorkerError."""
+        self.profiling.prepare()
+        self._journal = open_journal(self.config)
+        path = await run_in_daemon_thread(find_model, self.config.model)
+        self._tokenizer = await run_in_daemon_thread(load_tokenizer, path)
+        template = find_chat_template(path, self.config.chat_template)
+        self.worker = await self._executor.start(load_model_message(self.config, str(path)))
+        limits, journal = scheduler_config(self.config, self.worker), self._journal
+        output = OutputProcessor(self._registry, self._observers, self._tokenizer.is_special)
+        manager = WorkloadManager(limits) if journal is None else journal.make_manager(limits)
+        if journal is not None:
+            self.metrics.registry.register(JournalCollector(journal, self.config.model_name))
+        core = EngineCore(self.config, manager, self._executor, output, self._registry, self._observers, self._clock)
+        self._core = core
+        self._input_processor = InputProcessor(self.config, path, self._tokenizer, template, self.worker.model, limits)
+        self._input_processor.start()
+        self.metrics.watch_scheduler(core.stats)
+        now_s = self._clock()
+        for observer in self._observers:
+            observer.worker_ready(None, now_s)
+        self._main_loop = asyncio.create_task(self._serve(core), name="servekit main loop")
+
+    async def _serve(self, core: EngineCore) -> None:
+        self.failure = await core.run()
+        self.fail_all(self.failure)  # the server's process exits next
+
+    async def stop(self, graceful: bool = True) -> None:
+        """Stop the main loop and the worker, and fail the requests that still run.
+
+        If graceful, the worker may exit by itself before it is killed.
+        """
+        if self._main_loop is not None:
+            self._main_loop.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._main_loop
+        self._probe.stop()
+        self.fail_all(shutting_down())
+        await self._executor.stop(graceful)
+        if self._input_processor is not None:
+            await self._input_processor.stop()
+        if self._tokenizer is not None:
+            self._tokenizer.close()
+        if self._journal is not None:
+            await run_in_daemon_thread(Journal.close, self._journal)
+
+    def drain(self) -> None:
+        """Reject new requests from now on; admitted requests go on."""
+        self._is_draining = True
+        self.metrics.server.is_draining = True
+
+    async def wait_until_failed(self) -> None:
+        """Return when the main loop has ended by itself, which it does only on failure."""
+        if self._main_loop is not None:
+            await asyncio.wait([self._main_loop])
+
+    def fail_all(self, error: ServekitError) -> None:
+        """Report `error` to the clients of all requests, admitted or still in preparation."""
+        if self._registry.outputs:
+            log.warning("failing %s: %s", self._registry.describe(), error.message)
+        if self._input_processor is not None:
+            self._input_processor.cancel_all()
+        if self._core is not None:
+            self._core.fail_all(error)
+
+    def _on_worker_loss(self) -> None:
+        if self._core is not None:
+            self._core.wake()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def check_accepting(self) -> float:
+        """Return the request's arrival time, on the engine's clock. Raises WorkerNotReady while requests are rejected.
+
+        Call this once for each request, before any work for it. A request that passed is served even if the server
+        begins to drain meanwhile.
+        """
+        if self._is_draining:
+            raise shutting_down()
+        self._check_outage()
+        return self._clock()
+
+    def _check_outage(self) -> None:
+        if self._core is not None and self._core.outage is not None:
+            raise self._core.outage
+
+    async def submit(
+        self, request: GenerationRequest, caller: Caller = ANONYMOUS, arrival_s: float | None = None
+    ) -> RequestState:
+        """Admit all prompts of a request, or none. Raises RequestError or WorkerError.
+
+        Deadlines count from `arrival_s`, which `check_accepting` returned, or from now.
+        """
+        if arrival_s is None:
+            arrival_s = self.check_accepting()
+        manager, limits = self._running_core.manager, self._queue_limits
+        limits.check_answers(request, manager.num_waiting, self._clock())
+        try:
+            async with asyncio.timeout(self._time_left_s(request, arrival_s)):
+                prepared = await self.input_processor.prepare(request)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while the prompt or the grammar was prepared") from None
+        # Other requests may have been admitted meanwhile. From here on nothing awaits, so the checks stay valid.
+        self._check_outage()
+        now_s = self._clock()
+        limits.check_answers(request, manager.num_waiting, now_s)
+        num_tokens = sum(len(prompt.token_ids) * len(prompt.sampling) for prompt in prepared)
+        limits.check_tokens(num_tokens, manager.num_queued_tokens, manager.num_waiting, now_s)
+        return self._admit(request, caller, prepared, arrival_s)
+
+    def _time_left_s(self, request: GenerationRequest, arrival_s: float) -> float | None:
+        """The time until the earlier one of the request's deadlines; None if it has none."""
+        deadlines = [each for each in (request.ttft_ms, request.deadline_ms) if each is not None]
+        return max(0.0, arrival_s + min(deadlines) / 1e3 - self._clock()) if deadlines else None
+
+    def _admit(
+        self, request: GenerationRequest, caller: Caller, prepared: list[PreparedPrompt], arrival_s: float
+    ) -> RequestState:
+        """Add the request's sequences to the workload manager."""
+        core, is_probe = self._running_core, caller is PROBE_CALLER
+        interval = request.stream_interval or self.config.stream_interval
+        queue = ClientQueue(interval)
+        commands: list[AddSequence] = []
+        for prompt in prepared:
+            commands += add_commands(request, caller, prompt.token_ids, prompt.sampling, arrival_s, self._sequence_ids)
+        # All detokenizers exist before the first sequence is added: either all of a request is admitted, or nothing.
+        detokenizers = [self.tokenizer.make_detokenizer(command.sampling) for command in commands]
+        outputs = [
+            SequenceOutput(core.apply(command), index, detokenizer, queue, caller.request_id, is_probe)
+            for index, (command, detokenizer) in enumerate(zip(commands, detokenizers, strict=True))
+        ]
+        state = RequestState(request, caller, outputs, queue, interval, self.abort)
+        core.add(state)
+        return state
+
+    def abort(self, request: RequestState) -> None:
+        """End a request early. Does nothing if it has ended."""
+        if self._core is not None:
+            self._core.abort(request)
+
+    async def _generate_token(self) -> None:
+        """Generate one token as for a client, through the waiting queue."""
+        request = self._admit(PROBE_REQUEST, PROBE_CALLER, [PROBE_PROMPT], self._clock())
+        try:
+            await request.queue.get()
+        finally:
+            request.abort()

@@ -1,0 +1,99 @@
+"""Find a model's files: the embedded demo model, a local directory, or a download from Hugging Face."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from servekit.config import DEMO_MODEL
+from servekit.errors import ConfigError
+from servekit.simulation.model import is_simulated, parse_simulated
+
+log = logging.getLogger("servekit")
+
+DEMO_MODEL_PATH = Path(__file__).parents[1] / "assets" / "demo_model"
+SIMULATED_MODEL_PATH = Path(__file__).parents[1] / "assets" / "simulated_tokenizer"  # a tokenizer is its only file
+# Weights as safetensors, configuration and tokenizer as JSON or plain text; no Python files and no pickles.
+DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+
+
+class ChatTemplate(msgspec.Struct, frozen=True):
+    """A Jinja template that turns a conversation into text, and the special tokens that it may use."""
+
+    source: str | None  # None if the model has no template; a request may bring one if the operator allows it
+    special_tokens: dict[str, str]
+
+
+class _AddedToken(msgspec.Struct):
+    content: str
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _TokenizerConfig(msgspec.Struct):
+    """The parts of tokenizer_config.json that a template needs."""
+
+    chat_template: str | list[_NamedTemplate] | None = None
+    bos_token: str | _AddedToken | None = None
+    eos_token: str | _AddedToken | None = None
+    pad_token: str | _AddedToken | None = None
+    unk_token: str | _AddedToken | None = None
+
+
+def find_model(model: str) -> Path:
+    """Return the directory of a model; download it if necessary. Raises ConfigError."""
+    if model == DEMO_MODEL:
+        return DEMO_MODEL_PATH
+    if is_simulated(model):
+        parse_simulated(model)  # raises ConfigError for an invalid name
+        return SIMULATED_MODEL_PATH
+    if Path(model).is_dir():
+        return Path(model).resolve()
+    if model.endswith(".gguf"):
+        raise ConfigError(
+            f"model {model!r}: GGUF files are not supported yet; give a directory with config.json, tokenizer.json and "
+            "*.safetensors, or the Hugging Face id of the original model"
+        )
+    if Path(model).is_file():
+        raise ConfigError(f"model {model!r} is a file; give the directory with config.json and *.safetensors")
+    if model.startswith((".", "/", "~")):
+        raise ConfigError(f"model {model!r}: there is no such directory")
+    log.info("downloading %s from Hugging Face", model)
+    try:
+        return Path(snapshot_download(model, allow_patterns=DOWNLOADED))
+    except HFValidationError as error:
+        raise ConfigError(f"model {model!r} is neither a directory nor a Hugging Face id: {error}") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(f"model {model!r} is not a local directory, and could not be downloaded: {error}") from None
+
+
+def find_chat_template(path: Path, override: str | None = None) -> ChatTemplate:
+    """Return the model's chat template, or the one in the file `override`. Raises ConfigError."""
+    file = path / "tokenizer_config.json"
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=_TokenizerConfig) if file.exists() else _TokenizerConfig()
+        source = Path(override).read_text() if override else _own_template(path, found)
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise ConfigError(f"cannot read the chat template in {override or file}: {error}") from None
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    tokens = {
+        name: token if isinstance(token, str) else token.content for name in names if (token := getattr(found, name))
+    }
+    return ChatTemplate(source, tokens)
+
+
+def _own_template(path: Path, config: _TokenizerConfig) -> str | None:
+    """A separate file comes first, as in transformers. Of several templates in the configuration, use the default."""
+    if (file := path / "chat_template.jinja").exists():
+        return file.read_text()
+    if isinstance(config.chat_template, list):
+        named = {template.name: template.template for template in config.chat_template}
+        return named.get("default")
+    return config.chat_template

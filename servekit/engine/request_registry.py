@@ -1,0 +1,58 @@
+"""Find unfinished requests and their sequences by sequence id."""
+
+from __future__ import annotations
+
+from collections.abc import ValuesView
+
+from servekit.engine.request_state import RequestState, SequenceOutput
+
+MAX_DESCRIBED_IDS = 5  # of requests, in one log line
+
+
+class RequestRegistry:
+    """All sequences that have not ended, and the requests that they belong to.
+
+    Sequence ids are the keys, because they are unique; clients may choose the ids of their requests.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: dict[int, SequenceOutput] = {}
+        self._requests: dict[int, RequestState] = {}
+
+    @property
+    def outputs(self) -> ValuesView[SequenceOutput]:
+        """The outputs of unfinished sequences, in order of arrival."""
+        return self._outputs.values()
+
+    def add(self, request: RequestState) -> None:
+        """Register a request and all its sequences."""
+        for output in request.outputs:
+            sequence_id = output.sequence.sequence_id
+            self._outputs[sequence_id] = output
+            self._requests[sequence_id] = request
+
+    def output(self, sequence_id: int) -> SequenceOutput | None:
+        """The output of an unfinished sequence; None if the sequence has ended."""
+        return self._outputs.get(sequence_id)
+
+    def unfinished_siblings(self, sequence_id: int) -> list[SequenceOutput]:
+        """The unfinished sequences of the request that this unfinished sequence belongs to, itself included."""
+        return self.unfinished(self._requests[sequence_id])
+
+    def unfinished(self, request: RequestState) -> list[SequenceOutput]:
+        """The unfinished sequences of a request."""
+        return [output for output in request.outputs if output.sequence.sequence_id in self._outputs]
+
+    def remove(self, sequence_id: int) -> None:
+        """Forget a sequence that has ended."""
+        del self._outputs[sequence_id]
+        del self._requests[sequence_id]
+
+    def describe(self) -> str:
+        """The numbers of unfinished sequences and requests, and the first request ids, for a log line."""
+        request_ids = list(dict.fromkeys(output.request_id for output in self._outputs.values()))
+        counts = f"{len(self._outputs)} sequences of {len(request_ids)} requests"
+        if not request_ids:
+            return counts
+        more = ", …" if len(request_ids) > MAX_DESCRIBED_IDS else ""
+        return f"{counts} ({', '.join(request_ids[:MAX_DESCRIBED_IDS])}{more})"

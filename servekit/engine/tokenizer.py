@@ -1,0 +1,166 @@
+"""Convert text to token ids and back, outside the event loop's thread.
+
+The `tokenizers` library encodes. Decoding maps each token to its bytes, because only a mapping without context gives
+streamed pieces that add up to the whole text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Encoding
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from servekit.engine.detokenizer import Detokenizer
+from servekit.errors import ConfigError
+from servekit.protocol.sampling_params import SamplingParams
+
+# The space character of SentencePiece vocabularies.
+_METASPACE = "▁"
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The part of tokenizer.json that specifies how tokens become text."""
+
+    decoder: dict[str, Any] | None = None
+
+
+class Tokenizer:
+    """The tokenizer of one model. It encodes in threads; the Rust library releases the interpreter lock."""
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer, decoder: dict[str, Any] | None) -> None:
+        # The file may contain these settings from training. A prompt must be neither cut nor padded.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._bytes_of = _token_to_bytes(decoder)
+        self._special = frozenset(
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self._added = frozenset(tokenizer.get_added_tokens_decoder())
+        self._first_ids = tuple(tokenizer.encode("").ids)  # special tokens that every prompt begins with
+        # Several threads, so that a long prompt does not delay short ones.
+        self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="tokenizer")
+        self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)  # bounded by the vocabulary
+        self.token_bytes_with_special = lru_cache(maxsize=None)(self._token_bytes_with_special)
+        self.max_token_bytes = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
+
+    async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the token ids of each text, with the special tokens that the model expects around it."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self.encode_blocking, texts, add_special_tokens)
+
+    def encode_blocking(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Like `encode`, but in the calling thread."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [self._without_doubled_start(encoding.ids) for encoding in encodings]
+
+    async def spans(self, text: str, add_special_tokens: bool) -> list[tuple[int, int, int]]:
+        """(token id, start, stop) of each token of the text. Positions count characters."""
+
+        def encode() -> Encoding:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        encoding = await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        num_doubled = len(encoding.ids) - len(self._without_doubled_start(encoding.ids))
+        tokens = zip(encoding.ids, encoding.offsets, strict=True)
+        return [(token_id, *span) for token_id, span in islice(tokens, num_doubled, None)]
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """The text of tokens. It equals the concatenated text of a stream of them."""
+        token_bytes = self.token_bytes if skip_special_tokens else self.token_bytes_with_special
+        return b"".join(map(token_bytes, token_ids)).decode("utf-8", "replace")
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def make_detokenizer(self, sampling: SamplingParams) -> Detokenizer:
+        """A detokenizer for one answer."""
+        token_bytes = self.token_bytes if sampling.skip_special_tokens else self.token_bytes_with_special
+        return Detokenizer(token_bytes, sampling.stop, sampling.include_stop, sampling.min_tokens)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _without_doubled_start(self, token_ids: list[int]) -> list[int]:
+        """Drop a repeated start token: a prompt that a chat template rendered contains one already."""
+        start = self._first_ids[:1]
+        return token_ids[1:] if start and token_ids[:2] == [*start, *start] else token_ids
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token in the text; b"" for special tokens and for ids without a token."""
+        return b"" if token_id in self._special else self._token_bytes_with_special(token_id)
+
+    def _token_bytes_with_special(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        return token.encode() if token_id in self._added else bytes(self._bytes_of(token))
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Load the tokenizer from a model's directory. Raises ConfigError if it cannot be streamed exactly."""
+    file = path / "tokenizer.json"
+    if not file.exists():
+        raise ConfigError(
+            f"{path} has no tokenizer.json; copy the model's file there, or convert the model's tokenizer with "
+            "transformers' AutoTokenizer"
+        )
+    try:
+        decoder = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile).decoder
+        return Tokenizer(HuggingFaceTokenizer.from_file(str(file)), decoder)
+    except ConfigError:
+        raise
+    except Exception as error:  # the Rust library raises plain exceptions
+        raise ConfigError(f"{file}: {error}") from None
+
+
+# -- the bytes of a token ---------------------------------------------------------------------------------------------
+
+
+def _token_to_bytes(decoder: dict[str, Any] | None) -> Any:
+    """The function that maps a token's name to its bytes, chosen by the decoder in tokenizer.json."""
+    kinds = _decoder_kinds(decoder)
+    if "ByteLevel" in kinds:
+        return _bytes_of_byte_level_token
+    if kinds & {"ByteFallback", "Metaspace"}:
+        return _bytes_of_sentencepiece_token
+    raise ConfigError(
+        f"the tokenizer's decoder {sorted(kinds) or None} is not supported; supported are ByteLevel, ByteFallback and "
+        "Metaspace"
+    )
+
+
+def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
+    if decoder is None:
+        return set()
+    return {decoder["type"]}.union(*(_decoder_kinds(part) for part in decoder.get("decoders", [])))
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """The printable characters that represent the 256 bytes (Radford et al., GPT-2, 2019, section 2.2)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = byte_level_alphabet()
+
+
+def _bytes_of_byte_level_token(token: str) -> bytes:
+    if all(character in _ALPHABET for character in token):
+        return bytes(_ALPHABET[character] for character in token)
+    return token.encode()
+
+
+def _bytes_of_sentencepiece_token(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes.fromhex(token[3:5])
+    return token.replace(_METASPACE, " ").encode()

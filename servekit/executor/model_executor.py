@@ -1,0 +1,204 @@
+"""Keep one model worker running: start it, send plans, receive results, and replace it when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from msgspec.structs import replace
+
+from servekit.config import ServeConfig
+from servekit.errors import ServekitError, WorkerLost, WorkerNotReady
+from servekit.executor.step_timeout import StepTimeout, backoff_s
+from servekit.executor.worker_process import WorkerProcess
+from servekit.protocol.messages import (
+    LoadModel,
+    Profiled,
+    StartProfile,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    StopProfile,
+    WorkerReady,
+)
+from servekit.simulation.model import is_simulated
+
+log = logging.getLogger("servekit")
+
+STABLE_AFTER_S = 10.0  # a worker that was ready for this long does not count as a failed start
+
+
+class ModelExecutor:
+    """Runs steps in one worker at a time. All methods must be called on the event loop's thread, the main thread."""
+
+    def __init__(self, config: ServeConfig, on_loss: Callable[[], None]) -> None:
+        """`on_loss` is called when the worker is lost, even while no call waits for a result."""
+        self.ready: WorkerReady | None = None  # what the first worker reported; its replacements must report the same
+        self._config = config
+        self._on_loss = on_loss
+        self._model: LoadModel | None = None
+        self._process: WorkerProcess | None = None
+        self._is_ready = False
+        self._timeout = StepTimeout(config.step_timeout)
+        self._in_flight: dict[tuple[int, int], int] = {}  # number of tokens by (epoch, step_id), oldest first
+        self._num_losses = 0  # in a row, without a step or STABLE_AFTER_S of readiness between them
+        self._ready_s = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a worker that accepts steps, as far as is known."""
+        return self._is_ready and self.loss is None
+
+    @property
+    def stage(self) -> str:
+        """What a worker that is not ready is doing, as text for people."""
+        if self._process is None:
+            return "reading the model's configuration"
+        return self._process.stage if self._process.loss is None else "replacing the worker"
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id; None before the first start."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def loss(self) -> ServekitError | None:
+        """Why the worker is lost; None if it is not."""
+        return None if self._process is None else self._process.loss
+
+    @property
+    def cause(self) -> str:
+        """The reason for the loss as a metric's label value."""
+        return "other" if self._process is None else self._process.cause
+
+    async def start(self, model: LoadModel) -> WorkerReady:
+        """Start a worker and load the model. Raises ConfigError, WorkerLost or WorkerTimeout."""
+        self._model = model
+        arguments = ["--log-level", self._config.log_level, "--log-format", self._config.log_format]
+        self._process = WorkerProcess(arguments, self._config.heartbeat_timeout, self._on_loss)
+        self._process.send(model)
+        message = await self._process.receive(self._config.load_timeout)
+        if not isinstance(message, WorkerReady):
+            raise self.mark_lost(f"answered {type(message).__name__} to its first message")
+        self.ready = self.ready or message
+        # Sequences continue on the new worker: it needs as many blocks and the same vocabulary.
+        if (message.model, message.num_blocks) != (self.ready.model, self.ready.num_blocks):
+            raise self.mark_lost("loaded another model than its predecessor; the model's files have changed")
+        self._is_ready = True
+        self._ready_s = asyncio.get_running_loop().time()
+        return message
+
+    def send(self, plan: StepPlan) -> None:
+        """Send a step to the worker. Does not wait."""
+        assert self._process is not None
+        self._in_flight[plan.epoch, plan.step_id] = plan.num_tokens
+        self._process.send(plan.pack_grammars())
+
+    async def receive(self) -> StepResult | StepFailed:
+        """The next result, normally of the oldest step in flight. Raises WorkerLost or WorkerTimeout.
+
+        A worker may repeat a result; the workload manager decides whether a result is still expected.
+        """
+        assert self._process is not None and self.ready is not None
+        oldest = next(iter(self._in_flight.values()), 1)
+        message = await self._process.receive(self._timeout.limit_s(oldest))
+        if not isinstance(message, StepResult | StepFailed):
+            raise self.mark_lost(f"answered {type(message).__name__} to a step plan")
+        num_tokens = self._in_flight.pop((message.epoch, message.step_id), None)
+        if isinstance(message, StepFailed):
+            return message
+        token_ids = message.token_ids or (0,)
+        vocab_size = self.ready.model.vocab_size
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size or not all(_top_tokens_exist(message, vocab_size)):
+            raise self.mark_lost(f"returned a token id outside its vocabulary of {vocab_size} tokens")
+        if num_tokens is not None:
+            self._timeout.observe(num_tokens, message.step_time_s)
+            self._num_losses = 0
+        return message
+
+    async def ask(self, request: StartProfile | StopProfile) -> Profiled:
+        """Send a request that is not a step, and return its answer.
+
+        Raises WorkerNotReady, WorkerLost or WorkerTimeout.
+        """
+        if self._process is None or not self.is_ready:
+            raise WorkerNotReady(f"no model worker is ready: {self.stage}", retry_after_s=5)
+        return await self._process.ask(request)
+
+    async def replace(self, on_failed_start: Callable[[], None]) -> None:
+        """End the current worker, and start new ones until one is ready.
+
+        Raises WorkerLost after `max_worker_restarts` failed starts in a row.
+        """
+        assert self._process is not None and self._model is not None and self.ready is not None
+        self._is_ready = False
+        if asyncio.get_running_loop().time() - self._ready_s > STABLE_AFTER_S:
+            self._num_losses = 0
+        # Keep the number of blocks. Measuring again could give less: the old process's memory may not be free yet.
+        model = replace(self._model, num_kv_blocks=self.ready.num_blocks)
+        max_attempts = self._config.max_worker_restarts
+        for attempt in range(1, max_attempts + 1):
+            self._in_flight.clear()
+            await self._process.end()
+            self._num_losses += 1
+            await asyncio.sleep(backoff_s(self._num_losses))
+            try:
+                await self.start(model)
+                return
+            except (ServekitError, OSError) as error:
+                on_failed_start()
+                delay_s = backoff_s(self._num_losses + 1)
+                log.error(
+                    "replacement worker did not start (attempt %d of %d, next in %g s): %s",
+                    attempt,
+                    max_attempts,
+                    delay_s,
+                    error,
+                )
+        await self._process.end()
+        # Clients get this message. The reasons are in the log only, because they name files of the server.
+        raise WorkerLost(
+            f"the model worker was lost, and {max_attempts} replacements in a row did not start (max_worker_restarts)"
+        )
+
+    async def stop(self, graceful: bool = True) -> None:
+        """End the worker. If graceful, a ready worker is asked to exit before it is killed."""
+        is_ready, self._is_ready = self._is_ready, False
+        if self._process is not None:
+            await self._process.end(graceful and is_ready)  # a worker that is loading does not read messages
+            self._process = None
+
+    def mark_lost(self, what: str) -> ServekitError:
+        """Declare the worker lost because of what it did. Returns the loss, for callers that raise it."""
+        assert self._process is not None
+        self._process.mark_lost(WorkerLost(f"the model worker {what}"), "garbage")
+        assert self._process.loss is not None
+        return self._process.loss
+
+
+def _top_tokens_exist(result: StepResult, vocab_size: int) -> Iterator[bool]:
+    """For each position with logprobs: whether the ids of its top tokens are in the vocabulary."""
+    of_prompts = (prompt.logprobs for prompt in result.prompt_logprobs)
+    for logprobs in chain(result.logprobs, *of_prompts):
+        if logprobs is not None:
+            yield all(0 <= token_id < vocab_size for token_id, _ in logprobs.top)
+
+
+def load_model_message(config: ServeConfig, path: str) -> LoadModel:
+    """The first message to a worker. A simulated model has no weights at `path`; its name specifies the step times."""
+    return LoadModel(
+        model_path=config.model if is_simulated(config.model) else path,
+        dtype=config.dtype,
+        device=config.device,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        num_kv_blocks=config.num_kv_blocks,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        load_format=config.load_format,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )

@@ -1,0 +1,429 @@
+"""Prometheus metrics of one server. Each group below declares its metrics next to the code that updates them.
+
+To add a metric, declare it in the group of what it counts, and update it in one of the group's events. Names follow
+vLLM's suffixes under `servekit_`, so dashboards convert by replacing the prefix. Labels are bounded: the model's name
+and closed sets, never a request or a user. The table in docs/metrics.md is generated from this module.
+
+Nothing here reads a clock: callers pass times. Children of labelled metrics are created once, because looking one up
+costs more than counting with it. For this reason they are exported with value 0 before anything has happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from msgspec import Struct
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from servekit.config import ServeConfig
+from servekit.observability.observer import Observer, StepSummary
+from servekit.protocol.messages import StepResult
+from servekit.scheduler.sequence import FinishReason, Sequence
+
+disable_created_metrics()  # `_created` timestamps would double the number of series, and no dashboard uses them
+
+# vLLM's buckets start at 10 ms between tokens, which is too coarse for small models.
+# fmt: off
+_LATENCY_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+)
+# fmt: on
+_TOKEN_BUCKETS = tuple(float(2**exponent) for exponent in range(18))
+_STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_IPC_BUCKETS = (0.0001, 0.00025, *_STEP_BUCKETS)
+_RECOVERY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+
+# Values of the label `cause` of servekit_worker_restarts_total.
+RESTART_CAUSES = ("ended", "step_timeout", "silence", "garbage", "failed", "no_start", "other")
+
+# Settings that a dashboard shows beside its curves, as labels of servekit_config_info.
+_EXPORTED_SETTINGS = (
+    "dtype",
+    "device",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_steps_in_flight",
+    "enable_prefix_caching",
+    "scheduling_policy",
+    "itl_target_ms",
+)
+
+# The limit on values of a label that come from the code but from no closed set. Further values count as "other".
+_MAX_LABEL_VALUES = 100
+
+
+class _MetricFactory:
+    """Declares metrics with the prefix `servekit_` and the label `model_name`, and registers them."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self.registry = registry
+        self.model_name = model_name
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        return self.labelled_gauge(name, text).labels(self.model_name)
+
+    def labelled_gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"servekit_{name}", text, ["model_name", *labels], registry=self.registry)
+
+    def counter(self, name: str, text: str) -> Counter:
+        return self.labelled_counter(name, text).labels(self.model_name)
+
+    def labelled_counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"servekit_{name}", text, ["model_name", *labels], registry=self.registry)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS) -> Histogram:
+        metric = Histogram(f"servekit_{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
+        return metric.labels(self.model_name)
+
+
+class RequestMetrics(Observer):
+    """Sequences and their tokens: how many, how long, and how fast."""
+
+    def __init__(self, metrics: _MetricFactory) -> None:
+        self._prompt_tokens = metrics.counter("prompt_tokens_total", "Prompt tokens of admitted sequences.")
+        self._generation_tokens = metrics.counter("generation_tokens_total", "Tokens generated.")
+        self._prompt_length = metrics.histogram("request_prompt_tokens", "Prompt length.", _TOKEN_BUCKETS)
+        self._output_length = metrics.histogram("request_generation_tokens", "Output length.", _TOKEN_BUCKETS)
+        ended = metrics.labelled_counter(
+            "request_success_total",
+            "Sequences that ended, by reason. Despite its name, which is vLLM's, it counts the reasons abort, deadline "
+            "and error, too; only stop and length are successes.",
+            "finished_reason",
+        )
+        self._ended = {reason: ended.labels(metrics.model_name, str(reason)) for reason in FinishReason}
+        self._time_to_first_token = metrics.histogram(
+            "time_to_first_token_seconds", "Time from arrival to the first token."
+        )
+        self._inter_token_latency = metrics.histogram(
+            "inter_token_latency_seconds", "Time between two consecutive tokens of a sequence."
+        )
+        self._time_per_output_token = metrics.histogram(
+            "request_time_per_output_token_seconds", "Mean time between consecutive tokens, one value per sequence."
+        )
+        self._e2e_request_latency = metrics.histogram(
+            "e2e_request_latency_seconds", "Time from arrival to the end of a sequence, for any finish reason."
+        )
+        self._queue_time = metrics.histogram(
+            "request_queue_time_seconds", "Time from arrival to the first step, including tokenization."
+        )
+        self._prefill_time = metrics.histogram(
+            "request_prefill_time_seconds", "Time from the first step to the first token, for sequences with a token."
+        )
+        self._decode_time = metrics.histogram(
+            "request_decode_time_seconds", "Time from the first token to the last token of a sequence."
+        )
+
+    def sequence_admitted(self, sequence: Sequence) -> None:
+        """Count the prompt once for all forks of it; observe its length for each of them."""
+        if sequence.leader is None:
+            self._prompt_tokens.inc(sequence.prompt_length)
+        self._prompt_length.observe(sequence.prompt_length)
+
+    def tokens_delivered(
+        self, first_token_latencies_s: list[float], inter_token_latencies_s: list[float], now_s: float
+    ) -> None:
+        self._generation_tokens.inc(len(first_token_latencies_s) + len(inter_token_latencies_s))
+        for latency_s in first_token_latencies_s:
+            self._time_to_first_token.observe(latency_s)
+        for latency_s in inter_token_latencies_s:
+            self._inter_token_latency.observe(latency_s)
+
+    def sequence_ended(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        first_token_s: float | None,
+        last_token_s: float | None,
+        now_s: float,
+    ) -> None:
+        self._ended[reason].inc()
+        # A sequence that never ran has waited until now. Leaving it out would flatter the figures of a long queue.
+        scheduled_s = now_s if sequence.first_scheduled_s is None else sequence.first_scheduled_s
+        self._queue_time.observe(scheduled_s - sequence.arrival_s)
+        self._e2e_request_latency.observe(now_s - sequence.arrival_s)
+        self._output_length.observe(sequence.num_output_tokens)
+        if first_token_s is not None and last_token_s is not None:
+            self._prefill_time.observe(first_token_s - scheduled_s)
+            self._decode_time.observe(last_token_s - first_token_s)
+            if sequence.num_output_tokens > 1:
+                self._time_per_output_token.observe((last_token_s - first_token_s) / (sequence.num_output_tokens - 1))
+
+
+class StepMetrics(Observer):
+    """Steps: their size, their duration, and what the main loop adds to it."""
+
+    def __init__(self, metrics: _MetricFactory) -> None:
+        self._idle_before_s = 0.0  # total of idle periods that are over
+        self._idle_since_s: float | None = None
+        self._lone_step: tuple[int, int, float] | None = None  # (epoch, step_id, sent_s) of a step that was alone
+        self._steps = metrics.counter("scheduler_steps_total", "Steps executed.")
+        self._iteration_tokens = metrics.histogram("iteration_tokens", "Tokens computed in a step.", _TOKEN_BUCKETS)
+        self._step_duration = metrics.histogram(
+            "step_duration_seconds", "Execution time of a step in the worker.", _STEP_BUCKETS
+        )
+        self._step_overhead = metrics.histogram(
+            "step_overhead_seconds",
+            "Time of a main loop iteration minus the execution of its step: the overhead that overlap does not hide.",
+            _STEP_BUCKETS,
+        )
+        self._ipc_roundtrip = metrics.histogram(
+            "ipc_roundtrip_seconds",
+            "Time from sending a step to receiving its result, minus its execution: the cost of two queues, of waking "
+            "two processes, and of the event loop. Measured only for steps sent while no other step was in flight, so "
+            "there are few values under steady load.",
+            _IPC_BUCKETS,
+        )
+        self._batch_size = metrics.gauge(
+            "scheduler_batch_size", "Sequences in the newest step; 0 while the server is idle."
+        )
+        tokens = metrics.labelled_gauge(
+            "scheduler_batch_tokens",
+            "Tokens in the newest step by phase: decode for sequences that compute a single position and sample from "
+            "it, prefill for the others.",
+            "phase",
+        )
+        self._batch_decode_tokens = tokens.labels(metrics.model_name, "decode")
+        self._batch_prefill_tokens = tokens.labels(metrics.model_name, "prefill")
+
+    def step_sent(self, step: StepSummary, is_alone: bool, now_s: float) -> None:
+        self._iteration_tokens.observe(step.num_prefill_tokens + step.num_decode_tokens)
+        self._batch_size.set(step.num_sequences)
+        self._batch_decode_tokens.set(step.num_decode_tokens)
+        self._batch_prefill_tokens.set(step.num_prefill_tokens)
+        if is_alone:
+            self._lone_step = step.epoch, step.step_id, now_s
+
+    def step_done(self, result: StepResult, num_tokens: int, loop_time_s: float, now_s: float) -> None:
+        self._steps.inc()
+        self._step_duration.observe(result.step_time_s)
+        self._step_overhead.observe(max(0.0, loop_time_s - result.step_time_s))
+        if self._lone_step is not None:
+            epoch, step_id, sent_s = self._lone_step
+            if (epoch, step_id) == (result.epoch, result.step_id):
+                self._ipc_roundtrip.observe(max(0.0, now_s - sent_s - result.step_time_s))
+                self._lone_step = None
+
+    def idle_began(self, now_s: float) -> None:
+        self._idle_since_s = now_s
+        for gauge in (self._batch_size, self._batch_decode_tokens, self._batch_prefill_tokens):
+            gauge.set(0)
+
+    def idle_ended(self, now_s: float) -> None:
+        self._idle_before_s = self.idle_s(now_s)
+        self._idle_since_s = None
+
+    def idle_s(self, now_s: float) -> float:
+        """Seconds of idle time since the server began, up to now."""
+        return self._idle_before_s + (0.0 if self._idle_since_s is None else now_s - self._idle_since_s)
+
+
+class WorkerMetrics(Observer):
+    """Workers: how many are alive, why they were replaced, and what was wrong with their memory accounts."""
+
+    def __init__(self, metrics: _MetricFactory) -> None:
+        self._alive = metrics.gauge("workers_alive", "Workers that have loaded the model and respond.")
+        restarts = metrics.labelled_counter(
+            "worker_restarts_total", "Workers that had to be replaced, by cause.", "cause"
+        )
+        self._restarts = {cause: restarts.labels(metrics.model_name, cause) for cause in RESTART_CAUSES}
+        self._recovery = metrics.histogram(
+            "worker_recovery_seconds",
+            "Time from detecting the loss of a worker until its replacement has loaded the model.",
+            _RECOVERY_BUCKETS,
+        )
+        self._accounting_errors = metrics.counter(
+            "accounting_faults_total",
+            "Times that KV blocks or slots were leaked or assigned twice. Any increase is a bug of servekit.",
+        )
+
+    def worker_ready(self, recovery_time_s: float | None, now_s: float) -> None:
+        self._alive.set(1)
+        if recovery_time_s is not None:
+            self._recovery.observe(recovery_time_s)
+
+    def worker_lost(self, cause: str) -> None:
+        self._alive.set(0)
+        self._restarts[cause if cause in self._restarts else "other"].inc()
+
+    def worker_start_failed(self) -> None:
+        self._restarts["no_start"].inc()
+
+    def accounting_error(self) -> None:
+        self._accounting_errors.inc()
+
+
+class HttpMetrics:
+    """HTTP requests. The API and the HTTP protocol update them."""
+
+    def __init__(self, metrics: _MetricFactory) -> None:
+        self._model_name = metrics.model_name
+        self._refusals = metrics.labelled_counter(
+            "admission_rejections_total", "Requests refused before they were queued, by error code.", "reason"
+        )
+        self._refusals_by_code: dict[str, Counter] = {}
+        self._requests = metrics.labelled_counter(
+            "http_requests_total",
+            "HTTP requests by route, method and status. Status 499: the client disconnected before its response began.",
+            "handler",
+            "method",
+            "status",
+        )
+
+    def request_refused(self, code: str) -> None:
+        """A request was refused with this error code."""
+        if code not in self._refusals_by_code and len(self._refusals_by_code) >= _MAX_LABEL_VALUES:
+            code = "other"
+        if code not in self._refusals_by_code:
+            self._refusals_by_code[code] = self._refusals.labels(self._model_name, code)
+        self._refusals_by_code[code].inc()
+
+    def request_ended(self, handler: str, method: str, status: int) -> None:
+        """An HTTP request ended. The caller must keep the numbers of handlers and methods small."""
+        self._requests.labels(self._model_name, handler, method, str(status)).inc()
+
+
+class ServerMetrics:
+    """The server process: its state, its event loop, its version and settings."""
+
+    def __init__(self, metrics: _MetricFactory, config: ServeConfig, version: str) -> None:
+        self.is_draining = False  # a plain field: a signal handler sets it, and must not wait for a metric's lock
+        draining = metrics.gauge("draining", "1 while the server shuts down and accepts no new requests.")
+        draining.set_function(lambda: float(self.is_draining))
+        self.event_loop_lag = metrics.histogram(
+            "api_event_loop_lag_seconds", "How late a timer of the event loop fires.", _STEP_BUCKETS
+        )
+        self.event_loop_tasks = metrics.gauge("api_event_loop_tasks", "Tasks of the event loop, in any state.")
+        max_requests = metrics.gauge("num_requests_waiting_limit", "The setting max_num_queued_reqs.")
+        max_requests.set(config.max_num_queued_reqs)
+        max_tokens = metrics.gauge("num_tokens_waiting_limit", "The setting max_num_queued_tokens.")
+        max_tokens.set(config.max_num_queued_tokens)
+        build = Gauge("servekit_build_info", "The running version.", ["version"], registry=metrics.registry)
+        build.labels(version=version).set(1)
+        exported = {name: str(getattr(config, name)) for name in _EXPORTED_SETTINGS}
+        settings = metrics.labelled_gauge("config_info", "Settings of the scheduler.", *exported)
+        settings.labels(metrics.model_name, *exported.values()).set(1)
+
+
+class SchedulerStats(Struct, frozen=True, kw_only=True):
+    """The state of a workload manager at one moment, as far as metrics need it."""
+
+    now_s: float
+    num_running: int
+    num_waiting: int
+    num_deferred: int  # the part of `num_waiting` that waits for its leader's prompt
+    num_waiting_tokens: int
+    num_preemptions: int
+    num_stale_results: int
+    num_blocks: int
+    num_free_blocks: int  # includes cached blocks: they are evicted when a sequence needs them
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    prefill_limit: int
+    step_token_limit: int
+    num_quarantined: int
+
+
+class _SchedulerCollector(Collector):
+    """Metrics of the scheduler's state, read at each scrape, so that steps spend nothing on gauges."""
+
+    def __init__(
+        self, model_name: str, read_stats: Callable[[], SchedulerStats], idle_s: Callable[[float], float]
+    ) -> None:
+        self._model_name = model_name
+        self._read_stats = read_stats
+        self._idle_s = idle_s
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read_stats()
+        yield self._gauge("num_requests_running", "Sequences that hold a slot and KV blocks.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences in the waiting queue.", stats.num_waiting)
+        reasons = GaugeMetricFamily(
+            "servekit_num_requests_waiting_by_reason",
+            "Waiting sequences by what they wait for: a slot or KV memory (capacity), or the prompt that another "
+            "answer to the same request still has to compute (deferred).",
+            labels=["model_name", "reason"],
+        )
+        reasons.add_metric([self._model_name, "capacity"], stats.num_waiting - stats.num_deferred)
+        reasons.add_metric([self._model_name, "deferred"], stats.num_deferred)
+        yield reasons
+        yield self._gauge(
+            "num_tokens_waiting", "Prompt tokens of sequences that have not been in a step.", stats.num_waiting_tokens
+        )
+        used = 1.0 - stats.num_free_blocks / stats.num_blocks
+        yield self._gauge("kv_cache_usage_perc", "Fraction of KV blocks in use, 0 to 1.", used)
+        yield self._gauge("kv_blocks_total", "KV blocks in the pool.", stats.num_blocks)
+        yield self._gauge(
+            "kv_blocks_free", "KV blocks that can be allocated, cached ones included.", stats.num_free_blocks
+        )
+        yield self._gauge("prefill_limit_tokens", "Prefill tokens that the next step may compute.", stats.prefill_limit)
+        yield self._gauge(
+            "step_token_limit",
+            "Tokens that a step may compute. It falls below max_num_batched_tokens after an out-of-memory step.",
+            stats.step_token_limit,
+        )
+        yield self._gauge(
+            "num_requests_suspected",
+            "Quarantined sequences: they run one at a time, because workers crashed while they ran.",
+            stats.num_quarantined,
+        )
+        yield self._counter(
+            "num_preemptions", "Times that a sequence lost its KV blocks to an older one.", stats.num_preemptions
+        )
+        yield self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prompt_tokens
+        )
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_cached_tokens)
+        yield self._counter(
+            "prompt_tokens_cached",
+            "Deprecated alias of servekit_prefix_cache_hits_total; it has the same value.",
+            stats.num_cached_tokens,
+        )
+        yield self._counter(
+            "stale_results",
+            "Worker results dropped because they were repeated, or belong to a step of a lost worker.",
+            stats.num_stale_results,
+        )
+        yield self._counter(
+            "scheduler_idle_seconds", "Seconds in which the main loop had nothing to do.", self._idle_s(stats.now_s)
+        )
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"servekit_{name}", text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"servekit_{name}", text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+
+class Metrics:
+    """All metrics of one server, by group."""
+
+    def __init__(self, config: ServeConfig, version: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = config.model_name
+        metrics = _MetricFactory(self.registry, config.model_name)
+        self.requests = RequestMetrics(metrics)
+        self.steps = StepMetrics(metrics)
+        self.workers = WorkerMetrics(metrics)
+        self.http = HttpMetrics(metrics)
+        self.server = ServerMetrics(metrics, config, version)
+
+    @property
+    def observers(self) -> list[Observer]:
+        """The groups that the engine's events update."""
+        return [self.requests, self.steps, self.workers]
+
+    def watch_scheduler(self, read_stats: Callable[[], SchedulerStats]) -> None:
+        """Export what `read_stats` returns at each scrape."""
+        self.registry.register(_SchedulerCollector(self._model_name, read_stats, self.steps.idle_s))
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)

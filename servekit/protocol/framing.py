@@ -1,0 +1,143 @@
+"""Send messages between processes: msgpack in length-prefixed frames, over one-way pipes.
+
+The task queue and the result queue between manager and worker are such pipes, made by `multiprocessing`; sandbox
+processes use their standard input and output. Why not `multiprocessing.Queue`: it pickles, it needs a thread to feed
+it, and when its reader is killed while waiting, it stays locked for the next reader. A pipe reports the death of the
+other end as EOF within milliseconds, and asyncio can watch it. The pipe's buffer is the bound. A pipe lives as long as
+the process at its other end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+# A step plan takes about 5 bytes for each token and block in it, and the rest of a request is limited at admission. So
+# this is far more than any valid message takes, and a longer frame means that the stream is corrupt.
+MAX_MESSAGE_BYTES = 2**30
+# Large enough that a plan almost always fits while the worker is busy computing.
+PIPE_BYTES = 2**20
+HEADER_BYTES = 4
+
+Message = TypeVar("Message")
+
+
+class MessageSender(Generic[Message]):
+    """The writing end of a pipe."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._unsent = bytearray()
+
+    def send(self, message: Message) -> None:
+        """Write one message; blocks until it is written. Raises BrokenPipeError if the reader has exited."""
+        self._connection.send_bytes(self._encode(message))
+
+    def send_ready(self, message: Message) -> bool:
+        """Write as much of a message as fits into the pipe, without blocking. Returns True if all was written.
+
+        The pipe must be non-blocking. Call `flush` to write the rest when there is room. Raises like `send`.
+        """
+        self._unsent += add_header(self._encode(message))
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Write as much of the rest as fits into the pipe. Returns True if all was written."""
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: os.write(self.fileno(), self._unsent)]
+        return not self._unsent
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class MessageReceiver(Generic[Message]):
+    """The reading end of a pipe. It decodes and validates messages."""
+
+    def __init__(self, connection: Connection[Any, Any], message_type: Any) -> None:
+        self._connection = connection
+        self._decode = msgspec.msgpack.Decoder(message_type).decode
+        self._partial = bytearray()  # bytes of a message that has not arrived completely
+
+    def receive(self) -> Message:
+        """Wait for one message. Raises EOFError if the writer has exited, ValueError for invalid bytes."""
+        frame = self._connection.recv_bytes(MAX_MESSAGE_BYTES)
+        message: Message = self._decode(frame)
+        return message
+
+    def has_message(self) -> bool:
+        """Whether `receive` would return or raise EOFError without waiting."""
+        return self._connection.poll(0)
+
+    def receive_ready(self) -> list[Message]:
+        """The messages that have arrived completely. Call it when the event loop reports the pipe as readable.
+
+        A large message arrives in pieces, so this may return none. The pipe must be non-blocking. Raises like
+        `receive`, and BlockingIOError if there is nothing to read.
+        """
+        piece = os.read(self._connection.fileno(), PIPE_BYTES)
+        if not piece:
+            raise EOFError
+        self._partial += piece
+        messages = []
+        while (end := self._end_of_frame()) is not None:
+            message: Message = self._decode(bytes(self._partial[HEADER_BYTES:end]))
+            messages.append(message)
+            del self._partial[:end]
+        return messages
+
+    def _end_of_frame(self) -> int | None:
+        """Where the first frame ends, if it has arrived completely."""
+        if len(self._partial) < HEADER_BYTES:
+            return None
+        length = frame_length(self._partial[:HEADER_BYTES])
+        if not 0 <= length <= MAX_MESSAGE_BYTES:
+            raise ValueError(f"the length of a message is {length} bytes; the limit is {MAX_MESSAGE_BYTES}")
+        end = HEADER_BYTES + length
+        return end if len(self._partial) >= end else None
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def add_header(payload: bytes) -> bytes:
+    """Put the length of an encoded message before it, in the format of `multiprocessing.Connection`."""
+    return len(payload).to_bytes(HEADER_BYTES, "big", signed=True) + payload
+
+
+def frame_length(header: bytes | bytearray) -> int:
+    """The length of the message behind this header, which may be invalid."""
+    return int.from_bytes(header, "big", signed=True)
+
+
+def make_pipe() -> tuple[Connection[Any, Any], Connection[Any, Any]]:
+    """(reader, writer) of a new one-way pipe."""
+    reader, writer = Pipe(duplex=False)
+    # It fails when an unprivileged user's pipe memory is used up. A smaller pipe only blocks more often.
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(writer.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return reader, writer
+
+
+def adopt_reader(file_descriptor: int) -> Connection[Any, Any]:
+    """The reading end that was inherited from the parent process."""
+    return Connection(file_descriptor, writable=False)
+
+
+def adopt_writer(file_descriptor: int) -> Connection[Any, Any]:
+    """The writing end that was inherited from the parent process."""
+    return Connection(file_descriptor, readable=False)

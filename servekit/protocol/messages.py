@@ -1,0 +1,213 @@
+"""Messages between manager and worker: frozen values, msgpack on the wire, never pickled.
+
+Fields are append-only. A `StepPlan` is self-contained as far as tokens go: it carries every token id that the manager
+knows for the positions it schedules, and the block tables of the sequences it gives a slot. So its size grows with the
+step's token budget, and with the cached tokens of prompts whose sampling looks back at them.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from servekit.protocol.sampling_params import SamplingParams
+
+
+class LoadModel(Struct, frozen=True, tag="load_model"):
+    """The first message to a worker: load this model, and allocate its KV cache."""
+
+    model_path: str
+    dtype: str
+    device: str
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    num_kv_blocks: int | None
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    load_format: str = "auto"  # dummy: random weights
+    kv_cache_dtype: str = "auto"  # the model's own
+
+
+class ModelInfo(Struct, frozen=True):
+    """What the manager needs to know of a model. The worker reads it from the loaded model."""
+
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    default_temperature: float
+    default_top_k: int
+    default_top_p: float
+
+
+class WorkerReady(Struct, frozen=True, tag="worker_ready"):
+    """The answer to LoadModel: the model is loaded, and its KV pages are allocated."""
+
+    model: ModelInfo
+    device: str
+    dtype: str
+    num_blocks: int
+    kv_bytes_per_token: int
+    load_time_s: float
+    num_weight_bytes: int = 0  # in the model's files; or, with random weights, as generated
+    weights_time_s: float = 0.0  # of `load_time_s`: until the layers were ready to compute with them
+    attention: str = ""  # the attention backend that was chosen
+
+
+class Loading(Struct, frozen=True, tag="loading"):
+    """The worker's progress with LoadModel."""
+
+    stage: str
+
+
+class Heartbeat(Struct, frozen=True, tag="heartbeat"):
+    """A sign of life, sent every `HEARTBEAT_S` from a thread of its own, whatever the worker is computing."""
+
+
+HEARTBEAT_S = 1.0
+
+
+class WorkerFailed(Struct, frozen=True, tag="worker_failed"):
+    """The worker cannot go on. `is_config_error`: the operator can correct the cause."""
+
+    message: str
+    is_config_error: bool = False
+
+
+class SlotAssignment(Struct, frozen=True, array_like=True, gc=False):
+    """Assign a slot to a sequence: forget what the slot held before, and sample with these parameters from now on.
+
+    Tokens whose KV is in the prefix cache are in no chunk. Where sampling depends on them, they are here.
+    """
+
+    slot: int
+    sampling: SamplingParams
+    prompt_length: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # may not be sampled before `min_tokens`
+    token_ids: tuple[int, ...] = ()  # of the positions before the first chunk
+    grammar: int | None = None  # on the wire: index into the plan's `grammars`, in place of `sampling.grammar`
+
+
+class ScheduledChunk(Struct, frozen=True, array_like=True, gc=False):
+    """One sequence's share of a step: compute positions [start, start + num_tokens).
+
+    `token_ids` are the known tokens from `start` on. It is shorter than `num_tokens` where the manager does not know
+    the tail yet, because a step still in flight samples it; the worker has those ids in its own token table. It is
+    longer by one where prompt logprobs are requested: a chunk's last logits predict the token behind it.
+    """
+
+    slot: int
+    start: int
+    num_tokens: int
+    token_ids: tuple[int, ...]
+    new_block_ids: tuple[int, ...]  # appended to the slot's block table
+    samples: bool  # whether a token is sampled from the last position's logits
+
+
+class StepPlan(Struct, frozen=True, tag="step_plan"):
+    """Everything a worker does in one step."""
+
+    epoch: int  # which incarnation of the worker this is meant for
+    step_id: int
+    slot_assignments: tuple[SlotAssignment, ...]
+    chunks: tuple[ScheduledChunk, ...]
+    copies: tuple[tuple[int, int], ...] = ()  # (from, to): whole blocks, copied before anything is computed
+    grammars: tuple[str, ...] = ()  # on the wire: each one once, however many assignments use it
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    def pack_grammars(self) -> StepPlan:
+        """The plan as it is sent, with each grammar once: a hundred answers to one prompt share theirs."""
+        indices: dict[str, int] = {}
+        packed = []
+        for assignment in self.slot_assignments:
+            grammar = assignment.sampling.grammar
+            if grammar is None:
+                packed.append(assignment)
+            else:
+                index = indices.setdefault(grammar, len(indices))
+                sampling = replace(assignment.sampling, grammar=None)
+                packed.append(replace(assignment, sampling=sampling, grammar=index))
+        return replace(self, slot_assignments=tuple(packed), grammars=tuple(indices)) if indices else self
+
+    def unpack_grammars(self) -> StepPlan:
+        """The plan as it was before `pack_grammars`."""
+        if not self.grammars:
+            return self
+        unpacked = []
+        for assignment in self.slot_assignments:
+            if assignment.grammar is None:
+                unpacked.append(assignment)
+            else:
+                sampling = replace(assignment.sampling, grammar=self.grammars[assignment.grammar])
+                unpacked.append(replace(assignment, sampling=sampling, grammar=None))
+        return replace(self, slot_assignments=tuple(unpacked), grammars=())
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):
+    """The model's log-probabilities for one token: natural logarithms of its softmax, before any sampling parameter."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the likeliest tokens, the likeliest first
+
+
+class PromptLogprobs(Struct, frozen=True, array_like=True, gc=False):
+    """Logprobs of the prompt tokens that a chunk's logits predict: from position `start` on, up to the prompt's end."""
+
+    chunk_index: int  # into the plan's chunks
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+class StepResult(Struct, frozen=True, tag="step_result"):
+    """What a step sampled: one token for each chunk that samples, in plan order."""
+
+    epoch: int
+    step_id: int
+    token_ids: tuple[int, ...]
+    step_time_s: float
+    # Aligned with `token_ids`; empty if no sequence requested them, None for each sequence that did not.
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # for each chunk with requested ones
+    failures: tuple[tuple[int, str], ...] = ()  # (index into `token_ids`, why that token is invalid)
+
+
+class StepFailed(Struct, frozen=True, tag="step_failed"):
+    """A step ran out of device memory, even when it was computed in small pieces. The worker lives."""
+
+    epoch: int
+    step_id: int
+    message: str
+
+
+class StartProfile(Struct, frozen=True, tag="start_profile"):
+    """Start to profile the steps after this message; answered by `Profiled`."""
+
+    directory: str  # for the trace
+    max_steps: int  # later steps are not recorded
+
+
+class StopProfile(Struct, frozen=True, tag="stop_profile"):
+    """Stop the profile and write it to a file; answered by `Profiled`."""
+
+
+class Profiled(Struct, frozen=True, tag="profiled"):
+    """The answer to StartProfile and StopProfile. A refusal changes nothing."""
+
+    refusal: str = ""
+    failure: str = ""  # why the trace could not be written
+    path: str = ""  # of the trace, once it is written
+    num_steps: int = 0
+
+
+class Shutdown(Struct, frozen=True, tag="shutdown"):
+    """The last message to a worker: exit."""
+
+
+ToWorker = LoadModel | StepPlan | StartProfile | StopProfile | Shutdown
+FromWorker = Loading | WorkerReady | WorkerFailed | Heartbeat | StepResult | StepFailed | Profiled

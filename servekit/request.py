@@ -1,0 +1,86 @@
+"""A request for generation, in one form for all HTTP APIs.
+
+Each API converts its request body to a GenerationRequest. The code below the API does not depend on which API it was.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    JSON = "json"  # any JSON object
+    REGEX = "regex"
+    EBNF = "ebnf"
+    CHOICE = "choice"  # one of several given texts
+
+
+class Grammar(Struct, frozen=True):
+    """A grammar that every answer must match, as the client wrote it. `text` is JSON for schemas and for choices."""
+
+    kind: GrammarKind
+    text: str
+    param: str  # the name of the field in the client's request, for errors
+
+
+class Prompt(Struct, frozen=True):
+    """One prompt, as text or as token ids."""
+
+    content: str | list[int]
+    param: str  # the name of the field in the client's request, for errors
+    add_special_tokens: bool = True  # those that the model expects around a text, such as <bos>
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
+    """Sampling parameters that the client set; None for others. `SamplingParams` documents their meaning."""
+
+    temperature: float | None = None
+    do_sample: bool | None = None  # false: greedy; true: not greedy, even if that is the model's default
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+
+class GenerationRequest(Struct, frozen=True, kw_only=True):
+    """Prompts, and how to answer each of them."""
+
+    prompts: list[Prompt]
+    sampling: Sampling
+    max_tokens: int | None = None  # None: as many as fit into the context
+    grammar: Grammar | None = None
+    n: int = 1  # answers to each prompt
+    best_of: int = 1  # answers computed for each prompt; the n best are returned
+    logprobs: int | None = None  # for each output token: its logprob, and those of this many top tokens
+    prompt_logprobs: int | None = None
+    truncate: int | None = None  # keep only this many tokens at the end of each prompt
+    priority: int = 0
+    ttft_ms: int | None = None
+    deadline_ms: int | None = None
+    stream_interval: int | None = None  # tokens of a sequence per event; None: the server's setting
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of answers that are computed."""
+        return len(self.prompts) * self.best_of
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """The logprobs to compute. `best_of` needs them to rank the answers, even if the client does not."""
+        return 0 if self.logprobs is None and self.best_of > self.n else self.logprobs

@@ -1,0 +1,74 @@
+"""The workload manager's inputs, as values.
+
+Each command names sequences by id, never by reference, and carries every time it depends on. So a recording of the
+commands is all that is needed to make another manager do the same again, plan for plan.
+
+`Operation[Outcome]` says what the manager answers to a command: `outcome = manager.apply(command)` is typed by it.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from msgspec import Struct
+
+from servekit.protocol.messages import StepPlan, StepResult
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.scheduler.sequence import NEVER, FinishReason, Sequence
+from servekit.scheduler.step import SequenceToken
+
+Outcome = TypeVar("Outcome")
+
+
+class Operation(Struct, Generic[Outcome], frozen=True):
+    """The base of all commands. `Outcome` is the type of the manager's answer."""
+
+
+class AddSequence(Operation[Sequence], frozen=True, tag="add", kw_only=True):
+    """Accept a sequence; it starts when its turn comes. The manager raises ContextTooLong for one that never fits."""
+
+    sequence_id: int  # in order of arrival
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_s: float = 0.0
+    tenant: str = ""  # only sequences of one tenant may share blocks; its tokens are charged to this tenant
+    priority: int = 0  # lower is sooner
+    ttft_deadline_s: float = NEVER  # on the manager's clock: without a first token by then, the sequence ends
+    deadline_s: float = NEVER  # unfinished by then, the sequence ends
+    leader_id: int | None = None  # an earlier sequence with the same prompt, from which this one is forked
+    has_length_bound: bool = True  # whether max_tokens is the client's, or just what the context holds
+
+
+class Plan(Operation[StepPlan | None], frozen=True, tag="plan"):
+    """Plan the next step. The answer is None when there is nothing to dispatch."""
+
+    now_s: float
+
+
+class Commit(Operation[list[SequenceToken]], frozen=True, tag="commit"):
+    """Apply a step's result. The answer is every token that was committed, in order."""
+
+    result: StepResult
+    now_s: float
+
+
+class Expire(Operation[list[Sequence]], frozen=True, tag="expire"):
+    """Finish every sequence whose deadline has passed. The answer is these sequences."""
+
+    now_s: float
+
+
+class Finish(Operation[bool], frozen=True, tag="finish"):
+    """End a sequence. The answer is False if it had ended before, or never existed."""
+
+    sequence_id: int
+    reason: FinishReason
+
+
+class Restart(Operation[list[Sequence]], frozen=True, tag="restart"):
+    """Forget what the worker held. The answer is the sequences that crash workers; the caller finishes them."""
+
+    is_out_of_memory: bool = False
+
+
+Command = AddSequence | Plan | Commit | Expire | Finish | Restart

@@ -1,0 +1,77 @@
+"""Find the sequence that crashes workers: suspects run alone, one after the other, until they prove harmless.
+
+A worker may end for any reason, and most reasons have nothing to do with what it computed. So after a first crash all
+sequences go on. A sequence that was in flight in two crashes, with no new token between them, is a suspect. A suspect
+is computed with nothing beside it, so the next crash has one cause. If it gets past the position it had reached, and a
+little further, it returns to the waiting queue. If a third worker crashes over it, it fails, and no other one with it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from servekit.scheduler.sequence import Sequence
+
+CRASHES_TO_SUSPECT = 2  # in a row, with the sequence in flight in each of them
+CRASHES_TO_FAIL = 3
+
+
+class CrashRecord(Struct, gc=False):
+    """The crashes in a row that a sequence was in flight in, with no new token between them."""
+
+    num_crashes: int
+    num_tokens: int  # that were known at the last one
+
+
+class CrashQuarantine:
+    """The suspects, the oldest suspicion first, and the crashes that each living sequence was in flight in."""
+
+    def __init__(self, num_steps_ahead: int) -> None:
+        # With two steps in flight, the second may be the cause of a crash; so as many tokens prove a suspect harmless.
+        self._num_tokens_to_clear = num_steps_ahead
+        self._suspects: deque[Sequence] = deque()
+        self._records: dict[int, CrashRecord] = {}  # by sequence id
+
+    def __len__(self) -> int:
+        return len(self._suspects)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._suspects
+
+    @property
+    def first(self) -> Sequence:
+        """The suspect that has the worker for itself."""
+        return self._suspects[0]
+
+    def record_crash(self, in_flight: Iterable[Sequence]) -> list[Sequence]:
+        """Record that a worker crashed while these sequences were in flight; return those of them that must fail."""
+        failed = []
+        for sequence in in_flight:
+            record = self._records.setdefault(sequence.sequence_id, CrashRecord(0, 0))
+            has_progressed = sequence.num_tokens > record.num_tokens
+            record.num_crashes = 1 if has_progressed else record.num_crashes + 1
+            record.num_tokens = sequence.num_tokens
+            if record.num_crashes >= CRASHES_TO_FAIL:
+                failed.append(sequence)
+            elif record.num_crashes >= CRASHES_TO_SUSPECT and sequence not in self._suspects:
+                self._suspects.append(sequence)
+        return failed
+
+    def discard(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended."""
+        self._records.pop(sequence.sequence_id, None)
+        if sequence in self._suspects:
+            self._suspects.remove(sequence)
+
+    def clear(self) -> Sequence | None:
+        """Release the first suspect if it has proved harmless, and return it."""
+        if self._suspects:
+            first = self._suspects[0]
+            record = self._records[first.sequence_id]
+            if first.num_tokens >= record.num_tokens + self._num_tokens_to_clear:
+                record.num_crashes = 0
+                return self._suspects.popleft()
+        return None

@@ -1,0 +1,194 @@
+"""Decide which KV blocks each sequence has: what it finds when it is admitted, whether there is room, what it releases.
+
+A sequence's block table begins with full blocks that it may share, found in the prefix cache or with the leader it was
+forked from, and goes on with blocks of its own. Only its own blocks are ever written to. Where a fork would share a
+block that is full only in part, it gets a copy instead, because both will write to it.
+
+Copy on write of forked sequences: Kwon et al., "PagedAttention", SOSP 2023, section 4.4. There the copy is made at the
+first write; here it is made when the fork is admitted, because its first step writes to that block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from servekit.scheduler.output_length import OutputLengthPredictor, future_peak
+from servekit.scheduler.prefix_cache import HashBlock, PrefixCache, chain_hash, salt_hash
+from servekit.scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class PrefixMatch:
+    """What is already computed of a waiting sequence."""
+
+    blocks: list[int]  # full ones, to be shared
+    num_tokens: int  # in `blocks`, and in `partial`
+    partial: int | None = None  # a block of the leader's that is full only in part, to be copied
+
+
+class KVCacheManager:
+    """The blocks of one worker, and which sequences have them. While serving, the only writer of `Sequence.kv`."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        max_preemptions: int,
+        output_lengths: OutputLengthPredictor,
+        hash_block: HashBlock = chain_hash,
+    ) -> None:
+        self.block_size = block_size
+        self.prefixes = PrefixCache(num_blocks)
+        self.pool = self.prefixes.pool
+        self._enable_prefix_caching = enable_prefix_caching
+        self._max_preemptions = max_preemptions
+        # Blocks that running sequences may still ask for, if each one goes on to its maximum length.
+        self._num_blocks_to_come = 0
+        self._output_lengths = output_lengths
+        self._hash_block = hash_block
+
+    @property
+    def num_fenced(self) -> int:
+        return self.pool.num_fenced
+
+    def is_pinned(self, sequence: Sequence) -> bool:
+        """Whether a sequence was preempted as often as allowed, and so gets all the blocks it can ever need at once."""
+        return sequence.num_preemptions >= self._max_preemptions
+
+    # -- admitting ----------------------------------------------------------------------------------------------------
+
+    def find_prefix_match(self, sequence: Sequence, step_id: int) -> PrefixMatch:
+        """What step `step_id` need not compute for a sequence: it is in the prefix cache or with its leader.
+
+        Positions whose logits are needed are never in a match: at least the last known token.
+        """
+        blocks: list[int] = []
+        num_shareable = sequence.num_shareable
+        if self._enable_prefix_caching:
+            num_blocks = num_shareable // self.block_size
+            self._hash_blocks(sequence, num_blocks)
+            blocks = self.prefixes.find(sequence.kv.hashes[:num_blocks])
+        found = PrefixMatch(blocks, len(blocks) * self.block_size)
+        leader = sequence.leader
+        # Copies are made at the start of a step, so what is copied must have been computed by an earlier one.
+        if leader is None or leader.first_sampled_step_id is None or leader.first_sampled_step_id >= step_id:
+            return found
+        num_tokens = min(sequence.prompt_length, num_shareable)
+        if num_tokens <= found.num_tokens:
+            return found
+        num_full, num_in_partial = divmod(num_tokens, self.block_size)
+        table = leader.kv.table
+        return PrefixMatch(table[:num_full], num_tokens, table[num_full] if num_in_partial else None)
+
+    def has_room(self, sequence: Sequence, match: PrefixMatch, running: list[Sequence]) -> bool:
+        """Whether a sequence can be admitted now, and all running ones can still go on to their end.
+
+        The blocks for every known token are leased at once, so that a prompt never runs short between two chunks.
+        """
+        pool, found = self.pool, match.blocks
+        num_found_cached = sum(map(pool.is_cached, found))
+        missing = self._num_blocks_at_once(sequence) - len(found)
+        if missing > pool.num_available - num_found_cached:
+            return False
+        num_blocks_after = pool.num_leased + num_found_cached + self._max_blocks(sequence) - len(found)
+        if not running or num_blocks_after + self._num_blocks_to_come <= pool.num_blocks:
+            return True  # it fits alone, which was checked when it was added; or all fit, at any lengths
+        demands = [self._demand(other, other.kv.num_found) for other in running]
+        demands.append(self._demand(sequence, len(found)))
+        # A shared block is counted with the sequence that computed it, or here, if that one has ended.
+        counted = sum(len(other.kv.table) - other.kv.num_found for other in running)
+        others = max(0, pool.num_leased + num_found_cached - counted)
+        return others + future_peak(demands, self.block_size) <= pool.num_blocks
+
+    def _max_blocks(self, sequence: Sequence) -> int:
+        return -(-(sequence.max_length - 1) // self.block_size)
+
+    def _num_blocks_at_once(self, sequence: Sequence) -> int:
+        num_positions = sequence.max_length - 1 if self.is_pinned(sequence) else sequence.num_tokens
+        return -(-num_positions // self.block_size)
+
+    def _demand(self, sequence: Sequence, num_found_blocks: int) -> tuple[int, int]:
+        """(positions that it has blocks of its own for, positions that it will ask for)."""
+        num_found = num_found_blocks * self.block_size
+        if self.is_pinned(sequence):
+            return sequence.max_length - 1 - num_found, 0
+        return sequence.num_tokens + sequence.num_pending - num_found, self._output_lengths.tokens_to_come(sequence)
+
+    def allocate(self, sequence: Sequence, match: PrefixMatch) -> None:
+        """Share the blocks of `match`, and lease blocks for the rest; the caller has checked that there is room."""
+        for block in match.blocks:
+            self.pool.share(block)
+        num_found = len(match.blocks)
+        sequence.kv.table = match.blocks
+        sequence.kv.num_found = sequence.kv.num_published = num_found
+        self._lease(sequence, self._num_blocks_at_once(sequence) - num_found)
+        self._num_blocks_to_come += self._max_blocks(sequence) - len(sequence.kv.table)
+
+    # -- growing, publishing, releasing -------------------------------------------------------------------------------
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Lease one more block for a sequence. False if none is available."""
+        if not self.pool.num_available:
+            return False
+        self._lease(sequence, 1)
+        self._num_blocks_to_come -= 1
+        return True
+
+    def _lease(self, sequence: Sequence, num_blocks: int) -> None:
+        sequence.kv.table.extend(self.pool.lease(num_blocks))
+        sequence.kv.capacity = len(sequence.kv.table) * self.block_size
+
+    def publish(self, sequence: Sequence) -> None:
+        """Make the blocks findable whose tokens are all committed and computed by a dispatched step."""
+        num_full = min(sequence.num_computed, len(sequence.token_ids)) // self.block_size
+        if num_full <= sequence.kv.num_published or not self._enable_prefix_caching:
+            return
+        self._hash_blocks(sequence, num_full)
+        for index in range(sequence.kv.num_published, num_full):
+            self.prefixes.publish(sequence.kv.table[index], sequence.kv.hashes[index])
+        sequence.kv.num_published = num_full
+
+    def _hash_blocks(self, sequence: Sequence, num_blocks: int) -> None:
+        """Continue a sequence's chain of hashes to its first `num_blocks` blocks."""
+        block_size, hashes = self.block_size, sequence.kv.hashes
+        if not hashes and sequence.leader is not None:
+            hashes.extend(sequence.leader.kv.hashes[: sequence.prompt_length // block_size])
+        for index in range(len(hashes), num_blocks):
+            previous = hashes[-1] if hashes else salt_hash(sequence.tenant)
+            token_ids = sequence.token_ids[index * block_size : (index + 1) * block_size]
+            hashes.append(self._hash_block(previous, token_ids))
+
+    def release(self, sequence: Sequence, fence_step_id: int | None) -> None:
+        """Release all blocks of a sequence, at once or when step `fence_step_id` is settled."""
+        self._num_blocks_to_come -= self._max_blocks(sequence) - len(sequence.kv.table)
+        # Tail first: the blocks at the front are a prefix of more continuations, and are to be reused last.
+        self.pool.release(reversed(sequence.kv.table), fence_step_id)
+        sequence.kv.clear()
+
+    @staticmethod
+    def forget(sequence: Sequence) -> None:
+        """Clear the block table of a sequence whose worker, and so whose pool, is gone."""
+        sequence.kv.clear()
+
+    def settle(self, step_id: int) -> None:
+        """Make the blocks available that were fenced for step `step_id`, which is done."""
+        self.pool.settle(step_id)
+
+    def shared_blocks(self, running: list[Sequence]) -> set[int]:
+        """The blocks that are in several tables. All holders of such a block but one have it as a found block."""
+        found = set[int]().union(*(sequence.kv.table[: sequence.kv.num_found] for sequence in running))
+        return {block for block in found if self.pool.num_holders(block) > 1}
+
+    def check(self, running: list[Sequence]) -> None:
+        """Assert that tables and pool agree. Linear in all there is: for tests and simulations."""
+        self.prefixes.check()
+        held = [0] * self.pool.num_blocks
+        for sequence in running:
+            for block in sequence.kv.table:
+                held[block] += 1
+            assert sequence.kv.capacity == len(sequence.kv.table) * self.block_size >= sequence.num_computed
+            assert sequence.kv.num_published * self.block_size <= min(sequence.num_computed, sequence.num_tokens)
+        to_come = sum(self._max_blocks(sequence) - len(sequence.kv.table) for sequence in running)
+        assert to_come == self._num_blocks_to_come
+        assert held == self.pool.holders(), "block tables and pool disagree on which sequences hold which blocks"

@@ -1,0 +1,83 @@
+"""Predict how long answers become, and with it how many KV blocks running sequences need at their peak.
+
+Sequences grow as they run and release everything when they end, so most blocks are needed just before one of them ends.
+Where output lengths are bounded, that peak can be computed. Where they are not, they are predicted from the lengths of
+recent answers, and the prediction is raised after each preemption. A wrong prediction costs a recompute, never a token.
+
+The peak: Gong et al., "Past-Future Scheduler for LLM Serving under SLA Guarantees", ASPLOS 2025, section 3 (lightllm).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable
+from itertools import accumulate
+from operator import itemgetter
+
+from servekit.scheduler.sequence import Sequence
+
+
+def future_peak(demands: Iterable[tuple[int, int]], block_size: int) -> int:
+    """The largest number of blocks that sequences hold at the same time, if all of them grow by a token in every step.
+
+    `demands` are (tokens held now, tokens yet to come). With blocks of one token the answer is exact; with larger ones
+    it is too high by less than a block for each sequence.
+    """
+    peak = num_tokens = 0
+    # When a sequence ends, all that have more to come are still running: they come before it in this order.
+    for num_alive, (num_held, num_to_come) in enumerate(sorted(demands, key=itemgetter(1), reverse=True), start=1):
+        num_tokens += num_held + block_size - 1
+        peak = max(peak, num_tokens + num_alive * num_to_come)
+    return peak // block_size
+
+
+class OutputLengthPredictor:
+    """Predicts how many tokens a sequence will still ask for.
+
+    Where the client bounds the length, that bound is the prediction. Elsewhere it is the mean of what recent answers
+    had yet to come at this length, over those that became longer; times a safety factor, which doubles with each
+    preemption and shrinks with each sequence that ends.
+    """
+
+    NUM_REMEMBERED = 128
+    MAX_SAFETY_FACTOR = 16.0
+    RECOVERY = 0.98  # the safety factor is multiplied by it when a sequence ends
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._recent: deque[int] = deque(maxlen=self.NUM_REMEMBERED)
+        self._lengths: list[int] = []  # the same, sorted
+        self._sums: list[int] = []  # of `_lengths` from each index to the end
+        self.safety_factor = 1.0
+
+    def tokens_to_come(self, sequence: Sequence) -> int:
+        # The last output token is never fed back, so it needs no KV position.
+        num_known = len(sequence.token_ids) + sequence.num_pending
+        limit = max(0, sequence.max_length - 1 - num_known)
+        if sequence.has_length_bound:
+            return limit
+        expected = self.safety_factor * self._mean_beyond(num_known - sequence.prompt_length)
+        return min(limit, max(self._block_size, int(expected)))
+
+    def _mean_beyond(self, num_outputs: int) -> float:
+        """The mean of what was yet to come in answers that became longer than this; a block if there was none."""
+        first = bisect_right(self._lengths, num_outputs)
+        if first == len(self._lengths):
+            return self._block_size
+        return self._sums[first] / (len(self._lengths) - first) - num_outputs
+
+    def record_end(self, sequence: Sequence) -> None:
+        """Learn from a sequence that came to its own end."""
+        self.safety_factor = max(1.0, self.safety_factor * self.RECOVERY)
+        if not sequence.has_length_bound:
+            self._recent.append(sequence.num_output_tokens)
+            self._update()
+
+    def _update(self) -> None:
+        self._lengths = sorted(self._recent)
+        self._sums = list(accumulate(reversed(self._lengths)))[::-1]
+
+    def record_preemption(self) -> None:
+        """Learn that too much was admitted."""
+        self.safety_factor = min(self.MAX_SAFETY_FACTOR, self.safety_factor * 2)

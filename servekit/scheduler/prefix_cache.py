@@ -1,0 +1,73 @@
+"""Find prefixes whose KV is in the pool already, by the hashes of their full blocks.
+
+A block's hash covers its own tokens and the hash of the block before it, and so the whole prefix up to its end. The
+chain starts from a salt, so that tenants never share blocks. Only full blocks are published, and only when every token
+in them is committed and their computation has been dispatched. The worker runs steps in order, so a sequence that finds
+a block reads it after it is written, even while the sequence that computes it is still being prefilled.
+
+Block hashing: vLLM's automatic prefix caching; the chain and the salt are as there. Blocks found are shared, never
+copied; a duplicate that was computed at the same time stays unpublished and is freed like any other block.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as TokenSequence
+from hashlib import blake2b
+
+from servekit.scheduler.block_pool import BlockPool
+
+HASH_BYTES = 16
+
+HashBlock = Callable[[bytes, TokenSequence[int]], bytes]
+"""(hash of the block before it, a block's token ids) -> hash of the block."""
+
+
+def chain_hash(previous: bytes, token_ids: TokenSequence[int]) -> bytes:
+    """The hash of a block with these tokens after the block with hash `previous`.
+
+    Both parts have fixed lengths, so no two different chains have the same bytes.
+    """
+    return blake2b(previous + array("I", token_ids).tobytes(), digest_size=HASH_BYTES).digest()
+
+
+def salt_hash(salt: str) -> bytes:
+    """The hash that a tenant's chains start from."""
+    return blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"servekit salt").digest()
+
+
+class PrefixCache:
+    """An index of the pool's published blocks. The pool decides which of them survive."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks, on_reuse=self._forget)
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    def find(self, hashes: TokenSequence[bytes]) -> list[int]:
+        """The blocks that hold the longest known prefix of this chain."""
+        blocks = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None or not self.pool.is_shareable(block):
+                break
+            blocks.append(block)
+        return blocks
+
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Make a leased block findable. Of several blocks with one hash, the first one stays the one that is found."""
+        if block_hash not in self._block_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+            self.pool.keep(block)
+
+    def _forget(self, block: int) -> None:
+        del self._block_of[self._hash_of.pop(block)]
+
+    def check(self) -> None:
+        """Assert that the index and the pool agree."""
+        self.pool.check()
+        assert self.pool.kept() == self._hash_of.keys(), "a kept block is not in the index, or an indexed one not kept"
+        assert [self._block_of[block_hash] for block_hash in self._hash_of.values()] == list(self._hash_of)
+        assert len(self._block_of) == len(self._hash_of)

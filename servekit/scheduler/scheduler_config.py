@@ -1,0 +1,61 @@
+"""The scheduler's limits and its policy."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from servekit.config import ServeConfig
+from servekit.errors import ContextTooLong
+from servekit.protocol.messages import WorkerReady
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True):
+    """The limits that every plan keeps, and how the scheduler chooses."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    max_steps_in_flight: int = 1
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    itl_target_s: float | None = None
+    max_preemptions: int = 4
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The longest sequence that could run alone: prompt and output together.
+
+        The last output token is never fed back, so it needs no KV position: hence the one more than the pool holds.
+        """
+        return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+
+    def check_fits(self, prompt_length: int, max_tokens: int) -> None:
+        """Raise ContextTooLong for a sequence that can never be served, so that `plan` never meets one."""
+        limit = self.max_total_tokens
+        if prompt_length + max_tokens <= limit:
+            return
+        # Clients of other servers search for the first sentence and for the code at the end.
+        raise ContextTooLong(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{prompt_length + max_tokens} tokens ({prompt_length} in the prompt, {max_tokens} for the output). "
+            "Please reduce the length of the prompt or max_tokens (context_length_exceeded)."
+        )
+
+
+def scheduler_config(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:
+    """The scheduler's configuration, from the operator's settings and from what the worker reported."""
+    return SchedulerConfig(
+        num_blocks=worker.num_blocks,
+        block_size=config.block_size,
+        max_model_len=worker.model.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        eos_token_ids=frozenset(worker.model.eos_token_ids),
+        max_steps_in_flight=config.max_steps_in_flight,
+        enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy,
+        itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1e3,
+    )

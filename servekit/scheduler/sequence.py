@@ -1,0 +1,196 @@
+"""One prompt and its growing answer: its states and its token arithmetic.
+
+    WAITING ──admit──▶ RUNNING ──finish──▶ FINISHED
+       ▲                  │
+       └───preempt────────┘          (finish is reachable from every state, once)
+
+One counter says how much is left to compute: `num_needed = known + pending - computed`. A prompt chunk, a decode and a
+resume after preemption are the same arithmetic: they differ only in the counter's size, and share one token budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from servekit.protocol.messages import PromptLogprobs, TokenLogprobs
+from servekit.protocol.sampling_params import SamplingParams
+
+NEVER = float("inf")
+
+
+class Status(StrEnum):
+    """Whether a sequence waits for a slot and blocks, has them, or has ended."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # end of sequence, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the context is used up
+    DEADLINE = "deadline"  # the client's own ttft_ms or deadline_ms passed
+    ABORT = "abort"  # the client disconnected or cancelled
+    ERROR = "error"  # the server failed it
+
+
+class SequenceBlocks:
+    """The KV blocks of one sequence. While serving, only the KV cache manager writes them.
+
+    `hashes` belong to the tokens, and outlive the blocks.
+    """
+
+    __slots__ = ("capacity", "hashes", "num_found", "num_published", "table")
+
+    def __init__(self) -> None:
+        self.hashes: list[bytes] = []  # of the full blocks of known tokens, as far as they were needed
+        self.clear()
+
+    def clear(self) -> None:
+        """Back to no blocks."""
+        self.table: list[int] = []
+        self.capacity = 0  # positions that the table covers
+        self.num_found = 0  # blocks at the front of the table that another sequence computed
+        self.num_published = 0  # blocks at the front of the table that the prefix cache knows
+
+
+class Sequence:
+    """A sequence's whole state. The worker holds nothing that cannot be computed again from it.
+
+    Three boundaries split its positions: [0, num_computed) have their KV written by steps already dispatched,
+    [num_computed, num_tokens) are known and wait for their KV, and `num_pending` more are being sampled by steps in
+    flight. While serving, only the workload manager makes and writes sequences, and only its KV cache manager writes
+    `kv`; checkpoint.py restores both for a replay.
+
+    `leader` is an earlier sequence with the same prompt: this one is forked from it, and shares its prompt's blocks.
+    """
+
+    __slots__ = (
+        "arrival_s",
+        "deadline_s",
+        "finish_reason",
+        "first_sampled_step_id",
+        "first_scheduled_s",
+        "has_length_bound",
+        "incarnation",
+        "kv",
+        "last_step_id",
+        "leader",
+        "max_length",
+        "num_cached_tokens",
+        "num_computed",
+        "num_missing",
+        "num_pending",
+        "num_preemptions",
+        "priority",
+        "prompt_length",
+        "prompt_logprobs",
+        "sampling",
+        "sequence_id",
+        "slot",
+        "status",
+        "stop_set",
+        "stop_token_id",
+        "tenant",
+        "token_ids",
+        "ttft_deadline_s",
+    )
+
+    def __init__(
+        self,
+        sequence_id: int,
+        prompt_token_ids: Iterable[int],
+        sampling: SamplingParams,
+        arrival_s: float = 0.0,
+        *,
+        tenant: str = "",
+        priority: int = 0,
+        ttft_deadline_s: float = NEVER,
+        deadline_s: float = NEVER,
+        leader: Sequence | None = None,
+        has_length_bound: bool = True,
+        stop_set: frozenset[int] = frozenset(),
+    ) -> None:
+        self.sequence_id = sequence_id  # in order of arrival
+        self.sampling = sampling
+        self.arrival_s = arrival_s
+        self.tenant = tenant  # only sequences of one tenant may share blocks; its tokens are charged to this tenant
+        self.priority = priority  # lower is sooner
+        self.ttft_deadline_s = ttft_deadline_s  # on the manager's clock: without a first token by then, it ends
+        self.deadline_s = deadline_s  # unfinished by then, it ends
+        self.leader = leader
+        self.has_length_bound = has_length_bound  # whether max_tokens is the client's, or just what the context holds
+        self.token_ids = list(prompt_token_ids)  # prompt, then every committed output token
+        self.prompt_length = len(self.token_ids)
+        assert self.prompt_length > 0, "a sequence starts from at least one token"
+        self.max_length = self.prompt_length + sampling.max_tokens
+        assert leader is None or leader.tenant == tenant, "a fork is of the same request"
+        assert leader is None or leader.token_ids[: self.prompt_length] == self.token_ids, "forks share the prompt"
+
+        self.stop_set = stop_set  # tokens that end it: the model's own and the client's
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of positions from 1 on, if requested; never dropped
+
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_token_id: int | None = None  # which of the client's stop tokens ended it, if one did
+        self.first_scheduled_s: float | None = None
+        self.num_cached_tokens: int | None = None  # found when it was first admitted
+        # Tokens to compute, as far as was known when it was queued or admitted.
+        self.num_missing = self.prompt_length
+        self.num_preemptions = 0
+        # Counts how often its slot and blocks were taken away. Results of an earlier incarnation are thereby ignored.
+        self.incarnation = -1
+        self.kv = SequenceBlocks()
+        self.reset_computation()
+
+    def reset_computation(self) -> None:
+        """Back to having no slot and nothing computed; the tokens stay. The KV cache manager takes the blocks."""
+        self.incarnation += 1
+        self.slot: int | None = None
+        self.num_computed = 0
+        self.num_pending = 0
+        self.first_sampled_step_id: int | None = None  # the first to sample for it in this incarnation
+        self.last_step_id = -1  # the newest step that reads or writes its blocks
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_length :]
+
+    @property
+    def num_needed(self) -> int:
+        """How many positions must be computed before the next unknown token can be sampled."""
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def num_shareable(self) -> int:
+        """How many positions, from the first one on, are needed for their KV only, so that cached KV replaces them.
+
+        The last known position's logits are needed too. So are those of every position that predicts a prompt token
+        whose logprobs are requested and not there yet: logits at position p predict position p + 1.
+        """
+        if self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1:
+            return len(self.prompt_logprobs)
+        return len(self.token_ids) - 1
+
+    def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        """Append the logprobs of a step; those that were there before, from an earlier incarnation, stay."""
+        num_known = len(self.prompt_logprobs) + 1 - part.start
+        assert num_known >= 0, f"{self} would leave out {-num_known} of its prompt's tokens"
+        self.prompt_logprobs.extend(part.logprobs[num_known:])
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.sequence_id} {self.status} {self.prompt_length}+{self.num_output_tokens}"
+            f"/{self.sampling.max_tokens} tokens, computed {self.num_computed}, pending {self.num_pending}>"
+        )

@@ -1,0 +1,59 @@
+"""A step as the workload manager knows it, from its plan until its result is committed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from servekit.errors import WorkerLost
+from servekit.protocol.messages import PromptLogprobs, ScheduledChunk, SlotAssignment, StepResult, TokenLogprobs
+from servekit.scheduler.sequence import FinishReason, Sequence
+
+
+class SequenceToken(Struct, frozen=True, gc=False):
+    """One committed token, and what it did to its sequence."""
+
+    sequence: Sequence
+    token_id: int
+    finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None  # if requested
+    failure: str | None = None  # why there is no token, if the worker could not choose one
+
+
+@dataclass(slots=True)
+class Step:
+    """What is planned for a step, and which sequences wait for which part of its result."""
+
+    step_id: int
+    planned_s: float
+    budget: int  # tokens that may still be scheduled
+    slot_assignments: list[SlotAssignment] = field(default_factory=list)
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    sampled: list[tuple[Sequence, int]] = field(default_factory=list)  # which sequence samples, in which incarnation
+    # By index of the chunk: the sequence, and its incarnation, whose prompt logprobs that chunk computes.
+    prompt_logprobs: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
+    num_decodes: int = 0
+    num_prefill_tokens: int = 0
+    result: StepResult | None = None  # if it came before the result of an earlier step
+
+    def check_fits(self, result: StepResult) -> None:
+        """Raise WorkerLost for a malformed result: one that cannot be this step's."""
+        num_tokens = len(self.sampled)
+        fits = (
+            len(result.token_ids) == num_tokens
+            and len(result.logprobs) in (0, num_tokens)
+            and all(map(self._was_requested, result.prompt_logprobs))
+            and all(0 <= index < num_tokens for index, _ in result.failures)
+        )
+        if not fits:
+            raise WorkerLost(f"the model worker's result does not fit its step of {num_tokens} tokens")
+
+    def _was_requested(self, part: PromptLogprobs) -> bool:
+        """Whether these are exactly the prompt tokens that the logits of their chunk predict."""
+        if part.chunk_index not in self.prompt_logprobs:
+            return False
+        chunk, (sequence, _) = self.chunks[part.chunk_index], self.prompt_logprobs[part.chunk_index]
+        num_predicted = min(chunk.num_tokens, sequence.prompt_length - chunk.start - 1)
+        return part.start == chunk.start + 1 and len(part.logprobs) == num_predicted

@@ -1,0 +1,570 @@
+"""Decide, step by step, which tokens a worker computes next.
+
+`plan` says what the next step computes, `commit` applies what it sampled, and `finish` is the only way out for a
+sequence. All of it is a plain function of the state: no clock, no I/O, no randomness, no torch. The engine drives it in
+production and the simulation drives it by the million steps, with the same code and by the same commands.
+
+How one step is decided (docs/ARCHITECTURE.md has a picture, with the same numbers):
+
+1. Every running sequence that is past its prompt computes one position, by rank. If it needs a block and none is
+   available, the last-ranked running sequence is preempted for it. If none behind it may be preempted, or if fenced
+   blocks are about to become available, it keeps its slot and waits.
+2. What is left of `max_num_batched_tokens`, or of what the inter-token latency target allows, is prefill. Before the
+   first unfinished prompt come waiting sequences that outrank it; or, under a policy with a share for short prompts,
+   all shorter prompts, up to that share.
+3. Then the first unfinished prompt, and the other running ones.
+4. Then the sequences that the waiting queue proposes, as long as there are tokens, slots and memory.
+
+No sequence is admitted in a step in which a running one found no block: then none is left, and an admitted sequence
+takes at least one.
+
+What always holds, each checked by `check` or by the simulation:
+
+- The first-ranked running sequence is never preempted, and no sequence is accepted that could not run alone, so there
+  is always progress.
+- A sequence is preempted at most `max_preemptions` times. After that it is admitted only with all the blocks it can
+  ever need, so no shortage of blocks can stop it again.
+- A step is in flight or it is not. Its result is applied once, in order, to the incarnations it was planned for.
+
+Continuous batching: Yu et al., "Orca", OSDI 2022, section 4. Chunked prefill under one token budget: Agrawal et al.,
+"Sarathi-Serve", OSDI 2024, section 4.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from typing import Any, cast
+
+from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, StepResult
+from servekit.scheduler.commands import AddSequence, Commit, Expire, Finish, Operation, Outcome, Plan, Restart
+from servekit.scheduler.crash_quarantine import CrashQuarantine
+from servekit.scheduler.deadlines import Deadlines
+from servekit.scheduler.kv_cache_manager import KVCacheManager, PrefixMatch
+from servekit.scheduler.output_length import OutputLengthPredictor
+from servekit.scheduler.policy import POLICIES
+from servekit.scheduler.prefill_limiter import PrefillLimiter
+from servekit.scheduler.prefix_cache import HashBlock, chain_hash
+from servekit.scheduler.scheduler_config import SchedulerConfig
+from servekit.scheduler.sequence import FinishReason, Sequence, Status
+from servekit.scheduler.step import SequenceToken, Step
+
+
+class WorkloadManager:
+    """Owns every sequence and every block of one worker.
+
+    `epoch` names the worker's incarnation; plans carry it and results must match it.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        output_lengths: OutputLengthPredictor | None = None,
+        hash_block: HashBlock = chain_hash,
+    ) -> None:
+        self.config = config
+        self.epoch = 0
+        self.output_lengths = output_lengths or OutputLengthPredictor(config.block_size)
+        self._hash_block = hash_block
+        self.kv_cache = self._new_kv_cache()
+        self.waiting_queue = POLICIES[config.scheduling_policy]()
+        self.prefill_limiter = PrefillLimiter(config.itl_target_s, config.max_num_batched_tokens)
+        self.quarantine = CrashQuarantine(config.max_steps_in_flight)
+        self.step_token_limit = config.max_num_batched_tokens  # reduced for a while after a step ran out of memory
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # looked up in the prefix cache
+        self.num_cached_tokens = 0  # of these: found
+        self.num_stale_results = 0
+        self.num_queued_tokens = 0  # prompt tokens of sequences that were never admitted
+        self._sequences: dict[int, Sequence] = {}  # alive: running, queued, or waiting for their leader
+        self._running: list[Sequence] = []  # by rank
+        self._followers: defaultdict[int, list[Sequence]] = defaultdict(list)  # by the leader they wait for
+        self._leaders_ready: list[Sequence] = []  # whose prompts the newest step completes
+        # The first in the queue, if there was no room for it and no block has been released since.
+        self._blocked: Sequence | None = None
+        self._deadlines = Deadlines()
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._in_flight: deque[Step] = deque()
+        self.next_step_id = 0
+        self._last_commit_s = 0.0
+
+    # -- what others may read -------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._sequences) - len(self._running)
+
+    @property
+    def num_deferred(self) -> int:
+        """How many of the waiting sequences wait for their leader's prompt, and not in the queue."""
+        return sum(map(len, self._followers.values()))
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._in_flight)
+
+    @property
+    def num_leaked(self) -> int:
+        """Blocks and slots that are neither held nor available, or counted twice. Any number but 0 is our bug."""
+        pool = self.kv_cache.pool
+        num_leased = pool.num_leased + pool.num_fenced if self.has_work else 0
+        num_blocks = abs(pool.num_blocks - pool.num_available - num_leased)
+        return num_blocks + abs(self.config.max_num_seqs - len(self._free_slots) - len(self._running))
+
+    @property
+    def next_deadline_s(self) -> float:
+        """The next deadline; infinite if there is none."""
+        return self._deadlines.next_s
+
+    # -- the commands ---------------------------------------------------------------------------------------------
+
+    def apply(self, command: Operation[Outcome]) -> Outcome:
+        """Carry out one command: call the method of its name, and return what that returns."""
+        outcome: Any
+        match command:
+            case Plan():
+                outcome = self.plan(command.now_s)
+            case Commit():
+                outcome = self.commit(command.result, command.now_s)
+            case Expire():
+                outcome = self.expire(command.now_s)
+            case AddSequence():
+                outcome = self.add(command)
+            case Finish():
+                outcome = self.finish(command.sequence_id, command.reason)
+            case Restart():
+                outcome = self.restart(command.is_out_of_memory)
+            case _:
+                raise TypeError(f"{command!r} is not a command of the workload manager")
+        return cast(Outcome, outcome)
+
+    def add(self, command: AddSequence) -> Sequence:
+        """Make a sequence; it starts when its turn comes. Raises ContextTooLong."""
+        sampling = command.sampling
+        self.config.check_fits(len(command.prompt_token_ids), sampling.max_tokens)
+        assert command.sequence_id not in self._sequences, f"sequence id {command.sequence_id} is in use"
+        # A leader that has ended has nothing to share; what it computed may still be found in the prefix cache.
+        leader = None if command.leader_id is None else self._sequences.get(command.leader_id)
+        eos_token_ids = self.config.eos_token_ids if sampling.ends_at_eos else frozenset()
+        sequence = Sequence(
+            command.sequence_id,
+            command.prompt_token_ids,
+            sampling,
+            command.arrival_s,
+            tenant=command.tenant,
+            priority=command.priority,
+            ttft_deadline_s=command.ttft_deadline_s,
+            deadline_s=command.deadline_s,
+            leader=leader,
+            has_length_bound=command.has_length_bound,
+            stop_set=eos_token_ids.union(sampling.stop_token_ids),
+        )
+        self._sequences[sequence.sequence_id] = sequence
+        self._deadlines.add(sequence)
+        self.num_queued_tokens += sequence.prompt_length
+        if leader is not None and leader.first_sampled_step_id is None:
+            self._followers[leader.sequence_id].append(sequence)
+        else:
+            self._enqueue(sequence)
+        return sequence
+
+    def expire(self, now_s: float) -> list[Sequence]:
+        """Finish every sequence whose deadline has passed. Must be called with the same `now_s` before `plan`."""
+        return [
+            sequence
+            for sequence in self._deadlines.pop_overdue(now_s)
+            # False for the second deadline of the same sequence.
+            if self.finish(sequence.sequence_id, FinishReason.DEADLINE)
+        ]
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        """Plan the next step; None when there is nothing to dispatch.
+
+        Advances `num_computed` as if the step were done, so that the next one can be planned while it runs.
+        """
+        if len(self._in_flight) >= (1 if self.quarantine else self.config.max_steps_in_flight):
+            return None
+        assert self.next_deadline_s > now_s, "expired work is never computed: `expire` comes before `plan`"
+        while self._leaders_ready:
+            self._release_followers(self._leaders_ready.pop())
+        cleared = self.quarantine.clear()
+        if cleared is not None:
+            self._release_from_quarantine(cleared)
+        step = Step(self.next_step_id, now_s, self.step_token_limit)
+        prefills = self._schedule_decodes(step)
+        step.budget = min(step.budget, self.prefill_limiter.prefill_limit())
+        if self.quarantine:
+            self._schedule_suspect(step, prefills)
+        else:
+            self._schedule_prefills(step, prefills)
+        if not step.chunks:
+            return None
+        self.next_step_id += 1
+        self._in_flight.append(step)
+        return StepPlan(self.epoch, step.step_id, tuple(step.slot_assignments), tuple(step.chunks), tuple(step.copies))
+
+    def commit(self, result: StepResult, now_s: float) -> list[SequenceToken]:
+        """Apply what a step sampled. Each result counts once; a repeated one, or one of another epoch, is dropped.
+
+        Raises WorkerLost for a result that does not fit its step; then nothing is changed.
+        """
+        step = next((step for step in self._in_flight if step.step_id == result.step_id), None)
+        if step is None or step.result is not None or result.epoch != self.epoch:
+            self.num_stale_results += 1
+            return []
+        step.check_fits(result)
+        step.result = result
+        tokens: list[SequenceToken] = []
+        # Steps are executed in order, and over pipes their results come in order; should that ever change, they are
+        # still applied in order.
+        while self._in_flight and self._in_flight[0].result is not None:
+            self._settle(self._in_flight.popleft(), now_s, tokens)
+        return tokens
+
+    def finish(self, sequence_id: int, reason: FinishReason) -> bool:
+        """End a sequence, whatever its state, and release all it holds. False if it had ended before or never existed.
+
+        Idempotent, and the only way out for a sequence.
+        """
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is None:
+            return False
+        was_running = sequence.status is Status.RUNNING
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        sequence.leader = None  # otherwise forks of forks would keep all their ancestors
+        self._deadlines.discard(sequence)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.output_lengths.record_end(sequence)
+        if was_running:
+            self._running.remove(sequence)
+            self._release(sequence)
+        elif sequence not in self.quarantine:
+            self.waiting_queue.discard(sequence)
+        if sequence.first_scheduled_s is None:
+            self.num_queued_tokens -= sequence.prompt_length
+        self.quarantine.discard(sequence)
+        self._release_followers(sequence)
+        return True
+
+    def restart(self, is_out_of_memory: bool = False) -> list[Sequence]:
+        """Forget everything the worker held; all sequences are computed again, token for token.
+
+        Returns the sequences that crash workers, which the caller must finish. After an out-of-memory error the worker
+        lives, and steps are half as large from then on; each step that fits raises the limit by a token.
+        """
+        if is_out_of_memory:
+            self.step_token_limit = max(1, self.step_token_limit // 2)
+        in_flight = [s for s in self._running if self._in_flight and s.last_step_id >= self._in_flight[0].step_id]
+        failed = self.quarantine.record_crash(in_flight)
+        self.epoch += 1
+        self._in_flight.clear()
+        self._blocked = None
+        self.kv_cache = self._new_kv_cache()
+        self._free_slots = list(range(self.config.max_num_seqs - 1, -1, -1))
+        displaced, self._running = self._running, []
+        for sequence in displaced:
+            self.kv_cache.forget(sequence)
+            sequence.reset_computation()
+            if sequence in self.quarantine:
+                sequence.status = Status.WAITING
+            else:
+                self._enqueue(sequence)
+        return failed
+
+    def _new_kv_cache(self) -> KVCacheManager:
+        config = self.config
+        return KVCacheManager(
+            config.num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            config.max_preemptions,
+            self.output_lengths,
+            self._hash_block,
+        )
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def _schedule_decodes(self, step: Step) -> list[Sequence]:
+        """Schedule one position for every sequence that is past its prompt; return the others.
+
+        This is the one loop that costs time for each running sequence in each step, hence flat. `_grow` preempts from
+        the far end of the list that the loop walks along, so no sequence is met twice or skipped.
+        """
+        chunks, sampled, budget, step_id = step.chunks, step.sampled, step.budget, step.step_id
+        block_size = self.config.block_size
+        prefills: list[Sequence] = []
+        for sequence in self._running:
+            if sequence.first_sampled_step_id is None:
+                prefills.append(sequence)
+                continue
+            start, token_ids = sequence.num_computed, sequence.token_ids
+            if start + 1 >= sequence.max_length or not budget:
+                continue  # a step in flight is certain to end it, or the step is full
+            new_blocks: tuple[int, ...] = ()
+            if start == sequence.kv.capacity:
+                if not self._grow(sequence):
+                    continue  # no block is left, so no sequence will be admitted in this step either
+                new_blocks = (sequence.kv.table[-1],)
+            assert sequence.slot is not None
+            known = (token_ids[start],) if start < len(token_ids) else ()
+            chunks.append(ScheduledChunk(sequence.slot, start, 1, known, new_blocks, True))
+            sampled.append((sequence, sequence.incarnation))
+            budget -= 1
+            sequence.num_computed = start = start + 1
+            sequence.num_pending += 1
+            sequence.last_step_id = step_id
+            if not start % block_size:
+                self.kv_cache.publish(sequence)
+        step.budget = budget
+        step.num_decodes = len(chunks)
+        if self.waiting_queue.charges_tokens:
+            for sequence, _ in sampled:
+                self.waiting_queue.charge(sequence, 1)
+        return prefills
+
+    def _schedule_prefills(self, step: Step, prefills: list[Sequence]) -> None:
+        """Spend the rest of the budget on prompts: by rank, whether they run or wait.
+
+        Where the policy has a share for short prompts, those that need less than the first one go before it, but
+        leave it the rest of the budget: a long prompt delays short ones little, and they take at most that share.
+        """
+        share = self.waiting_queue.short_share
+        if prefills and not share:
+            self._admit_waiting(step, ahead_of=prefills[0])
+        if prefills and share:
+            num_needed = prefills[0].num_needed
+            reserve = min(num_needed, step.budget - int(step.budget * share))
+            shorter = [sequence for sequence in prefills if sequence.num_needed < num_needed]
+            # Shortest first, whether running or waiting: a second long prompt must not take the share for itself.
+            for sequence in sorted(shorter, key=lambda sequence: sequence.num_needed):
+                self._admit_waiting(step, reserve, shorter_than=sequence.num_needed)
+                self._schedule_running(step, [sequence], reserve)
+            self._admit_waiting(step, reserve, shorter_than=num_needed)
+        self._schedule_running(step, prefills)
+        self._admit_waiting(step)
+
+    def _schedule_suspect(self, step: Step, prefills: list[Sequence]) -> None:
+        """Schedule the first suspect, and nothing else; while there are suspects, no other sequence runs."""
+        suspect = self.quarantine.first
+        if suspect.status is Status.WAITING:
+            self._admit(step, suspect, self.kv_cache.find_prefix_match(suspect, step.step_id))
+            self._schedule(step, suspect, min(suspect.num_needed, step.budget), suspect.kv.table)
+        else:
+            self._schedule_running(step, prefills)
+
+    def _release_from_quarantine(self, cleared: Sequence) -> None:
+        """Return a harmless suspect to the others. It keeps running, unless there is another suspect to run alone."""
+        if cleared.status is Status.RUNNING:
+            if not self.quarantine:
+                return
+            self._running.remove(cleared)
+            self._release(cleared)
+        self._enqueue(cleared)
+
+    def _schedule_running(self, step: Step, sequences: list[Sequence], reserve: int = 0) -> None:
+        """Schedule a chunk for each running sequence in turn, as long as more than `reserve` tokens are left."""
+        for sequence in sequences:
+            if step.budget > reserve and sequence.last_step_id != step.step_id:
+                self._schedule(step, sequence, min(sequence.num_needed, step.budget - reserve))
+
+    def _admit_waiting(
+        self, step: Step, reserve: int = 0, shorter_than: int | None = None, ahead_of: Sequence | None = None
+    ) -> None:
+        """Admit the sequences that the waiting queue proposes, as long as there are slots, tokens and memory.
+
+        Only those with fewer tokens to compute than `shorter_than`, or that outrank `ahead_of`, if that is given.
+
+        The order is strict: if there is no memory for the first in the queue, none behind it gets any. Otherwise the
+        first would starve.
+        """
+        while step.budget > reserve and len(self._running) < self.config.max_num_seqs:
+            sequence = self.waiting_queue.first(shorter_than)
+            if sequence is None or sequence is self._blocked:
+                return
+            if ahead_of is not None and self.waiting_queue.rank(sequence) > self.waiting_queue.rank(ahead_of):
+                return
+            match = self.kv_cache.find_prefix_match(sequence, step.step_id)
+            if not self.kv_cache.has_room(sequence, match, self._running):
+                self._blocked = sequence
+                return
+            self._admit(step, sequence, match)
+            self._schedule(step, sequence, min(sequence.num_needed, step.budget - reserve), sequence.kv.table)
+
+    def _schedule(self, step: Step, sequence: Sequence, num_tokens: int, new_blocks: Iterable[int] = ()) -> None:
+        """Schedule positions [num_computed, num_computed + num_tokens) of a prompt."""
+        assert sequence.slot is not None
+        start, stop = sequence.num_computed, sequence.num_computed + num_tokens
+        samples = stop == len(sequence.token_ids)
+        needs_logprobs = sequence.sampling.prompt_logprobs is not None
+        if needs_logprobs:
+            step.prompt_logprobs[len(step.chunks)] = sequence, sequence.incarnation
+        # Logits predict the token after their own, so a chunk with prompt logprobs has the token behind it, too.
+        known = tuple(sequence.token_ids[start : stop + needs_logprobs])
+        step.chunks.append(ScheduledChunk(sequence.slot, start, num_tokens, known, tuple(new_blocks), samples))
+        step.budget -= num_tokens
+        step.num_prefill_tokens += num_tokens
+        sequence.num_computed = stop
+        sequence.last_step_id = step.step_id
+        if samples:
+            sequence.num_pending += 1
+            sequence.first_sampled_step_id = step.step_id
+            step.sampled.append((sequence, sequence.incarnation))
+            if sequence.sequence_id in self._followers:
+                self._leaders_ready.append(sequence)
+        self.waiting_queue.charge(sequence, num_tokens)
+        self.kv_cache.publish(sequence)
+
+    def _settle(self, step: Step, now_s: float, tokens: list[SequenceToken]) -> None:
+        """Apply a step's result: append its tokens to `tokens` and to the sequences, and finish those that end."""
+        assert step.result is not None
+        # From when the worker could begin with it: when it was sent, or when the step before it was done.
+        step_time_s = now_s - max(step.planned_s, self._last_commit_s)
+        self.prefill_limiter.observe(step.num_prefill_tokens, step.num_decodes, step_time_s)
+        self._last_commit_s = now_s
+        self.step_token_limit = min(self.config.max_num_batched_tokens, self.step_token_limit + 1)
+        if self.kv_cache.num_fenced:
+            self.kv_cache.settle(step.step_id)
+            self._blocked = None
+        block_size, result = self.config.block_size, step.result
+        for part in result.prompt_logprobs:
+            sequence, incarnation = step.prompt_logprobs[part.chunk_index]
+            if sequence.incarnation == incarnation:
+                sequence.add_prompt_logprobs(part)
+        for index, failure in result.failures:
+            sequence, incarnation = step.sampled[index]
+            if sequence.incarnation == incarnation:
+                self.finish(sequence.sequence_id, FinishReason.ERROR)
+                tokens.append(SequenceToken(sequence, result.token_ids[index], FinishReason.ERROR, failure=failure))
+        logprobs = result.logprobs or (None,) * len(result.token_ids)
+        for (sequence, incarnation), token_id, of_token in zip(step.sampled, result.token_ids, logprobs, strict=True):
+            if sequence.incarnation != incarnation:
+                continue
+            token_ids = sequence.token_ids
+            token_ids.append(token_id)
+            sequence.num_pending -= 1
+            if not len(token_ids) % block_size:
+                self.kv_cache.publish(sequence)
+            reason = None
+            if token_id in sequence.stop_set or len(token_ids) >= sequence.max_length:
+                reason = self._end(sequence, token_id)
+            tokens.append(SequenceToken(sequence, token_id, reason, of_token))
+
+    def _end(self, sequence: Sequence, token_id: int) -> FinishReason:
+        """Finish a sequence with its own last token."""
+        reason = FinishReason.STOP if token_id in sequence.stop_set else FinishReason.LENGTH
+        if token_id in sequence.sampling.stop_token_ids:
+            sequence.stop_token_id = token_id
+        self.finish(sequence.sequence_id, reason)
+        return reason
+
+    # -- slots and blocks -----------------------------------------------------------------------------------------
+
+    def _admit(self, step: Step, sequence: Sequence, match: PrefixMatch) -> None:
+        """Give a sequence a slot, the blocks of `match`, and blocks for the rest of its known tokens."""
+        self.kv_cache.allocate(sequence, match)
+        sequence.num_computed = match.num_tokens
+        if match.partial is not None:
+            assert sequence.leader is not None
+            sequence.leader.last_step_id = step.step_id
+            step.copies.append((match.partial, sequence.kv.table[sequence.kv.num_found]))
+        if sequence.first_scheduled_s is None:
+            sequence.first_scheduled_s = step.planned_s
+            self.num_queued_tokens -= sequence.prompt_length
+            sequence.num_cached_tokens = match.num_tokens
+            if sequence.leader is None and self.config.enable_prefix_caching:
+                self.num_prompt_tokens += sequence.prompt_length
+                self.num_cached_tokens += match.num_tokens
+        sequence.num_missing = sequence.num_needed
+        sequence.slot = self._free_slots.pop()
+        sequence.status = Status.RUNNING
+        insort(self._running, sequence, key=self.waiting_queue.rank)
+        self.waiting_queue.admitted(sequence)
+        sampling = sequence.sampling
+        stop_token_ids = tuple(sequence.stop_set) if sampling.min_tokens else ()
+        known = tuple(sequence.token_ids[: sequence.num_computed]) if sampling.looks_back else ()
+        step.slot_assignments.append(
+            SlotAssignment(sequence.slot, sampling, sequence.prompt_length, stop_token_ids, known)
+        )
+
+    def _release(self, sequence: Sequence) -> None:
+        """Take slot and blocks from a sequence. Results in flight for it will be ignored."""
+        in_flight = self._in_flight and sequence.last_step_id >= self._in_flight[0].step_id
+        self.kv_cache.release(sequence, self._in_flight[-1].step_id if in_flight else None)
+        assert sequence.slot is not None
+        # The slot needs no fence: the worker executes steps in order, and a slot assignment resets the slot.
+        self._free_slots.append(sequence.slot)
+        self._blocked = None
+        sequence.reset_computation()
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Return a running sequence to the waiting queue, to be computed again from its tokens."""
+        assert victim is not self._running[0], "the first-ranked sequence is never preempted"
+        self._running.remove(victim)
+        self._release(victim)
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self.output_lengths.record_preemption()
+        self._enqueue(victim)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        found = self.kv_cache.find_prefix_match(sequence, self.next_step_id)
+        sequence.num_missing = sequence.num_tokens - found.num_tokens
+        self.waiting_queue.push(sequence)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Lease one more block, if need be by preempting a lower-ranked sequence. False if none is available yet."""
+        while not self.kv_cache.grow(sequence):
+            # Fenced blocks become available when a step in flight is done. Preempting a second victim before that
+            # would turn one shortage into a cascade.
+            victim = None if self.kv_cache.num_fenced else self._find_victim(sequence)
+            if victim is None:
+                # It keeps its slot and waits. Self-preemption would force a recompute, and would free blocks only for
+                # sequences that could preempt it anyway.
+                return False
+            self._preempt(victim)
+        return True
+
+    def _find_victim(self, sequence: Sequence) -> Sequence | None:
+        """The last-ranked of those behind `sequence` that may be preempted."""
+        assert len(self._running) > 1, f"{sequence} cannot run alone in {self.config.num_blocks} blocks"
+        behind = self._running[self._running.index(sequence) + 1 :]
+        return next((victim for victim in reversed(behind) if not self.kv_cache.is_pinned(victim)), None)
+
+    def _release_followers(self, leader: Sequence) -> None:
+        """Enqueue those that waited for a leader's prompt: it is dispatched, or it never will be."""
+        for follower in self._followers.pop(leader.sequence_id, ()):
+            if follower.status is Status.WAITING:
+                self._enqueue(follower)
+
+    # -- the invariants -------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert every invariant of the state. Linear in all there is: for tests and simulations."""
+        config, running = self.config, self._running
+        self.kv_cache.check(running)
+        assert len(running) + len(self._free_slots) == config.max_num_seqs
+        assert len({*self._free_slots, *[sequence.slot for sequence in running]}) == config.max_num_seqs, (
+            "a slot is held twice, or lost"
+        )
+        ranks = list(map(self.waiting_queue.rank, running))
+        assert ranks == sorted(ranks), "running sequences are out of order"
+        for sequence in running:
+            assert sequence.status is Status.RUNNING and self._sequences[sequence.sequence_id] is sequence
+            assert 0 <= sequence.num_pending <= config.max_steps_in_flight
+            assert 0 <= sequence.num_computed < len(sequence.token_ids) + sequence.num_pending <= sequence.max_length
+            assert sequence.num_preemptions <= config.max_preemptions
+        waiting = [sequence for sequence in self._sequences.values() if sequence.status is Status.WAITING]
+        assert len(waiting) + len(running) == len(self._sequences), "a sequence is neither running nor waiting"
+        for sequence in waiting:
+            assert sequence.slot is None and not sequence.kv.table and not sequence.num_pending

@@ -1,1 +1,0 @@
-"""Request and response bodies, one module for each door, and their way to a GenerationRequest."""

@@ -1,0 +1,331 @@
+"""Run the server process: bind, load the model, listen, drain, and end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+
+from servekit import __version__
+from servekit.api import create_app, replace_keys
+from servekit.api.auth.keys import Key, parse_keys_file
+from servekit.api.middleware.host_check import is_loopback
+from servekit.api.routes.live import Feed, is_viewer
+from servekit.config import ServeConfig, doubts, non_default
+from servekit.engine.caller import ANONYMOUS
+from servekit.engine.llm_engine import LLMEngine
+from servekit.errors import ConfigError, shutting_down
+from servekit.observability.process_metrics import watch_event_loop, watch_processes
+from servekit.protocol.child_process import ignore_signals
+from servekit.protocol.logging import configure_logging, fields, logs_json
+from servekit.server.http_protocol import LimitedHttpProtocol, limited_protocol
+
+if TYPE_CHECKING:
+    from servekit.observability.tracing import Tracing
+
+log = logging.getLogger("servekit")
+
+BACKLOG = 4096  # connections that the kernel holds until they are accepted; Linux's own default limit
+FINAL_WRITE_TIMEOUT_S = 2  # to send the last errors and answers when the drain is over
+FINAL_FRAME_TIMEOUT_S = 1  # for viewers of the live feed to read their last frame
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve until a signal or a failure. Returns the exit code. Raises ServekitError."""
+    configure_logging(config.log_level, config.log_format)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config))
+
+
+async def _serve(config: ServeConfig) -> int:
+    keys_of_file = read_keys(config)
+    tracing = _connect_tracing(config)
+    listener = _bind(config)
+    engine = LLMEngine(config)
+    app = create_app(engine, keys_of_file, None if tracing is None else tracing.record)
+    server = Server(
+        uvicorn.Config(
+            app,
+            http=limited_protocol(config, engine.metrics.http.request_refused),
+            ws="none",
+            backlog=BACKLOG,
+            lifespan="off",  # the engine is started and stopped here, where its failure has an exit code
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+        ),
+        engine,
+    )
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup sets this
+    if config.api_keys_file is not None or not is_ignored:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, app, server)
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    supervisor = asyncio.create_task(_supervise(engine, server, listener))
+    watch_processes(engine.metrics.registry, lambda: engine.worker_pid)
+    watching = watch_event_loop(engine.metrics.server.event_loop_lag, engine.metrics.server.event_loop_tasks)
+    lag = asyncio.create_task(watching, name="event loop lag")
+    try:
+        await http
+    finally:
+        ignore_signals()  # uvicorn has removed its handlers, and the server is ending already
+        lag.cancel()
+        supervisor.cancel()
+        await asyncio.wait([supervisor])
+        await engine.stop(graceful=not server.force_exit)
+        if tracing is not None:
+            await tracing.close()
+    if not supervisor.cancelled():
+        supervisor.result()
+    log.info("stopped")
+    return 0
+
+
+async def _supervise(engine: LLMEngine, server: Server, listener: socket.socket) -> None:
+    """Start the engine, and end the server when the engine fails. Raises the engine's failure."""
+    try:
+        log.info("servekit %s: loading %s", __version__, engine.config.model)
+        await engine.start()
+        await server.listen()
+        _announce(engine, _url(listener))
+        await engine.wait_until_failed()
+        assert engine.failure is not None
+        raise engine.failure
+    finally:
+        server.end()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, with a drain between the first signal and the end.
+
+    It listens while the model loads, so that /ready can report that. After the first signal it drains: it admits no
+    new requests, but still listens, so that clients get a proper refusal and load balancers see the drain at /ready.
+    It ends when all answers are written, or when `shutdown_timeout` is over and every open request got an error. A
+    second signal ends it at once. It does not wait for viewers of the live feed: they get a last frame, and are cut off
+    if they do not read it.
+
+    With --reuse-port the kernel distributes connections among servers and does not check readiness. So there it listens
+    only from the moment the model is loaded until the signal, and serves what is connected by then.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: LLMEngine) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._feed: Feed = config.app.state.feed  # type: ignore[union-attr]
+        self._loop = asyncio.get_running_loop()
+        self._drains_until_s: float | None = None
+        self._shares_port = engine.config.reuse_port
+        self._has_loaded = asyncio.Event()  # or loading has failed
+        self._is_listening = asyncio.Event()
+
+    async def listen(self) -> None:
+        """Listen now that the model is loaded. Returns when the server accepts connections."""
+        self._has_loaded.set()
+        await self._is_listening.wait()
+
+    def end(self) -> None:
+        """End without a drain."""
+        self.should_exit = True
+        self._has_loaded.set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; with --reuse-port only when the model is loaded, and not if a signal came before."""
+        if self._shares_port:
+            await self._has_loaded.wait()
+        if self._shares_port and (self.should_exit or self._drains_until_s is not None):
+            self.servers, self.started = [], True
+        else:
+            await super().startup(sockets)
+        self._is_listening.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn calls this ten times a second. It advances the drain."""
+        if self._drains_until_s is not None:
+            if self._shares_port and self.servers:
+                for listening in self.servers:
+                    listening.close()  # open connections stay
+                self.servers = []  # a connection that was accepted last has until the next tick to send its request
+            elif self._engine.state != "draining":
+                self._engine.drain()
+            else:
+                is_late = time.monotonic() >= self._drains_until_s
+                self.should_exit = self.should_exit or is_late or not self._requests()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Fail the requests that are left, and close all connections."""
+        self._engine.fail_all(shutting_down())
+        self._loop.call_later(FINAL_FRAME_TIMEOUT_S, self._cut_off_viewers)
+        # The errors are written at once. This bounds the wait for clients that do not read.
+        self.config.timeout_graceful_shutdown = FINAL_WRITE_TIMEOUT_S
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._drains_until_s is None:
+            timeout_s = self._engine.config.shutdown_timeout
+            log.info(
+                "draining: %d requests get %g s to finish (shutdown_timeout); a second signal ends them now",
+                len(self._requests()),
+                timeout_s,
+            )
+            if not self._shares_port:
+                self._engine.drain()
+            self._drains_until_s = time.monotonic() + timeout_s
+            self._loop.call_soon_threadsafe(self._has_loaded.set)  # the only loop method that a signal handler may call
+        else:
+            self.force_exit = self.should_exit = True
+
+    def _requests(self) -> set[asyncio.Task[None]]:
+        """Return the tasks of all requests but the viewers of the live feed."""
+        return self.server_state.tasks - self._feed.tasks
+
+    def _cut_off_viewers(self) -> None:
+        """Abort the connections of viewers.
+
+        Cancelling a viewer's task is not enough. Its connection would stay open until the client has read what was
+        sent, and would keep the server from ending.
+        """
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, LimitedHttpProtocol)
+            connection.abort_if_answering(is_viewer)
+
+
+def _on_hangup(app: Starlette, server: Server) -> None:
+    """Handle SIGHUP: read the keys file again. Without a keys file the terminal was closed, and the server drains."""
+    engine: LLMEngine = app.state.engine
+    if engine.config.api_keys_file is None:
+        if engine.state != "draining":  # the shell and the kernel may each send one; that is no second signal
+            server.handle_exit(signal.SIGHUP, None)
+        return
+    try:
+        keys = read_keys(engine.config)
+    except ConfigError as error:
+        log.error("the API keys were not changed: %s", error.message)
+        return
+    replace_keys(app, keys)
+    log.info("read %s again: it has %d API keys", engine.config.api_keys_file, len(keys))
+
+
+def read_keys(config: ServeConfig) -> list[Key]:
+    """Return the keys in --api-keys-file. Raises ConfigError."""
+    path = config.api_keys_file
+    if path is None:
+        if config.api_key is None and not is_loopback(config.host):
+            log.warning(
+                "no API key is needed: any client that can connect to %s may use this server (set --api-key or "
+                "--api-keys-file)",
+                config.host,
+            )
+        return []
+    try:
+        keys = parse_keys_file(Path(path).read_bytes(), path)
+    except OSError as error:
+        raise ConfigError(f"api_keys_file = {path!r}: {error.strerror}") from None
+    if config.scheduling_policy != "priority" and any(key.min_priority != ANONYMOUS.min_priority for key in keys):
+        log.warning(
+            "%s: min_priority has no effect with --scheduling-policy %r; it needs priority",
+            path,
+            config.scheduling_policy,
+        )
+    return keys
+
+
+def _connect_tracing(config: ServeConfig) -> Tracing | None:
+    """Return the trace exporter for --otlp-endpoint, if set. Raises ConfigError if OpenTelemetry is missing."""
+    endpoint = config.otlp_endpoint
+    if endpoint is None:
+        return None
+    address = urlsplit(endpoint)
+    if address.scheme not in ("http", "https") or not address.netloc:
+        raise ConfigError(f"otlp_endpoint = {endpoint!r} is not an HTTP address; use one like http://host:4318")
+    try:
+        from servekit.observability.tracing import Tracing
+    except ImportError as error:
+        raise ConfigError(
+            f"otlp_endpoint = {endpoint!r} needs OpenTelemetry ({error}): in the checkout of servekit run "
+            "pip install '.[otel]', or leave --otlp-endpoint out"
+        ) from None
+    path = "" if address.path.strip("/") else "/v1/traces"  # as the SDK's own environment variable does
+    return Tracing(endpoint.rstrip("/") + path, config.model_name, __version__)
+
+
+def _bind(config: ServeConfig) -> socket.socket:
+    """Bind the address; uvicorn listens on it later. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        if not config.reuse_port:
+            return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+        listener = socket.socket(family)  # create_server would listen
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            listener.setsockopt(socket.SOL_SOCKET, option, 1)
+        listener.bind((config.host, config.port))
+        return listener
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; choose another --port or --host"
+        ) from None
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _announce(engine: LLMEngine, url: str) -> None:
+    """Log that the server is ready, and its main settings: as JSON in one entry, as text in several lines."""
+    config, worker = engine.config, engine.worker
+    assert worker is not None
+    for doubt in doubts(config):
+        log.warning("%s", doubt)
+    if not logs_json():
+        for line in describe(engine, url):
+            log.info("%s", line)
+        return
+    settings = fields(
+        settings=non_default(config),
+        model=worker.model.architecture,
+        dtype=worker.dtype,
+        device=worker.device,
+        num_kv_blocks=worker.num_blocks,
+        block_size=config.block_size,
+        kv_bytes_per_token=worker.kv_bytes_per_token,
+        max_total_tokens=engine.scheduler_config.max_total_tokens,
+    )
+    log.info("ready at %s", url, extra=settings)
+
+
+def describe(engine: LLMEngine, url: str) -> Iterator[str]:
+    """Yield the lines that describe a ready server."""
+    config, worker = engine.config, engine.worker
+    assert worker is not None
+    changed = non_default(config)
+    if changed:
+        yield "settings that differ from their defaults:"
+    for name, value in changed.items():
+        yield f"  {name:<24} {value}"
+    num_tokens = worker.num_blocks * config.block_size
+    cache_mib = num_tokens * worker.kv_bytes_per_token / 2**20
+    yield f"model: {worker.model.architecture}, {worker.dtype} on {worker.device}"
+    yield "KV cache:"
+    yield f"  {'blocks':<24} {worker.num_blocks:,} of {config.block_size} tokens"
+    yield f"  {'tokens':<24} {num_tokens:,} of {worker.kv_bytes_per_token:,} bytes, {cache_mib:,.1f} MiB in total"
+    longest = engine.scheduler_config.max_total_tokens
+    yield f"  {'longest sequences':<24} {num_tokens / longest:.1f} of {longest:,} tokens"
+    if longest < worker.model.max_model_len:
+        yield (
+            f"  this is less than the model's context of {worker.model.max_model_len:,} tokens; "
+            "raise --num-kv-blocks to use all of it"
+        )
+    yield f"ready at {url}; try:"
+    key = "" if config.api_key is None and config.api_keys_file is None else " -H 'Authorization: Bearer KEY'"
+    yield f"""  curl {url}/generate{key} -d '{{"prompt": "What color is the sky?"}}'"""

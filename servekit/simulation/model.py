@@ -1,0 +1,74 @@
+"""Simulate the step times of a device that is not there, for `--model sim:SPEC`.
+
+Only the device is simulated. API, scheduler, queues and the worker process are the real ones, so a server can be tried,
+and its control plane measured, without weights and without an accelerator.
+"""
+
+from __future__ import annotations
+
+import re
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from servekit.errors import ConfigError
+from servekit.protocol.messages import StepPlan
+
+PREFIX = "sim:"
+DEFAULT_MAX_MODEL_LEN = 32768
+
+_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_DURATION = re.compile(r"(\d+\.?\d*|\.\d+)(s|ms|us|ns)")
+
+
+def is_simulated(model: str) -> bool:
+    return model.startswith(PREFIX)
+
+
+class SimulatedModel(Struct, frozen=True, kw_only=True):
+    """What a step takes: `step_s`, and more for each token and each sequence in it. Times in seconds."""
+
+    step_s: float = 0.0
+    prefill_s: float = 0.0  # for each token of a chunk but the last
+    decode_s: float = 0.0  # for each chunk
+    context_s: float = 0.0  # for each token before a chunk, whose KV must be read
+    load_s: float = 0.0  # until the worker is ready
+
+    def duration_s(self, plan: StepPlan) -> float:
+        """A step's duration: linear in its work, as in a roofline model (Williams, Waterman, Patterson, 2009)."""
+        num_chunks = len(plan.chunks)
+        num_context = sum(chunk.start for chunk in plan.chunks) if self.context_s else 0
+        num_prefill = plan.num_tokens - num_chunks if self.prefill_s else 0
+        return self.step_s + self.decode_s * num_chunks + self.prefill_s * num_prefill + self.context_s * num_context
+
+
+# Llama-3.1-8B in bfloat16 on one H100. Its 16 GB of weights are read in 5.1 ms, as measured with CUDA graphs; 60 % of
+# 790 TFLOP/s leave 34 us for the 16 GFLOP of a prompt's token; a token of context is 128 KiB, at 3.35 TB/s.
+PRESETS = {
+    "instant": SimulatedModel(),
+    "h100-8b": SimulatedModel(step_s=5.1e-3, prefill_s=34e-6, decode_s=20e-6, context_s=39e-9, load_s=0.5),
+}
+
+
+def parse_simulated(model: str) -> SimulatedModel:
+    """Parse `sim:h100-8b`, `sim:step=5ms,decode=20us`, or a preset with some times changed: `sim:h100-8b,load=0s`.
+
+    Raises ConfigError.
+    """
+    assert is_simulated(model)
+    parts = [part.strip() for part in model.removeprefix(PREFIX).split(",")]
+    preset = parts.pop(0) if "=" not in parts[0] else "instant"
+    known = ", ".join(name.removesuffix("_s") for name in SimulatedModel.__struct_fields__)
+    if preset not in PRESETS:
+        raise ConfigError(
+            f"model {model!r}: unknown preset {preset!r}. Use one of {', '.join(PRESETS)}, or "
+            f"{PREFIX}NAME=TIME,... with names from {known}"
+        )
+    times: dict[str, float] = {}
+    for part in parts:
+        name, _, text = part.partition("=")
+        found = _DURATION.fullmatch(text)
+        if f"{name}_s" not in SimulatedModel.__struct_fields__ or found is None:
+            raise ConfigError(f"model {model!r}: {part!r} is not NAME=TIME, such as step=5ms; the names are {known}")
+        times[f"{name}_s"] = float(found[1]) * _UNITS[found[2]]
+    return replace(PRESETS[preset], **times)

@@ -1,0 +1,244 @@
+"""The live feed without a model: how often frames are built, who gets which, and when streams end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from starlette.types import Message
+
+from servekit.api import create_app
+from servekit.api.auth.keys import DEFAULT_TENANT
+from servekit.api.routes.live import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT, PERIOD_S, UNCHANGED_PERIOD_S, Feed, is_viewer
+from servekit.config import ServeConfig
+from servekit.engine.live_view import LiveView
+from servekit.engine.llm_engine import LLMEngine
+from servekit.errors import QueueFull, WorkerNotReady
+from servekit.observability.live_frames import LiveSequence
+from tests.support.asgi import ask, make_scope
+
+LIMIT_S = 30
+SEQUENCES = [LiveSequence(number, "decode", 1, 1, 1, 9, 0.0) for number in range(2)]
+
+
+class Looks:
+    """An engine that has not started. Each look at it shows one more step, if it is busy; `num_looks` counts them."""
+
+    def __init__(self, is_busy: bool = True) -> None:
+        self.engine = LLMEngine(ServeConfig())
+        self.num_looks = 0
+        self._is_busy = is_busy
+        self._look = self.engine.live_view
+        self.engine.live_view = self.look  # type: ignore[method-assign]
+
+    def look(self) -> LiveView:
+        self.num_looks += 1
+        num_steps = self.num_looks if self._is_busy else 1
+        state = replace(self._look().state, num_steps=num_steps, sequences=SEQUENCES)
+        return LiveView(state, (("a", "of a"), ("b", "of b")))
+
+
+def parse(event: bytes) -> tuple[int, dict[str, Any]]:
+    """Return (id, frame) of an event."""
+    fields = dict(line.split(": ", 1) for line in event.decode().rstrip("\n").split("\n"))
+    assert fields.keys() == {"event", "id", "data"} and fields["event"] == "state"
+    return int(fields["id"]), json.loads(fields["data"])
+
+
+async def frames_of(events: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+    assert await anext(events) == b"retry: 1000\n\n"
+    async for event in events:
+        yield parse(event)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+
+async def test_frames_are_built_five_times_a_second_however_many_watch() -> None:
+    looks = Looks()
+    feed = Feed(looks.engine)
+    viewers = [frames_of(feed.events("a")) for _ in range(8)]
+    started_s = looks.engine.now()
+    async with asyncio.timeout(LIMIT_S):
+        for _ in range(4):
+            frames = await asyncio.gather(*(anext(viewer) for viewer in viewers))
+            assert len({number for number, _ in frames}) == 1, "all viewers get the same frame"
+    assert looks.engine.now() - started_s >= 3 * PERIOD_S - 0.01
+    assert looks.num_looks <= 5
+
+
+async def test_each_tenant_sees_its_own_request_ids_only() -> None:
+    feed = Feed(Looks().engine)
+    for tenant, ids in (("a", ["of a", None]), ("b", [None, "of b"]), ("c", [None, None])):
+        _, frame = parse(feed.frame(tenant).event)
+        assert [each.get("request_id") for each in frame["sequences"]] == ids
+
+
+async def test_unchanged_frames_come_once_a_second_but_at_once_to_a_new_viewer() -> None:
+    looks = Looks(is_busy=False)
+    feed = Feed(looks.engine)
+    viewer = frames_of(feed.events(""))
+    async with asyncio.timeout(LIMIT_S):
+        _, first = await anext(viewer)
+        _, second = await anext(viewer)
+        assert second["now_s"] - first["now_s"] >= UNCHANGED_PERIOD_S - PERIOD_S
+        started_s = looks.engine.now()
+        await anext(frames_of(feed.events("")))
+        assert looks.engine.now() - started_s < PERIOD_S / 2
+
+
+async def test_slow_reader_gets_the_newest_frame() -> None:
+    feed = Feed(Looks().engine)
+    slow, quick = frames_of(feed.events("")), frames_of(feed.events(""))
+    async with asyncio.timeout(LIMIT_S):
+        first, _ = await anext(slow)
+        for _ in range(4):
+            newest, _ = await anext(quick)
+        late, _ = await anext(slow)
+    assert first < newest <= late
+
+
+async def test_single_frames_are_the_same_for_one_period_and_show_a_drain_at_once() -> None:
+    looks, now_s = Looks(), 50.0
+    engine, feed = looks.engine, Feed(looks.engine)
+    engine._clock = lambda: now_s
+
+    def num_steps(tenant: str) -> int:
+        frame: dict[str, int] = json.loads(feed.frame(tenant).json)
+        return frame["num_steps"]
+
+    assert [num_steps(tenant) for tenant in "abca"] == [1, 1, 1, 1]
+    now_s += PERIOD_S - 0.01
+    assert num_steps("a") == 1
+    now_s += 0.02
+    assert num_steps("b") == 2
+    engine.drain()
+    assert json.loads(feed.frame("a").json)["state"] == "draining"
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_viewer_beyond_the_limit_is_refused() -> None:
+    feed = Feed(Looks().engine)
+    for _ in range(MAX_VIEWERS):
+        feed.add_viewer("")
+    with pytest.raises(QueueFull, match=f"this server has {MAX_VIEWERS} viewers.*/ui/state") as refusal:
+        feed.add_viewer("")
+    assert refusal.value.status == 503 and refusal.value.retry_after_s
+    feed.remove_viewer("")
+    feed.add_viewer("")
+
+
+async def test_with_keys_one_tenant_cannot_take_all_places() -> None:
+    app = create_app(LLMEngine(ServeConfig(api_key="key")))
+    feed, key = app.state.feed, ("authorization", "Bearer key")
+    for _ in range(MAX_VIEWERS_OF_TENANT):
+        feed.add_viewer(DEFAULT_TENANT)
+    answer = await ask(app, "GET", "/ui/events", key)
+    assert answer.status == 503 and f"your tenant has {MAX_VIEWERS_OF_TENANT} viewers" in answer.error["message"]
+    assert int(answer.headers["retry-after"]) > 0
+    assert (await ask(app, "GET", "/ui/state", key)).status == 200
+    feed.add_viewer("another", MAX_VIEWERS_OF_TENANT)
+
+
+async def test_drain_is_the_last_frame_and_admits_no_viewers() -> None:
+    looks = Looks()
+    feed = Feed(looks.engine)
+    viewer = frames_of(feed.events(""))
+    async with asyncio.timeout(LIMIT_S):
+        await anext(viewer)
+        looks.engine.drain()
+        assert [frame["state"] async for _, frame in viewer] == ["draining"]
+    with pytest.raises(WorkerNotReady, match="shutting down"):
+        feed.add_viewer("")
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+async def test_stream_begins_with_the_retry_time_and_ends_with_its_client() -> None:
+    app = create_app(Looks().engine)
+    scope, sent, has_left = make_scope("GET", "/ui/events"), asyncio.Queue[Message](maxsize=100), asyncio.Event()
+
+    async def receive() -> Message:
+        await has_left.wait()
+        return {"type": "http.disconnect"}
+
+    stream = asyncio.create_task(app(scope, receive, sent.put))
+    async with asyncio.timeout(LIMIT_S):
+        start = await sent.get()
+        headers = dict(start["headers"])
+        assert start["status"] == 200 and headers[b"content-type"].startswith(b"text/event-stream")
+        assert headers[b"cache-control"] == b"no-store" and headers[b"x-accel-buffering"] == b"no"
+        assert (await sent.get())["body"] == b"retry: 1000\n\n"
+        assert parse((await sent.get())["body"])[1]["state"] == "loading"
+        assert is_viewer(scope) and len(app.state.feed.tasks) == 1
+        has_left.set()
+        await stream
+    assert app.state.feed._num_viewers.total() == 0
+    await until(lambda: not app.state.feed.tasks)
+
+
+async def test_client_that_does_not_read_holds_one_frame() -> None:
+    looks = Looks()
+    app = create_app(looks.engine)
+    may_go_on, has_left, sent = asyncio.Event(), asyncio.Event(), list[Message]()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if len(sent) == 3:  # its first frame
+            await may_go_on.wait()
+
+    async def receive() -> Message:
+        await has_left.wait()
+        return {"type": "http.disconnect"}
+
+    stream = asyncio.create_task(app(make_scope("GET", "/ui/events"), receive, send))
+    await until(lambda: len(sent) == 3)
+    quick = frames_of(app.state.feed.events(""))
+    async with asyncio.timeout(LIMIT_S):
+        for _ in range(3):
+            newest, _ = await anext(quick)
+    assert len(sent) == 3
+    may_go_on.set()
+    await until(lambda: len(sent) > 3)
+    assert parse(sent[3]["body"])[0] >= newest
+    has_left.set()
+    await stream
+
+
+async def test_bug_in_a_look_ends_the_stream_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    looks = Looks()
+    app = create_app(looks.engine)
+    looks.engine.live_view = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    async with asyncio.timeout(LIMIT_S):
+        await ask(app, "GET", "/ui/events")
+    assert "internal error in a request" in caplog.text and "ZeroDivisionError" in caplog.text
+    assert app.state.feed._num_viewers.total() == 0
+
+
+async def test_head_request_gets_headers_and_is_no_viewer() -> None:
+    app = create_app(Looks().engine)
+    for path, kind in (("/ui/events", "text/event-stream"), ("/ui/state", "application/json")):
+        answer = await ask(app, "HEAD", path)
+        assert answer.status == 200 and answer.headers["content-type"].startswith(kind)
+        assert answer.headers["cache-control"] == "no-store"
+    assert not app.state.feed.tasks
+
+
+async def test_state_of_a_loading_server_shows_the_stage() -> None:
+    answer = await ask(create_app(LLMEngine(ServeConfig())), "GET", "/ui/state")
+    state = json.loads(answer.body)
+    assert state.keys() == {"now_s", "state", "stage", "model_name", "version", "workers"}
+    assert state["state"] == "loading" and state["workers"] == [{"state": state["stage"]}]

@@ -1,0 +1,40 @@
+"""Answers for paths and methods without a route."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.asgi import ask, bearer, make_app, shared
+
+
+@pytest.mark.parametrize(
+    ("path", "suggestion"),
+    [
+        ("/v1/chat/completion", "did you mean POST /v1/chat/completions"),
+        ("/chat/completions", "did you mean POST /v1/chat/completions"),
+        ("/completions", "POST /v1/completions"),
+        ("/v1/generate", "GET/POST /generate"),
+        ("/v1/model", "GET /v1/models"),
+        ("/Health", "GET /health"),
+        ("/healthz", "GET /health"),
+        ("/generate/", "GET/POST /generate"),
+    ],
+)
+async def test_unknown_path_names_the_nearest_routes(path: str, suggestion: str) -> None:
+    answer = await ask(make_app(), "POST", path)
+    message = answer.error["message"]
+    assert answer.status == 404 and answer.error["code"] == "not_found"
+    assert message.startswith(f"there is no route {path}; ") and suggestion in message
+    assert message.endswith("GET /docs describes all routes")
+
+
+async def test_path_like_no_route_gets_no_suggestion() -> None:
+    for path in ("/favicon.ico", "/wp-login.php", "/" + "x" * 5000):
+        message = (await ask(make_app(), "GET", path)).error["message"]
+        assert "did you mean" not in message and len(message) < 200
+
+
+async def test_wrong_method_names_the_supported_ones() -> None:
+    answer = await ask(shared(), "DELETE", "/v1/completions", bearer("canary-key"))
+    assert answer.status == 405 and answer.headers["allow"] == "POST"
+    assert answer.error["message"] == "/v1/completions does not support DELETE; it supports POST"

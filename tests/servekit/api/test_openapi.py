@@ -1,0 +1,93 @@
+"""/openapi.json lists the errors of every route, and no schema is stricter than the server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from servekit.api import ENDPOINTS
+from servekit.api.openapi import document
+from servekit.api.schemas.json_body import encode
+from servekit.api.schemas.native import GenerateResponse, Usage
+from servekit.engine.profiling import ProfilerRefuses
+from servekit.errors import ConfigError, ServekitError
+from servekit.observability.live_frames import LiveState, LiveStep, LiveWorker
+from servekit.scheduler.sequence import FinishReason
+
+API: dict[str, Any] = json.loads(encode(document(ENDPOINTS)))
+
+
+def errors(kind: type[ServekitError] = ServekitError) -> Iterator[type[ServekitError]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from errors(below)
+
+
+def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    return ((method, path, told) for path, methods in API["paths"].items() for method, told in methods.items())
+
+
+def test_routes_with_a_body_list_every_error() -> None:
+    statuses = {str(kind.status) for kind in errors() if kind not in (ConfigError, ProfilerRefuses)}
+    for _, path, told in operations():
+        if "requestBody" in told:
+            assert told["responses"].keys() == {"200", *statuses}, path
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "known", "unknown"),
+    [
+        ("get", "/health", {"200", "503"}, {"401", "403", "429", "400", "413"}),
+        ("get", "/metrics", {"200", "401", "429"}, {"400", "404", "413", "504"}),
+        ("get", "/v1/models/{model}", {"401", "404"}, {"400", "413"}),
+        ("get", "/generate_stream", {"400", "504"}, {"404", "413", "415", "409"}),
+        ("get", "/ui/state", {"200", "401", "429"}, {"400", "404", "413", "504", "409"}),
+        ("get", "/ui/events", {"200", "401", "429", "503"}, {"400", "404", "413", "504", "409"}),
+        ("post", "/profile/start", {"401", "409", "503"}, {"400", "404", "413", "415", "504"}),
+    ],
+)
+def test_route_lists_only_errors_that_it_returns(method: str, path: str, known: set[str], unknown: set[str]) -> None:
+    told = API["paths"][path][method]["responses"].keys()
+    assert known <= told and not unknown & told
+
+
+def test_errors_share_one_schema_and_overload_has_retry_after() -> None:
+    for _, path, told in operations():
+        for status, response in told["responses"].items():
+            assert response["description"]
+            if status != "200" and "content" in response:
+                assert response["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorResponse"), path
+                assert ("Retry-After" in response.get("headers", {})) == (status in ("429", "503"))
+
+
+def test_native_answer_that_also_matches_tgis_schema_is_valid() -> None:
+    """A native answer has all fields of TGI's. `oneOf` would refuse it."""
+    schema = API["paths"]["/generate"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    answer = GenerateResponse("gen-1", "Hello", FinishReason.STOP, None, Usage(1, 1, 2, 0))
+    jsonschema.validate(json.loads(encode(answer)), schema | {"components": API["components"]})
+
+
+def test_object_in_a_query_string_is_json() -> None:
+    parameters = {told["name"]: told for told in API["paths"]["/generate_stream"]["get"]["parameters"]}
+    assert {name for name, told in parameters.items() if "content" in told} == {"logit_bias", "grammar"}
+    assert all(("schema" in told) != ("content" in told) for told in parameters.values())
+
+
+def test_live_frame_matches_its_schema() -> None:
+    """Also with steps and cells, which are arrays, not objects."""
+    content = API["paths"]["/ui/state"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    step, worker = LiveStep(7, 1.0, 5, 3, 4, None), LiveWorker("serving")
+    frame = LiveState(1.0, "ready", "serving", "demo", "1.2.3", [worker], steps=[step], cells=[(-1, 4), (0, 2)])
+    told = json.loads(encode(frame))
+    assert told["steps"] == [[7, 1.0, 5, 3, 4, None]] and told["cells"] == [[-1, 4], [0, 2]]
+    jsonschema.validate(told, content | {"components": API["components"]})
+    events = API["paths"]["/ui/events"]["get"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    assert events == content
+
+
+def test_console_files_are_not_in_the_document() -> None:
+    assert {path for path in API["paths"] if path.startswith("/ui")} == {"/ui/state", "/ui/events"}

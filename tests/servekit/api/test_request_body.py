@@ -1,0 +1,179 @@
+"""The bound on the memory of all request bodies: however a request ends, its share is released once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message
+
+from servekit.api import create_app
+from servekit.api.request_body import UNCOUNTED_BODY_BYTES, BodyBudget, read_body
+from servekit.api.responses.http import refuse
+from servekit.config import ServeConfig, doubts
+from servekit.engine.llm_engine import LLMEngine
+from servekit.errors import ServekitError
+from tests.support.asgi import make_scope
+
+MAX_BYTES = 10**6
+BODY = b" " * (4 * 10**5 + UNCOUNTED_BODY_BYTES)  # two fit at the same time, three do not
+PIECES = [BODY[at : at + 10**5] for at in range(0, len(BODY), 10**5)]
+
+
+class Conversation:
+    """One request to a handler that reads its body and then waits until the test ends it."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self.ends: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.has_read = asyncio.Event()
+        self.sent: list[Message] = []
+        self._to_receive: asyncio.Queue[Message] = asyncio.Queue()
+        scope = {**make_scope("POST", "/"), "state": {"conversation": self}}
+        self.task = asyncio.create_task(budget(scope, self._to_receive.get, self._send))
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    async def send_body(self, pieces: list[bytes], is_whole: bool = True) -> None:
+        for piece in pieces:
+            self._to_receive.put_nowait({"type": "http.request", "body": piece, "more_body": True})
+        if is_whole:
+            self._to_receive.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+        await asyncio.sleep(0.01)
+
+    async def wait_until_read(self) -> None:
+        await asyncio.wait_for(self.has_read.wait(), 5)
+
+    def leave(self) -> None:
+        self._to_receive.put_nowait({"type": "http.disconnect"})
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+
+async def _handle(request: Request) -> Response:
+    conversation: Conversation = request.state.conversation
+    assert await read_body(request) == BODY
+    conversation.has_read.set()
+    await conversation.ends
+    return Response()
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServekitError)
+    return refuse(request, error)
+
+
+def make_budget(**settings: Any) -> BodyBudget:
+    app = Starlette(routes=[Route("/", _handle, methods=["POST"])], exception_handlers={ServekitError: _on_error})
+    app.state.engine = SimpleNamespace(config=ServeConfig(**settings))
+    return BodyBudget(app, MAX_BYTES)
+
+
+async def test_body_over_the_budget_is_refused_with_retry_after() -> None:
+    budget = make_budget()
+    first, second, third = (Conversation(budget) for _ in range(3))
+    for conversation in (first, second):
+        await conversation.send_body(PIECES)
+        await conversation.wait_until_read()
+    assert budget.num_bytes == 800_000
+    await third.send_body(PIECES)
+    await third.task
+    headers = dict(third.sent[0]["headers"])
+    assert third.status == 503 and int(headers[b"retry-after"]) > 0
+    error = json.loads(third.sent[1]["body"])["error"]
+    assert error["code"] == "overloaded" and "max_total_body_bytes" in error["message"]
+    assert budget.num_bytes == 800_000, "the refused body was released"
+    first.ends.set_result(None)
+    await first.task
+    assert first.status == 200 and budget.num_bytes == 400_000
+    fourth = Conversation(budget)
+    await fourth.send_body(PIECES)
+    await fourth.wait_until_read()
+    for conversation in (second, fourth):
+        conversation.ends.set_result(None)
+        await conversation.task
+    assert budget.num_bytes == 0
+
+
+async def test_small_bodies_pass_when_the_budget_is_used_up() -> None:
+    budget = make_budget()
+    budget.num_bytes = MAX_BYTES
+    request = Request({**make_scope("POST", "/"), "state": {"body_budget": budget, "num_body_bytes": 0}})
+    budget.reserve(request, UNCOUNTED_BODY_BYTES)
+    with pytest.raises(ServekitError):
+        budget.reserve(request, UNCOUNTED_BODY_BYTES + 1)
+    assert budget.num_bytes == MAX_BYTES and request.state.num_body_bytes == 0
+
+
+async def _leave(conversation: Conversation) -> None:
+    conversation.leave()
+
+
+async def _cancel(conversation: Conversation) -> None:
+    conversation.task.cancel()
+
+
+async def _fail(conversation: Conversation) -> None:
+    conversation.ends.set_exception(RuntimeError("a bug"))
+
+
+async def _take_too_long(_: Conversation) -> None:
+    await asyncio.sleep(0.25)
+
+
+async def _send_too_much(conversation: Conversation) -> None:
+    await conversation.send_body([b" " * 10**5])
+
+
+@pytest.mark.parametrize("end", [_leave, _cancel, _take_too_long, _send_too_much])
+async def test_incomplete_body_is_released_when_its_request_ends(
+    end: Callable[[Conversation], Awaitable[None]],
+) -> None:
+    budget = make_budget(body_timeout=0.2, max_body_bytes=len(BODY))
+    conversation = Conversation(budget)
+    await conversation.send_body(PIECES, is_whole=False)
+    assert budget.num_bytes == 400_000
+    await end(conversation)
+    await asyncio.wait([conversation.task], timeout=5)
+    assert conversation.task.done() and budget.num_bytes == 0
+
+
+@pytest.mark.parametrize("end", [_cancel, _fail])
+async def test_complete_body_is_released_when_its_request_ends(end: Callable[[Conversation], Awaitable[None]]) -> None:
+    budget = make_budget()
+    conversation = Conversation(budget)
+    await conversation.send_body(PIECES)
+    await conversation.wait_until_read()
+    assert budget.num_bytes == 400_000
+    await end(conversation)
+    await asyncio.wait([conversation.task], timeout=5)
+    assert conversation.task.done() and budget.num_bytes == 0
+
+
+async def test_application_has_a_body_budget() -> None:
+    app = create_app(LLMEngine(ServeConfig(max_total_body_bytes=10**5)))
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": BODY, "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app(make_scope("POST", "/tokenize"), receive, send)
+    assert sent[0]["status"] == 503 and b"overloaded" in sent[1]["body"]
+
+
+def test_budget_smaller_than_one_body_gives_a_warning() -> None:
+    assert "max_total_body_bytes = 5 is less" in doubts(ServeConfig(max_total_body_bytes=5))[0]
+    assert not doubts(ServeConfig())

@@ -1,0 +1,85 @@
+"""A process that follows the worker protocol and computes nothing. Its argument selects a kind of misbehaviour."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+import time
+
+from servekit.protocol.child_process import dump_stacks_on_crash
+from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
+from servekit.protocol.messages import (
+    FromWorker,
+    Heartbeat,
+    Loading,
+    ModelInfo,
+    Profiled,
+    Shutdown,
+    StartProfile,
+    StepPlan,
+    StepResult,
+    StopProfile,
+    ToWorker,
+    WorkerReady,
+)
+
+READY = WorkerReady(ModelInfo("Stand-in", 1, 10, 100, (), 1.0, 0, 1.0), "cpu", "float32", 1, 1, 0.0)
+
+SLOW_PROFILE_S = 0.6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--task-fd", "--result-fd", "--parent-pid"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("behaviour")
+    arguments = parser.parse_args()
+    behaviour = arguments.behaviour
+    dump_stacks_on_crash()
+    tasks = MessageReceiver[ToWorker](adopt_reader(arguments.task_fd), ToWorker)
+    results = MessageSender[FromWorker](adopt_writer(arguments.result_fd))
+
+    def beat() -> None:
+        while True:
+            time.sleep(0.05)
+            results.send(Heartbeat())
+
+    tasks.receive()
+    results.send(Loading("pretending"))
+    if behaviour == "stops while it loads":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    results.send(READY)
+    if behaviour not in ("sends no heartbeats", "profiles slowly"):
+        threading.Thread(target=beat, daemon=True).start()
+    while not isinstance(plan := tasks.receive(), Shutdown):
+        if isinstance(plan, StartProfile | StopProfile):
+            if behaviour == "profiles slowly":
+                time.sleep(SLOW_PROFILE_S)
+            results.send(Profiled(num_steps=plan.max_steps if isinstance(plan, StartProfile) else 0))
+            continue
+        assert isinstance(plan, StepPlan)
+        if behaviour == "sends garbage":
+            os.write(arguments.result_fd, bytes([0, 0, 0, 4, 1, 2, 3, 4]))
+        elif behaviour == "exits within a message":
+            os.write(arguments.result_fd, bytes([0, 0, 1, 0, 1, 2, 3, 4]))
+            os._exit(0)
+        elif behaviour == "leaves a child":  # which holds the result pipe open
+            if os.fork() == 0:
+                time.sleep(2)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif behaviour == "hangs":
+            time.sleep(60)
+        elif behaviour == "floods":
+            for number in range(1000):
+                results.send(StepResult(0, number, (), 0.0))
+        elif behaviour == "answers no request":
+            results.send(Profiled())
+        else:
+            results.send(StepResult(plan.epoch, plan.step_id, (7,), 0.0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Tests of the metrics: their values after events, and the bounds on their labels."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from servekit.config import ServeConfig
+from servekit.observability.metrics import RESTART_CAUSES, Metrics, SchedulerStats
+from servekit.observability.observer import StepSummary
+from servekit.protocol.messages import StepResult
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.scheduler.sequence import FinishReason, Sequence
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """The value of each sample, by its name without `servekit_` and its label values without the model's name."""
+    values = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = [value for name, value in sample.labels.items() if name != "model_name"]
+            values[sample.name.removeprefix("servekit_"), *labels] = sample.value
+    return values
+
+
+def make_metrics(**settings: Any) -> Metrics:
+    return Metrics(ServeConfig(**settings), "1.2.3")
+
+
+def make_sequence(prompt_length: int = 5, num_output: int = 0, arrival_s: float = 10.0) -> Sequence:
+    sequence = Sequence(0, [1] * prompt_length, SamplingParams(max_tokens=8), arrival_s)
+    sequence.token_ids += [2] * num_output
+    return sequence
+
+
+def make_step(step_id: int, num_prefill_tokens: int = 0, num_decode_tokens: int = 1) -> StepSummary:
+    return StepSummary(0, step_id, num_prefill_tokens, num_decode_tokens, num_sequences=4)
+
+
+def test_queue_prefill_and_decode_time_add_up_to_the_latency_of_the_sequence() -> None:
+    metrics, sequence = make_metrics(), make_sequence(num_output=5)
+    metrics.requests.sequence_admitted(sequence)
+    metrics.requests.tokens_delivered([3.0], [], 13.0)
+    metrics.requests.tokens_delivered([], [0.5, 0.5], 14.0)
+    metrics.requests.tokens_delivered([], [0.5, 0.5], 15.0)
+    sequence.first_scheduled_s = 11.0
+    metrics.requests.sequence_ended(sequence, FinishReason.STOP, 13.0, 15.0, 16.0)
+    values = samples(metrics)
+    assert values["request_queue_time_seconds_sum",] == 1.0
+    assert values["request_prefill_time_seconds_sum",] == 2.0
+    assert values["request_decode_time_seconds_sum",] == 2.0
+    assert values["e2e_request_latency_seconds_sum",] == 6.0
+    assert values["time_to_first_token_seconds_sum",] == 3.0
+    assert values["inter_token_latency_seconds_sum",] == 2.0
+    assert values["request_time_per_output_token_seconds_sum",] == 0.5
+    assert values["prompt_tokens_total",] == values["generation_tokens_total",] == 5
+    assert values["request_success_total", "stop"] == 1
+
+
+def test_one_token_gives_no_time_per_output_token_and_no_token_gives_no_prefill_time() -> None:
+    metrics = make_metrics()
+    metrics.requests.sequence_ended(make_sequence(num_output=1), FinishReason.LENGTH, 12.0, 12.0, 12.0)
+    metrics.requests.sequence_ended(make_sequence(), FinishReason.ABORT, None, None, 14.0)
+    values = samples(metrics)
+    assert values["request_time_per_output_token_seconds_count",] == 0
+    assert values["request_prefill_time_seconds_count",] == 1
+    # A sequence that never ran was queued for all its life.
+    assert values["request_queue_time_seconds_count",] == 2
+    assert values["request_queue_time_seconds_sum",] == 2.0 + 4.0
+
+
+def test_a_fork_does_not_count_its_prompt_again() -> None:
+    metrics, leader = make_metrics(), make_sequence(7)
+    metrics.requests.sequence_admitted(leader)
+    metrics.requests.sequence_admitted(Sequence(1, leader.token_ids, leader.sampling, leader=leader))
+    assert samples(metrics)["prompt_tokens_total",] == 7
+    assert samples(metrics)["request_prompt_tokens_count",] == 2
+
+
+def test_batch_gauges_show_the_newest_step_by_phase_and_zero_when_idle() -> None:
+    metrics = make_metrics()
+    metrics.steps.step_sent(make_step(0, num_prefill_tokens=7, num_decode_tokens=2), is_alone=False, now_s=1.0)
+    values = samples(metrics)
+    assert values["scheduler_batch_size",] == 4
+    assert values["scheduler_batch_tokens", "decode"] == 2
+    assert values["scheduler_batch_tokens", "prefill"] == 7
+    metrics.steps.idle_began(2.0)
+    values = samples(metrics)
+    assert values["scheduler_batch_size",] == values["scheduler_batch_tokens", "decode"] == 0
+
+
+def test_round_trip_is_measured_only_for_steps_sent_alone() -> None:
+    metrics = make_metrics()
+    metrics.steps.step_sent(make_step(0), is_alone=True, now_s=10.0)
+    metrics.steps.step_sent(make_step(1), is_alone=False, now_s=10.5)
+    metrics.steps.step_done(StepResult(0, 0, (1,), 0.75), 1, loop_time_s=1.5, now_s=11.0)
+    metrics.steps.step_done(StepResult(0, 1, (1,), 0.75), 1, loop_time_s=0.5, now_s=12.0)
+    values = samples(metrics)
+    assert values["ipc_roundtrip_seconds_count",] == 1
+    assert values["ipc_roundtrip_seconds_sum",] == 0.25
+    assert values["step_overhead_seconds_sum",] == 0.75
+    assert values["scheduler_steps_total",] == 2
+
+
+def test_round_trip_of_a_step_of_a_lost_worker_is_not_measured() -> None:
+    metrics = make_metrics()
+    metrics.steps.step_sent(make_step(0), is_alone=True, now_s=10.0)
+    result_of_next_worker = StepResult(1, 0, (1,), 0.5)
+    metrics.steps.step_done(result_of_next_worker, 1, loop_time_s=1.0, now_s=99.0)
+    assert samples(metrics)["ipc_roundtrip_seconds_count",] == 0
+
+
+def test_idle_time_includes_the_current_idle_period() -> None:
+    metrics, now = make_metrics(), 0.0
+    metrics.watch_scheduler(
+        lambda: SchedulerStats(
+            now_s=now,
+            num_running=1,
+            num_waiting=3,
+            num_deferred=1,
+            num_waiting_tokens=40,
+            num_preemptions=0,
+            num_stale_results=0,
+            num_blocks=4,
+            num_free_blocks=3,
+            num_prompt_tokens=9,
+            num_cached_tokens=8,
+            prefill_limit=16,
+            step_token_limit=512,
+            num_quarantined=2,
+        )
+    )
+    metrics.steps.idle_began(10.0)
+    now = 12.0
+    values = samples(metrics)
+    assert values["scheduler_idle_seconds_total",] == 2.0
+    metrics.steps.idle_ended(13.0)
+    now = 50.0
+    assert samples(metrics)["scheduler_idle_seconds_total",] == 3.0
+    assert values["num_requests_waiting_by_reason", "capacity"] == 2
+    assert values["num_requests_waiting_by_reason", "deferred"] == 1
+    assert values["prompt_tokens_cached_total",] == values["prefix_cache_hits_total",] == 8
+    assert values["kv_cache_usage_perc",] == 0.25
+    assert values["num_tokens_waiting",] == 40
+
+
+@pytest.mark.parametrize("cause", [*RESTART_CAUSES, "unheard_of"])
+def test_unknown_restart_causes_count_as_other(cause: str) -> None:
+    metrics = make_metrics()
+    metrics.workers.worker_lost(cause)
+    values = samples(metrics)
+    assert values["worker_restarts_total", cause if cause in RESTART_CAUSES else "other"] == 1
+    assert sum(value for name, value in values.items() if name[0] == "worker_restarts_total") == 1
+
+
+def test_workers_alive_and_restarts_follow_a_loss_a_failed_start_and_a_recovery() -> None:
+    metrics = make_metrics()
+    metrics.workers.worker_ready(None, 0.0)
+    assert samples(metrics)["workers_alive",] == 1
+    metrics.workers.worker_lost("ended")
+    metrics.workers.worker_start_failed()
+    assert samples(metrics)["workers_alive",] == 0
+    metrics.workers.worker_ready(3.5, 9.0)
+    values = samples(metrics)
+    assert values["workers_alive",] == 1
+    assert values["worker_restarts_total", "ended"] == values["worker_restarts_total", "no_start"] == 1
+    assert values["worker_recovery_seconds_count",] == 1 and values["worker_recovery_seconds_sum",] == 3.5
+
+
+def test_any_number_of_error_codes_makes_at_most_101_series() -> None:
+    metrics, chance = make_metrics(), random.Random(0)
+    for _ in range(1000):
+        metrics.http.request_refused(f"code {chance.random()}")
+    refused = {name: value for name, value in samples(metrics).items() if name[0] == "admission_rejections_total"}
+    assert len(refused) == 101
+    assert refused["admission_rejections_total", "other"] == 900
+
+
+def test_draining_is_exported_from_a_plain_field() -> None:
+    """A signal handler sets it. The handler may interrupt a scrape that holds a lock, so it must not take any."""
+    metrics = make_metrics()
+    assert samples(metrics)["draining",] == 0
+    metrics.server.is_draining = True
+    assert samples(metrics)["draining",] == 1
+
+
+def test_labels_contain_settings_but_no_secrets() -> None:
+    metrics = make_metrics(api_key="hunter2", max_num_seqs=17)
+    metrics.http.request_ended("/generate", "POST", 200)
+    assert b"hunter2" not in metrics.render()
+    assert b'max_num_seqs="17"' in metrics.render()
+
+
+def test_request_success_total_counts_failures_and_its_help_says_so() -> None:
+    metrics = make_metrics()
+    metrics.requests.sequence_ended(make_sequence(), FinishReason.DEADLINE, None, None, 14.0)
+    assert samples(metrics)["request_success_total", "deadline"] == 1
+    text = metrics.render().decode()
+    assert re.search("HELP servekit_request_success_total .*abort, deadline and error", text)

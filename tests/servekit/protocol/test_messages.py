@@ -1,0 +1,31 @@
+"""Claims about the messages between manager and worker."""
+
+from __future__ import annotations
+
+import msgspec
+
+from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, ToWorker
+from servekit.protocol.sampling_params import SamplingParams
+
+
+def assign(slot: int, grammar: str | None) -> SlotAssignment:
+    return SlotAssignment(slot, SamplingParams(max_tokens=5, seed=slot, grammar=grammar), prompt_length=3)
+
+
+def test_a_grammar_is_sent_once_for_all_slots_that_use_it() -> None:
+    grammars = ["a" * 10_000, None, "b" * 10_000, "a" * 10_000, "a" * 10_000]
+    plan = StepPlan(
+        0,
+        1,
+        tuple(assign(slot, text) for slot, text in enumerate(grammars)),
+        (ScheduledChunk(0, 0, 1, (5,), (), True),),
+    )
+    sent = msgspec.msgpack.encode(plan.pack_grammars())
+    assert len(sent) < 21_000
+    arrived = msgspec.msgpack.decode(sent, type=ToWorker)
+    assert isinstance(arrived, StepPlan) and arrived.unpack_grammars() == plan
+
+
+def test_a_plan_without_grammars_is_sent_unchanged() -> None:
+    plan = StepPlan(0, 1, (assign(0, None),), ())
+    assert plan.pack_grammars() is plan and plan.unpack_grammars() is plan

@@ -1,0 +1,297 @@
+"""One connection's protocol, over a real socket, with a small ASGI application behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from servekit.api.disconnect import disconnect_of
+from servekit.config import ServeConfig
+from servekit.server import http_protocol
+from servekit.server.http_protocol import LimitedHttpProtocol, limited_protocol
+
+LIMIT_S = 10
+
+
+class Service:
+    """A listening server, and what its application has seen."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.protocol: type[LimitedHttpProtocol]
+        self.refusals: list[str] = []
+        self.scopes: list[Scope] = []
+        self.bodies: list[bytes] = []
+        self.has_disconnected = asyncio.Event()
+        self.writers: list[asyncio.StreamWriter] = []
+
+    @property
+    def num_lingering(self) -> int:
+        return len(self.protocol.shared.lingering)
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self.writers.append(writer)
+        return reader, writer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """/refuse answers before the body is read; /wait never answers; /echo reads the body first."""
+        self.scopes.append(scope)
+        if scope["path"] == "/wait":
+            disconnect_of(scope).set_callback(self.has_disconnected.set)
+            await self.has_disconnected.wait()
+            return
+        body = b"refused"
+        if scope["path"] == "/echo":
+            body = b""
+            more = True
+            while more:
+                message = await receive()
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+            self.bodies.append(body)
+        headers = [(b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+@asynccontextmanager
+async def serving(**settings: Any) -> AsyncIterator[Service]:
+    service = Service()
+    service.protocol = limited_protocol(ServeConfig(**settings), service.refusals.append)
+    config = uvicorn.Config(
+        service, http=service.protocol, ws="none", interface="asgi3", lifespan="off", log_config=None
+    )
+    config.load()
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: service.protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+    )
+    service.port = server.sockets[0].getsockname()[1]
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            yield service
+    finally:
+        server.close()
+        for connection in [*state.connections, *service.protocol.shared.lingering]:
+            connection.transport.abort()  # type: ignore[attr-defined]
+        service.has_disconnected.set()
+        for writer in service.writers:
+            writer.transport.abort()
+        await asyncio.sleep(0.01)
+
+
+def head(path: str, content_length: int, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: a", f"Content-Length: {content_length}", *headers]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+async def send_until_closed(writer: asyncio.StreamWriter) -> int:
+    """Send until the server closes or resets the connection. Returns about how many bytes it took."""
+    num_bytes = 0
+    with suppress(ConnectionError):
+        while True:
+            writer.write(bytes(2**16))
+            await writer.drain()
+            num_bytes += 2**16
+            await asyncio.sleep(0)
+    return num_bytes
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+
+# -- answers before the body's end -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+async def test_client_can_send_its_whole_body_and_then_read_an_early_answer(connection: str) -> None:
+    """As urllib and http.client do: they read nothing until everything is sent."""
+    num_bytes = 2**25
+    async with serving() as service:
+        reader, writer = await service.connect()
+        writer.write(head("/refuse", num_bytes, f"Connection: {connection}"))
+        for _ in range(num_bytes // 2**20):
+            writer.write(bytes(2**20))
+            await writer.drain()
+        assert (await reader.readuntil(b"refused")).startswith(b"HTTP/1.1 200")
+        if connection == "close":
+            assert await reader.read() == b""
+        else:
+            writer.write(head("/echo", 3) + b"abc")
+            assert (await reader.readuntil(b"abc")).startswith(b"HTTP/1.1 200")
+        writer.close()
+        await until(lambda: service.num_lingering == 0)
+
+
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+async def test_lingering_ends_at_its_bound_of_bytes(connection: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "MAX_DISCARDED_BYTES", 2**20)
+    async with serving() as service:
+        _, writer = await service.connect()
+        writer.write(head("/refuse", 2**40, f"Connection: {connection}"))
+        assert await send_until_closed(writer) < 2**25, "the kernel's buffers take some more"
+        await until(lambda: service.num_lingering == 0)
+
+
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+async def test_lingering_ends_at_its_bound_of_time(connection: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.3)
+    async with serving() as service:
+        _, writer = await service.connect()
+        writer.write(head("/refuse", 2**40, f"Connection: {connection}"))
+        started_s = asyncio.get_running_loop().time()
+        with suppress(ConnectionError):
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        assert 0.2 < asyncio.get_running_loop().time() - started_s < 2
+
+
+async def test_lingering_ends_soon_when_the_client_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "LINGER_IDLE_S", 0.1)
+    async with serving() as service:
+        reader, writer = await service.connect()
+        writer.write(head("/refuse", 2**40, "Connection: close"))
+        await reader.read()
+        await until(lambda: service.num_lingering == 1)
+        await until(lambda: service.num_lingering == 0)
+
+
+async def test_only_so_many_connections_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "MAX_LINGERING", 2)
+    async with serving() as service:
+        for _ in range(4):
+            reader, writer = await service.connect()
+            writer.write(head("/refuse", 2**40))
+            assert (await reader.readuntil(b"refused")).startswith(b"HTTP/1.1 200")
+        assert service.num_lingering == 2
+        assert await reader.read() == b"", "the last one is closed at once"
+
+
+# -- requests to change the protocol -----------------------------------------------------------------------------------
+
+H2C = (
+    "Connection: Upgrade, HTTP2-Settings",
+    "Upgrade: h2c",
+    "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA",
+)
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 400])
+async def test_body_of_a_request_with_an_upgrade_header_is_read(pieces: int) -> None:
+    """Java's HttpClient sends this with its first request."""
+    async with serving() as service:
+        reader, writer = await service.connect()
+        request = head("/echo", 11, *H2C) + b"hello world" + head("/echo", 3) + b"abc"
+        for at in range(0, len(request), -(-len(request) // pieces)):
+            writer.write(request[at : at - (-len(request) // pieces)])
+            await asyncio.sleep(0)
+        await reader.readuntil(b"hello world")
+        await reader.readuntil(b"abc")
+        assert service.bodies == [b"hello world", b"abc"]
+        names = [name for name, _ in service.scopes[0]["headers"]]
+        assert b"upgrade" not in names and b"http2-settings" in names
+
+
+async def test_a_chain_of_upgrade_requests_is_bounded_like_any_pipeline() -> None:
+    async with serving() as service:
+        reader, writer = await service.connect()
+        writer.write((head("/echo", 1, *H2C) + b"a") * 200)
+        answers = await reader.read()
+        assert answers.count(b"HTTP/1.1 200") <= http_protocol.MAX_PIPELINED + 1
+        writer.close()
+
+
+# -- pipelined requests ------------------------------------------------------------------------------------------------
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+async def _half_close(writer: asyncio.StreamWriter) -> None:
+    writer.write_eof()
+
+
+@pytest.mark.parametrize("leave", [_close, _half_close])
+@pytest.mark.parametrize("num_bytes", [1_000, 100_000, 1_000_000])
+async def test_disconnect_is_seen_behind_a_pipelined_body_of_any_size(
+    num_bytes: int, leave: Callable[[asyncio.StreamWriter], Awaitable[None]]
+) -> None:
+    async with serving() as service:
+        _, writer = await service.connect()
+        writer.write(head("/wait", 0))
+        await until(lambda: len(service.scopes) == 1)
+        writer.write(head("/echo", num_bytes) + bytes(num_bytes))
+        await writer.drain()
+        await leave(writer)
+        await service.has_disconnected.wait()
+        assert len(service.scopes) == 1
+
+
+async def test_large_pipelined_body_is_dropped_and_the_first_answer_arrives() -> None:
+    async with serving() as service:
+        reader, writer = await service.connect()
+        writer.write(head("/echo", 5) + b"first" + head("/echo", 200_000) + bytes(200_000))
+        answer = await reader.read()
+        assert answer.endswith(b"first") and service.bodies == [b"first"]
+        writer.close()
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+async def test_connection_beyond_the_limit_gets_an_error_answer() -> None:
+    async with serving(max_connections=1) as service:
+        await service.connect()
+        reader, _ = await service.connect()
+        content = (await reader.read()).partition(b"\r\n\r\n")[2]
+        error = json.loads(content)["error"]
+        assert error["code"] == "too_many_connections"
+        assert "the server has 1 open connections, its limit (max_connections)" in error["message"]
+        assert service.refusals == ["too_many_connections"]
+
+
+async def test_chosen_connections_can_be_aborted() -> None:
+    async with serving() as service:
+        reader, writer = await service.connect()
+        writer.write(head("/wait", 0))
+        await until(lambda: len(service.scopes) == 1)
+        (connection,) = _connections(service)
+        connection.abort_if_answering(lambda scope: scope["path"] == "/echo")
+        assert not service.has_disconnected.is_set()
+        connection.abort_if_answering(lambda scope: scope["path"] == "/wait")
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        await service.has_disconnected.wait()
+        writer.close()
+
+
+def _connections(service: Service) -> list[LimitedHttpProtocol]:
+    import gc
+
+    # isinstance would read `__class__`, which some objects of torch answer with a warning.
+    return [each for each in gc.get_objects() if issubclass(type(each), service.protocol)]
+
+
+async def test_reset_is_a_disconnect() -> None:
+    async with serving() as service:
+        _, writer = await service.connect()
+        writer.write(head("/wait", 0))
+        await until(lambda: len(service.scopes) == 1)
+        writer.get_extra_info("socket").setsockopt(1, 13, struct.pack("ii", 1, 0))  # SO_LINGER: close resets
+        writer.transport.abort()
+        await service.has_disconnected.wait()

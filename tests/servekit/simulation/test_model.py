@@ -1,0 +1,54 @@
+"""Claims about `sim:SPEC`, and about the model that it serves, recomputed by hand."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer
+
+from scripts import simulated_tokenizer
+from servekit.errors import ConfigError
+from servekit.protocol.messages import ScheduledChunk, StepPlan
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.simulation.model import PRESETS, SimulatedModel, parse_simulated
+from servekit.simulation.worker import NaiveReference
+
+
+def test_a_preset_may_be_changed_in_part() -> None:
+    changed = parse_simulated("sim:h100-8b, load=0s,decode=.5us")
+    assert changed.load_s == 0 and changed.decode_s == 5e-7 and changed.step_s == PRESETS["h100-8b"].step_s
+    assert parse_simulated("sim:instant") == SimulatedModel() == parse_simulated("sim:step=0ms")
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "h200", "step", "step=5", "step=-1ms", "speed=5ms", "step=5ms,h100-8b", "step=1e3ms", "step_s=5ms"]
+)
+def test_a_malformed_spec_is_refused_with_the_valid_names(spec: str) -> None:
+    with pytest.raises(ConfigError, match=r"h100-8b|step=5ms") as refused:
+        parse_simulated(f"sim:{spec}")
+    assert spec.split(",")[-1] in refused.value.message
+
+
+def test_a_steps_duration_is_the_sum_of_its_parts() -> None:
+    model = parse_simulated("sim:step=5ms,prefill=30us,decode=20us,context=1us")
+    rows = (
+        ScheduledChunk(0, 100, 1, (7,), (), True),
+        ScheduledChunk(1, 0, 512, (), (), False),
+        ScheduledChunk(2, 200, 1, (7,), (), True),
+    )
+    assert model.duration_s(StepPlan(1, 1, (), rows)) == pytest.approx(5e-3 + 3 * 20e-6 + 511 * 30e-6 + 300e-6)
+
+
+def test_answers_match_the_formula_in_the_documentation() -> None:
+    """By the rule of docs/simulated_model.md, written down once more."""
+    tokens, states = list(b"hello"), []
+    for _ in range(12):
+        state = 0
+        states = [state := (state * 6364136223846793005 + t + 1442695040888963407) % 2**40 for t in tokens]
+        tokens.append(32 + sum(states) // 2**17 % 95)
+    assert bytes(tokens[5:]) == b"<}!EoQqHXIBu"
+    assert NaiveReference().output(b"hello", SamplingParams(max_tokens=12)) == tokens[5:]
+
+
+def test_the_tokenizer_file_matches_the_script_that_makes_it() -> None:
+    assert simulated_tokenizer.FILE.read_text() == simulated_tokenizer.text(), "the script writes it anew"
+    assert Tokenizer.from_str(simulated_tokenizer.text()).encode("é ÿ\n").ids == list("é ÿ\n".encode())

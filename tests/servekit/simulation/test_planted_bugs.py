@@ -1,0 +1,440 @@
+"""Test the tests: the simulation soon finds each of the classic scheduler bugs, planted one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from servekit.protocol.messages import PromptLogprobs, ScheduledChunk, StepPlan, StepResult
+from servekit.scheduler.block_pool import BlockPool
+from servekit.scheduler.crash_quarantine import CrashQuarantine
+from servekit.scheduler.deadlines import Deadlines
+from servekit.scheduler.kv_cache_manager import KVCacheManager
+from servekit.scheduler.policy import Fair, FirstComeFirstServed, Shortest, _is_waiting
+from servekit.scheduler.scheduler_config import SchedulerConfig
+from servekit.scheduler.sequence import FinishReason, Sequence, Status
+from servekit.scheduler.workload_manager import WorkloadManager
+from servekit.simulation.service import Arrival, Scenario, Simulation
+from servekit.simulation.worker import SimulatedWorker, Violation
+from tests.servekit.simulation.scenarios import failure, make_scenario
+
+MAX_STEPS = 100_000
+
+Patch = Callable[[type, str, Any], None]
+
+
+def double_free(patch: Patch) -> None:
+    def release(self: KVCacheManager, sequence: Sequence, fence_step_id: int | None) -> None:
+        block = sequence.kv.table[0]
+        original(self, sequence, fence_step_id)
+        self.pool._free.append(block)
+
+    original = KVCacheManager.release
+    patch(KVCacheManager, "release", release)
+
+
+def stale_result_applied(patch: Patch) -> None:
+    """A result of a crashed worker is applied to the step with the same id."""
+
+    def commit(self: WorkloadManager, result: StepResult, now: float) -> Any:
+        return original(self, replace(result, epoch=self.epoch), now)
+
+    original = WorkloadManager.commit
+    patch(WorkloadManager, "commit", commit)
+
+
+def result_of_an_earlier_incarnation_applied(patch: Patch) -> None:
+    def reset_computation(self: Sequence) -> None:
+        incarnation = self.incarnation
+        original(self)
+        self.incarnation = max(incarnation, 0)
+
+    original = Sequence.reset_computation
+    patch(Sequence, "reset_computation", reset_computation)
+
+
+def placeholder_leak(patch: Patch) -> None:
+    """What was being sampled for a preempted sequence is still counted when it comes back."""
+
+    def reset_computation(self: Sequence) -> None:
+        num_pending = getattr(self, "num_pending", 0)
+        original(self)
+        self.num_pending = num_pending
+
+    original = Sequence.reset_computation
+    patch(Sequence, "reset_computation", reset_computation)
+
+
+def victim_scheduled_twice(patch: Patch) -> None:
+    """A sequence that is in the step already is preempted, and admitted again in the same step."""
+
+    def find_victim(self: WorkloadManager, sequence: Sequence) -> Sequence | None:
+        return next((s for s in self._running[1:] if s is not sequence), None)
+
+    patch(WorkloadManager, "_find_victim", find_victim)
+
+
+def uncommitted_block_published(patch: Patch) -> None:
+    def publish(self: KVCacheManager, sequence: Sequence) -> None:
+        num_computed = sequence.num_computed
+        sequence.num_computed = sequence.num_tokens
+        original(self, sequence)
+        sequence.num_computed = num_computed
+
+    original = KVCacheManager.publish
+    patch(KVCacheManager, "publish", publish)
+
+
+def lost_block(patch: Patch) -> None:
+    def settle(self: BlockPool, step_id: int) -> None:
+        original(self, step_id)
+        if self._free and step_id % 100 == 99:
+            self._free.popleft()
+
+    original = BlockPool.settle
+    patch(BlockPool, "settle", settle)
+
+
+def copy_forgotten(patch: Patch) -> None:
+    """A fork writes into the block that it shares with its leader."""
+
+    def allocate(self: KVCacheManager, sequence: Sequence, beginning: Any) -> None:
+        original(self, sequence, beginning)
+        beginning.partial = None
+
+    original = KVCacheManager.allocate
+    patch(KVCacheManager, "allocate", allocate)
+
+
+def prefix_without_history(patch: Patch) -> None:
+    """Blocks with equal tokens count as equal, whatever came before them."""
+
+    def hash_blocks(self: KVCacheManager, sequence: Sequence, num_blocks: int) -> None:
+        for index in range(len(sequence.kv.hashes), num_blocks):
+            tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+            sequence.kv.hashes.append(bytes(str(tokens), "ascii"))
+
+    patch(KVCacheManager, "_hash_blocks", hash_blocks)
+
+
+def deadline_ignored(patch: Patch) -> None:
+    def expire(self: WorkloadManager, now: float) -> list[Sequence]:
+        self._deadlines = Deadlines()
+        return []
+
+    patch(WorkloadManager, "expire", expire)
+
+
+def queue_jumped(patch: Patch) -> None:
+    def first(self: FirstComeFirstServed, shorter_than: int | None = None) -> Sequence | None:
+        waiting = [each for _, _, version, each in self._queue.heap._entries if _is_waiting(each, version)]
+        return max(waiting, key=self.rank, default=None)
+
+    patch(FirstComeFirstServed, "first", first)
+
+
+def service_not_charged(patch: Patch) -> None:
+    """Service is not counted, so the tenant whose name sorts first always counts as the least served."""
+    patch(Fair, "charge", lambda self, sequence, num_tokens: None)
+
+
+def oldest_starves(patch: Patch) -> None:
+    patch(Shortest, "is_overdue", lambda self, oldest: False)
+
+
+def oldest_overtaken_too_often(patch: Patch) -> None:
+    patch(
+        Shortest,
+        "is_overdue",
+        lambda self, oldest: self._num_overtaking_tokens >= 3 * self.max_overtaking_tokens(oldest),
+    )
+
+
+def fence_forgotten(patch: Patch) -> None:
+    """The blocks of an ended sequence are free at once, though a step in flight still writes to them."""
+
+    def release(self: BlockPool, blocks: Any, fence_step_id: int | None = None) -> None:
+        original(self, blocks, None)
+
+    original = BlockPool.release
+    patch(BlockPool, "release", release)
+
+
+def ended_too_early(patch: Patch) -> None:
+    def expire(self: WorkloadManager, now: float) -> list[Sequence]:
+        return original(self, now + 0.001)
+
+    original = WorkloadManager.expire
+    patch(WorkloadManager, "expire", expire)
+
+
+def expired_but_not_ended(patch: Patch) -> None:
+    def expire(self: WorkloadManager, now: float) -> list[Sequence]:
+        overdue = [s for s in self._sequences.values() if min(s.deadline_s, s.ttft_deadline_s) <= now]
+        self._deadlines = Deadlines()
+        return overdue
+
+    patch(WorkloadManager, "expire", expire)
+
+
+def standstill(patch: Patch) -> None:
+    """Now and then the manager plans nothing although there is work."""
+
+    def plan(self: WorkloadManager, now: float) -> Any:
+        return None if self.next_step_id % 500 == 499 else original(self, now)
+
+    original = WorkloadManager.plan
+    patch(WorkloadManager, "plan", plan)
+
+
+def aborted_but_not_ended(patch: Patch) -> None:
+    def finish(self: WorkloadManager, sequence_id: int, reason: FinishReason) -> bool:
+        return reason is not FinishReason.ABORT and original(self, sequence_id, reason)
+
+    original = WorkloadManager.finish
+    patch(WorkloadManager, "finish", finish)
+
+
+def token_after_the_end(patch: Patch) -> None:
+    """A step that was in flight when a sequence was aborted still adds a token to it."""
+
+    def finish(self: WorkloadManager, sequence_id: int, reason: FinishReason) -> bool:
+        sequence = self._sequences.get(sequence_id)
+        was_alive = original(self, sequence_id, reason)
+        if sequence is not None:
+            sequence.incarnation -= 1
+        return was_alive
+
+    original = WorkloadManager.finish
+    patch(WorkloadManager, "finish", finish)
+
+
+def answer_too_long(patch: Patch) -> None:
+    def end(self: WorkloadManager, sequence: Sequence, token_id: int) -> FinishReason | None:
+        return original(self, sequence, token_id) if sequence.num_tokens >= sequence.max_length else None
+
+    original = WorkloadManager._end
+    patch(WorkloadManager, "_end", end)
+
+
+def history_rewritten(patch: Patch) -> None:
+    """A preempted sequence comes back without its newest token."""
+
+    def preempt(self: WorkloadManager, victim: Sequence) -> None:
+        original(self, victim)
+        if victim.num_output_tokens:
+            victim.token_ids.pop()
+
+    original = WorkloadManager._preempt
+    patch(WorkloadManager, "_preempt", preempt)
+
+
+def budget_ignored(patch: Patch) -> None:
+    def schedule(self: WorkloadManager, step: Any, sequence: Sequence, num_tokens: int, new_blocks: Any = ()) -> None:
+        original(self, step, sequence, sequence.num_needed, new_blocks)
+
+    original = WorkloadManager._schedule
+    patch(WorkloadManager, "_schedule", schedule)
+
+
+def work_left_over(patch: Patch) -> None:
+    patch(WorkloadManager, "has_work", property(lambda self: True))
+
+
+def livelock(patch: Patch) -> None:
+    """The first-ranked is preempted, too: two sequences that do not fit together preempt each other for ever."""
+
+    def find_victim(self: WorkloadManager, sequence: Sequence) -> Sequence | None:
+        return next((s for s in reversed(self._running) if s is not sequence), None)
+
+    def preempt(self: WorkloadManager, victim: Sequence) -> None:
+        self._running.remove(victim)
+        self._release(victim)
+        victim.status = Status.WAITING
+        self.waiting_queue.push(victim)
+
+    patch(WorkloadManager, "_find_victim", find_victim)
+    patch(WorkloadManager, "_preempt", preempt)
+
+
+def prompt_logprobs_repeated(patch: Patch) -> None:
+    """Logprobs that are computed again after a preemption are appended again."""
+
+    def add_prompt_logprobs(self: Sequence, part: PromptLogprobs) -> None:
+        self.prompt_logprobs.extend(part.logprobs)
+
+    patch(Sequence, "add_prompt_logprobs", add_prompt_logprobs)
+
+
+def prompt_logprobs_with_gaps(patch: Patch) -> None:
+    """Blocks with missing logprobs are found in the prefix cache or with a leader."""
+
+    def add_prompt_logprobs(self: Sequence, part: PromptLogprobs) -> None:
+        self.prompt_logprobs.extend(part.logprobs[max(0, len(self.prompt_logprobs) + 1 - part.start) :])
+
+    patch(Sequence, "add_prompt_logprobs", add_prompt_logprobs)
+    patch(Sequence, "num_shareable", property(lambda self: self.num_tokens - 1))
+
+
+def token_behind_a_chunk_forgotten(patch: Patch) -> None:
+    def plan(self: WorkloadManager, now: float) -> Any:
+        plan = original(self, now)
+        if plan is None:
+            return None
+        return replace(
+            plan, chunks=tuple(replace(chunk, token_ids=chunk.token_ids[: chunk.num_tokens]) for chunk in plan.chunks)
+        )
+
+    original = WorkloadManager.plan
+    patch(WorkloadManager, "plan", plan)
+
+
+def logprobs_misaligned(patch: Patch) -> None:
+    """Logprobs are aligned with the sequences that request them, not with those that sample."""
+
+    def commit(self: WorkloadManager, result: StepResult, now: float) -> Any:
+        misaligned = sorted(result.logprobs, key=lambda each: each is None)
+        return original(self, replace(result, logprobs=tuple(misaligned)), now)
+
+    original = WorkloadManager.commit
+    patch(WorkloadManager, "commit", commit)
+
+
+def bystanders_fail(patch: Patch) -> None:
+    """Two crashes are enough to fail, without running alone."""
+
+    def record_crash(self: CrashQuarantine, in_flight: list[Sequence]) -> list[Sequence]:
+        original(self, in_flight)
+        return [sequence for sequence in in_flight if self._records[sequence.sequence_id].num_crashes > 1]
+
+    original = CrashQuarantine.record_crash
+    patch(CrashQuarantine, "record_crash", record_crash)
+
+
+def crashing_sequence_never_fails(patch: Patch) -> None:
+    def record_crash(self: CrashQuarantine, in_flight: list[Sequence]) -> list[Sequence]:
+        original(self, in_flight)
+        return []
+
+    original = CrashQuarantine.record_crash
+    patch(CrashQuarantine, "record_crash", record_crash)
+
+
+def suspects_run_together(patch: Patch) -> None:
+    """Suspects are queued like all others, so a sequence beside the one that crashes is blamed, too."""
+
+    def plan(self: WorkloadManager, now: float) -> Any:
+        while self.quarantine:
+            suspect = self.quarantine.first
+            self.quarantine.discard(suspect)
+            if suspect.status is Status.WAITING:
+                self._enqueue(suspect)
+        return original(self, now)
+
+    original = WorkloadManager.plan
+    patch(WorkloadManager, "plan", plan)
+
+
+BUGS = [
+    double_free,
+    stale_result_applied,
+    result_of_an_earlier_incarnation_applied,
+    placeholder_leak,
+    victim_scheduled_twice,
+    uncommitted_block_published,
+    lost_block,
+    copy_forgotten,
+    prefix_without_history,
+    deadline_ignored,
+    queue_jumped,
+    service_not_charged,
+    oldest_starves,
+    oldest_overtaken_too_often,
+    fence_forgotten,
+    ended_too_early,
+    expired_but_not_ended,
+    standstill,
+    aborted_but_not_ended,
+    token_after_the_end,
+    answer_too_long,
+    history_rewritten,
+    budget_ignored,
+    work_left_over,
+    livelock,
+    prompt_logprobs_repeated,
+    prompt_logprobs_with_gaps,
+    token_behind_a_chunk_forgotten,
+    logprobs_misaligned,
+    bystanders_fail,
+    crashing_sequence_never_fails,
+    suspects_run_together,
+]
+
+
+# Found even without the manager's own checks: by what workers, clients and tenants see.
+FOUND_WITHOUT_CHECKS = [*BUGS[1:3], *BUGS[4:]]
+
+
+def steps_until_found() -> int | None:
+    """How many steps the simulation takes to find something; None, if it does not within MAX_STEPS."""
+    num_steps = seed = 0
+    while num_steps < MAX_STEPS:
+        simulation = Simulation(make_scenario(seed))
+        try:
+            simulation.run()
+        except Exception:
+            return num_steps + simulation.num_steps
+        num_steps += simulation.num_steps
+        seed += 1
+    return None
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_planted_bug_is_found(bug: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    bug(monkeypatch.setattr)
+    found_after = steps_until_found()
+    assert found_after is not None, f"not found within {MAX_STEPS:,} steps"
+    print(f"{bug.__name__}: found after {found_after:,} steps")
+
+
+@pytest.mark.parametrize("bug", FOUND_WITHOUT_CHECKS, ids=lambda bug: bug.__name__)
+def test_planted_bug_is_found_without_manager_checks(
+    bug: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkloadManager, "check", lambda self: None)
+    bug(monkeypatch.setattr)
+    assert steps_until_found() is not None, f"not found within {MAX_STEPS:,} steps"
+
+
+def test_the_worker_rejects_impossible_plans() -> None:
+    worker = SimulatedWorker(num_blocks=2, block_size=2, max_num_batched_tokens=4)
+    row = ScheduledChunk(0, 0, 2, (1, 2), (0,), True)
+    with pytest.raises(Violation, match="scheduled twice"):
+        worker.execute(StepPlan(0, 0, (), (row, row)))
+    with pytest.raises(Violation, match="a step of 0 tokens, the budget is 4"):
+        worker.execute(StepPlan(0, 0, (), ()))
+
+
+def test_a_simulation_without_progress_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Simulation, "_max_steps", lambda self: 5)
+    with pytest.raises(Violation, match="no end after 6 steps"):
+        Simulation(make_scenario(0)).run()
+
+
+def test_blocks_leaked_at_the_end_are_a_violation() -> None:
+    scheduler = SchedulerConfig(num_blocks=8, block_size=2, max_model_len=99, max_num_seqs=2, max_num_batched_tokens=8)
+    arrival = Arrival(name=0, at_s=0.0, prompt=(5,), max_tokens=3)
+    simulation = Simulation(Scenario(scheduler=scheduler, arrivals=(arrival,)), check=False)
+    simulation.manager.kv_cache.pool._free.pop()
+    with pytest.raises(Violation, match="1 blocks were leaked"):
+        simulation.run()
+
+
+def test_preempting_the_first_ranked_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    livelock(monkeypatch.setattr)
+    monkeypatch.setattr(WorkloadManager, "check", lambda self: None)
+    errors = [str(failure(make_scenario(seed))) for seed in range(100)]
+    assert any("was preempted, but was the first-ranked" in error for error in errors)

@@ -1,0 +1,99 @@
+"""Run the real workload manager and the real model runner in one process, without queues and an event loop."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+from servekit.protocol.messages import LoadModel, StepPlan, TokenLogprobs
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.scheduler.commands import AddSequence
+from servekit.scheduler.scheduler_config import SchedulerConfig
+from servekit.scheduler.sequence import Sequence
+from servekit.scheduler.workload_manager import WorkloadManager
+from servekit.simulation.service import RecklessPredictor
+from workers.loading.model_manager import LoadedModel, ModelManager
+from workers.runner.model_runner import ModelRunner
+
+
+class InProcessEngine:
+    """Add sequences, then step. Checks the manager's invariants after every step."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        max_steps_in_flight: int = 1,
+        kv_cache_dtype: str = "auto",
+    ) -> None:
+        settings = LoadModel(
+            model_path=loaded.model.name_or_path,
+            dtype="auto",
+            device="cpu",
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=None,
+            num_kv_blocks=num_blocks,
+            kv_cache_memory_bytes=None,
+            gpu_memory_utilization=0.9,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        self.runner = ModelRunner(loaded, settings)
+        self.manager = WorkloadManager(
+            SchedulerConfig(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_model_len=loaded.info.max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                eos_token_ids=frozenset(loaded.info.eos_token_ids),
+                max_steps_in_flight=max_steps_in_flight,
+            ),
+            RecklessPredictor(block_size),
+        )
+        self.num_steps = 0
+        self.num_copies = 0
+        self.num_failures = 0  # of grammars, including those of sequences that have ended meanwhile
+        self.logprobs: defaultdict[int, list[TokenLogprobs | None]] = defaultdict(list)  # by sequence, of its output
+        self._in_flight: deque[StepPlan] = deque()
+        self._next_id = 0
+
+    def add(self, prompt: list[int], leader: Sequence | None = None, **sampling: Any) -> Sequence:
+        """Add a sequence without a length bound: it is admitted optimistically, so small pools lead to preemption."""
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 16, **sampling})
+        command = AddSequence(
+            sequence_id=self._next_id,
+            prompt_token_ids=tuple(prompt),
+            sampling=params,
+            leader_id=None if leader is None else leader.sequence_id,
+            has_length_bound=False,
+        )
+        self._next_id += 1
+        return self.manager.add(command)
+
+    def step(self) -> None:
+        """Plan as many steps ahead as the manager allows, then execute the first one."""
+        while (plan := self.manager.plan(0.0)) is not None:
+            self._in_flight.append(plan)
+        plan = self._in_flight.popleft()
+        self.num_steps += 1
+        self.num_copies += len(plan.copies)
+        result = self.runner.execute(plan)
+        self.num_failures += len(result.failures)
+        for token in self.manager.commit(result, 0.0):
+            self.logprobs[token.sequence.sequence_id].append(token.logprobs)
+        self.manager.check()
+
+    def run(self) -> None:
+        while self.manager.has_work:
+            self.step()
+
+
+def load(path: Path) -> LoadedModel:
+    return ModelManager("cpu").load(path, "float32", None)

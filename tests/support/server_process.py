@@ -1,0 +1,151 @@
+"""Start a real server as a user does: its own process, with a worker process, over HTTP."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+
+def free_port() -> int:
+    """Return a port that no other test run on this machine takes before the server starts.
+
+    It is below the range that the kernel gives to clients, and each test process has its own range. Otherwise a server
+    that lost its port to another one would be mistaken for it.
+    """
+    for _ in range(PORTS_EACH):
+        port = FIRST_PORT + (os.getpid() % 100) * PORTS_EACH + next(_numbers) % PORTS_EACH
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError(f"none of {PORTS_EACH} ports is free")
+
+
+FIRST_PORT, PORTS_EACH = 20_000, 100
+_numbers = itertools.count()
+
+
+def num_listening(port: int) -> int:
+    """Return how many sockets of this machine listen on a port. Of servers that share it, any may answer /ready."""
+    sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    return sum(fields[1].endswith(f":{port:04X}") and fields[3] == "0A" for fields in sockets)
+
+
+# A step of the demo model is as fast on one core as on two. With a thread on each core, whatever interrupts one of them
+# delays both, and each connection does. So steps are timed with one thread.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+class ServerProcess:
+    """`servekit serve ARGUMENTS` on a free port, and a client for it."""
+
+    def __init__(
+        self, *arguments: str, log: Path, environment: dict[str, str] | None = None, port: int | None = None
+    ) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        command = [sys.executable, "-m", "servekit", "serve", *arguments, "--port", str(self.port)]
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+            )
+        self.client = httpx2.Client(base_url=self.url, timeout=120)
+
+    def wait_until_ready(self, timeout_s: float = 90) -> float:
+        """Wait until /ready answers 200. Returns the seconds it took."""
+        started = time.monotonic()
+        while time.monotonic() < started + timeout_s:
+            assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()}"
+            with suppress(httpx2.TransportError):
+                if self.client.get("/ready").status_code == 200:
+                    return time.monotonic() - started
+            time.sleep(0.05)
+        raise AssertionError(f"not ready after {timeout_s} s:\n{self.log.read_text()}")
+
+    def generate(self, prompt: str, **fields: Any) -> dict[str, Any]:
+        response = self.client.post("/generate", json={"prompt": prompt, **fields})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def stream(self, prompt: str, **fields: Any) -> list[dict[str, Any]]:
+        """Return all events of a stream."""
+        with self.client.stream("POST", "/generate_stream", json={"prompt": prompt, **fields}) as response:
+            assert response.status_code == 200
+            return list(events(response.iter_lines()))
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric's samples."""
+        lines = self.client.get("/metrics").text.splitlines()
+        values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        assert values, f"there is no metric {name}"
+        return sum(values)
+
+    def wait_for_metric(self, name: str, value: float, timeout_s: float = 30) -> None:
+        deadline = time.monotonic() + timeout_s
+        while (now := self.metric(name)) != value:
+            assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
+            time.sleep(0.02)
+
+    def wait_until_at_rest(self) -> None:
+        """Wait until nothing runs, nothing waits and all blocks are free."""
+        self.wait_for_metric("servekit_num_requests_running", 0)
+        self.wait_for_metric("servekit_num_requests_waiting", 0)
+        self.wait_for_metric("servekit_kv_blocks_free", self.metric("servekit_kv_blocks_total"))
+
+    def worker_pids(self) -> list[int]:
+        return self.child_pids("servekit.worker")
+
+    def sandbox_pids(self) -> list[int]:
+        return self.child_pids("servekit.sandbox.process")
+
+    def child_pids(self, module: str) -> list[int]:
+        """Return the server's child processes that run this module."""
+        children = _read(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in children.split() if module in _read(f"/proc/{pid}/cmdline")]
+
+    def started_pids(self) -> list[int]:
+        """Return all processes that were started by the server, whatever their parent is now."""
+        mark = f"--parent-pid\0{self.process.pid}\0"
+        return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if mark in _read(f"{folder}/cmdline")]
+
+    def num_open_files(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+
+def _read(file: str) -> str:
+    """Read a file of /proc; empty if the process has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(file).read_text()
+    return ""
+
+
+def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+@contextmanager
+def serving(
+    *arguments: str, log: Path, environment: dict[str, str] | None = None, port: int | None = None
+) -> Iterator[ServerProcess]:
+    """Yield a server that is ready, and end it afterwards in any case."""
+    server = ServerProcess(*arguments, log=log, environment=environment, port=port)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.client.close()
+        server.process.kill()
+        server.process.wait()

@@ -1,0 +1,103 @@
+"""Small random models of many architectures, made on the spot: the test suite downloads nothing.
+
+Weights are scaled up from transformers' initialisation, so that logits are far enough apart for greedy decoding to
+mean something.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 128
+
+_LLAMA_LIKE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+_ONE_HEAD_PER_KEY = {**_LLAMA_LIKE, "num_key_value_heads": 6}
+_GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}
+_OPT = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "word_embed_proj_dim": 48,
+    "ffn_dim": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+}
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+# name -> (model_type, configuration)
+ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", _LLAMA_LIKE),
+    "qwen2": ("qwen2", _LLAMA_LIKE),
+    "qwen3": ("qwen3", _LLAMA_LIKE),
+    "mistral_sliding": ("mistral", {**_LLAMA_LIKE, "sliding_window": 9}),
+    "mixtral": ("mixtral", {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma": ("gemma", _LLAMA_LIKE),
+    "gemma2": ("gemma2", {**_LLAMA_LIKE, "sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3_text", {**_LLAMA_LIKE, "sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "phi": ("phi", _ONE_HEAD_PER_KEY),
+    "phi3": ("phi3", {**_LLAMA_LIKE, "sliding_window": 11}),
+    "opt": ("opt", _OPT),
+    "gpt2": ("gpt2", _GPT2),
+    "gpt_neox": ("gpt_neox", _ONE_HEAD_PER_KEY),
+    "olmo2": ("olmo2", _LLAMA_LIKE),
+    "granite": ("granite", _LLAMA_LIKE),
+    # Their decoder layers drop keyword arguments; see workers/loading/attention_recording.py.
+    "stablelm": ("stablelm", {**_LLAMA_LIKE, "qk_layernorm": True, "use_parallel_residual": True}),
+    "nemotron": ("nemotron", _LLAMA_LIKE),
+    "starcoder2": ("starcoder2", {**_LLAMA_LIKE, "sliding_window": 10}),
+    "gpt_oss": (
+        "gpt_oss",
+        {**_LLAMA_LIKE, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+
+# Decoders that keep their state elsewhere, or do their attention themselves.
+REFUSED: dict[str, tuple[str, dict[str, object]]] = {
+    "bloom": ("bloom", {"vocab_size": VOCAB_SIZE, "hidden_size": 48, "n_layer": 2, "n_head": 6}),
+    "falcon": (
+        "falcon",
+        {"vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6},
+    ),
+    "mpt": ("mpt", {"vocab_size": VOCAB_SIZE, "d_model": 48, "n_layers": 2, "n_heads": 6, "max_seq_len": 256}),
+    "mamba": ("mamba", {"vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_hidden_layers": 2, "state_size": 8}),
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 48,
+            "num_layers": 2,
+            "num_heads": 6,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 8,
+        },
+    ),
+}
+
+
+def make_model(directory: Path, model_type: str, configuration: dict[str, object], seed: int = 0) -> PreTrainedModel:
+    """Save a small random model to `directory`; returns it, as transformers runs it, in float32."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **{**_TOKENS, **configuration})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(5.0 if "embed" not in name else 10.0)
+            elif "sinks" in name:
+                parameter.normal_()
+            else:  # norms' weights and biases: ones and zeros would be the same wherever they are put
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.save_pretrained(directory)
+    return model

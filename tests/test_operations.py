@@ -1,0 +1,209 @@
+"""Claims about the files for operators: the dashboard, the alerts, the deployment examples, and docs/operations.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+
+from scripts import dashboard
+from servekit.config import ServeConfig, settings
+from servekit.observability.metrics import Metrics, SchedulerStats
+from workers.csrc.build import COMPILERS
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+PAGE = (ROOT / "docs" / "operations.md").read_text()
+UNIT = (DEPLOY / "servekit.service").read_text()
+IMAGE = (DEPLOY / "Dockerfile").read_text()
+DEPLOYMENT, SERVICE = yaml.safe_load_all((DEPLOY / "kubernetes.yml").read_text())
+RULES = {
+    rule["alert"]: rule
+    for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+}
+DEFAULTS = ServeConfig()
+SNAPSHOT = SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 1))
+FOREIGN_FLAGS = {"--gpus", "--stop-timeout", "--previous"}  # docker's and kubectl's
+NO_ERRORS = {"other"}  # the label of a metric for codes beyond its limit
+
+
+def codes_in_the_source() -> set[str]:
+    """Return every string that can become the code of an error."""
+    found: set[str] = set()
+    for path in (ROOT / "servekit").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case (
+                    ast.keyword(arg="code", value=value)
+                    | ast.AnnAssign(target=ast.Name("code"), value=ast.expr() as value)
+                    | ast.Assign(targets=[ast.Name("code")], value=value)
+                ):
+                    found |= set(texts(value))
+    return found - NO_ERRORS
+
+
+def texts(value: ast.AST) -> Iterator[str]:
+    """Yield the string literals that an expression can evaluate to, without keys of look-ups and arguments."""
+    if isinstance(value, ast.Constant) and isinstance(value.value, str):
+        yield value.value
+    if not isinstance(value, ast.Call | ast.Subscript):
+        for part in ast.iter_child_nodes(value):
+            yield from texts(part)
+
+
+def test_the_table_of_errors_has_exactly_the_codes_of_the_source() -> None:
+    table = PAGE.partition("| code | status |")[2].partition("\n\n")[0]
+    explained = {code for row in table.splitlines()[2:] for code in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert explained == codes_in_the_source()
+
+
+def test_the_dashboard_file_is_up_to_date() -> None:
+    assert dashboard.FILE.read_text() == dashboard.text(), "python scripts/dashboard.py updates it"
+
+
+def test_panels_do_not_overlap_and_name_their_metrics() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard.panels():
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not taken & cells, panel["title"]
+        assert all(x < dashboard.WIDTH for x, _ in cells), panel["title"]
+        taken |= cells
+        if panel["type"] != "row":
+            names = re.findall(
+                r"\b((?:servekit|process)_\w+|up)\{", " ".join(each["expr"] for each in panel["targets"])
+            )
+            assert names and all(f"`{name}`" in panel["description"] for name in names), panel["title"]
+
+
+# -- alerts ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_alert_links_to_its_runbook() -> None:
+    chapter = PAGE.partition("\n## Alerts\n")[2].partition("\n## ")[0]
+    assert sorted(RULES) == sorted(re.findall(r"^### (\w+)$", chapter, re.MULTILINE))
+    for runbook in chapter.split("\n### ")[1:]:
+        assert "*Symptom:*" in runbook and "*Do:*" in runbook, runbook.splitlines()[0]
+    for name, rule in RULES.items():
+        assert rule["annotations"]["runbook_url"].endswith(f"/operations.md#{name.lower()}")
+
+
+def value(expression: Any, samples: dict[str, float]) -> float | None:
+    """Evaluate the PromQL of alerts about the state of one server; None is an empty result."""
+    match expression:
+        case promql_parser.NumberLiteral():
+            return float(expression.val)
+        case promql_parser.VectorSelector():
+            return samples.get(expression.name)
+    assert isinstance(expression, promql_parser.BinaryExpr)
+    left, right = value(expression.lhs, samples), value(expression.rhs, samples)
+    match str(expression.op):
+        case "and":
+            return None if right is None else left
+        case "unless":
+            return left if right is None else None
+        case "==":
+            return left if left is not None and left == right else None
+    raise NotImplementedError(expression.op)
+
+
+@pytest.mark.parametrize(
+    ("alive", "has_loaded", "is_draining", "fired"),
+    [
+        (False, False, False, {"ServekitLoadsLong"}),  # after half an hour
+        (True, True, False, set()),
+        (False, True, False, {"ServekitNoWorker"}),
+        (False, True, True, set()),
+    ],
+)
+def test_a_missing_worker_fires_an_alert_unless_the_first_one_loads(
+    alive: bool, has_loaded: bool, is_draining: bool, fired: set[str]
+) -> None:
+    metrics = Metrics(DEFAULTS, "0")
+    if alive:
+        metrics.workers.worker_ready(None, 0.0)
+    metrics.server.is_draining = is_draining
+    if has_loaded:
+        metrics.watch_scheduler(lambda: SNAPSHOT)
+    samples = {sample.name: sample.value for family in metrics.registry.collect() for sample in family.samples}
+    worker_alerts = ("ServekitNoWorker", "ServekitLoadsLong")
+    assert {
+        name for name in worker_alerts if value(promql_parser.parse(RULES[name]["expr"]), samples) is not None
+    } == fired
+
+
+# -- examples ----------------------------------------------------------------------------------------------------------
+
+
+def flag(command: list[str], name: str) -> float:
+    return float(command[command.index(name) + 1])
+
+
+def test_timeouts_of_the_examples_cover_draining_and_loading() -> None:
+    pod = DEPLOYMENT["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    wait_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] >= wait_s + flag(container["args"], "--shutdown-timeout") + 10
+    start = container["startupProbe"]
+    assert DEFAULTS.load_timeout <= start["periodSeconds"] * start["failureThreshold"]
+    assert start["periodSeconds"] * start["failureThreshold"] < DEPLOYMENT["spec"]["progressDeadlineSeconds"]
+    assert container["livenessProbe"]["httpGet"]["path"] == "/health"
+    command = re.findall(r"^ExecStart=(.*)$", UNIT, re.MULTILINE)[0].split()
+    stop_s = float(re.findall(r"^TimeoutStopSec=(.*)$", UNIT, re.MULTILINE)[0])
+    assert stop_s >= flag(command, "--shutdown-timeout") + 10
+
+
+def test_the_examples_agree_on_names_ports_and_users() -> None:
+    for path in DEPLOY.rglob("*.yml"):
+        assert all(yaml.safe_load_all(path.read_text())), path
+    pod = DEPLOYMENT["spec"]["template"]
+    container = pod["spec"]["containers"][0]
+    assert SERVICE["spec"]["selector"] == DEPLOYMENT["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
+    assert {volume["name"] for volume in pod["spec"]["volumes"]} == {each["name"] for each in container["volumeMounts"]}
+    assert f"EXPOSE {container['ports'][0]['containerPort']}" in IMAGE
+    assert container["ports"][0]["containerPort"] == DEFAULTS.port
+    assert f"USER {pod['spec']['securityContext']['fsGroup']}" in IMAGE
+
+
+def test_the_image_copies_all_files_of_the_package() -> None:
+    copied = {name for line in re.findall(r"^COPY (.*)$", IMAGE, re.MULTILINE) for name in line.split()[:-1]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    needed = {"pyproject.toml", "constraints.txt", project["project"]["readme"], *project["project"]["license-files"]}
+    assert copied == {*needed, *packages}
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_image_can_compile_kernels_and_launchers() -> None:
+    """Triton and workers/csrc compile when the worker starts; libc6-dev has the headers, libgomp comes with gcc."""
+    instructions = re.split(r"\n(?=[A-Z]+ )", IMAGE.replace("\\\n", ""))
+    (install,) = [each for each in instructions if each.startswith("RUN apt-get")]
+    packages = set(install.partition(" install ")[2].partition("&&")[0].split())
+    assert {"gcc", "libc6-dev"} <= packages and packages & set(COMPILERS)
+    names = [each.split()[0] for each in instructions]
+    assert instructions.index(install) < names.index("USER"), "only root can install"
+
+
+def test_the_service_keeps_compiled_kernels_in_its_cache_directory() -> None:
+    assert "DynamicUser=yes" in UNIT and "CacheDirectory=servekit" in UNIT
+    (variables,) = re.findall(r"^Environment=(HF_HOME.*)$", UNIT, re.MULTILINE)
+    folders = dict(each.split("=") for each in variables.split())
+    assert folders["TRITON_CACHE_DIR"].startswith("%C/servekit/")
+    assert folders["HF_HOME"] == folders["XDG_CACHE_HOME"] + "/servekit" == "%C/servekit"
+
+
+def test_flags_and_variables_in_examples_and_documentation_exist() -> None:
+    known = {setting.flag for setting in settings()} | {f"--no-{setting.flag[2:]}" for setting in settings()}
+    variables = {setting.environment_name for setting in settings()}
+    examples = [*DEPLOYMENT["spec"]["template"]["spec"]["containers"][0]["args"], UNIT]
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) - FOREIGN_FLAGS <= known
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", "\n".join(examples))) <= known
+    assert set(re.findall(r"\bSERVEKIT_[A-Z_]+", UNIT + IMAGE + PAGE)) <= variables

@@ -1,0 +1,90 @@
+"""The selector chooses the fastest attention backend that can serve the layers, and logs why faster ones cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+
+from workers.attention.interface import AttentionParams
+from workers.attention.selector import _choose_on_gpu, choose_attention
+from workers.kv_cache.kv_quantization import Float8Pages, PageFormat, PlainPages
+from workers.kv_cache.pages import LayerShape
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+CPU = torch.device("cpu")
+PLAIN, HALF = PlainPages(torch.float32), PlainPages(torch.bfloat16)
+LAYERS, PARAMS = [LayerShape(2, 64, 64)], [AttentionParams(0.125)]
+
+
+@pytest.fixture(autouse=True)
+def _flash_attn_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_varlen_func = package.flash_attn_with_kvcache = lambda *_, **__: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+
+
+@needs_triton
+def test_flash_attn_is_preferred_if_it_can_serve_the_layers() -> None:
+    assert _choose_on_gpu(LAYERS, PARAMS, 256, HALF).name == "flash_attn"
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("layers", "params", "block_size", "pages", "why"),
+    [
+        (LAYERS, PARAMS, 16, HALF, "it needs pages of a multiple of 256 tokens, and --block-size is 16"),
+        (LAYERS, [AttentionParams(1.0, sinks=torch.zeros(2))], 256, HALF, "it has no attention sinks"),
+        (LAYERS, PARAMS, 256, PLAIN, "it does not compute in float32"),
+        (LAYERS, PARAMS, 256, Float8Pages(), "it cannot read fp8_e4m3 pages"),
+        ([LayerShape(2, 192, 128)], PARAMS, 256, HALF, "it needs key_dim = value_dim"),
+        ([LayerShape(2, 512, 512)], PARAMS, 256, HALF, "a multiple of 8 and at most 256"),
+    ],
+)
+def test_otherwise_triton_is_chosen_and_the_log_says_why(
+    layers: list[LayerShape],
+    params: list[AttentionParams],
+    block_size: int,
+    pages: PageFormat,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO"):
+        assert _choose_on_gpu(layers, params, block_size, pages).name == "triton"
+    assert why in caplog.text
+
+
+@needs_triton
+def test_without_the_package_torchs_own_flash_attention_is_chosen_if_it_can_serve_the_layers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert _choose_on_gpu(LAYERS, PARAMS, 256, HALF).name == "torch_varlen"
+    with caplog.at_level("INFO"):
+        assert _choose_on_gpu(LAYERS, [AttentionParams(1.0, softcap=3.0)], 256, HALF).name == "triton"
+    assert "torch's own flash attention has no soft caps" in caplog.text
+
+
+def test_without_triton_torch_gathers_pages_and_the_log_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "workers.attention.gpu_backends", None)
+    monkeypatch.delattr("workers.attention.gpu_backends", raising=False)
+    assert _choose_on_gpu(LAYERS, PARAMS, 16, HALF).name == "torch"
+    assert "attention is slow: every step gathers its pages" in caplog.text
+
+
+def test_on_a_cpu_heads_that_are_too_large_for_the_kernel_are_gathered_by_torch() -> None:
+    assert choose_attention(CPU, torch.float32, [LayerShape(1, 16, 16), LayerShape(1, 528, 16)], [], 16).name == "torch"
+    assert choose_attention(CPU, torch.float16, [LayerShape(1, 16, 16)], [], 16).name == "torch"
+
+
+@pytest.mark.parametrize(("name", "capability"), [("int8", (9, 0)), ("fp8_e4m3", (8, 0))])
+def test_pages_that_a_gpus_kernels_cannot_read_are_gathered_by_torch(
+    name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert choose_attention(torch.device("cuda"), torch.bfloat16, LAYERS, [], 16, name).name == "torch"

@@ -1,0 +1,56 @@
+"""All layers in one call of C compute what the layers compute one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.inprocess import InProcessEngine
+from tests.support.tiny_models import ARCHITECTURES, make_model
+from workers.csrc.build import c_library
+from workers.layers.cpu_decoder import CpuDecoder
+from workers.layers.linear import can_pack
+from workers.layers.skinny_gemm import SkinnyGemm, SkinnyGemmWeight
+from workers.loading.model_manager import ModelManager
+
+LIBRARY = c_library("bfloat16") if can_pack(torch.bfloat16) else None
+pytestmark = pytest.mark.skipif(
+    LIBRARY is None or SkinnyGemm(LIBRARY).max_rows == 0,
+    reason="this processor has no bfloat16 instructions, or there is no compiler",
+)
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}  # multiples of 32, as in real models
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_sliding", "qwen2", "qwen3"])
+def test_one_call_for_all_layers_computes_what_the_layers_compute(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert LIBRARY is not None
+    if not isinstance(SkinnyGemm(LIBRARY).make_weight(torch.randn(64, 64).bfloat16(), None), SkinnyGemmWeight):
+        pytest.skip("on this processor, oneDNN has a layout that the C code cannot read")
+    model_type, sizes = ARCHITECTURES[name]
+    make_model(tmp_path, model_type, {**sizes, **SIZES})
+    runner = InProcessEngine(ModelManager("cpu").load(tmp_path, "bfloat16", None)).runner
+    calls: list[int] = []
+    decode = CpuDecoder.decode
+    monkeypatch.setattr(CpuDecoder, "decode", lambda self, x, *rest: (calls.append(len(x)), decode(self, x, *rest)))
+    token_ids = tuple(range(1, 25))
+    in_one_call = runner._run_in_chunks(token_ids)
+    assert calls and max(calls) <= 32, "no step was decoded in one call"
+    assert runner.self_check() < 0.05
+    calls.clear()
+    monkeypatch.setattr(CpuDecoder, "can_decode", lambda *_: False)
+    by_layers = runner._run_in_chunks(token_ids)
+    assert not calls
+    assert (in_one_call - by_layers).norm() <= 0.02 * by_layers.norm()
+    monkeypatch.setattr(SkinnyGemmWeight, "multiply", lambda self, x: self._packed.multiply(x))
+    monkeypatch.setattr(SkinnyGemmWeight, "multiply_add", lambda self, x, to: self._packed.multiply_add(x, to))
+    by_onednn = runner._run_in_chunks(token_ids)
+    assert (by_layers - by_onednn).norm() <= 0.02 * by_onednn.norm()
+
+
+def test_float32_layers_have_no_cpu_decoder(tmp_path: Path) -> None:
+    make_model(tmp_path, *ARCHITECTURES["llama"])
+    assert ModelManager("cpu").load(tmp_path, "float32", None).decoder._cpu_decoder is None

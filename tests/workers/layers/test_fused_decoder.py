@@ -1,0 +1,63 @@
+"""Fused decoder layers agree with transformers' own, and only layers they are meant for are fused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from servekit.errors import ConfigError
+from tests.support.inprocess import InProcessEngine
+from tests.support.tiny_models import ARCHITECTURES, make_model
+from workers.layers.cpu_ops import CpuOps
+from workers.layers.fused_decoder import FUSIBLE, FusedDecoder, can_fuse
+from workers.loading.model_manager import ModelManager
+
+FUSED = ["llama", "mistral_sliding", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_layers_of_the_llama_family_are_fused(name: str, tmp_path: Path) -> None:
+    """test_token_identity.py tests for each of them that the tokens are those of `generate`."""
+    make_model(tmp_path, *ARCHITECTURES[name])
+    loaded = ModelManager("cpu").load(tmp_path, "float32", None)
+    assert isinstance(loaded.decoder, FusedDecoder) and loaded.model.model is loaded.decoder
+    assert not [module for module in loaded.model.modules() if type(module).__name__ in FUSIBLE], "weights held twice"
+
+
+@pytest.mark.parametrize("change", [{"hidden_act": "gelu"}, {"intermediate_size": 56}])
+def test_a_layer_with_another_activation_or_an_odd_size_is_not_fused(change: dict[str, Any], tmp_path: Path) -> None:
+    make_model(tmp_path, "llama", {**ARCHITECTURES["llama"][1], **change})
+    loaded = ModelManager("cpu").load(tmp_path, "float32", None)
+    assert not isinstance(loaded.decoder, FusedDecoder)
+    assert InProcessEngine(loaded).runner.self_check() < 1e-5
+
+
+def test_a_layer_with_a_subclass_of_linear_is_not_fused(tmp_path: Path) -> None:
+    class Adapted(nn.Linear):
+        pass
+
+    make_model(tmp_path, *ARCHITECTURES["llama"])
+    layer = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[0]
+    assert can_fuse(layer)
+    layer.mlp.up_proj = Adapted(48, 64)
+    assert not can_fuse(layer)
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fused_layers_agree_with_transformers_up_to_rounding(name: str, dtype: str, tmp_path: Path) -> None:
+    make_model(tmp_path, *ARCHITECTURES[name])
+    loaded = ModelManager("cpu").load(tmp_path, dtype, None)
+    assert InProcessEngine(loaded).runner.self_check() < (1e-5 if dtype == "float32" else 0.05)
+
+
+def test_a_wrong_layer_is_refused_by_the_self_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_model(tmp_path, *ARCHITECTURES["llama"])
+    monkeypatch.setattr(CpuOps, "swiglu", lambda _, gate_up: gate_up.chunk(2, dim=-1)[0].contiguous())
+    loaded = ModelManager("cpu").load(tmp_path, "float32", None)
+    with pytest.raises(ConfigError, match="its logits differ"):
+        InProcessEngine(loaded).runner.self_check()

@@ -1,0 +1,111 @@
+"""The skinny GEMM agrees with float64, and weights in a layout that it cannot read are left to oneDNN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from workers.csrc import build as compiling
+from workers.csrc.build import c_library
+from workers.layers import skinny_gemm as module
+from workers.layers.linear import PackedWeight, can_pack
+from workers.layers.skinny_gemm import SkinnyGemm, SkinnyGemmWeight
+
+LIBRARY = c_library("bfloat16") if can_pack(torch.bfloat16) else None
+pytestmark = pytest.mark.skipif(
+    LIBRARY is None or SkinnyGemm(LIBRARY).max_rows == 0,
+    reason="this processor has no bfloat16 instructions, or there is no compiler",
+)
+NUM_ROWS = [1, 2, 3, 5, 8, 9, 16, 17, 31, 32, 33]
+
+
+class Blocks:
+    """A weight in blocks of 64 outputs, oneDNN's layout for processors without AMX; NaN fills the last block."""
+
+    width = 64
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        num_outputs, num_inputs = weight.shape
+        num_blocks = -(-num_outputs // self.width)
+        padded = torch.full((num_blocks * self.width, num_inputs), torch.nan, dtype=weight.dtype)
+        padded[:num_outputs] = weight
+        blocks = padded.view(num_blocks, self.width, num_inputs // 2, 2)
+        self._blocks = blocks.transpose(1, 2).contiguous()
+        self.address, self.num_bytes = self._blocks.data_ptr(), 2 * self._blocks.numel()
+        plain = PackedWeight(weight, bias)
+        self.multiply, self.multiply_add = plain.multiply, plain.multiply_add
+
+
+@pytest.fixture(scope="module", params=["native", "without AMX"])
+def gemm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SkinnyGemm]:
+    """Return the skinny GEMM with all that this processor has, and one compiled without AMX tiles."""
+    if request.param == "native":
+        assert LIBRARY is not None
+        yield SkinnyGemm(LIBRARY)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O1", "-mno-amx-bf16", "-mno-amx-tile"))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        library = c_library.__wrapped__("bfloat16")
+    if library is None:
+        pytest.skip("the compiler does not know AMX")
+    assert SkinnyGemm(library).max_rows == 8
+    yield SkinnyGemm(library)
+
+
+@pytest.mark.parametrize("layout", [PackedWeight, Blocks])
+@pytest.mark.parametrize("shape", [(32, 32), (70, 64), (200, 96), (1, 64), (33, 2048), (1280, 768)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_those_of_float64_rounded_once(
+    gemm: SkinnyGemm,
+    layout: type[PackedWeight] | type[Blocks],
+    shape: tuple[int, int],
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PackedWeight", layout)
+    torch.manual_seed(0)
+    weight, offset = torch.randn(shape).bfloat16(), torch.randn(shape[0]).bfloat16() if bias else None
+    packed = gemm.make_weight(weight, offset)
+    assert isinstance(packed, SkinnyGemmWeight) or layout is PackedWeight, "the C code can read this layout"
+    if isinstance(packed, SkinnyGemmWeight):
+        packed.prefetch_next(packed)
+    for num_rows in NUM_ROWS:
+        x, to = torch.randn(1, num_rows, shape[1]).bfloat16(), torch.randn(1, num_rows, shape[0]).bfloat16()
+        exact = x.double() @ weight.double().T + (0.0 if offset is None else offset.double())
+        with torch.inference_mode():
+            _assert_rounded(packed.multiply(x), exact)
+            _assert_rounded(packed.multiply_add(x, to), exact + to.double())
+
+
+def _assert_rounded(output: Tensor, exact: Tensor) -> None:
+    """Check for rounding to nearest: half a unit of the last of eight bits is 2^-8; float32 sums add a little."""
+    assert output.dtype is torch.bfloat16 and output.shape == exact.shape
+    slack = 1e-5 * exact.abs().max() + 1e-5
+    assert bool(((output.double() - exact).abs() <= exact.abs() * (2**-8) + slack).all())
+
+
+def test_a_weight_in_another_layout_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OtherLayout(Blocks):
+        width = 32
+
+        def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+            super().__init__(weight, bias)
+            self._blocks.view(torch.int16).view(-1)[-1] += 1  # one number differs
+
+    assert LIBRARY is not None
+    gemm, weight = SkinnyGemm(LIBRARY), torch.randn(64, 64).bfloat16()
+    odd = gemm.make_weight(torch.randn(64, 33).bfloat16(), None)
+    assert isinstance(odd, PackedWeight), "33 inputs cannot be paired"
+    monkeypatch.setattr(module, "PackedWeight", OtherLayout)
+    assert isinstance(gemm.make_weight(weight, None), OtherLayout)
+
+
+def test_float32_is_left_to_onednn() -> None:
+    library = c_library("float32")
+    assert library is not None
+    gemm = SkinnyGemm(library)
+    assert gemm.max_rows == 0 and isinstance(gemm.make_weight(torch.randn(64, 64), None), PackedWeight)

@@ -1,0 +1,212 @@
+"""Claims about answers that follow a grammar, checked by independent implementations: Python's re and jsonschema."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from servekit.engine.model_files import DEMO_MODEL_PATH
+from servekit.engine.tokenizer import load_tokenizer
+from servekit.protocol.grammar_matcher import grammar_tokenizer, matcher_for
+from servekit.request import GrammarKind
+from servekit.sandbox.compile_grammar import compile_grammar
+from servekit.sandbox.jobs import CompileGrammar, Done
+from servekit.scheduler.sequence import FinishReason, Sequence
+from tests.support.inprocess import InProcessEngine, load
+from workers.loading.model_manager import LoadedModel
+
+TOKENIZER = load_tokenizer(DEMO_MODEL_PATH)
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "likes": {"type": "array", "items": {"enum": ["cats", "dogs", "<eos>"]}, "maxItems": 3},
+        "home": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/home"}]},
+    },
+    "required": ["name", "age", "home"],
+    "additionalProperties": False,
+    "$defs": {"home": {"type": "object", "properties": {"city": {"const": "Paris"}}, "required": ["city"]}},
+}
+REGEXES = [r"\d{4}-[01]\d", r"[a-z]{2,9}@[a-z]{2,5}\.(org|com)", r"(yes|no)( really)?", "été 🦊!", r"a/b\\c", "<eos>?!"]
+CHOICES = ["red", 'a "quoted" one', "<eos>", "<|user|>", "éà\n🦊", "\\", "/", "red and green"]
+
+
+@pytest.fixture(scope="module")
+def demo() -> LoadedModel:
+    return load(DEMO_MODEL_PATH)
+
+
+def compile_one(kind: GrammarKind, text: str) -> str:
+    tokenizer = grammar_tokenizer(DEMO_MODEL_PATH / "tokenizer.json", 2048, [2])
+    outcome = compile_grammar(CompileGrammar(kind, text), tokenizer)
+    assert isinstance(outcome, Done), outcome
+    return outcome.text
+
+
+def prompt_of(number: int) -> list[int]:
+    (token_ids,) = TOKENIZER.encode_blocking([f"Tell me about number {number}. " * (1 + number % 3)])
+    return token_ids
+
+
+def text_of(sequence: Sequence) -> str:
+    """The answer as its client gets it, without what ended it."""
+    token_ids = sequence.output_token_ids
+    return TOKENIZER.decode(token_ids[:-1] if sequence.finish_reason is FinishReason.STOP else token_ids)
+
+
+def is_valid(kind: GrammarKind, text: str, answer: str) -> bool:
+    match kind:
+        case GrammarKind.REGEX:
+            return re.fullmatch(text, answer, re.ASCII) is not None
+        case GrammarKind.CHOICE:
+            return answer in json.loads(text)
+        case GrammarKind.JSON_SCHEMA:
+            return jsonschema.Draft202012Validator(json.loads(text)).is_valid(json.loads(answer))
+        case GrammarKind.JSON:
+            return isinstance(json.loads(answer), dict)
+        case _:
+            return answer.startswith("(") and answer.count("(") == answer.count(")")
+
+
+def test_every_answer_matches_its_grammar_through_preemption_beside_free_answers(demo: LoadedModel) -> None:
+    """At a high temperature, in a pool small enough to preempt; half of the batch has no grammar."""
+    asked = [
+        *((GrammarKind.REGEX, regex) for regex in REGEXES),
+        (GrammarKind.CHOICE, json.dumps(CHOICES)),
+        (GrammarKind.JSON_SCHEMA, json.dumps(PERSON)),
+        (GrammarKind.EBNF, 'start: "(" (start | "x"){0,2} ")"'),
+    ] * 4
+    engine = InProcessEngine(demo, num_blocks=40, max_num_seqs=16, max_num_batched_tokens=40, max_steps_in_flight=2)
+    free, constrained = [], []
+    for number, (kind, text) in enumerate(asked):
+        options: dict[str, Any] = {"temperature": 1.5, "seed": number, "max_tokens": 120}
+        free.append(engine.add(prompt_of(number), **{**options, "max_tokens": 25}))
+        constrained.append(engine.add(prompt_of(number), grammar=compile_one(kind, text), **options))
+    engine.run()
+    assert engine.manager.num_preemptions > 0
+    whole = 0
+    for sequence, (kind, text) in zip(constrained, asked, strict=True):
+        if sequence.finish_reason is FinishReason.STOP:
+            assert is_valid(kind, text, text_of(sequence)), (kind, text, text_of(sequence))
+            whole += 1
+    assert whole > 0.9 * len(asked)
+    alone = InProcessEngine(demo, num_blocks=200)
+    for number, sequence in enumerate(free[:6]):
+        same = alone.add(prompt_of(number), temperature=1.5, seed=number, max_tokens=25)
+        alone.run()
+        assert same.output_token_ids == sequence.output_token_ids, "a grammar changed an answer without one"
+
+
+def test_preempted_answer_continues_in_its_grammar(demo: LoadedModel) -> None:
+    grammar = compile_one(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
+    answers = []
+    for num_blocks in (400, 50):
+        engine = InProcessEngine(demo, num_blocks=num_blocks)
+        sequences = [
+            engine.add(prompt_of(n), grammar=grammar, temperature=1.2, seed=n, max_tokens=90) for n in range(8)
+        ]
+        engine.run()
+        assert (engine.manager.num_preemptions > 0) == (num_blocks == 50)
+        answers.append([text_of(sequence) for sequence in sequences])
+    assert answers[0] == answers[1]
+
+
+def test_grammar_wins_where_other_parameters_leave_no_token(demo: LoadedModel) -> None:
+    engine = InProcessEngine(demo)
+    yes_or_no = compile_one(GrammarKind.CHOICE, '["yes", "no"]')
+    (yes,) = TOKENIZER.encode_blocking(["yes"], add_special_tokens=False)
+    (sky,) = TOKENIZER.encode_blocking([" sky"], add_special_tokens=False)
+    for options in (
+        {"allowed_token_ids": tuple(sky)},
+        {"min_tokens": 50},
+        {"bad_words": (tuple(yes),), "logit_bias": ((yes[0], -100.0),)},
+    ):
+        sequence = engine.add(prompt_of(1), grammar=yes_or_no, max_tokens=60, **options)
+        engine.run()
+        assert text_of(sequence) in ("yes", "no")
+
+
+def test_each_fork_follows_the_grammar_by_itself(demo: LoadedModel) -> None:
+    engine = InProcessEngine(demo, num_blocks=400)
+    grammar = compile_one(GrammarKind.REGEX, "[a-z]{5,40}")
+    options: dict[str, Any] = {"grammar": grammar, "temperature": 2.0, "max_tokens": 50}
+    leader = engine.add(prompt_of(2), seed=0, **options)
+    forks = [leader, *(engine.add(prompt_of(2), leader=leader, seed=seed, **options) for seed in range(1, 6))]
+    engine.run()
+    texts = [text_of(sequence) for sequence in forks]
+    assert all(re.fullmatch("[a-z]{5,40}", text) for text in texts) and len(set(texts)) > 3
+
+
+def test_too_complex_grammar_fails_only_its_own_sequence(demo: LoadedModel) -> None:
+    """The grammar compiles at once. Its ambiguity grows with the answer: without a limit, a token takes seconds."""
+    grammar = compile_one(GrammarKind.EBNF, "start: s\ns: s s s | s s | /[a-z ]/ |")
+    engine = InProcessEngine(demo, num_blocks=200)
+    lost = engine.add(prompt_of(3), grammar=grammar, temperature=2.0, max_tokens=100)
+    other = engine.add(prompt_of(4), max_tokens=20)
+    slowest_s = 0.0
+    while engine.manager.has_work:
+        started = time.perf_counter()
+        engine.step()
+        slowest_s = max(slowest_s, time.perf_counter() - started)
+    assert lost.finish_reason is FinishReason.ERROR
+    assert other.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    assert slowest_s < 0.5
+    engine.manager.check()
+
+
+def test_step_after_the_end_of_an_answer_reports_no_failure(demo: LoadedModel) -> None:
+    engine = InProcessEngine(demo, max_steps_in_flight=2)
+    grammar = compile_one(GrammarKind.REGEX, "(yes|no)!")
+    sequences = [engine.add(prompt_of(number), grammar=grammar) for number in range(4)]
+    engine.run()
+    assert {text_of(sequence) for sequence in sequences} <= {"yes!", "no!"}
+    assert engine.num_failures == 0
+
+
+def test_added_tokens_that_are_text_match_as_text(tmp_path: Path) -> None:
+    """Many vocabularies have line breaks and tags among their added tokens."""
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL_PATH / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("\n\n", special=False), AddedToken("<think>", special=False)])
+    tokenizer.add_special_tokens(["<|beyond|>"])  # more tokens than the model has logits
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    known = grammar_tokenizer(tmp_path / "tokenizer.json", 2050, [2])
+    line_breaks, tag = tokenizer.token_to_id("\n\n"), tokenizer.token_to_id("<think>")
+    assert (line_breaks, tag, tokenizer.token_to_id("<|beyond|>")) == (2048, 2049, 2050)
+
+    def allows(kind: GrammarKind, text: str, token_id: int, after: str = "") -> bool:
+        outcome = compile_grammar(CompileGrammar(kind, text), known)
+        assert isinstance(outcome, Done)
+        matcher = matcher_for(outcome.text, known)
+        assert matcher.consume_tokens(tokenizer.encode(after, add_special_tokens=False).ids)
+        return bool(matcher.compute_bitmask()[token_id // 8] >> token_id % 8 & 1)
+
+    assert allows(GrammarKind.REGEX, "[^<]+", line_breaks) and not allows(GrammarKind.REGEX, "[^<]+", tag)
+    assert not allows(GrammarKind.JSON_SCHEMA, '{"type": "string"}', line_breaks, after='"')
+    # A tag's token is never used, and its text can be written all the same.
+    less_than = tokenizer.token_to_id("<")
+    for kind, text in ((GrammarKind.CHOICE, '["<think>"]'), (GrammarKind.REGEX, ".+")):
+        assert allows(kind, text, less_than) and not allows(kind, text, tag)
+
+
+def test_schema_with_properties_means_an_object() -> None:
+    tokenizer = grammar_tokenizer(DEMO_MODEL_PATH / "tokenizer.json", 2048, [2])
+    for schema in ('{"properties": {"a": {"type": "integer"}}}', '{"required": ["a"]}'):
+        matcher = matcher_for(compile_one(GrammarKind.JSON_SCHEMA, schema), tokenizer)
+        assert matcher.compute_ff_bytes().startswith(b"{")
+
+
+def test_tokens_beyond_the_logits_are_left_out_with_the_merges_that_make_them() -> None:
+    for vocab_size in (2047, 1948, 2112):  # the last is wider than the vocabulary, as padded logits are
+        tokenizer = grammar_tokenizer(DEMO_MODEL_PATH / "tokenizer.json", vocab_size, [2])
+        outcome = compile_grammar(CompileGrammar(GrammarKind.REGEX, "[a-z]+"), tokenizer)
+        assert isinstance(outcome, Done)
+        mask = matcher_for(outcome.text, tokenizer).compute_bitmask()
+        assert any(mask) and int.from_bytes(mask, "little") >> min(vocab_size, 2048) == 0

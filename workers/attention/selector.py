@@ -1,0 +1,123 @@
+"""Register paged attention with transformers, and select its backend.
+
+Every model that uses transformers' AttentionInterface passes its queries, keys and values to the function registered
+here. It stores keys and values in the step's pages, and each query attends to the pages of its own sequence. The step
+is a keyword argument of the forward pass, so the models' code stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from workers.attention.cpu_backend import CpuAttention
+from workers.attention.interface import AttentionBackend, AttentionParams, PagedStep
+from workers.attention.torch_backend import TorchAttention
+from workers.csrc.bindings import MAX_HEAD_DIM
+from workers.csrc.build import c_library
+from workers.kv_cache.kv_quantization import Float8Pages, Int8Pages, PageFormat, PlainPages, page_format
+from workers.kv_cache.pages import LayerShape
+
+log = logging.getLogger("servekit.worker")
+
+PAGED_ATTENTION = "servekit_paged"
+
+
+def choose_attention(
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: list[LayerShape],
+    params: list[AttentionParams],
+    block_size: int,
+    kv_cache_dtype: str = "auto",
+) -> AttentionBackend:
+    """Return the fastest backend for this device, dtype, layers and block size; log why faster ones cannot be used."""
+    pages = page_format(kv_cache_dtype, dtype)
+    if device.type == "cuda" and _kernels_read(pages):
+        return _choose_on_gpu(layers, params, block_size, pages)
+    if not isinstance(pages, PlainPages):
+        log.warning(
+            "attention is slow: on this device, --kv-cache-dtype %s saves memory, but every step gathers its pages",
+            pages.name,
+        )
+    elif device.type == "cpu" and _largest_head_dim(layers) <= MAX_HEAD_DIM:
+        library = c_library(str(dtype).removeprefix("torch."))
+        if library is not None:
+            return CpuAttention(library, dtype)
+    return TorchAttention(pages)
+
+
+def _kernels_read(pages: PageFormat) -> bool:
+    """Return whether the Triton kernels read such pages here: GPUs have float8 from compute capability 8.9 on."""
+    if isinstance(pages, Float8Pages):
+        return torch.cuda.get_device_capability() >= (8, 9)
+    return not isinstance(pages, Int8Pages)
+
+
+def _choose_on_gpu(
+    layers: list[LayerShape], params: list[AttentionParams], block_size: int, pages: PageFormat
+) -> AttentionBackend:
+    """Prefer flash-attn, then torch's own flash attention, then Triton; without Triton, torch's operations."""
+    try:
+        # Not at the top: it needs Triton, which only torch for CUDA brings.
+        from workers.attention import gpu_backends
+    except ImportError as error:
+        log.warning("attention is slow: every step gathers its pages, because Triton cannot be imported: %s", error)
+        return TorchAttention(pages)
+    if block_size & (block_size - 1):
+        log.warning(
+            "attention is slow: every step gathers its pages, because --block-size %d is not a power of two", block_size
+        )
+        return TorchAttention(pages)
+    reasons = gpu_backends.reasons_against_flash(layers, params, block_size, pages)
+    if not reasons:
+        for load in (gpu_backends.load_flash_attention, gpu_backends.load_varlen_attention):
+            try:
+                return load(params, pages)
+            except gpu_backends.BackendUnavailableError as error:
+                reasons.append(str(error))
+    log.info("attention backend: triton; flash attention cannot be used: %s", "; ".join(reasons))
+    return gpu_backends.TritonAttention(pages)
+
+
+def _largest_head_dim(layers: list[LayerShape]) -> int:
+    return max(max(layer.key_dim, layer.value_dim) for layer in layers)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paged: PagedStep,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend each query to its sequence's pages, including the keys and values of this step.
+
+    query: [1, num_heads, num_tokens, head_dim]; key, value: [1, num_kv_heads, num_tokens, dim].
+    Returns [1, num_tokens, num_heads, value_dim], and no attention weights. Writes to `paged.cache`.
+    """
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
+    params = attention_params(query, options)
+    return paged.backend.attend(paged, layer, queries, keys, values, params)[None], None
+
+
+def attention_params(query: Tensor, options: Mapping[str, Any]) -> AttentionParams:
+    """Return the parameters that a layer passed as `options`, by transformers' names. query: [..., head_dim]."""
+    scale = options.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return AttentionParams(scale, options.get("sliding_window"), options.get("softcap"), options.get("s_aux"))
+
+
+AttentionInterface.register(PAGED_ATTENTION, paged_attention)
+# Backends mask by positions and block tables. A dense mask would be built for nothing.
+AttentionMaskInterface.register(PAGED_ATTENTION, lambda *_, **__: None)

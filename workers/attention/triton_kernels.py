@@ -1,0 +1,466 @@
+"""Attention over KV pages on a GPU, in Triton: one kernel stores keys and values, one attends to them.
+
+All sequences of a step attend in one launch, whether they compute one query or thousands. The query heads that share a
+key head are rows of one matrix. So a tile of keys is read once for all of them, and the tensor cores have work even
+when a sequence computes a single query. A query sees a range of positions, so tiles before a sliding window and after
+the diagonal are never read. The softmax is online (Milakov and Gimelshein, "Online normalizer calculation for softmax",
+2018, section 3), in float32 and in powers of two. In a step of few sequences with one query each, most of the GPU would
+be idle. There the keys of a sequence are split among several programs, and another kernel combines their partial
+results (Dao et al., "Flash-Decoding for long-context inference", 2023).
+
+Grids and kernels depend on shapes alone, never on the contents of a tensor. So CUDA graphs can capture a launch, and
+the host never waits for the device. The first call compiles, so it must come before the capture.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+# Kernels are in Triton's language, for which mypy has no types.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+# Whether a function is compiled or interpreted is decided when it is defined.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+TARGET_PROGRAMS = 256  # about two for each multiprocessor of an H100, of four warps each
+MAX_SEGMENTS = 32  # programs that share the keys of one sequence
+MIN_SEGMENT_KEYS = 128
+
+_log2_e = tl.constexpr(LOG2_E)
+_infinity = tl.constexpr(float("inf"))
+_largest_float8 = tl.constexpr(448.0)
+
+
+@triton.jit
+def to_page(values, dtype: tl.constexpr, scale):
+    """Convert values to the dtype of a page. A value that is not finite, in either dtype, becomes zero.
+
+    float8 has a small range. There, a value beyond the largest is clamped, which is nearer to the truth than zero.
+    """
+    wide = values.to(tl.float32)
+    finite = tl.abs(wide) < _infinity  # false for NaN
+    if dtype == tl.float8e4nv:
+        wide = tl.minimum(tl.maximum(wide / scale, -_largest_float8), _largest_float8)
+    else:
+        finite &= tl.abs(wide.to(dtype).to(tl.float32)) < _infinity
+    return tl.where(finite, wide, 0.0).to(dtype)
+
+
+@triton.jit
+def _store_kernel(
+    keys, values, key_pages, value_pages, slot_mapping, key_scale, value_scale,
+    key_token_stride, key_head_stride, value_token_stride, value_head_stride,
+    key_block_stride, key_offset_stride, key_page_head_stride,
+    value_block_stride, value_offset_stride, value_page_head_stride,
+    num_kv_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr, block_size: tl.constexpr,
+    padded_heads: tl.constexpr, padded_key_dim: tl.constexpr, padded_value_dim: tl.constexpr,
+):  # fmt: skip
+    """Store the keys and values of one token, all heads at once. Grid: (num_tokens,)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot < 0:
+        return
+    block, offset = slot // block_size, slot % block_size
+    heads = tl.arange(0, padded_heads)[:, None]
+    dims = tl.arange(0, padded_key_dim)[None, :]
+    inside = (heads < num_kv_heads) & (dims < key_dim)
+    key = tl.load(keys + token * key_token_stride + heads * key_head_stride + dims, mask=inside)
+    target = key_pages + block * key_block_stride + offset * key_offset_stride + heads * key_page_head_stride + dims
+    tl.store(target, to_page(key, key_pages.dtype.element_ty, key_scale), mask=inside)
+    dims = tl.arange(0, padded_value_dim)[None, :]
+    inside = (heads < num_kv_heads) & (dims < value_dim)
+    value = tl.load(values + token * value_token_stride + heads * value_head_stride + dims, mask=inside)
+    token_offset = block * value_block_stride + offset * value_offset_stride
+    target = value_pages + token_offset + heads * value_page_head_stride + dims
+    tl.store(target, to_page(value, value_pages.dtype.element_ty, value_scale), mask=inside)
+
+
+def store(
+    keys: Tensor,
+    values: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """Write keys and values [num_tokens, num_kv_heads, dim] into pages [num_blocks, block_size, num_kv_heads, dim].
+
+    slot_mapping: [num_tokens] int64, block * block_size + offset of each token; if it is negative, nothing is stored.
+    Every cell stays finite (see KVCache). The scales are for pages of float8_e4m3fn, which hold the values divided by
+    them and need a GPU of compute capability 8.9. Other pages ignore them.
+    """
+    num_tokens, num_kv_heads, key_dim = keys.shape
+    value_dim = values.shape[-1]
+    assert keys.stride(-1) == values.stride(-1) == key_pages.stride(-1) == value_pages.stride(-1) == 1
+    assert slot_mapping.shape == (num_tokens,) and slot_mapping.is_contiguous()
+    if num_tokens == 0:
+        return
+    _store_kernel[(num_tokens,)](
+        keys, values, key_pages, value_pages, slot_mapping, key_scale, value_scale,
+        *keys.stride()[:2], *values.stride()[:2], *key_pages.stride()[:3], *value_pages.stride()[:3],
+        num_kv_heads, key_dim, value_dim, key_pages.shape[1],
+        triton.next_power_of_2(num_kv_heads), triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim),
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sequence_of_tile(query_starts, tile, num_sequences, tile_queries: tl.constexpr):
+    """Find the sequence of a tile of queries: sequence s begins with tile query_starts[s] // tile_queries + s.
+
+    These numbers are distinct, and leave each sequence at least the tiles that it needs. So the grid depends only on
+    the numbers of tokens and sequences. Surplus tiles find that their first query is past the end of their sequence.
+    """
+    low = tile * 0
+    high = low + num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        first_tile = tl.load(query_starts + middle) // tile_queries + middle
+        low = tl.where(first_tile <= tile, middle, low)
+        high = tl.where(first_tile <= tile, high, middle)
+    return low
+
+
+@triton.jit
+def _keys_of_tile(first_position, last_position, window, tile_keys: tl.constexpr):
+    """Return [begin, end), the positions that the queries see; `begin` is the first position of a tile of keys."""
+    begin = first_position * 0
+    if window is not None:
+        begin = tl.maximum(first_position - window + 1, 0) // tile_keys * tile_keys
+    return begin, last_position + 1
+
+
+@triton.jit
+def _segment_of_keys(begin, end, num_segments: tl.constexpr, tile_keys: tl.constexpr):
+    """Return how many keys one program takes, and how many programs have any keys."""
+    num_tiles = tl.cdiv(tl.maximum(end - begin, 0), tile_keys)
+    tiles_each = tl.maximum(tl.cdiv(num_tiles, num_segments), 1)
+    return tiles_each * tile_keys, tl.cdiv(num_tiles, tiles_each)
+
+
+@triton.jit
+def _visit_keys(
+    accumulator, maximum, total, query, positions, begin, end, num_keys, key_pages, value_pages, table_row, scale,
+    window, softcap, key_block_stride, key_offset_stride, value_block_stride, value_offset_stride,
+    key_dim: tl.constexpr, value_dim: tl.constexpr, padded_key_dim: tl.constexpr, padded_value_dim: tl.constexpr,
+    block_size: tl.constexpr, tile_keys: tl.constexpr, dot_dtype: tl.constexpr, on_boundary: tl.constexpr,
+):  # fmt: skip
+    """Attend to positions [begin, end), one tile after the other; `begin` is the first position of a tile.
+
+    `on_boundary`: some of the queries do not see some of the keys, so scores are masked. Otherwise all see all of them.
+    """
+    key_dims, value_dims = tl.arange(0, padded_key_dim)[None, :], tl.arange(0, padded_value_dim)[None, :]
+    for start in range(begin, end, tile_keys):
+        key_positions = start + tl.arange(0, tile_keys)
+        exists = key_positions < num_keys
+        if block_size >= tile_keys:  # both are powers of two, so the tile is within one block
+            block = tl.load(table_row + start // block_size).to(tl.int64)
+            offsets = (start % block_size + tl.arange(0, tile_keys))[:, None]
+        else:
+            blocks = tl.load(table_row + key_positions // block_size, mask=exists, other=0)
+            block = blocks.to(tl.int64)[:, None]
+            offsets = (key_positions % block_size)[:, None]
+        key_pointers = key_pages + block * key_block_stride + offsets * key_offset_stride + key_dims
+        value_pointers = value_pages + block * value_block_stride + offsets * value_offset_stride + value_dims
+        if on_boundary or padded_key_dim > key_dim or padded_value_dim > value_dim:
+            key = tl.load(key_pointers, mask=exists[:, None] & (key_dims < key_dim), other=0.0)
+            value = tl.load(value_pointers, mask=exists[:, None] & (value_dims < value_dim), other=0.0)
+        else:
+            key = tl.load(key_pointers)
+            value = tl.load(value_pointers)
+        scores = tl.dot(query, tl.trans(key.to(dot_dtype)), input_precision="ieee") * scale
+        if softcap is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is accurate at both ends
+            exponential = tl.exp2(scores * (2.0 * _log2_e / softcap))
+            scores = softcap - 2.0 * softcap / (exponential + 1.0)
+        scores = scores * _log2_e
+        if on_boundary:
+            visible = key_positions[None, :] <= positions[:, None]
+            if window is not None:
+                visible &= positions[:, None] - key_positions[None, :] < window
+            scores = tl.where(visible, scores, -_infinity)
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        # The maximum of a query that has seen no key yet is -inf, and -inf - -inf is NaN.
+        base = tl.where(new_maximum == -_infinity, 0.0, new_maximum)
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(maximum - base)
+        total = total * decay + tl.sum(weights, axis=1)
+        accumulator = accumulator * decay[:, None]
+        accumulator = tl.dot(weights.to(dot_dtype), value.to(dot_dtype), accumulator, input_precision="ieee")
+        maximum = new_maximum
+    return accumulator, maximum, total
+
+
+@triton.jit(
+    do_not_specialize=["num_sequences", "window", "table_stride"],
+    do_not_specialize_on_alignment=["partial_maximum", "partial_total"],
+)
+def _attend_kernel(
+    output, partial_output, partial_maximum, partial_total, queries, key_pages, value_pages, block_table, query_starts,
+    lengths, sinks, num_sequences, scale, window, softcap, value_scale, table_stride,
+    query_token_stride, query_head_stride, key_block_stride, key_offset_stride, key_head_stride,
+    value_block_stride, value_offset_stride, value_head_stride, output_token_stride, output_head_stride,
+    group_size: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr, padded_key_dim: tl.constexpr,
+    padded_value_dim: tl.constexpr, block_size: tl.constexpr, tile_rows: tl.constexpr, tile_keys: tl.constexpr,
+    num_segments: tl.constexpr, dot_dtype: tl.constexpr, is_decode: tl.constexpr,
+):  # fmt: skip
+    """Attend with one tile of queries of one key head. Grid: (tiles of queries, num_kv_heads, num_segments).
+
+    A tile has tile_rows rows: tile_queries queries times the group_size heads that share the key head. If num_segments
+    is 1, the result goes to `output`; otherwise each segment writes a partial result for `_reduce_kernel`.
+
+    The kernel is long because its stages share most of their variables. To split it would pass some twenty of them.
+    """
+    tile_queries: tl.constexpr = tile_rows // group_size
+    kv_head = tl.program_id(1)
+
+    # Find the sequence, the queries, and the keys of this program.
+    if is_decode:
+        sequence = tl.program_id(0)
+        first_token = sequence
+        num_queries = 1
+        first_query = 0
+    else:
+        tile = tl.program_id(0)
+        sequence = _sequence_of_tile(query_starts, tile, num_sequences, tile_queries)
+        first_token = tl.load(query_starts + sequence)
+        num_queries = tl.load(query_starts + sequence + 1) - first_token
+        first_query = (tile - first_token // tile_queries - sequence) * tile_queries
+        if first_query >= num_queries:
+            return
+    first_position = tl.load(lengths + sequence) - num_queries + first_query
+    last_position = first_position + tl.minimum(tile_queries, num_queries - first_query) - 1
+    begin, end = _keys_of_tile(first_position, last_position, window, tile_keys)
+    num_keys = end
+    segment = tl.program_id(2)
+    if num_segments > 1:
+        segment_keys, _ = _segment_of_keys(begin, end, num_segments, tile_keys)
+        begin = begin + segment * segment_keys
+        if begin >= num_keys:
+            return
+        end = tl.minimum(begin + segment_keys, num_keys)
+
+    # Load the queries.
+    rows = tl.arange(0, tile_rows)
+    query_of_row = first_query + rows // group_size
+    heads = kv_head * group_size + rows % group_size
+    is_query = (rows < tile_queries * group_size) & (query_of_row < num_queries)
+    tokens = (first_token + query_of_row).to(tl.int64)
+    key_dims, value_dims = tl.arange(0, padded_key_dim)[None, :], tl.arange(0, padded_value_dim)[None, :]
+    query_pointers = queries + tokens[:, None] * query_token_stride + heads[:, None] * query_head_stride + key_dims
+    query = tl.load(query_pointers, mask=is_query[:, None] & (key_dims < key_dim), other=0.0).to(dot_dtype)
+    positions = first_position - first_query + query_of_row
+
+    # Attend.
+    maximum = tl.full([tile_rows], -_infinity, tl.float32)
+    total = tl.zeros([tile_rows], tl.float32)
+    accumulator = tl.zeros([tile_rows, padded_value_dim], tl.float32)
+    if sinks is not None:  # a sink is a key that every query sees, and whose value is zero
+        sink = tl.load(sinks + heads, mask=is_query, other=0.0).to(tl.float32) * _log2_e
+        maximum = tl.where(segment == 0, sink, maximum)
+        total = tl.where(segment == 0, total + 1.0, total)
+    table_row = block_table + sequence.to(tl.int64) * table_stride
+    key_pages += kv_head.to(tl.int64) * key_head_stride
+    value_pages += kv_head.to(tl.int64) * value_head_stride
+    if is_decode:  # one loop has one pipeline to fill, and masking is free where memory bandwidth is the limit
+        accumulator, maximum, total = _visit_keys(
+            accumulator, maximum, total, query, positions, begin, end, num_keys, key_pages, value_pages, table_row,
+            scale, window, softcap, key_block_stride, key_offset_stride, value_block_stride, value_offset_stride,
+            key_dim, value_dim, padded_key_dim, padded_value_dim, block_size, tile_keys, dot_dtype, True,
+        )  # fmt: skip
+    else:
+        inner_begin = begin  # from inner_begin to inner_end, all queries see all keys
+        inner_end = tl.maximum((first_position + 1) // tile_keys * tile_keys, begin)
+        if window is not None:
+            inner_begin = tl.cdiv(tl.maximum(last_position - window + 1, 0), tile_keys) * tile_keys
+            inner_end = tl.maximum(inner_begin, inner_end)
+            accumulator, maximum, total = _visit_keys(
+                accumulator, maximum, total, query, positions, begin, tl.minimum(inner_begin, end), num_keys,
+                key_pages, value_pages, table_row, scale, window, softcap,
+                key_block_stride, key_offset_stride, value_block_stride, value_offset_stride,
+                key_dim, value_dim, padded_key_dim, padded_value_dim, block_size, tile_keys, dot_dtype, True,
+            )  # fmt: skip
+        accumulator, maximum, total = _visit_keys(
+            accumulator, maximum, total, query, positions, inner_begin, inner_end, num_keys, key_pages, value_pages,
+            table_row, scale, window, softcap,
+            key_block_stride, key_offset_stride, value_block_stride, value_offset_stride,
+            key_dim, value_dim, padded_key_dim, padded_value_dim, block_size, tile_keys, dot_dtype, False,
+        )  # fmt: skip
+        accumulator, maximum, total = _visit_keys(
+            accumulator, maximum, total, query, positions, inner_end, end, num_keys, key_pages, value_pages, table_row,
+            scale, window, softcap, key_block_stride, key_offset_stride, value_block_stride, value_offset_stride,
+            key_dim, value_dim, padded_key_dim, padded_value_dim, block_size, tile_keys, dot_dtype, True,
+        )  # fmt: skip
+
+    # Store the result.
+    if num_segments > 1:
+        part = (tokens * (tl.num_programs(1) * group_size) + heads) * num_segments + segment
+        inside = is_query[:, None] & (value_dims < value_dim)
+        tl.store(partial_output + part[:, None] * value_dim + value_dims, accumulator, mask=inside)
+        tl.store(partial_maximum + part, maximum, mask=is_query)
+        tl.store(partial_total + part, total, mask=is_query)
+    else:
+        # A padding sequence sees no keys. Its result is zero, and not zero divided by zero.
+        result = accumulator * (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+        pointers = output + tokens[:, None] * output_token_stride + heads[:, None] * output_head_stride + value_dims
+        inside = is_query[:, None] & (value_dims < value_dim)
+        tl.store(pointers, result.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["partial_maximum", "partial_total"])
+def _reduce_kernel(
+    output, partial_output, partial_maximum, partial_total, lengths, window, value_scale,
+    output_token_stride, output_head_stride, value_dim: tl.constexpr, padded_value_dim: tl.constexpr,
+    num_segments: tl.constexpr, tile_keys: tl.constexpr,
+):  # fmt: skip
+    """Combine the segments of one query head that had keys. Grid: (num_sequences, num_heads)."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    position = tl.load(lengths + sequence) - 1
+    begin, end = _keys_of_tile(position, position, window, tile_keys)
+    _, num_active = _segment_of_keys(begin, end, num_segments, tile_keys)
+    segments, dims = tl.arange(0, num_segments), tl.arange(0, padded_value_dim)[None, :]
+    part = (sequence.to(tl.int64) * tl.num_programs(1) + head) * num_segments + segments
+    is_active = segments < num_active
+    maximum = tl.load(partial_maximum + part, mask=is_active, other=-_infinity)
+    highest = tl.max(maximum, axis=0)
+    weights = tl.exp2(maximum - tl.where(highest == -_infinity, 0.0, highest))
+    total = tl.sum(weights * tl.load(partial_total + part, mask=is_active, other=0.0), axis=0)
+    inside = is_active[:, None] & (dims < value_dim)
+    partial = tl.load(partial_output + part[:, None] * value_dim + dims, mask=inside, other=0.0)
+    result = tl.sum(weights[:, None] * partial, axis=0) * (value_scale / tl.where(total > 0.0, total, 1.0))
+    dims = tl.arange(0, padded_value_dim)
+    pointers = output + sequence.to(tl.int64) * output_token_stride + head * output_head_stride + dims
+    tl.store(pointers, result.to(output.dtype.element_ty), mask=dims < value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How one program divides attention: `rows` of the query matrix against `keys` at a time."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(num_queries_each: int, group_size: int, head_dim: int, itemsize: int) -> Tiles:
+    """Return the tiles for sequences with that many queries on average.
+
+    group_size: the query heads that share a key head; each query has that many rows. itemsize: of queries, in bytes.
+
+    This is a table. Autotuning would neither be reproducible nor work inside a CUDA graph. What the pipeline holds fits
+    the shared memory of every GPU since Ampere, including consumers' (99 KiB). The number of stages is that high
+    because some of them load entries of the block table; one to two tiles of keys and values remain in flight.
+    """
+    rows = max(triton.next_power_of_2(group_size), 16)
+    if itemsize == 4:  # without tensor cores, which would round to TF32; this serves tests more than users
+        return Tiles(rows, 16, num_warps=4, num_stages=1)
+    if num_queries_each == 1:
+        return Tiles(rows, 64 if head_dim <= 64 else 32 if head_dim <= 256 else 16, num_warps=4, num_stages=5)
+    # A sequence with one query pays for its whole tile, so tiles are no larger than sequences are on average.
+    max_rows, keys = (128, 64) if head_dim <= 128 else (64, 32) if head_dim <= 256 else (32, 16)
+    rows = max(rows, min(max_rows, triton.next_power_of_2(num_queries_each * group_size + 1) // 2))
+    return Tiles(rows, keys, num_warps=8 if rows >= 128 or head_dim > 128 else 4, num_stages=3)
+
+
+def choose_num_segments(num_sequences: int, num_kv_heads: int, max_num_keys: int) -> int:
+    """Return the number of programs that share a sequence's keys, in a step with one query for each sequence.
+
+    It is a power of two, and depends on shapes alone, so it is the same for every replay of a CUDA graph.
+    `max_num_keys` is the upper bound, not the actual length. Short sequences leave segments empty, which costs next to
+    nothing.
+    """
+    wanted = min(TARGET_PROGRAMS // (num_sequences * num_kv_heads), max_num_keys // MIN_SEGMENT_KEYS, MAX_SEGMENTS)
+    return 1 << (wanted.bit_length() - 1) if wanted > 0 else 1
+
+
+def make_workspace(num_heads: int, num_kv_heads: int, value_dim: int, device: torch.device) -> Tensor:
+    """Return memory for the partial results of `attend`, for any number of sequences.
+
+    Layers with the same sizes can share it if they run one after the other.
+    """
+    max_parts = max(TARGET_PROGRAMS // num_kv_heads, 1) * num_heads
+    return torch.empty(max_parts * (value_dim + 2), dtype=torch.float32, device=device)
+
+
+def attend(
+    queries: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    block_table: Tensor,
+    output: Tensor,
+    scale: float,
+    workspace: Tensor,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """Attend with queries [num_tokens, num_heads, key_dim], and write to `output` [num_tokens, num_heads, value_dim].
+
+    key_pages: [num_blocks, block_size, num_kv_heads, key_dim]; value_pages: the same with value_dim. block_size is a
+    power of two. query_starts: [num_sequences + 1] int32, where each sequence's queries begin among the tokens.
+    lengths: [num_sequences] int32, the keys that a sequence's last query sees, itself included; its other queries are
+    at the positions before. Length 0 is padding, and its output is zero. block_table: [num_sequences, width] int32;
+    entries beyond a sequence's length are not used.
+
+    If there are as many tokens as sequences, each sequence is assumed to compute one query, and query_starts is not
+    read. A caller whose decoding sequences come first may attend in two calls, each with the tiles that suit it.
+
+    scale: multiplies the scores before they are soft-capped. window: the number of keys that a query sees, itself
+    included. sinks: [num_heads], scores of a key that takes probability and has no value (Xiao et al., "Efficient
+    streaming language models with attention sinks", 2024, section 3). workspace: from `make_workspace`. key_scale,
+    value_scale: as in `store`.
+    """
+    num_tokens, num_heads, key_dim = queries.shape
+    _, block_size, num_kv_heads, value_dim = value_pages.shape
+    num_sequences, group_size = lengths.shape[0], num_heads // num_kv_heads
+    assert block_size & (block_size - 1) == 0, f"block_size {block_size} is not a power of two"
+    assert queries.stride(-1) == key_pages.stride(-1) == value_pages.stride(-1) == output.stride(-1) == 1
+    assert block_table.shape[0] == num_sequences and block_table.stride(1) == 1
+    assert query_starts.shape == (num_sequences + 1,)
+    assert sinks is None or sinks.is_contiguous()
+    if num_tokens == 0:
+        return
+    is_decode = num_tokens == num_sequences
+    padded_key_dim, padded_value_dim = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    padded_dim = max(padded_key_dim, padded_value_dim)
+    tiles = choose_tiles(num_tokens // num_sequences, group_size, padded_dim, queries.itemsize)
+    num_tiles = num_sequences if is_decode else num_tokens // (tiles.rows // group_size) + num_sequences
+    max_num_keys = block_table.shape[1] * block_size
+    num_segments = choose_num_segments(num_sequences, num_kv_heads, max_num_keys) if is_decode else 1
+    num_parts = num_sequences * num_heads * num_segments if num_segments > 1 else 0
+    assert num_parts * (value_dim + 2) <= workspace.numel() and workspace.dtype is torch.float32
+    partial = workspace[: num_parts * (value_dim + 2)].split([num_parts * value_dim, num_parts, num_parts])
+    _attend_kernel[(num_tiles, num_kv_heads, num_segments)](
+        output, *partial, queries, key_pages, value_pages, block_table, query_starts, lengths, sinks,
+        num_sequences, scale * key_scale, window, softcap, value_scale, block_table.stride(0),
+        *queries.stride()[:2], *key_pages.stride()[:3], *value_pages.stride()[:3], *output.stride()[:2],
+        group_size, key_dim, value_dim, padded_key_dim, padded_value_dim, block_size, tiles.rows, tiles.keys,
+        num_segments, _dot_dtype(queries.dtype), is_decode,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )  # fmt: skip
+    if num_segments > 1:
+        _reduce_kernel[(num_sequences, num_heads)](
+            output, *partial, lengths, window, value_scale, *output.stride()[:2],
+            value_dim, padded_value_dim, num_segments, tiles.keys,
+            num_warps=4,
+        )  # fmt: skip
+
+
+def _dot_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Return the dtype for matrix products. The interpreter keeps bfloat16 as integers, and would multiply those."""
+    if dtype is torch.bfloat16:
+        return tl.float32 if INTERPRETED else tl.bfloat16
+    return {torch.float16: tl.float16, torch.float32: tl.float32}[dtype]

@@ -1,0 +1,116 @@
+"""Rotate queries and keys, and store keys and values in their pages: one Triton kernel.
+
+Everything is computed in float32 and rounded once, when it is stored.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+# Kernels are in Triton's language, for which mypy has no types.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workers.attention.triton_kernels import to_page
+
+
+@triton.jit
+def _norm_halves(first, second, weight, dims, inside, eps, half_dim: tl.constexpr):
+    """RMSNorm of heads, given as the two halves of their dimensions, [num_heads, half_dim] each."""
+    square_sum = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    factor = tl.rsqrt(square_sum / (2 * half_dim) + eps)[:, None]
+    first_weight = tl.load(weight + dims, mask=inside, other=0.0).to(tl.float32)
+    second_weight = tl.load(weight + half_dim + dims, mask=inside, other=0.0).to(tl.float32)
+    return first * factor * first_weight, second * factor * second_weight
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    qkv, cosine, sine, query_norm, key_norm, key_pages, value_pages, slot_mapping, eps, key_scale, value_scale,
+    qkv_stride, cosine_stride, sine_stride, key_block_stride, key_offset_stride, key_head_stride,
+    value_block_stride, value_offset_stride, value_head_stride,
+    num_kv_heads: tl.constexpr, group_size: tl.constexpr, padded_group: tl.constexpr, half_dim: tl.constexpr,
+    padded_half: tl.constexpr, block_size: tl.constexpr,
+):  # fmt: skip
+    """Rotate and store one key head of one token, and rotate the query heads that share it."""
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dims = tl.arange(0, padded_half)[None, :]
+    inside = dims < half_dim
+    cos = tl.load(cosine + token * cosine_stride + dims, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sine + token * sine_stride + dims, mask=inside, other=0.0).to(tl.float32)
+
+    members = tl.arange(0, padded_group)[:, None]
+    is_member = inside & (members < group_size)
+    first_pointers = qkv + token * qkv_stride + (kv_head * group_size + members) * (2 * half_dim) + dims
+    first = tl.load(first_pointers, mask=is_member, other=0.0).to(tl.float32)
+    second = tl.load(first_pointers + half_dim, mask=is_member, other=0.0).to(tl.float32)
+    if query_norm is not None:
+        first, second = _norm_halves(first, second, query_norm, dims, inside, eps, half_dim)
+    tl.store(first_pointers, (first * cos - second * sin).to(qkv.dtype.element_ty), mask=is_member)
+    tl.store(first_pointers + half_dim, (second * cos + first * sin).to(qkv.dtype.element_ty), mask=is_member)
+
+    slot = tl.load(slot_mapping + token)
+    if slot < 0:
+        return
+    block, offset = slot // block_size, slot % block_size
+    key_head = (group_size * num_kv_heads + kv_head) * (2 * half_dim)
+    first_pointers = qkv + token * qkv_stride + key_head + dims
+    first = tl.load(first_pointers, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(first_pointers + half_dim, mask=inside, other=0.0).to(tl.float32)
+    if key_norm is not None:
+        first, second = _norm_halves(first, second, key_norm, dims, inside, eps, half_dim)
+    targets = key_pages + block * key_block_stride + offset * key_offset_stride + kv_head * key_head_stride + dims
+    dtype: tl.constexpr = key_pages.dtype.element_ty
+    tl.store(targets, to_page(first * cos - second * sin, dtype, key_scale), mask=inside)
+    tl.store(targets + half_dim, to_page(second * cos + first * sin, dtype, key_scale), mask=inside)
+
+    first_pointers += num_kv_heads * (2 * half_dim)
+    value_head = value_pages + block * value_block_stride + offset * value_offset_stride + kv_head * value_head_stride
+    targets = value_head + dims
+    first = tl.load(first_pointers, mask=inside, other=0.0)
+    second = tl.load(first_pointers + half_dim, mask=inside, other=0.0)
+    tl.store(targets, to_page(first, value_pages.dtype.element_ty, value_scale), mask=inside)
+    tl.store(targets + half_dim, to_page(second, value_pages.dtype.element_ty, value_scale), mask=inside)
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    cosine: Tensor,
+    sine: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """Rotate the queries of a QKV product in place, and store its rotated keys and its values in their pages.
+
+    qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]. Its keys and values are not changed; the slots of
+    their pages are in `slot_mapping` (see `triton_kernels.store`, also for the pages and the scales). query_norm,
+    key_norm: [head_dim] weights of an RMSNorm of each head before the rotation, or None. cosine, sine:
+    [num_tokens, head_dim], both halves alike: dimension i is rotated with i + head_dim / 2. Su et al., "RoFormer",
+    2021, section 3.2.
+    """
+    num_tokens, half_dim = qkv.shape[0], head_dim // 2
+    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and head_dim % 2 == 0 and qkv.stride(1) == 1
+    assert cosine.shape == sine.shape == (num_tokens, head_dim) and cosine.stride(1) == sine.stride(1) == 1
+    assert key_pages.shape[2:] == value_pages.shape[2:] == (num_kv_heads, head_dim)
+    assert key_pages.stride(-1) == value_pages.stride(-1) == 1 and slot_mapping.is_contiguous()
+    if num_tokens == 0:
+        return
+    group_size = num_heads // num_kv_heads
+    padded_group, padded_half = triton.next_power_of_2(group_size), triton.next_power_of_2(half_dim)
+    _rotate_and_store_kernel[(num_tokens, num_kv_heads)](
+        qkv, cosine, sine, query_norm, key_norm, key_pages, value_pages, slot_mapping, eps, key_scale, value_scale,
+        qkv.stride(0), cosine.stride(0), sine.stride(0), *key_pages.stride()[:3], *value_pages.stride()[:3],
+        num_kv_heads, group_size, padded_group, half_dim, padded_half, key_pages.shape[1],
+        num_warps=1 if padded_group * padded_half <= 512 else 4,
+    )  # fmt: skip

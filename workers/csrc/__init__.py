@@ -1,0 +1,4 @@
+"""The C kernels, their ctypes bindings, and the module that compiles them at first use.
+
+May import nothing of workers.
+"""

@@ -1,0 +1,113 @@
+"""The structs and functions of kernels.h, for ctypes. Change both together; tests compare the layouts.
+
+ctypes passes addresses only, so the caller must keep every tensor and struct alive that a struct points to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+MAX_HEAD_DIM = 512  # as in kernels.h: a thread keeps one head on its stack
+
+_pointer: Any = ctypes.c_void_p
+_int64: Any = ctypes.c_int64
+_float: Any = ctypes.c_float
+
+
+class CAttentionParams(ctypes.Structure):
+    """How one layer attends: `attention_params`."""
+
+    _fields_ = (
+        ("num_heads", _int64),
+        ("num_kv_heads", _int64),
+        ("key_dim", _int64),
+        ("value_dim", _int64),
+        ("block_size", _int64),
+        ("window", _int64),
+        ("sinks", _pointer),
+        ("scale", _float),
+        ("softcap", _float),
+    )
+
+
+class CLayerPages(ctypes.Structure):
+    """The pages of one layer: `layer_pages`."""
+
+    _fields_ = (("params", _pointer), ("keys", _pointer), ("values", _pointer))
+
+
+class CAttentionMetadata(ctypes.Structure):
+    """The sequences of one step: `attention_metadata`."""
+
+    _fields_ = (
+        ("num_tokens", _int64),
+        ("slot_mapping", _pointer),
+        ("num_sequences", _int64),
+        ("query_starts", _pointer),
+        ("lengths", _pointer),
+        ("block_table", _pointer),
+        ("table_width", _int64),
+    )
+
+
+class CPackedWeight(ctypes.Structure):
+    """A weight in oneDNN's layout: `packed_weight`."""
+
+    _fields_ = (
+        ("packed", _pointer),
+        ("bias", _pointer),
+        ("num_inputs", _int64),
+        ("num_outputs", _int64),
+        ("block_width", _int64),
+        ("next", _pointer),
+    )
+
+
+class CDecoderLayer(ctypes.Structure):
+    """The weights of one decoder layer: `decoder_layer`."""
+
+    _fields_ = (
+        ("qkv", _pointer),
+        ("output", _pointer),
+        ("gate_up", _pointer),
+        ("down", _pointer),
+        ("attention_norm", _pointer),
+        ("mlp_norm", _pointer),
+        ("query_norm", _pointer),
+        ("key_norm", _pointer),
+        ("attention_epsilon", _float),
+        ("mlp_epsilon", _float),
+        ("head_epsilon", _float),
+    )
+
+
+_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
+    # pages, metadata; queries, keys and values, each with its stride; output
+    "store_and_attend": (None, [_pointer] * 2 + [_pointer, _int64] * 3 + [_pointer]),
+    # pages, metadata; qkv, cosines, sines, query_norm, key_norm; epsilon; output
+    "rotate_store_and_attend": (None, [_pointer] * 2 + [_pointer] * 5 + [_float, _pointer]),
+    # x, weight, output; num_rows, size; epsilon
+    "rms_norm": (None, [_pointer] * 3 + [_int64] * 2 + [_float]),
+    # gate_up, output; num_rows, size
+    "swiglu": (None, [_pointer] * 2 + [_int64] * 2),
+    "skinny_gemm_max_rows": (_int64, []),
+    # weight, packed; num_outputs, num_inputs, num_bytes
+    "packed_block_width": (_int64, [_pointer] * 2 + [_int64] * 3),
+    # weight, x, residual, output; num_rows
+    "skinny_gemm": (None, [_pointer] * 4 + [_int64]),
+    # layers, pages; num_layers; metadata, cosines, sines, x, workspace
+    "decode_layers": (None, [_pointer] * 2 + [_int64] + [_pointer] * 5),
+}
+
+
+def declare_prototypes(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Tell ctypes the types of all functions that the library has, and return it.
+
+    The float32 library has no skinny GEMM, see skinny_gemm.c.
+    """
+    for name, (result, arguments) in _PROTOTYPES.items():
+        if hasattr(library, name):
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    return library

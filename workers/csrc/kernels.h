@@ -1,0 +1,104 @@
+/* Every function that workers/ calls through ctypes, and the structs that it passes.
+
+   bindings.py repeats these structs and prototypes for ctypes: change both together. All C files include this header, so
+   the compiler checks that calls, prototypes and definitions agree.
+
+   Arrays are dense and row-major unless a stride is given. Strides count scalars. */
+
+#ifndef SERVEKIT_KERNELS_H
+#define SERVEKIT_KERNELS_H
+
+#include "vectors.h"
+
+/* -- attention over KV pages (paged_attention.c) ------------------------------------------------------------------ */
+
+enum { MAX_HEAD_DIM = 512 }; /* MAX_HEAD_DIM in bindings.py is the same number */
+
+/* How one layer attends. It is the same for all steps. */
+typedef struct {
+    int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
+    int64_t window;       /* the number of keys a query sees, itself included; 0: all of them */
+    const float *sinks;   /* [num_heads] scores that take probability and have no value; NULL: none */
+    float scale, softcap; /* softcap 0: none */
+} attention_params;
+
+/* The pages of one layer. */
+typedef struct {
+    const attention_params *params;
+    scalar *keys, *values;
+} layer_pages;
+
+/* The sequences of one step. It is the same for all layers. Sequence s owns the tokens from query_starts[s] to
+   query_starts[s + 1]. Its last query sees lengths[s] keys, itself included, in the blocks block_table[s, :]. */
+typedef struct {
+    int64_t num_tokens;
+    const int64_t *slot_mapping; /* [num_tokens] where to store each token's key and value; negative: nowhere */
+    int64_t num_sequences;
+    const int32_t *query_starts; /* [num_sequences + 1] */
+    const int32_t *lengths;      /* [num_sequences] */
+    const int32_t *block_table;  /* [num_sequences, table_width] */
+    int64_t table_width;
+} attention_metadata;
+
+/* Store keys [num_tokens, num_kv_heads, key_dim] and values [num_tokens, num_kv_heads, value_dim] in the pages, then
+   attend with queries [num_tokens, num_heads, key_dim]. Each stride is from token to token; the heads of a token are
+   dense. output: [num_tokens, num_heads, value_dim]. */
+void store_and_attend(const layer_pages *pages, const attention_metadata *metadata, const scalar *queries,
+                      int64_t query_stride, const scalar *keys, int64_t key_stride, const scalar *values,
+                      int64_t value_stride, scalar *output);
+
+/* The same for qkv [num_tokens, num_heads + 2 * num_kv_heads, key_dim]. Queries and keys are first normalised, if
+   query_norm and key_norm [key_dim] are given (else NULL), and rotated by cosines and sines [num_tokens, key_dim].
+   Overwrites the queries and keys in qkv. */
+void rotate_store_and_attend(const layer_pages *pages, const attention_metadata *metadata, scalar *qkv,
+                             const scalar *cosines, const scalar *sines, const scalar *query_norm,
+                             const scalar *key_norm, float epsilon, scalar *output);
+
+/* -- elementwise layers (layers.c) -------------------------------------------------------------------------------- */
+
+/* x / rms(x) * weight for x [num_rows, size]; size is a multiple of LANES. Zhang and Sennrich, 2019, "Root Mean Square
+   Layer Normalization". */
+void rms_norm(const scalar *x, const scalar *weight, scalar *output, int64_t num_rows, int64_t size, float epsilon);
+
+/* silu(gate) * up [num_rows, size] for gate_up [num_rows, 2 * size], which holds the gates first; size is a multiple of
+   LANES. Shazeer, 2020, "GLU Variants Improve Transformer". */
+void swiglu(const scalar *gate_up, scalar *output, int64_t num_rows, int64_t size);
+
+/* -- skinny GEMM (skinny_gemm.c) ---------------------------------------------------------------------------------- */
+
+/* A weight [num_outputs, num_inputs] in oneDNN's layout, see skinny_gemm.c. */
+typedef struct packed_weight {
+    const scalar *packed, *bias; /* bias NULL: none */
+    int64_t num_inputs, num_outputs, block_width;
+    const struct packed_weight *next; /* the weight that is multiplied after this one, to be prefetched; NULL: none */
+} packed_weight;
+
+/* The largest number of rows that skinny_gemm takes on this processor; 0: none, and the functions below do not exist.
+   The first call asks Linux for the right to use AMX tiles. */
+int64_t skinny_gemm_max_rows(void);
+
+/* The width of the blocks in which `packed` (num_bytes long) holds weight [num_outputs, num_inputs]; 0 if its layout is
+   one that skinny_gemm cannot read. */
+int64_t packed_block_width(const scalar *weight, const scalar *packed, int64_t num_outputs, int64_t num_inputs,
+                           int64_t num_bytes);
+
+/* output [num_rows, num_outputs] = x [num_rows, num_inputs] W' + bias + residual. residual may be NULL or `output`. */
+void skinny_gemm(const packed_weight *weight, const scalar *x, const scalar *residual, scalar *output,
+                 int64_t num_rows);
+
+/* -- a whole decoder (skinny_gemm.c) ------------------------------------------------------------------------------ */
+
+/* The weights of one layer of the Llama family. */
+typedef struct {
+    const packed_weight *qkv, *output, *gate_up, *down;
+    const scalar *attention_norm, *mlp_norm, *query_norm, *key_norm; /* the last two are NULL in models without them */
+    float attention_epsilon, mlp_epsilon, head_epsilon;
+} decoder_layer;
+
+/* Run num_layers layers on x [num_tokens, hidden_size], in place. cosines and sines: [num_tokens, head_dim]. workspace
+   holds num_tokens times the scalars that the five intermediate results of the largest layer take. */
+void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_t num_layers,
+                   const attention_metadata *metadata, const scalar *cosines, const scalar *sines, scalar *x,
+                   scalar *workspace);
+
+#endif

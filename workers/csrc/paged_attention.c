@@ -1,0 +1,408 @@
+/* Attention over KV pages on a CPU, for any mixture of prompt chunks and single tokens in one step.
+
+   Nothing is gathered. Each key and value is read in place, once for up to eight query rows. The softmax is computed
+   online (Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax"). The query heads that share a key
+   head are further query rows of it.
+
+   The layout of the pages is the one that the multiplications read: tiles of sixteen tokens of one head,
+
+       keys    [num_blocks, num_kv_heads, tiles, key_dim / PACK, 16 tokens, PACK]
+       values  [num_blocks, num_kv_heads, tiles, 16 / PACK tokens, value_dim, PACK]
+
+   A vector of keys is multiplied by one number (bfloat16: one pair) of a query, and a vector of values by one weight
+   (one pair). So sums stay in their lanes, and no instruction adds across lanes. Dimensions are padded to sixteen, and
+   cells that were never written are zero. A block of fewer than sixteen tokens has one tile that is partly used.
+
+   This is plain C with OpenMP and, where the processor has it, one intrinsic. It includes no header of torch, so it
+   compiles in seconds. */
+
+#include <omp.h>
+#include <stddef.h>
+
+#include "kernels.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+enum { STRIP_TILES = 4, MAX_ROWS = 8 };
+
+#ifdef BFLOAT16
+enum { PACK = 2 };
+typedef uint32_t packed __attribute__((may_alias)); /* two scalars, the first one in the lower half */
+
+static inline floats multiply_add(floats sum, const scalar *pairs, packed pair) {
+#ifdef __AVX512BF16__
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(pairs),
+                                    (__m512bh)_mm512_set1_epi32((int)pair));
+#else
+    ints both = *(const ints *)pairs;
+    return sum + (floats)(both << 16) * to_float((scalar)pair) +
+           (floats)(both & (int32_t)0xffff0000) * to_float((scalar)(pair >> 16));
+#endif
+}
+#else
+enum { PACK = 1 };
+typedef float packed;
+
+static inline floats multiply_add(floats sum, const scalar *values, packed value) {
+    return sum + *(const floats *)values * value;
+}
+#endif
+
+static inline int64_t round_up_to_lanes(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
+
+/* -- storing ----------------------------------------------------------------------------------------------------- */
+
+/* Store one token's key and value of one head in `slot`. A negative slot is ignored. Numbers that are not finite are
+   stored as zero: attention multiplies masked cells by zero, and zero times infinity is NaN. */
+static void store_head(const layer_pages *pages, int64_t head, int64_t slot, const scalar *key, const scalar *value) {
+    if (slot < 0) return;
+    const attention_params *params = pages->params;
+    const int64_t tiles = round_up_to_lanes(params->block_size) / LANES;
+    const int64_t block = slot / params->block_size, offset = slot % params->block_size, lane = offset % LANES;
+    const int64_t tile = (block * params->num_kv_heads + head) * tiles + offset / LANES;
+    scalar *keys = pages->keys + tile * LANES * round_up_to_lanes(params->key_dim) + lane * PACK;
+    for (int64_t d = 0; d < params->key_dim; d++) keys[d / PACK * LANES * PACK + d % PACK] = finite_or_zero(key[d]);
+    const int64_t width = round_up_to_lanes(params->value_dim);
+    scalar *values = pages->values + tile * LANES * width + lane / PACK * width * PACK + lane % PACK;
+    for (int64_t d = 0; d < params->value_dim; d++) values[d * PACK] = finite_or_zero(value[d]);
+}
+
+/* Store the keys and values of a step. Each stride is from token to token. */
+static void store_step(const layer_pages *pages, const attention_metadata *metadata, const scalar *keys,
+                       int64_t key_stride, const scalar *values, int64_t value_stride) {
+    const attention_params *params = pages->params;
+#pragma omp parallel for if (metadata->num_tokens > 16)
+    for (int64_t token = 0; token < metadata->num_tokens; token++)
+        for (int64_t head = 0; head < params->num_kv_heads; head++)
+            store_head(pages, head, metadata->slot_mapping[token], keys + token * key_stride + head * params->key_dim,
+                       values + token * value_stride + head * params->value_dim);
+}
+
+/* Normalise one head in place, if `weight` is not NULL, and rotate its two halves against each other, in the layout of
+   transformers (Su et al., 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding"). */
+static void norm_and_rotate(scalar *head, int64_t dim, const scalar *cosines, const scalar *sines, const scalar *weight,
+                            float epsilon) {
+    float values[MAX_HEAD_DIM], factor = 1.0f;
+    for (int64_t d = 0; d < dim; d++) values[d] = to_float(head[d]);
+    if (weight) {
+        float squares = 0.0f;
+        for (int64_t d = 0; d < dim; d++) squares += values[d] * values[d];
+        factor = 1.0f / sqrtf(squares / (float)dim + epsilon);
+        for (int64_t d = 0; d < dim; d++) values[d] *= factor * to_float(weight[d]);
+    }
+    for (int64_t low = 0, high = dim / 2; high < dim; low++, high++) {
+        head[low] = from_float(values[low] * to_float(cosines[low]) - values[high] * to_float(sines[low]));
+        head[high] = from_float(values[high] * to_float(cosines[high]) + values[low] * to_float(sines[high]));
+    }
+}
+
+/* Everything between the QKV product and attention in one pass: rotate the query and key heads of qkv
+   [num_tokens, stride], and store keys and values. */
+static void rotate_and_store(const layer_pages *pages, const attention_metadata *metadata, scalar *qkv, int64_t stride,
+                             const scalar *cosines, const scalar *sines, const scalar *query_norm,
+                             const scalar *key_norm, float epsilon) {
+    const attention_params *params = pages->params;
+    const int64_t dim = params->key_dim;
+#pragma omp parallel for if (metadata->num_tokens > 3)
+    for (int64_t token = 0; token < metadata->num_tokens; token++) {
+        const scalar *cosine = cosines + token * dim, *sine = sines + token * dim;
+        scalar *head = qkv + token * stride;
+        for (int64_t i = 0; i < params->num_heads; i++, head += dim)
+            norm_and_rotate(head, dim, cosine, sine, query_norm, epsilon);
+        scalar *value = head + params->num_kv_heads * dim;
+        for (int64_t i = 0; i < params->num_kv_heads; i++, head += dim, value += dim) {
+            norm_and_rotate(head, dim, cosine, sine, key_norm, epsilon);
+            store_head(pages, i, metadata->slot_mapping[token], head, value);
+        }
+    }
+}
+
+/* -- attention ---------------------------------------------------------------------------------------------------- */
+
+/* The unit of work: up to eight query rows of one key head. If g query heads share a key head, then row i is query head
+   i % g of that key head, in query i / g. */
+typedef struct {
+    const attention_params *params;
+    const scalar *keys, *values; /* the layer's pages */
+    const int32_t *block_table;  /* of the sequence */
+    int64_t kv_head;
+    const scalar *query[MAX_ROWS];
+    scalar *output[MAX_ROWS];
+    float sink[MAX_ROWS];
+    int64_t position[MAX_ROWS]; /* ascending */
+    int64_t begin, end;         /* the positions that any row sees; begin is the first position of a tile */
+    int num_rows;
+} query_group;
+
+/* The offset of the tile that begins at `position`, in scalars for each dimension. */
+static inline int64_t tile_offset(const query_group *group, int64_t position) {
+    const attention_params *params = group->params;
+    const int64_t block = group->block_table[position / params->block_size];
+    const int64_t page = block * params->num_kv_heads + group->kv_head;
+    const int64_t tiles = round_up_to_lanes(params->block_size) / LANES;
+    return (page * tiles + position % params->block_size / LANES) * LANES;
+}
+
+/* Find the tiles of the strip that begins at `position`. Returns how many there are. */
+static inline int find_strip(const query_group *group, int64_t position, const scalar **keys, const scalar **values) {
+    const attention_params *params = group->params;
+    int num_tiles = 0;
+    for (; num_tiles < STRIP_TILES && position < group->end; num_tiles++) {
+        const int64_t offset = tile_offset(group, position);
+        keys[num_tiles] = group->keys + offset * round_up_to_lanes(params->key_dim);
+        values[num_tiles] = group->values + offset * round_up_to_lanes(params->value_dim);
+        const int64_t left = params->block_size - position % params->block_size;
+        position += left < LANES ? left : LANES;
+    }
+    return num_tiles;
+}
+
+/* Tiles are too short and too scattered for the hardware prefetcher. So while one tile is read, the next one is
+   prefetched, cache line by cache line: if all lines were requested at once, the requests would queue, and the loads
+   behind them would stall. Into the second-level cache, because the first is small. */
+static inline void prefetch(const scalar *line) { __builtin_prefetch(line, 0, 1); }
+
+/* Scores of `num_rows` queries against one tile of keys.
+
+   num_rows is a constant wherever this is inlined, so that the sums stay in registers. `prefetches` is another
+   constant: a prompt chunk reads the same keys many times and mostly finds them in a cache, so it does not prefetch. */
+static inline __attribute__((always_inline)) void score_tile(floats *scores, const int num_rows, const int prefetches,
+                                                             const scalar *keys, const scalar *next_keys,
+                                                             const packed *queries, int64_t num_packed) {
+    floats even[num_rows], odd[num_rows]; /* two chains of sums, because each sum waits for the one before it */
+    for (int r = 0; r < num_rows; r++) even[r] = odd[r] = (floats){};
+    for (int64_t p = 0; p < num_packed; p += 2, keys += 2 * LANES * PACK, next_keys += 2 * LANES * PACK) {
+        if (prefetches) {
+            prefetch(next_keys);
+            prefetch(next_keys + LANES * PACK);
+        }
+        for (int r = 0; r < num_rows; r++) even[r] = multiply_add(even[r], keys, queries[r * num_packed + p]);
+        for (int r = 0; r < num_rows; r++)
+            odd[r] = multiply_add(odd[r], keys + LANES * PACK, queries[r * num_packed + p + 1]);
+    }
+    for (int r = 0; r < num_rows; r++) scores[r] = even[r] + odd[r];
+}
+
+/* Add `num_tiles` tiles of values times their weights to `width` vectors of each row's sum. The vectors begin at
+   scalar `from` of a value's dimensions; `stride` is from one pack of tokens to the next. */
+static inline __attribute__((always_inline)) void accumulate_values(
+    floats *sums, int64_t sums_stride, const int num_rows, const int prefetches, const int width,
+    const scalar *const *tiles, const scalar *const *next_tiles, int num_tiles, int64_t from, int64_t stride,
+    const packed (*weights)[STRIP_TILES][LANES / PACK]) {
+    floats sum[num_rows][width];
+    for (int r = 0; r < num_rows; r++)
+        for (int w = 0; w < width; w++) sum[r][w] = sums[r * sums_stride + w];
+    for (int t = 0; t < num_tiles; t++) {
+        const scalar *values = tiles[t] + from, *next_values = next_tiles[t] + from;
+        for (int p = 0; p < LANES / PACK; p++, values += stride, next_values += stride)
+            for (int w = 0; w < width; w++) {
+                if (prefetches) prefetch(next_values + w * LANES * PACK);
+                for (int r = 0; r < num_rows; r++)
+                    sum[r][w] = multiply_add(sum[r][w], values + w * LANES * PACK, weights[r][t][p]);
+            }
+    }
+    for (int r = 0; r < num_rows; r++)
+        for (int w = 0; w < width; w++) sums[r * sums_stride + w] = sum[r][w];
+}
+
+/* cap * tanh(scores / cap), as Gemma 2 caps its scores. */
+static inline floats soft_cap(floats scores, float cap) {
+    floats power = exp_nonpositive(absolute(scores) * (-2.0f / cap));
+    floats size = cap * (1.0f - power) / (1.0f + power);
+    return select_lanes(scores < 0.0f, -size, size);
+}
+
+/* Attention of one query group. `next` is the group that this thread computes afterwards, or NULL: its first keys and
+   values are prefetched while the last ones of this group are read. num_rows and prefetches: see score_tile. */
+static inline __attribute__((always_inline)) void attend_rows(const query_group *group, const query_group *next,
+                                                              const int num_rows, const int prefetches) {
+    const attention_params *params = group->params;
+    const int64_t key_dim = round_up_to_lanes(params->key_dim), value_dim = round_up_to_lanes(params->value_dim);
+    const int64_t num_packed = key_dim / PACK, width = value_dim / LANES;
+    packed queries[num_rows * num_packed];
+    floats sums[num_rows * width], total[num_rows];
+    float max_score[num_rows];
+    memset(queries, 0, sizeof queries);
+    for (int r = 0; r < num_rows; r++) {
+        scalar *query = (scalar *)(queries + r * num_packed);
+        for (int64_t d = 0; d < params->key_dim; d++) query[d] = group->query[r][d];
+        for (int64_t w = 0; w < width; w++) sums[r * width + w] = (floats){};
+        max_score[r] = group->sink[r];
+        total[r] = (floats){params->sinks ? 1.0f : 0.0f};
+    }
+    const ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    int64_t position = group->begin;
+    while (position < group->end) {
+        floats scores[STRIP_TILES][num_rows];
+        const scalar *keys[STRIP_TILES], *values[STRIP_TILES], *next_keys[STRIP_TILES], *next_values[STRIP_TILES];
+        const int num_tiles = find_strip(group, position, keys, values);
+        const int64_t next_position = position + STRIP_TILES * LANES;
+        int num_next = 0;
+        if (next_position < group->end) num_next = find_strip(group, next_position, next_keys, next_values);
+        else if (next) num_next = find_strip(next, next->begin, next_keys, next_values);
+        for (; num_next < num_tiles; num_next++) { /* nothing left to prefetch: repeat what is in the cache already */
+            next_keys[num_next] = keys[num_next];
+            next_values[num_next] = values[num_next];
+        }
+        for (int t = 0; t < num_tiles; t++) {
+            const int64_t offset = position % params->block_size;
+            const int64_t num_tokens = params->block_size - offset < LANES ? params->block_size - offset : LANES;
+            floats *score = scores[t];
+            score_tile(score, num_rows, prefetches, keys[t], next_keys[t], queries, num_packed);
+            for (int r = 0; r < num_rows; r++) {
+                score[r] *= params->scale;
+                if (params->softcap != 0.0f) score[r] = soft_cap(score[r], params->softcap);
+                const int64_t last = group->position[r] - position; /* the last lane that this row sees */
+                const int64_t first = params->window ? last - params->window + 1 : 0;
+                if (last < LANES - 1 || first > 0 || num_tokens < LANES) {
+                    const int32_t upper = (int32_t)(last < num_tokens - 1 ? last : num_tokens - 1);
+                    const int32_t lower = (int32_t)(first < 0 ? 0 : first > LANES ? LANES : first);
+                    score[r] = select_lanes((lanes <= upper) & (lanes >= lower), score[r], (floats){} - INFINITY);
+                }
+            }
+            position += num_tokens;
+        }
+        packed weights[num_rows][STRIP_TILES][LANES / PACK];
+        for (int r = 0; r < num_rows; r++) {
+            floats top = scores[0][r];
+            for (int t = 1; t < num_tiles; t++) top = select_lanes(scores[t][r] > top, scores[t][r], top);
+            const float highest = max_of_lanes(top);
+            if (highest > max_score[r]) {
+                const floats decay = exp_nonpositive((floats){} + (max_score[r] - highest));
+                total[r] *= decay;
+                for (int64_t w = 0; w < width; w++) sums[r * width + w] *= decay;
+                max_score[r] = highest;
+            }
+            /* Because of its window, a row may have seen no key yet. Its weights have no effect then, but must be
+               finite. */
+            const float shift = max_score[r] == -INFINITY ? 0.0f : max_score[r];
+            for (int t = 0; t < num_tiles; t++) {
+                floats weight = exp_nonpositive(scores[t][r] - shift);
+                total[r] += weight;
+                store((scalar *)weights[r][t], weight);
+            }
+        }
+        int64_t w = 0;
+        const int wide = num_rows <= 6 ? 4 : 2; /* as many sums as the registers hold */
+        for (; w + wide <= width; w += wide)
+            accumulate_values(sums + w, width, num_rows, prefetches, wide, values, next_values, num_tiles,
+                              w * LANES * PACK, value_dim * PACK, weights);
+        for (; w < width; w++)
+            accumulate_values(sums + w, width, num_rows, prefetches, 1, values, next_values, num_tiles,
+                              w * LANES * PACK, value_dim * PACK, weights);
+    }
+    for (int r = 0; r < num_rows; r++) {
+        const float share = 1.0f / sum_of_lanes(total[r]);
+        scalar result[MAX_HEAD_DIM];
+        for (int64_t w = 0; w < width; w++) store(result + w * LANES, sums[r * width + w] * share);
+        memcpy(group->output[r], result, (size_t)params->value_dim * sizeof(scalar));
+    }
+}
+
+/* Make the number of rows a constant. Eight rows at one position are a decode step with a group of eight heads, which
+   reads its keys once; at several positions they are part of a prompt chunk. */
+static void attend_group(const query_group *group, const query_group *next) {
+    switch (group->num_rows) {
+        case 1: attend_rows(group, next, 1, 1); break;
+        case 2: attend_rows(group, next, 2, 1); break;
+        case 3: attend_rows(group, next, 3, 1); break;
+        case 4: attend_rows(group, next, 4, 1); break;
+        case 5: attend_rows(group, next, 5, 1); break;
+        case 6: attend_rows(group, next, 6, 1); break;
+        case 7: attend_rows(group, next, 7, 1); break;
+        default:
+            if (group->position[0] == group->position[MAX_ROWS - 1]) attend_rows(group, next, MAX_ROWS, 1);
+            else attend_rows(group, next, MAX_ROWS, 0);
+    }
+}
+
+/* One layer's attention in one step. */
+typedef struct {
+    const layer_pages *pages;
+    const attention_metadata *metadata;
+    const scalar *queries;
+    int64_t query_stride;
+    scalar *output;
+    const int64_t *first_group; /* [num_sequences + 1] the number of each sequence's first query group */
+} attention_step;
+
+static query_group make_group(const attention_step *step, int64_t number) {
+    const attention_params *params = step->pages->params;
+    const attention_metadata *metadata = step->metadata;
+    const int64_t group_size = params->num_heads / params->num_kv_heads;
+    int64_t sequence = 0, above = metadata->num_sequences; /* binary search for the sequence of this group */
+    while (above - sequence > 1) {
+        const int64_t middle = (sequence + above) / 2;
+        if (step->first_group[middle] <= number) sequence = middle;
+        else above = middle;
+    }
+    const int64_t start = metadata->query_starts[sequence];
+    const int64_t num_queries = metadata->query_starts[sequence + 1] - start;
+    const int64_t within = number - step->first_group[sequence];
+    const int64_t first_row = within / params->num_kv_heads * MAX_ROWS;
+    const int64_t left = num_queries * group_size - first_row;
+    query_group group = {.params = params, .keys = step->pages->keys, .values = step->pages->values};
+    group.kv_head = within % params->num_kv_heads;
+    group.block_table = metadata->block_table + sequence * metadata->table_width;
+    group.num_rows = left < MAX_ROWS ? (int)left : MAX_ROWS;
+    for (int i = 0; i < group.num_rows; i++) {
+        const int64_t query = (first_row + i) / group_size;
+        const int64_t head = group.kv_head * group_size + (first_row + i) % group_size;
+        group.query[i] = step->queries + (start + query) * step->query_stride + head * params->key_dim;
+        group.output[i] = step->output + ((start + query) * params->num_heads + head) * params->value_dim;
+        group.sink[i] = params->sinks ? params->sinks[head] : -INFINITY;
+        group.position[i] = metadata->lengths[sequence] - num_queries + query;
+    }
+    group.end = group.position[group.num_rows - 1] + 1;
+    const int is_windowed = params->window && group.position[0] >= params->window;
+    group.begin = is_windowed ? group.position[0] - params->window + 1 : 0;
+    group.begin -= group.begin % params->block_size % LANES;
+    return group;
+}
+
+static void attend(const layer_pages *pages, const attention_metadata *metadata, const scalar *queries,
+                   int64_t query_stride, scalar *output) {
+    const attention_params *params = pages->params;
+    const int64_t group_size = params->num_heads / params->num_kv_heads, num_sequences = metadata->num_sequences;
+    int64_t first_group[num_sequences + 1];
+    first_group[0] = 0;
+    for (int64_t s = 0; s < num_sequences; s++) {
+        const int64_t num_rows = (metadata->query_starts[s + 1] - metadata->query_starts[s]) * group_size;
+        first_group[s + 1] = first_group[s] + (num_rows + MAX_ROWS - 1) / MAX_ROWS * params->num_kv_heads;
+    }
+    const attention_step step = {pages, metadata, queries, query_stride, output, first_group};
+    /* A thread takes several groups at a time, so that one can prefetch what the next one reads; but few enough that
+       every thread gets its share. */
+    const int64_t num_groups = first_group[num_sequences], share = num_groups / omp_get_max_threads() / 4;
+    const int64_t batch = share < 1 ? 1 : share < params->num_kv_heads ? share : params->num_kv_heads;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t end = num_groups; end > 0; end -= batch) { /* backwards: the end of a prompt sees most keys */
+        query_group group = make_group(&step, end - 1);
+        for (int64_t number = end - 1; number >= 0 && number >= end - batch; number--) {
+            const int is_last = number == 0 || number == end - batch;
+            const query_group next = is_last ? group : make_group(&step, number - 1);
+            attend_group(&group, is_last ? NULL : &next);
+            group = next;
+        }
+    }
+}
+
+/* -- exported functions ------------------------------------------------------------------------------------------- */
+
+void store_and_attend(const layer_pages *pages, const attention_metadata *metadata, const scalar *queries,
+                      int64_t query_stride, const scalar *keys, int64_t key_stride, const scalar *values,
+                      int64_t value_stride, scalar *output) {
+    store_step(pages, metadata, keys, key_stride, values, value_stride);
+    attend(pages, metadata, queries, query_stride, output);
+}
+
+void rotate_store_and_attend(const layer_pages *pages, const attention_metadata *metadata, scalar *qkv,
+                             const scalar *cosines, const scalar *sines, const scalar *query_norm,
+                             const scalar *key_norm, float epsilon, scalar *output) {
+    const attention_params *params = pages->params;
+    const int64_t stride = (params->num_heads + 2 * params->num_kv_heads) * params->key_dim;
+    rotate_and_store(pages, metadata, qkv, stride, cosines, sines, query_norm, key_norm, epsilon);
+    attend(pages, metadata, qkv, stride, output);
+}

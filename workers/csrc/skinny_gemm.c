@@ -1,0 +1,255 @@
+/* Skinny GEMM: linear layers on the few rows of a decode step. Every weight is read once, so memory bandwidth is the
+   limit.
+
+   Weights are read in the layout that oneDNN chose, so memory holds one copy, and oneDNN multiplies prompts as before.
+   The layout is blocks of `block_width` outputs; inside a block, all inputs follow each other two by two,
+
+       [num_outputs / block_width, num_inputs / 2, block_width, 2]
+
+   with unused outputs at the end of the last block. oneDNN does not promise this layout, so packed_block_width checks
+   every weight, number by number.
+
+   What is gained is the time in which oneDNN waits for memory. This code prefetches: while one strip of outputs is
+   multiplied, the cache lines of another strip are requested; during a thread's last strip, those of its first strip of
+   the weight that is multiplied next. Sums are float32, and rounded once. */
+
+#include "kernels.h"
+
+#if defined(BFLOAT16) && defined(__AVX512BF16__)
+
+#include <immintrin.h>
+#include <omp.h>
+#include <stddef.h>
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define HAS_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+/* A strip is 32 outputs: two vectors, or one row of AMX tiles. LINE is a cache line of 32 scalars. */
+enum { STRIP = 2 * LANES, LINE = 32 };
+/* TILE is the number of rows in an AMX tile. From MIN_ROWS_FOR_TILES rows on, tiles are faster than vectors. */
+enum { MAX_ROWS_BY_VECTORS = 8, TILE = 16, MAX_ROWS_BY_TILES = 2 * TILE, MIN_ROWS_FOR_TILES = 3 };
+
+typedef uint32_t pair __attribute__((may_alias)); /* two scalars, the first one in the lower half */
+
+static int64_t max_rows = 0; /* set by skinny_gemm_max_rows */
+
+int64_t skinny_gemm_max_rows(void) {
+    max_rows = MAX_ROWS_BY_VECTORS;
+#ifdef HAS_TILES
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0) max_rows = MAX_ROWS_BY_TILES;
+#endif
+    return max_rows;
+}
+
+static inline int64_t num_blocks(int64_t num_outputs, int64_t width) { return (num_outputs + width - 1) / width; }
+
+int64_t packed_block_width(const scalar *weight, const scalar *packed, int64_t num_outputs, int64_t num_inputs,
+                           int64_t num_bytes) {
+    if (num_inputs % LINE) return 0;
+    for (int64_t width = STRIP; width <= 2 * STRIP; width += STRIP) {
+        if (num_bytes != num_blocks(num_outputs, width) * width * num_inputs * (int64_t)sizeof(scalar)) continue;
+        int64_t num_different = 0;
+#pragma omp parallel for reduction(+ : num_different)
+        for (int64_t output = 0; output < num_outputs; output++) {
+            const pair *original = (const pair *)(weight + output * num_inputs);
+            const pair *found = (const pair *)packed + output / width * width * num_inputs / 2 + output % width;
+            for (int64_t i = 0; i < num_inputs / 2; i++) num_different += original[i] != found[i * width];
+        }
+        if (num_different == 0) return width;
+    }
+    return 0;
+}
+
+/* -- one strip ---------------------------------------------------------------------------------------------------- */
+
+/* Into the second-level cache, because the first is small: a strip of 2048 inputs is 128 KiB. */
+static inline void prefetch(const scalar *line) { __builtin_prefetch(line, 0, 2); }
+
+static inline void add_pair(floats *sums, const scalar *weights, pair inputs) {
+    const __m512bh both = (__m512bh)_mm512_set1_epi32((int)inputs);
+    for (int half = 0; half < 2; half++)
+        sums[half] = (floats)_mm512_dpbf16_ps((__m512)sums[half],
+                                              (__m512bh)_mm512_loadu_si512(weights + half * LINE), both);
+}
+
+/* sums [num_rows, STRIP] = x W' for one strip of outputs. num_rows is a constant wherever this is inlined, so that the
+   sums stay in registers. `stride` is from one pair of inputs to the next, in scalars. The lines at `next` are dense. */
+static inline __attribute__((always_inline)) void strip_by_vectors(float *sums, const int num_rows, const scalar *x,
+                                                                   const scalar *weights, int64_t stride,
+                                                                   const scalar *next, int64_t num_inputs) {
+    /* Two chains of sums while registers last, because each sum waits for the one before it. */
+    floats even[num_rows][2], odd[num_rows][2];
+    memset(even, 0, sizeof even);
+    memset(odd, 0, sizeof odd);
+    floats(*second)[2] = num_rows <= 4 ? odd : even;
+    const pair *pairs = (const pair *)x;
+    const int64_t num_pairs = num_inputs / 2;
+    for (int64_t p = 0; p < num_pairs; p += 2, weights += 2 * stride, next += 4 * LINE) {
+        for (int line = 0; line < 4; line++) prefetch(next + line * LINE);
+        for (int r = 0; r < num_rows; r++) add_pair(even[r], weights, pairs[r * num_pairs + p]);
+        for (int r = 0; r < num_rows; r++) add_pair(second[r], weights + stride, pairs[r * num_pairs + p + 1]);
+    }
+    for (int r = 0; r < num_rows; r++)
+        for (int half = 0; half < 2; half++)
+            *(floats *)(sums + r * STRIP + half * LANES) = even[r][half] + odd[r][half];
+}
+
+#define STRIP_OF(num_rows) \
+    case num_rows: strip_by_vectors(sums, num_rows, x, weights, stride, next, num_inputs); break;
+
+static void strip_of_rows_by_vectors(float *sums, int64_t num_rows, const scalar *x, const scalar *weights,
+                                     int64_t stride, const scalar *next, int64_t num_inputs) {
+    switch (num_rows) { STRIP_OF(1) STRIP_OF(2) STRIP_OF(3) STRIP_OF(4) STRIP_OF(5) STRIP_OF(6) STRIP_OF(7) STRIP_OF(8) }
+}
+
+#ifdef HAS_TILES
+/* AMX tiles 0 and 1 hold the sums of the first 16 rows, 2 and 3 those of the others; 4 and 5 hold x, 6 and 7 weights. */
+static void shape_tiles(int64_t num_rows) {
+    struct { uint8_t palette, start, unused[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
+    const uint8_t first = (uint8_t)(num_rows < TILE ? num_rows : TILE);
+    const uint8_t second = (uint8_t)(num_rows > TILE ? num_rows - TILE : 1);
+    const uint8_t rows[8] = {first, first, second, second, first, second, TILE, TILE};
+    for (int tile = 0; tile < 8; tile++) {
+        shape.rows[tile] = rows[tile];
+        shape.bytes[tile] = 64;
+    }
+    _tile_loadconfig(&shape);
+}
+
+static inline __attribute__((always_inline)) void strip_by_tiles(float *sums, const int has_two_tiles, const scalar *x,
+                                                                 const scalar *weights, int64_t stride,
+                                                                 const scalar *next, int64_t num_inputs) {
+    const long x_bytes = 2 * num_inputs, bytes = 2 * stride, sums_bytes = STRIP * sizeof(float);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < num_inputs; i += 2 * TILE, weights += TILE * stride) {
+        for (const scalar *end = next + 2 * TILE * STRIP; next < end; next += LINE) prefetch(next);
+        _tile_loadd(4, x + i, x_bytes);
+        _tile_loadd(6, weights, bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, weights + LINE, bytes);
+        _tile_dpbf16ps(1, 4, 7);
+        if (has_two_tiles) {
+            _tile_loadd(5, x + TILE * num_inputs + i, x_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, sums_bytes);
+    _tile_stored(1, sums + LANES, sums_bytes);
+    if (has_two_tiles) {
+        _tile_stored(2, sums + TILE * STRIP, sums_bytes);
+        _tile_stored(3, sums + TILE * STRIP + LANES, sums_bytes);
+    }
+}
+#else
+static void shape_tiles(int64_t num_rows) { (void)num_rows; }
+static void _tile_release(void) {}
+#define strip_by_tiles(...) ((void)0)
+#endif
+
+/* -- one weight --------------------------------------------------------------------------------------------------- */
+
+/* output = sums [num_rows, STRIP] + bias + residual, for the outputs from `first` on. residual and output have
+   num_outputs columns. */
+static void finish_strip(const packed_weight *weight, const float *sums, int64_t first, const scalar *residual,
+                         scalar *output, int64_t num_rows) {
+    const int64_t num_outputs = weight->num_outputs, left = num_outputs - first;
+    for (int64_t row = 0; row < num_rows; row++, sums += STRIP) {
+        const int64_t offset = row * num_outputs + first;
+        if (left >= STRIP) {
+            for (int64_t i = 0; i < STRIP; i += LANES) {
+                floats sum = *(const floats *)(sums + i);
+                if (weight->bias) sum += load(weight->bias + first + i);
+                if (residual) sum += load(residual + offset + i);
+                store(output + offset + i, sum);
+            }
+        } else {
+            for (int64_t i = 0; i < left; i++) {
+                const float bias = weight->bias ? to_float(weight->bias[first + i]) : 0.0f;
+                output[offset + i] = from_float(sums[i] + bias + (residual ? to_float(residual[offset + i]) : 0.0f));
+            }
+        }
+    }
+}
+
+/* The strips of the calling thread, [first, end). */
+typedef struct { int64_t first, end; } strip_range;
+
+static inline strip_range strips_of_thread(const packed_weight *weight) {
+    const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
+    const int64_t num_strips = num_blocks(weight->num_outputs, STRIP);
+    return (strip_range){num_strips * thread / num_threads, num_strips * (thread + 1) / num_threads};
+}
+
+static void multiply_strips_of_thread(const packed_weight *weight, const scalar *x, const scalar *residual,
+                                      scalar *output, int64_t num_rows) {
+    float sums[MAX_ROWS_BY_TILES * STRIP];
+    const int by_tiles = num_rows >= MIN_ROWS_FOR_TILES && max_rows > MAX_ROWS_BY_VECTORS;
+    const int64_t num_inputs = weight->num_inputs, stride = 2 * weight->block_width;
+    const int64_t strips_per_block = weight->block_width / STRIP;
+    const packed_weight *following = weight->next;
+    const strip_range strips = strips_of_thread(weight);
+    const int64_t first_following = following ? strips_of_thread(following).first : 0;
+    if (by_tiles) shape_tiles(num_rows);
+    for (int64_t i = strips.first; i < strips.end; i++) {
+        const scalar *block = weight->packed + i / strips_per_block * weight->block_width * num_inputs;
+        const scalar *weights = block + i % strips_per_block * 2 * LINE;
+        /* The strips of a block are interleaved. With each strip of this block, a dense half of the next block is
+           prefetched. */
+        const int64_t ahead = i + strips_per_block;
+        const scalar *next = weights; /* nothing left to prefetch: repeat what is in the cache already */
+        if (ahead < strips.end) next = weight->packed + ahead * STRIP * num_inputs;
+        else if (following)
+            next = following->packed + (first_following + ahead - strips.end) * STRIP * following->num_inputs;
+        if (!by_tiles) strip_of_rows_by_vectors(sums, num_rows, x, weights, stride, next, num_inputs);
+        else if (num_rows > TILE) strip_by_tiles(sums, 1, x, weights, stride, next, num_inputs);
+        else strip_by_tiles(sums, 0, x, weights, stride, next, num_inputs);
+        finish_strip(weight, sums, i * STRIP, residual, output, num_rows);
+    }
+    if (by_tiles) _tile_release();
+}
+
+void skinny_gemm(const packed_weight *weight, const scalar *x, const scalar *residual, scalar *output,
+                 int64_t num_rows) {
+#pragma omp parallel
+    multiply_strips_of_thread(weight, x, residual, output, num_rows);
+}
+
+/* -- a whole decoder ---------------------------------------------------------------------------------------------- */
+
+/* All layers run in one call. Between two calls, Python takes longer than an OpenMP thread spins before it sleeps (some
+   microseconds), and to wake a thread takes longer than to multiply. */
+void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_t num_layers,
+                   const attention_metadata *metadata, const scalar *cosines, const scalar *sines, scalar *x,
+                   scalar *workspace) {
+    const int64_t num_tokens = metadata->num_tokens;
+    for (int64_t i = 0; i < num_layers; i++) {
+        const decoder_layer *layer = layers + i;
+        const int64_t hidden_size = layer->qkv->num_inputs, inner_size = layer->down->num_inputs;
+        scalar *normed = workspace;
+        scalar *qkv = normed + num_tokens * hidden_size;
+        scalar *attended = qkv + num_tokens * layer->qkv->num_outputs;
+        scalar *gate_up = attended + num_tokens * layer->output->num_inputs;
+        scalar *activated = gate_up + num_tokens * 2 * inner_size;
+        rms_norm(x, layer->attention_norm, normed, num_tokens, hidden_size, layer->attention_epsilon);
+        skinny_gemm(layer->qkv, normed, NULL, qkv, num_tokens);
+        rotate_store_and_attend(pages + i, metadata, qkv, cosines, sines, layer->query_norm, layer->key_norm,
+                                layer->head_epsilon, attended);
+        skinny_gemm(layer->output, attended, x, x, num_tokens);
+        rms_norm(x, layer->mlp_norm, normed, num_tokens, hidden_size, layer->mlp_epsilon);
+        skinny_gemm(layer->gate_up, normed, NULL, gate_up, num_tokens);
+        swiglu(gate_up, activated, num_tokens, inner_size);
+        skinny_gemm(layer->down, activated, x, x, num_tokens);
+    }
+}
+
+#else
+int64_t skinny_gemm_max_rows(void) { return 0; }
+#endif

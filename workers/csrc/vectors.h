@@ -1,0 +1,116 @@
+/* Vectors of sixteen floats, and the element type of KV pages, weights and activations.
+
+   Plain C: the vector extensions of GCC and Clang work on every processor. `scalar` is bfloat16 with -DBFLOAT16, and
+   float otherwise. Sums are float in both cases. */
+
+#ifndef SERVEKIT_VECTORS_H
+#define SERVEKIT_VECTORS_H
+
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12
+#error "this compiler is too old: the C kernels need GCC 12 or newer, or Clang; older GCCs lack __builtin_shufflevector"
+#endif
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { LANES = 16 }; /* LANES in workers/csrc/build.py is the same number */
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+#ifdef BFLOAT16
+typedef uint16_t scalar; /* the upper half of a float */
+typedef uint16_t scalars __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+static inline floats load(const scalar *from) {
+    return (floats)(__builtin_convertvector(*(const scalars *)from, ints) << 16);
+}
+
+/* Round to nearest, ties to even. The result is in the upper halves. Inputs must be finite. */
+static inline ints round_to_upper_half(floats values) {
+    ints bits = (ints)values;
+    return bits + 0x7fff + ((bits >> 16) & 1);
+}
+
+static inline void store(scalar *to, floats values) {
+    *(scalars *)to = __builtin_convertvector(round_to_upper_half(values) >> 16, scalars);
+}
+
+static inline float to_float(scalar value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+static inline scalar from_float(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (scalar)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+/* NaN and infinity become zero. */
+static inline scalar finite_or_zero(scalar value) { return (value & 0x7f80) == 0x7f80 ? 0 : value; }
+#else
+typedef float scalar;
+
+static inline floats load(const scalar *from) { return *(const floats *)from; }
+static inline void store(scalar *to, floats values) { *(floats *)to = values; }
+static inline float to_float(scalar value) { return value; }
+static inline scalar from_float(float value) { return value; }
+
+/* NaN and infinity become zero. Tested by bits, so that no compiler flag can assume the test away. */
+static inline scalar finite_or_zero(scalar value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (bits & 0x7f800000) == 0x7f800000 ? 0.0f : value;
+}
+#endif
+
+/* mask ? yes : no, lane by lane. The bits of a mask's lane are all ones or all zeros. */
+static inline floats select_lanes(ints mask, floats yes, floats no) {
+    return (floats)((mask & (ints)yes) | (~mask & (ints)no));
+}
+
+/* e^x for x <= 0, with a relative error below 4e-6 (2e-7 near 0). 2^n is written into the exponent's bits, and a
+   polynomial gives the rest. Below e^-87.3 the result is exactly 0. Masked keys need that: any other weight, times a
+   large value, would contribute to the sum. */
+static inline floats exp_nonpositive(floats x) {
+    x *= 1.44269504f;
+    x = select_lanes(x < -127.0f, (floats){} - 127.0f, x); /* the exponent's bits of 2^-127 are 0 */
+    ints whole = __builtin_convertvector(x - 0.5f, ints);  /* rounds towards zero: the integer nearest to x */
+    floats part = x - __builtin_convertvector(whole, floats);
+    floats value = part * 1.5403530e-4f + 1.3333558e-3f;
+    value = value * part + 9.6181291e-3f;
+    value = value * part + 5.5504109e-2f;
+    value = value * part + 2.4022651e-1f;
+    value = value * part + 6.9314718e-1f;
+    value = value * part + 1.0f;
+    return value * (floats)((whole + 127) << 23);
+}
+
+static inline floats absolute(floats x) { return (floats)((ints)x & 0x7fffffff); }
+
+#define PERMUTE(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
+#define SWAP_EIGHTS 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7
+#define SWAP_FOURS 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11
+#define SWAP_TWOS 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13
+
+static inline float max_of_lanes(floats x) {
+    floats y = PERMUTE(x, SWAP_EIGHTS);
+    x = select_lanes(x > y, x, y);
+    y = PERMUTE(x, SWAP_FOURS);
+    x = select_lanes(x > y, x, y);
+    y = PERMUTE(x, SWAP_TWOS);
+    x = select_lanes(x > y, x, y);
+    return x[0] > x[1] ? x[0] : x[1];
+}
+
+static inline float sum_of_lanes(floats x) {
+    x += PERMUTE(x, SWAP_EIGHTS);
+    x += PERMUTE(x, SWAP_FOURS);
+    x += PERMUTE(x, SWAP_TWOS);
+    return x[0] + x[1];
+}
+
+#endif

@@ -1,0 +1,125 @@
+"""All layers of a decoder in one call of C, for steps of few tokens on a CPU.
+
+Between two calls, Python takes longer than an OpenMP thread spins before it sleeps, and to wake a thread takes longer
+than to multiply.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import Tensor
+
+from workers.attention.cpu_backend import CpuAttention
+from workers.attention.interface import AttentionParams, HeadNorms, PagedStep, Rotation
+from workers.csrc.bindings import CDecoderLayer, CLayerPages
+from workers.layers.linear import Weight
+from workers.layers.skinny_gemm import SkinnyGemmWeight
+
+Norm = tuple[Tensor, float]  # weight [size], epsilon
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """The parts of a layer of the Llama family, in the order in which they are used."""
+
+    attention_norm: Norm
+    qkv: Weight
+    head_norms: HeadNorms | None
+    attention: AttentionParams
+    output: Weight
+    mlp_norm: Norm
+    gate_up: Weight
+    down: Weight
+
+    @property
+    def weights(self) -> tuple[Weight, Weight, Weight, Weight]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+SkinnyWeights = tuple[SkinnyGemmWeight, SkinnyGemmWeight, SkinnyGemmWeight, SkinnyGemmWeight]  # as LayerParts.weights
+
+
+def make_cpu_decoder(layers: list[LayerParts]) -> CpuDecoder | None:
+    """Return a decoder of these layers; None if one of their weights has no skinny GEMM."""
+    weights: list[SkinnyWeights] = []
+    for layer in layers:
+        match layer.weights:
+            case (
+                SkinnyGemmWeight() as qkv,
+                SkinnyGemmWeight() as output,
+                SkinnyGemmWeight() as gate_up,
+                SkinnyGemmWeight() as down,
+            ):
+                weights.append((qkv, output, gate_up, down))
+            case _:
+                return None
+    return CpuDecoder(layers, weights) if layers else None
+
+
+class CpuDecoder:
+    """The layers, for steps that `can_decode`."""
+
+    def __init__(self, layers: list[LayerParts], weights: list[SkinnyWeights]) -> None:
+        """Make the structs that C reads. `weights` are those of `layers`."""
+        gemm = weights[0][0].gemm
+        self._max_tokens = gemm.max_rows
+        self._decode_layers = gemm.library.decode_layers
+        for weight, next_weight in pairwise(weight for layer in weights for weight in layer):
+            weight.prefetch_next(next_weight)
+        self._layers = layers  # keeps the tensors alive, because C has only addresses
+        self._structs = (CDecoderLayer * len(layers))(*map(_make_struct, layers, weights))
+        self._attention_sizes = [output.num_inputs for _, output, _, _ in weights]  # num_heads * value_dim, by layer
+        self._workspace_per_token = max(map(_workspace_per_token, weights))
+
+    def can_decode(self, num_tokens: int, paged: PagedStep) -> bool:
+        """Return whether a step of so many tokens can take this path."""
+        return 0 < num_tokens <= self._max_tokens and isinstance(paged.backend, CpuAttention)
+
+    def decode(self, x: Tensor, rotation: Rotation, paged: PagedStep) -> None:
+        """Run all layers on x [num_tokens, hidden_size], in place."""
+        backend, (cosines, sines) = paged.backend, rotation
+        assert isinstance(backend, CpuAttention)
+        assert x.is_contiguous() and cosines.is_contiguous() and sines.is_contiguous()
+        pages = (CLayerPages * len(self._layers))()
+        for index, layer in enumerate(self._layers):
+            num_heads = self._attention_sizes[index] // paged.cache.layers[index].value_dim
+            pages[index] = backend.layer_pages(paged.cache, index, num_heads, layer.attention)
+        workspace = x.new_empty(len(x) * self._workspace_per_token)
+        self._decode_layers(
+            self._structs,
+            pages,
+            len(self._layers),
+            ctypes.byref(paged.prepared),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            x.data_ptr(),
+            workspace.data_ptr(),
+        )
+
+
+def _make_struct(layer: LayerParts, weights: SkinnyWeights) -> CDecoderLayer:
+    qkv, output, gate_up, down = weights
+    (attention_norm, attention_epsilon), (mlp_norm, mlp_epsilon) = layer.attention_norm, layer.mlp_norm
+    norms = layer.head_norms
+    return CDecoderLayer(
+        qkv=qkv.address,
+        output=output.address,
+        gate_up=gate_up.address,
+        down=down.address,
+        attention_norm=attention_norm.data_ptr(),
+        mlp_norm=mlp_norm.data_ptr(),
+        query_norm=None if norms is None else norms.query_weight.data_ptr(),
+        key_norm=None if norms is None else norms.key_weight.data_ptr(),
+        attention_epsilon=attention_epsilon,
+        mlp_epsilon=mlp_epsilon,
+        head_epsilon=0.0 if norms is None else norms.epsilon,
+    )
+
+
+def _workspace_per_token(weights: SkinnyWeights) -> int:
+    """Return the scalars that a layer's intermediate results take for one token; see decode_layers in C."""
+    qkv, output, gate_up, down = weights
+    return qkv.num_inputs + qkv.num_outputs + output.num_inputs + gate_up.num_outputs + down.num_inputs

@@ -1,0 +1,163 @@
+"""Decoder layers of the Llama family in nine calls instead of some forty.
+
+transformers' layers consist of small operations. Each of them reads and writes all activations once more, and each has
+torch's dispatch overhead. The layers here use the same weights. Projections with the same input are one matrix product;
+residual additions are part of the matrix product before them; the operations between two matrix products are one pass.
+On a CPU that multiplies bfloat16, a step of few tokens is one call in all (cpu_decoder.py).
+
+Layers are recognised by the names of their classes, because a layer's meaning cannot be read from its parts. The
+worker's self-check compares the fused layers with the output of transformers' own layers before the first request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from workers.attention.interface import AttentionParams, HeadNorms, PagedStep, Rotation
+from workers.csrc.build import LANES
+from workers.layers.cpu_decoder import CpuDecoder, LayerParts, Norm
+from workers.layers.linear import MakeWeight, concatenate
+
+FUSIBLE = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
+
+
+class LayerOps(Protocol):
+    """The operations between a layer's matrix products, one pass each."""
+
+    def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Return x / rms(x) * weight, for x [num_tokens, size]."""
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up [num_tokens, size], for [num_tokens, 2 * size] with the gates first."""
+
+
+MakeCpuDecoder = Callable[[list[LayerParts]], CpuDecoder | None]
+
+
+class FusedLayer:
+    """y = x + attention(norm(x)), then y + mlp(norm(y)); with SwiGLU and rotary position embeddings."""
+
+    def __init__(self, layer: Any, params: AttentionParams, ops: LayerOps, make_weight: MakeWeight) -> None:
+        """Take the weights of transformers' `layer`, which attends with `params`."""
+        attention, mlp = layer.self_attn, layer.mlp
+        head_norms = None
+        if hasattr(attention, "q_norm"):
+            (query_weight, epsilon), (key_weight, _) = _norm_of(attention.q_norm), _norm_of(attention.k_norm)
+            head_norms = HeadNorms(query_weight, key_weight, epsilon)
+        self._ops, self._layer = ops, attention.layer_idx
+        self.parts = LayerParts(
+            attention_norm=_norm_of(layer.input_layernorm),
+            qkv=make_weight(*concatenate(attention.q_proj, attention.k_proj, attention.v_proj)),
+            head_norms=head_norms,
+            attention=params,
+            output=make_weight(*concatenate(attention.o_proj)),
+            mlp_norm=_norm_of(layer.post_attention_layernorm),
+            gate_up=make_weight(*concatenate(mlp.gate_proj, mlp.up_proj)),
+            down=make_weight(*concatenate(mlp.down_proj)),
+        )
+
+    def attend(self, x: Tensor, rotation: Rotation, paged: PagedStep) -> Tensor:
+        """Attend with x [num_tokens, hidden_size]. Returns [num_tokens, num_heads * head_dim], not yet projected."""
+        parts = self.parts
+        qkv = parts.qkv.multiply(self._ops.norm(x, *parts.attention_norm))
+        return paged.backend.rotate_and_attend(paged, self._layer, qkv, rotation, parts.head_norms, parts.attention)
+
+    def finish(self, attended: Tensor, x: Tensor) -> Tensor:
+        """Compute the rest of the layer, in which tokens are independent of each other."""
+        parts, ops = self.parts, self._ops
+        x = parts.output.multiply_add(attended, x)
+        gate_up = parts.gate_up.multiply(ops.norm(x, *parts.mlp_norm))
+        return parts.down.multiply_add(ops.swiglu(gate_up), x)
+
+
+class FusedDecoder(nn.Module):
+    """A whole decoder of fused layers, in place of transformers' own.
+
+    In the last layer, tokens whose hidden state is not used only store their keys and values; in a prompt chunk these
+    are nearly all tokens.
+    """
+
+    def __init__(
+        self,
+        decoder: Any,
+        params: list[AttentionParams],
+        ops: LayerOps,
+        make_weight: MakeWeight,
+        make_cpu_decoder: MakeCpuDecoder | None = None,
+    ) -> None:
+        """Take the weights of transformers' `decoder`, one layer after the other.
+
+        `params` has one entry for each layer. `make_cpu_decoder` makes what runs steps of few tokens in one call; None
+        on GPUs.
+        """
+        super().__init__()
+        self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
+        self._ops, self._last_norm = ops, _norm_of(decoder.norm)
+        self._layers = []
+        for index, layer_params in enumerate(params):
+            self._layers.append(FusedLayer(decoder.layers[index], layer_params, ops, make_weight))
+            decoder.layers[index] = nn.Identity()  # frees the layer, so that memory holds at most one layer twice
+        self._cpu_decoder = make_cpu_decoder([layer.parts for layer in self._layers]) if make_cpu_decoder else None
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, *, paged: PagedStep, **_: Any
+    ) -> BaseModelOutputWithPast:
+        """Compute hidden states [1, num_tokens, hidden_size] of token ids and positions [1, num_tokens].
+
+        Only the hidden states at `paged.logits_indices` are meaningful.
+        """
+        x = self.embed_tokens(input_ids)
+        cosines, sines = self.rotary_emb(x, position_ids=position_ids)
+        x, rotation = x[0], (cosines[0], sines[0])
+        # With few tokens, to leave some out of the last layer saves nothing, so logits_indices does not matter here.
+        if self._cpu_decoder is not None and self._cpu_decoder.can_decode(len(x), paged):
+            self._cpu_decoder.decode(x, rotation, paged)
+            return self._output(x)
+        *layers, last = self._layers
+        for layer in layers:
+            x = layer.finish(layer.attend(x, rotation, paged), x)
+        attended, indices = last.attend(x, rotation, paged), paged.logits_indices
+        if indices is None or len(indices) == len(x):
+            return self._output(last.finish(attended, x))
+        hidden_states = torch.zeros_like(x)
+        hidden_states[indices] = last.finish(attended[indices], x[indices])
+        return self._output(hidden_states)
+
+    def _output(self, x: Tensor) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self._ops.norm(x, *self._last_norm)[None])
+
+
+def _norm_of(module: Any) -> Norm:
+    return module.weight.detach(), module.variance_epsilon
+
+
+def can_fuse(layer: nn.Module) -> bool:
+    """Return whether FusedLayer computes the same as `layer`."""
+    if type(layer).__name__ not in FUSIBLE:
+        return False
+    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    is_silu = getattr(layer.self_attn.config, "hidden_act", None) == "silu"  # type: ignore[union-attr]
+    sizes = {size for linear in linears for size in (linear.in_features, linear.out_features)}
+    return is_silu and all(type(linear) is nn.Linear for linear in linears) and not any(size % LANES for size in sizes)
+
+
+def fuse_layers(
+    model: Any,
+    decoder: Any,
+    params: list[AttentionParams],
+    ops: LayerOps,
+    make_weight: MakeWeight,
+    make_cpu_decoder: MakeCpuDecoder | None = None,
+) -> nn.Module | None:
+    """Replace the model's decoder and return the new one; None, and no change, if some layer cannot be fused."""
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not all(map(can_fuse, layers)) or model.model is not decoder:
+        return None
+    fused = FusedDecoder(decoder, params, ops, make_weight, make_cpu_decoder)
+    model.model = fused
+    return fused

@@ -1,0 +1,50 @@
+"""Replace transformers' layers with faster equivalents: fused decoder layers, and packed linear layers."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from workers.attention.interface import AttentionParams
+from workers.csrc.build import c_library
+from workers.layers.cpu_decoder import make_cpu_decoder
+from workers.layers.cpu_ops import CpuOps
+from workers.layers.fused_decoder import fuse_layers
+from workers.layers.linear import DenseWeight, can_pack, pack_linears
+from workers.layers.skinny_gemm import SkinnyGemm
+
+log = logging.getLogger("servekit.worker")
+
+
+def replace_layers(model: PreTrainedModel, decoder: nn.Module, params: list[AttentionParams]) -> nn.Module:
+    """Replace the layers of `model` in place, and return its decoder, which may be a new module.
+
+    `params` says how each layer attends. Layers for which there is no faster equivalent stay as they are.
+    """
+    replace = {"cpu": _replace_on_cpu, "cuda": _replace_on_gpu}.get(model.device.type)
+    fused = None if replace is None else replace(model, decoder, params)
+    log.info("%d layers: %s", len(params), "fused" if fused else "transformers' own")
+    return fused or decoder
+
+
+def _replace_on_cpu(model: PreTrainedModel, decoder: nn.Module, params: list[AttentionParams]) -> nn.Module | None:
+    if not can_pack(model.dtype):
+        return None
+    library = c_library(str(model.dtype).removeprefix("torch."))
+    if library is None:
+        pack_linears(model)
+        return None
+    make_weight = SkinnyGemm(library).make_weight
+    fused = fuse_layers(model, decoder, params, CpuOps(library), make_weight, make_cpu_decoder)
+    pack_linears(model, make_weight)
+    return fused
+
+
+def _replace_on_gpu(model: PreTrainedModel, decoder: nn.Module, params: list[AttentionParams]) -> nn.Module | None:
+    try:
+        from workers.layers.triton_ops import TritonOps  # not at the top: only torch for CUDA brings Triton
+    except ImportError:
+        return None
+    return fuse_layers(model, decoder, params, TritonOps(), DenseWeight)

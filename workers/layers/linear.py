@@ -1,0 +1,109 @@
+"""Linear layers whose weights are prepared once, at load. Layers with the same input become one matrix product.
+
+On a CPU, a weight is prepared in oneDNN's packed layout. torch's own linear layer repacks a weight in every call, or
+multiplies it unpacked. For the few rows of a decode step, both take longer than to read the weight once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NUM_ROWS = 32  # the number of rows that oneDNN chooses the layout for; one layout serves all sizes of steps
+
+
+class Weight(Protocol):
+    """A weight W [num_outputs, num_inputs] with its bias b."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return x W' + b."""
+
+    def multiply_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return residual + x W' + b, rounded once if there is no bias."""
+
+
+MakeWeight = Callable[[Tensor, Tensor | None], Weight]  # of a weight and a bias
+
+
+class PackedWeight:
+    """A weight in oneDNN's packed layout, for CPUs."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._bias = bias
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, NUM_ROWS)
+        # Overloads by name: to resolve them in each call takes torch as long as a small operation.
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        self._multiply_add = torch.ops.mkldnn._linear_pointwise.binary
+
+    @property
+    def address(self) -> int:
+        found: int = torch.ops.mkldnn.data_ptr(self._weight)
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        found: int = torch.ops.mkldnn._nbytes(self._weight)
+        return found
+
+    def multiply(self, x: Tensor) -> Tensor:
+        output: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
+        return output
+
+    def multiply_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        output: Tensor = self._multiply_add(x, residual, self._weight, self._bias, "add")
+        return output
+
+
+class DenseWeight:
+    """A weight as torch stores it, for GPUs."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+    def multiply_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return torch.addmm(residual if self._bias is None else residual + self._bias, x, self._weight.T)
+
+
+def concatenate(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and the bias of linear layers that have the same input, side by side."""
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    assert len(biases) in (0, len(linears))
+    weights = [linear.weight.detach() for linear in linears]
+    return torch.cat(weights) if len(weights) > 1 else weights[0], torch.cat(biases) if biases else None
+
+
+class PackedLinear(nn.Module):
+    """A linear layer, y = x W' + b, that multiplies by a prepared weight."""
+
+    def __init__(self, linear: nn.Linear, make_weight: MakeWeight = PackedWeight) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._weight = make_weight(*concatenate(linear))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._weight.multiply(x)
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Return whether this build of torch, and this processor, can pack weights of `dtype`."""
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+
+
+def pack_linears(model: nn.Module, make_weight: MakeWeight = PackedWeight) -> int:
+    """Replace every plain linear layer and return how many; each weight is freed as soon as its copy is made."""
+    num_packed = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:  # a subclass may compute something else
+                setattr(parent, name, PackedLinear(child, make_weight))
+                num_packed += 1
+    return num_packed

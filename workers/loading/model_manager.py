@@ -1,0 +1,154 @@
+"""Load models: from a local directory of safetensors to transformers layers whose attention runs over KV pages."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from servekit.errors import ConfigError
+from servekit.protocol.messages import ModelInfo
+from workers.attention.interface import AttentionParams
+from workers.attention.selector import PAGED_ATTENTION
+from workers.device.memory import allocation_refused_as
+from workers.kv_cache.pages import LayerShape
+from workers.layers.layer_replacement import replace_layers
+from workers.loading.attention_recording import attention_switched, record_attention
+from workers.loading.checkpoint import check_not_quantized, quantization_format
+from workers.loading.model_config import architecture_of, check_is_decoder, describe_model, read_config
+from workers.loading.progress import Progress
+from workers.loading.refusals import forward_errors_named, loading_errors_named
+from workers.loading.weights import make_weights, move, read_weights
+
+log = logging.getLogger("servekit.worker")
+
+SAMPLE_TOKENS = 72  # the self-check halves them: more rows than skinny_gemm.c takes, and then one alone
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Logits that transformers' own layers, with its own attention, compute for some tokens."""
+
+    token_ids: tuple[int, ...]
+    logits: Tensor  # [num_tokens, vocab_size] float32
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsLoaded:
+    """How large the weights are, and how long they took to load."""
+
+    num_bytes: int  # in the files, or in memory where they are random
+    time_s: float  # from the first look at the files to layers that are ready to compute
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to run over KV pages, and what serving it needs to know."""
+
+    model: PreTrainedModel
+    decoder: nn.Module  # all of the model but its output head
+    layers: list[LayerShape]  # the heads of each layer's keys and values
+    attention_params: list[AttentionParams]  # how each layer weighs keys
+    info: ModelInfo  # what the manager gets
+    device: torch.device
+    dtype: torch.dtype
+    sample: Sample  # for the self-check
+    weights: WeightsLoaded
+
+
+class ModelManager:
+    """Loads models onto one device."""
+
+    def __init__(self, device: str) -> None:
+        """`device` is as torch names it, or "auto". Raises ConfigError for a CUDA device that torch does not see."""
+        if device == "auto":
+            device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and (self.device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device {device!r}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; "
+                "choose another --device, such as cpu"
+            )
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device.index or 0)  # streams, events and Triton use the current device
+        # transformers' warnings are about generate() with masks and padding, which servekit does not use.
+        transformers_logging.set_verbosity_error()
+
+    def load(
+        self,
+        path: Path,
+        dtype: str,
+        max_model_len: int | None,
+        *,
+        load_format: str = "auto",
+        report_stage: Callable[[str], None] = lambda _: None,
+    ) -> LoadedModel:
+        """Load the model in `path`; with the format `dummy` its weights are random, and no file of weights is read.
+
+        `report_stage` is called with the name of each stage. Raises ConfigError, by name, for what cannot be served.
+        """
+        started_s, progress = time.monotonic(), Progress(report_stage)
+        if load_format == "dummy":
+            _note_dummy_quantization(path)
+        else:
+            check_not_quantized(path)
+        config = read_config(path)
+        check_is_decoder(config)
+        architecture = architecture_of(config)
+        log.info("loading %s from %s", architecture, path)
+        load_dtype = self._resolve_dtype(dtype)
+        remedy = "choose a smaller model, a dtype of fewer bytes (--dtype), or a device with more memory"
+        with loading_errors_named(architecture), allocation_refused_as("the model's weights", self.device, remedy):
+            if load_format == "dummy":
+                progress.report("making random weights")
+                model, num_bytes = make_weights(config, load_dtype, PAGED_ATTENTION, self.device)
+            else:
+                model, num_bytes = read_weights(path, config, load_dtype, PAGED_ATTENTION, progress)
+            move(model, self.device, progress)
+        if dtype == "auto" and self.device.type == "cpu" and _multiplies_bfloat16() and config.dtype is torch.bfloat16:
+            log.info("computing in float32, for exact tokens; --dtype bfloat16, the files' own, is about twice as fast")
+        model.eval()
+        recorded = record_attention(model, architecture)
+        info = describe_model(model.config, model.num_parameters(), path, max_model_len)
+        with forward_errors_named(architecture):
+            sample = _take_sample(model, info)
+        shapes, params = [call.shape for call in recorded.calls], [call.params for call in recorded.calls]
+        with progress.over("laying out the weights", params) as counted:
+            decoder = replace_layers(model, recorded.decoder, counted)
+        weights = WeightsLoaded(num_bytes, time.monotonic() - started_s)
+        return LoadedModel(model, decoder, shapes, params, info, self.device, model.dtype, sample, weights)
+
+    def _resolve_dtype(self, dtype: str) -> str | torch.dtype:
+        if dtype != "auto":
+            resolved: torch.dtype = getattr(torch, dtype)
+            return resolved
+        # A CPU is exact in float32, and often fastest: many only emulate bfloat16. Where this CPU multiplies bfloat16,
+        # the log says that it would be faster; taking it would make the tokens depend on the machine.
+        return torch.float32 if self.device.type == "cpu" else "auto"
+
+
+def _note_dummy_quantization(path: Path) -> None:
+    name = quantization_format(path)
+    if name is not None:
+        log.warning("config.json describes weights in the format %s; the random weights are not quantized", name)
+
+
+def _multiplies_bfloat16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@torch.inference_mode()
+def _take_sample(model: PreTrainedModel, info: ModelInfo) -> Sample:
+    """Compute the logits of SAMPLE_TOKENS tokens with the layers and the attention of transformers."""
+    num_tokens = min(SAMPLE_TOKENS, info.max_model_len, info.vocab_size)
+    token_ids = torch.arange(num_tokens).mul(7).remainder(info.vocab_size)
+    with attention_switched(model, "eager"):
+        output = model(input_ids=token_ids[None].to(model.device), use_cache=False)
+    return Sample(tuple(token_ids.tolist()), output.logits[0].float())

@@ -1,0 +1,435 @@
+"""Execute step plans: owns the model, its KV pages and the token table.
+
+A plan's way through the runner: `launch` prepares a batch, `_execute` runs the forward pass and chooses tokens, and the
+outputs are read once the device has passed an event. Where memory does not hold a step, `_execute_in_parts` does the
+same with a few tokens at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from servekit.errors import ConfigError
+from servekit.protocol.messages import (
+    LoadModel,
+    ScheduledChunk,
+    SlotAssignment,
+    StepPlan,
+    StepResult,
+    WorkerReady,
+)
+from servekit.protocol.sampling_params import SamplingParams
+from workers.attention.interface import AttentionMetadata, PagedStep
+from workers.attention.selector import choose_attention
+from workers.batch import Batch, SlotTable, make_batch
+from workers.device.memory import allocation_refused_as, cpu_memory, describe_memory, release_memory
+from workers.device.transfer import DeviceEvent, to_device, to_host
+from workers.kv_cache.pages import KVCache, bytes_per_block
+from workers.loading.decoder_output import computed_once
+from workers.loading.model_manager import LoadedModel, ModelManager
+from workers.runner.cuda_graphs import Capture, CudaCapture, DecodeGraphs
+from workers.runner.interface import OutOfMemory, Pending
+from workers.runner.memory_profiling import (
+    CPU_KV_CACHE_BYTES,
+    Gpu,
+    MemoryUse,
+    explain,
+    kv_cache_bytes,
+    largest_step,
+    measure_memory_use,
+    num_blocks_in,
+)
+from workers.runner.oom_retry import MIN_TOKENS, merge_results, raises_out_of_memory, split_plan
+from workers.sampling.logprobs import (
+    PendingPromptLogprobs,
+    PendingSampledLogprobs,
+    prompt_logprobs,
+    sampled_logprobs,
+)
+from workers.sampling.penalties import adjust
+from workers.sampling.sampler import sample
+from workers.sampling.structured_output import GrammarBatch, GrammarMatchers
+from workers.sampling.token_bans import ban
+
+log = logging.getLogger("servekit.worker")
+
+# Relative distance of logits. Half precision rounds every product; a wrong page or position gives values near 1.
+ROUNDED_TOLERANCE = 0.15
+ROUNDED_TOKENS = 24
+SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: ROUNDED_TOLERANCE, torch.float16: ROUNDED_TOLERANCE}
+KV_CACHE_REMEDY = "lower --kv-cache-memory-bytes or --num-kv-blocks"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The tokens that a step chose, on their way to the host, and what is known of them."""
+
+    token_ids: Tensor  # [num_sampled] int64
+    logprobs: PendingSampledLogprobs | None  # None where no row asks
+    failures: tuple[tuple[int, str], ...]  # (row, error) of grammars
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """Everything that a launched step computes for the manager, on its way to the host."""
+
+    plan: StepPlan
+    sampled: SampledTokens | None  # None where no chunk samples
+    prompt_logprobs: PendingPromptLogprobs | None  # None where no chunk asks
+
+    def read(self) -> StepResult:
+        """Return the result, without its time. Call it once a DeviceEvent is complete that was recorded after this."""
+        sampled, prompts = self.sampled, self.prompt_logprobs
+        return StepResult(
+            epoch=self.plan.epoch,
+            step_id=self.plan.step_id,
+            token_ids=() if sampled is None else tuple(sampled.token_ids.tolist()),
+            step_time_s=0.0,
+            logprobs=() if sampled is None or sampled.logprobs is None else sampled.logprobs.read(),
+            prompt_logprobs=() if prompts is None else prompts.read(),
+            failures=() if sampled is None else sampled.failures,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MergedOutputs:
+    """The outputs of a step that was executed in parts; complete when it is made."""
+
+    result: StepResult
+
+    def read(self) -> StepResult:
+        """Return the result, without its time."""
+        return self.result
+
+
+class ModelRunner:
+    """One model on one device. `launch` is the only way its pages change."""
+
+    def __init__(self, loaded: LoadedModel, settings: LoadModel, served_cache_bytes: int = 0) -> None:
+        """Allocate the KV cache and the token table. Raises ConfigError if the device's memory does not hold them.
+
+        `served_cache_bytes`: where this runner only measures memory, the size of the cache that will be served with, so
+        that its tables are as large as then.
+        """
+        self.loaded = loaded
+        layers, device, block_size = loaded.layers, loaded.device, settings.block_size
+        self.attention = choose_attention(
+            device, loaded.dtype, layers, loaded.attention_params, block_size, settings.kv_cache_dtype
+        )
+        shapes, page_dtype = self.attention.block_shapes, self.attention.page_dtype
+        self._bytes_per_block = bytes_per_block(layers, shapes, block_size, page_dtype)
+        memory = settings.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
+        num_blocks = settings.num_kv_blocks or num_blocks_in(memory, self._bytes_per_block)
+        cache_bytes = num_blocks * self._bytes_per_block
+        # On a CPU the operating system grants more memory than there is, and ends the process as it is used. A GPU's
+        # allocation fails.
+        if device.type == "cpu" and cache_bytes > cpu_memory():
+            raise ConfigError(
+                f"a KV cache of {num_blocks:,} blocks is {cache_bytes:,} bytes, and {describe_memory(device)}; "
+                f"{KV_CACHE_REMEDY}"
+            )
+        with allocation_refused_as(f"a KV cache of {cache_bytes:,} bytes", device, KV_CACHE_REMEDY):
+            self.cache = KVCache(layers, shapes, num_blocks, block_size, page_dtype, device)
+        # No sequence is longer than the pool, whatever context the model claims.
+        max_blocks = max(num_blocks, served_cache_bytes // self._bytes_per_block)
+        max_length = min(loaded.info.max_model_len, max_blocks * block_size + 1)
+        num_slots = settings.max_num_seqs
+        with allocation_refused_as(
+            f"a token table of {num_slots:,} sequences of {max_length:,} tokens",
+            device,
+            "lower --max-num-seqs or --max-model-len",
+        ):
+            self.table = SlotTable(num_slots, max_length, max_blocks, block_size, device)
+        self._graphs: DecodeGraphs | None = None
+        self._finished_s = 0.0  # when the last step was seen to be complete
+        # transformers takes a mask of four dimensions as it is. Without one it would look at the positions.
+        self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
+        tokenizer_file = Path(settings.model_path) / "tokenizer.json"
+        self.grammars = GrammarMatchers(tokenizer_file, loaded.info.vocab_size, loaded.info.eos_token_ids)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be launched before the one before it is complete."""
+        return self.loaded.device.type == "cuda"
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Launch a step, and wait for it. Raises OutOfMemory."""
+        return self.launch(plan).finish()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+        """Compute the step's chunks, and choose a token for each chunk that samples.
+
+        Where memory does not hold the step at once, it is computed in parts. Raises OutOfMemory if that does not help.
+        Nothing in here waits for the device, with three exceptions: rows with a grammar wait for the step before this
+        one, parts wait for each other, and capturing a graph waits.
+        """
+        launched_s = time.monotonic()
+        batch = self._prepare(plan)
+        outputs = self._execute_within_memory(plan, batch)
+        # Recorded for every step, also where no chunk samples: no step is reported before it is complete.
+        end = DeviceEvent(self.loaded.device)
+
+        def finish() -> StepResult:
+            end.wait()
+            # A step that was launched ahead began when the step before it was complete, or when that was noticed.
+            started_s, self._finished_s = max(launched_s, self._finished_s), time.monotonic()
+            return replace(outputs.read(), step_time_s=self._finished_s - started_s)
+
+        return Pending(end.is_complete, finish)
+
+    def _prepare(self, plan: StepPlan) -> Batch:
+        """Apply what the plan changes before anything is computed, and return the inputs. Raises OutOfMemory."""
+        try:
+            return self._apply(plan)
+        except OutOfMemory as error:
+            raise OutOfMemory(f"the inputs of a step of {plan.num_tokens} tokens do not fit: {error}") from None
+
+    @raises_out_of_memory
+    def _apply(self, plan: StepPlan) -> Batch:
+        if plan.copies:
+            self.cache.copy_blocks(*to_device(list(np.array(plan.copies).T), self.loaded.device))
+        return make_batch(plan, self.table)
+
+    def _execute_within_memory(self, plan: StepPlan, batch: Batch) -> StepOutputs | MergedOutputs:
+        """Execute the step at once; if memory does not hold it, in parts of half as many tokens, and so on."""
+        max_tokens = plan.num_tokens
+        try:
+            return self._execute(plan, batch)
+        except OutOfMemory as error:
+            reason = str(error)
+        while max_tokens > MIN_TOKENS:
+            release_memory()
+            next_tokens = max(MIN_TOKENS, max_tokens // 2)
+            log.warning("out of memory with %d tokens at once; trying %d: %s", max_tokens, next_tokens, reason)
+            max_tokens = next_tokens
+            try:
+                return self._execute_in_parts(plan, max_tokens)
+            except OutOfMemory as error:
+                reason = str(error)
+        release_memory()
+        raise OutOfMemory(
+            f"a step of {plan.num_tokens} tokens does not fit into memory, not even {max_tokens} tokens at a time: "
+            f"{reason}"
+        )
+
+    @raises_out_of_memory
+    def _execute_in_parts(self, plan: StepPlan, max_tokens: int) -> MergedOutputs:
+        results = []
+        for part in split_plan(plan, max_tokens):
+            outputs = self._execute(part.plan, make_batch(part.plan, self.table))
+            DeviceEvent(self.loaded.device).wait()  # so that memory holds one part's tensors at a time
+            results.append((outputs.read(), part.chunk_indices))
+        return MergedOutputs(merge_results(results))
+
+    @raises_out_of_memory
+    def _execute(self, plan: StepPlan, batch: Batch) -> StepOutputs:
+        """Launch the forward pass and the choice of tokens."""
+        grammars = self.grammars.begin(batch.sampling, self.table)
+        raw_logits, of_prompts = self._compute(batch)
+        sampled = self._choose(raw_logits, batch, grammars) if batch.sampling else None
+        return StepOutputs(plan, sampled, of_prompts)
+
+    def _choose(self, raw_logits: Tensor, batch: Batch, grammars: GrammarBatch) -> SampledTokens:
+        """Choose a token for each row of raw logits [num_sampled, vocab_size], and write it to the token table."""
+        rows, table = batch.sampling, self.table
+        logits = adjust(raw_logits, rows, table)
+        logits = ban(logits, rows, table)
+        # Only logprobs need the raw logits again.
+        in_place = logits is not raw_logits or all(row.sampling.logprobs is None for row in rows)
+        logits, failures = self.grammars.constrain(logits, rows, grammars, in_place)
+        token_ids = sample(logits, rows)
+        table.token_ids.index_copy_(0, batch.sampled_cells, token_ids.int())
+        return SampledTokens(to_host(token_ids), sampled_logprobs(raw_logits, token_ids, rows), failures)
+
+    def _compute(self, batch: Batch) -> tuple[Tensor, PendingPromptLogprobs | None]:
+        """Return logits [num_sampled, vocab_size] in float32, and the logprobs of prompts that are asked for."""
+        if self._graphs is not None:
+            logits = self._graphs.run(batch)
+            if logits is not None:
+                return logits, None
+        if not batch.prompt_logprobs:
+            return self._forward(batch, batch.logits_indices), None
+        vocab_size = self.loaded.info.vocab_size
+        with computed_once(self.loaded.decoder):
+            logits = self._forward(batch, batch.logits_indices)
+            of_prompts = prompt_logprobs(
+                batch.prompt_logprobs, self.table, lambda indices: self._forward(batch, indices), vocab_size
+            )
+        return logits, of_prompts
+
+    def _forward(self, batch: Batch, token_indices: Tensor) -> Tensor:
+        """Return logits [num_indices, vocab_size] in float32 for those indices of the step's flat tokens."""
+        wanted = None if batch.prompt_logprobs else token_indices
+        paged = PagedStep(self.attention, self.cache, batch.attention, wanted)
+        return self._logits(batch.input_ids[None], batch.position_ids[None], paged, token_indices).float()
+
+    def _forward_decodes(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionMetadata) -> Tensor:
+        """Return logits [num_tokens, vocab_size], in the model's own dtype, of a step of chunks of one token each."""
+        return self._logits(input_ids, position_ids, PagedStep(self.attention, self.cache, attention), 0)
+
+    def _logits(self, input_ids: Tensor, position_ids: Tensor, paged: PagedStep, keep: Tensor | int) -> Tensor:
+        """Call the model. `keep` selects tokens as transformers' `logits_to_keep` does: indices, or 0 for all."""
+        output: Any = self.loaded.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=self._no_mask,
+            use_cache=False,
+            logits_to_keep=keep,
+            paged=paged,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def capture_decodes(self, capture: Capture) -> None:
+        """Let decode steps be replays of graphs from now on. Raises what capturing the first graph raises."""
+        max_rows, width = len(self.table.num_blocks), self.table.block_tables.shape[1]
+        sizes = (max_rows, width, self.cache.block_size, self.loaded.info.vocab_size)
+        graphs = DecodeGraphs(self._forward_decodes, *sizes, self.loaded.device, capture)
+        graphs.capture_largest()
+        self._graphs = graphs
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token, over all layers."""
+        return -(-self._bytes_per_block // self.cache.block_size)
+
+    # -- the self-check: pages give what the model gives --------------------------------------------------------------
+
+    @torch.inference_mode()
+    def self_check(self) -> float:
+        """Compare logits over KV pages with those of transformers for the same tokens; return the relative distance.
+
+        Raises ConfigError when they differ: refusing a model is better than serving wrong answers.
+        """
+        info, sample = self.loaded.info, self.loaded.sample
+        is_exact = self.attention.page_dtype is self.loaded.dtype
+        # Errors of keys and values that are rounded to a byte add up with the number of tokens.
+        max_tokens = len(sample.token_ids) if is_exact else ROUNDED_TOKENS
+        num_tokens = min(len(sample.token_ids), max_tokens, self.cache.num_blocks * self.cache.block_size)
+        plain = sample.logits[num_tokens - 1]
+        paged = self._run_in_chunks(sample.token_ids[:num_tokens])
+        distance = float((paged - plain).norm(dim=-1).max() / plain.norm())
+        tolerance = SELF_CHECK_TOLERANCE[self.loaded.dtype] if is_exact else ROUNDED_TOLERANCE
+        if not distance <= tolerance:  # NaN fails, too
+            remedy = "" if is_exact else "; --kv-cache-dtype auto keeps its keys and values exact"
+            raise ConfigError(
+                f"architecture {info.architecture} cannot be served: over KV pages its logits differ from "
+                f"transformers' own by {distance:.2g} (relative), and {tolerance:.2g} is allowed{remedy}"
+            )
+        return distance
+
+    def _run_in_chunks(self, token_ids: tuple[int, ...]) -> Tensor:
+        """Return [2, vocab_size]: the last logits of a sequence computed in chunks, and again from the head alone."""
+        num_tokens, block_size = len(token_ids), self.cache.block_size
+        blocks = tuple(reversed(range(-(-num_tokens // block_size))))
+        assignment = SlotAssignment(slot=0, sampling=SamplingParams(max_tokens=1, temperature=0.0))
+        ends = sorted({num_tokens // 2, num_tokens - 1, num_tokens} - {0})
+        for start, stop in zip([0, *ends], ends, strict=False):
+            new_blocks = () if start else blocks
+            chunk = ScheduledChunk(0, start, stop - start, token_ids[start:stop], new_blocks, samples=True)
+            plan = StepPlan(0, 0, (assignment,) if start == 0 else (), (chunk,))
+            batch = make_batch(plan, self.table)
+            with computed_once(self.loaded.decoder):
+                logits = self._forward(batch, batch.logits_indices)
+                from_head = self._forward(batch, batch.logits_indices)
+        return torch.cat([logits, from_head])
+
+
+def make_runner(loaded: LoadedModel, settings: LoadModel) -> ModelRunner:
+    """Return a runner with as many KV blocks as the settings ask for, or as fit; on a GPU, with decode steps as graphs.
+
+    Raises ConfigError if the device's memory is too small.
+    """
+    if loaded.device.type != "cuda":
+        return ModelRunner(loaded, settings)
+    if not settings.num_kv_blocks and not settings.kv_cache_memory_bytes:
+        use, utilization = _measure_memory_use(loaded, settings), settings.gpu_memory_utilization
+        log.info("%s", explain(use, utilization))
+        settings = replace(settings, kv_cache_memory_bytes=max(1, kv_cache_bytes(use, utilization)))
+    runner = ModelRunner(loaded, settings)
+    _capture(runner)
+    return runner
+
+
+def _capture(runner: ModelRunner) -> None:
+    """Let the runner's decode steps be graphs, if its attention and its model's layers allow that."""
+    if not runner.attention.supports_cuda_graphs:
+        log.warning(
+            "decode steps are launched one kernel at a time: %s attention cannot be captured as a CUDA graph",
+            runner.attention.name,
+        )
+        return
+    try:
+        runner.capture_decodes(CudaCapture())
+    except RuntimeError as error:  # a model's own layers may do what no graph can hold
+        log.warning("decode steps are launched one kernel at a time: capturing a CUDA graph failed: %s", error)
+
+
+def _measure_memory_use(loaded: LoadedModel, settings: LoadModel) -> MemoryUse:
+    """Measure what serving takes beside the cache, with a cache that is just large enough for the largest step."""
+    gpu = Gpu(loaded.device)
+    plan, num_blocks = largest_step(settings, loaded.info.max_model_len)
+
+    def prepare() -> tuple[Callable[[], object], int]:
+        runner = ModelRunner(loaded, replace(settings, num_kv_blocks=num_blocks), served_cache_bytes=gpu.free())
+        _capture(runner)
+        return (lambda: runner.execute(plan)), runner.cache.num_bytes
+
+    use = measure_memory_use(gpu, gpu.total, prepare)
+    release_memory()
+    return use
+
+
+def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[ModelRunner, WorkerReady]:
+    """Load a model, check it against transformers, and return its runner and what the manager needs to know of it.
+
+    `report_stage` is called with the name of each stage. Raises ConfigError.
+    """
+    started_s = time.monotonic()
+    loaded = ModelManager(settings.device).load(
+        Path(settings.model_path),
+        settings.dtype,
+        settings.max_model_len,
+        load_format=settings.load_format,
+        report_stage=report_stage,
+    )
+    report_stage("allocating the KV cache")
+    runner = make_runner(loaded, settings)
+    report_stage("comparing paged with plain attention")
+    distance = runner.self_check()
+    runner.grammars.warm_up()
+    elapsed_s = time.monotonic() - started_s
+    log.info(
+        "loaded %.1f M parameters in %.1f s, %.1f of them for the weights (%.2f GB/s); attention: %s; paged logits "
+        "agree with transformers' within %.1g",
+        loaded.info.num_parameters / 1e6,
+        elapsed_s,
+        loaded.weights.time_s,
+        loaded.weights.num_bytes / loaded.weights.time_s / 1e9,
+        runner.attention.name,
+        distance,
+    )
+    ready = WorkerReady(
+        model=loaded.info,
+        device=str(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        num_blocks=runner.cache.num_blocks,
+        kv_bytes_per_token=runner.kv_bytes_per_token,
+        load_time_s=elapsed_s,
+        num_weight_bytes=loaded.weights.num_bytes,
+        weights_time_s=loaded.weights.time_s,
+        attention=runner.attention.name,
+    )
+    return runner, ready

@@ -1,0 +1,56 @@
+"""Simulate a device and a model: steps take as long as their model of time says, and answers are bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from servekit.protocol.messages import LoadModel, ModelInfo, StepPlan, StepResult, WorkerReady
+from servekit.simulation.model import DEFAULT_MAX_MODEL_LEN, SimulatedModel, parse_simulated
+from servekit.simulation.worker import VOCAB_SIZE, SimulatedWorker
+from workers.runner.interface import Pending, done
+
+KV_TOKENS = 2**20  # in the pool, if the settings give no number of blocks; a page is a list of numbers
+KV_BYTES_PER_TOKEN = 8
+
+
+class SimulatedRunner:
+    """Executes a step at once, and returns its result when a real device would have finished it."""
+
+    runs_ahead = False
+
+    def __init__(self, model: SimulatedModel, worker: SimulatedWorker) -> None:
+        self._model = model
+        self._worker = worker
+
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+        started = time.monotonic()
+        result = self._worker.execute(plan)
+        remaining_s = started + self._model.duration_s(plan) - time.monotonic()
+        if remaining_s > 0:
+            time.sleep(remaining_s)
+        result = replace(result, step_time_s=time.monotonic() - started)
+        return done(result)
+
+
+def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[SimulatedRunner, WorkerReady]:
+    """Return a runner after the time that loading would take. Raises ConfigError for a malformed model path."""
+    model = parse_simulated(settings.model_path)
+    report_stage("pretending to load weights")
+    time.sleep(model.load_s)
+    num_blocks = settings.num_kv_blocks or -(-KV_TOKENS // settings.block_size)
+    worker = SimulatedWorker(num_blocks, settings.block_size, settings.max_num_batched_tokens)
+    info = ModelInfo(
+        architecture="Simulated",
+        num_parameters=0,
+        vocab_size=VOCAB_SIZE,
+        max_model_len=settings.max_model_len or DEFAULT_MAX_MODEL_LEN,
+        eos_token_ids=(),
+        default_temperature=0.0,
+        default_top_k=0,
+        default_top_p=1.0,
+    )
+    ready = WorkerReady(info, "simulated", "none", num_blocks, KV_BYTES_PER_TOKEN, model.load_s)
+    return SimulatedRunner(model, worker), ready
