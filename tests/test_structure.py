@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,19 @@ def test_no_duration_is_measured_with_the_wall_clock(path: Path) -> None:
 def test_every_module_begins_with_a_docstring(path: Path) -> None:
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     assert docstring
+
+
+def test_coverage_is_measured_of_exactly_the_modules_that_the_contract_calls_pure() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    contracts = tool["importlinter"]["contracts"]
+    pure = next(contract for contract in contracts if contract["name"].startswith("the pure core"))
+    # A package is measured by its files, a module by its own.
+    paths = [name.replace(".", "/") for name in pure["source_modules"]]
+    files = [f"{path}/*.py" if (ROOT / path).is_dir() else f"{path}.py" for path in paths]
+    assert sorted(tool["coverage"]["run"]["include"]) == sorted(files)
+
+
+@pytest.mark.parametrize("package", ["servekit", "workers", "loadtest"])
+def test_tests_have_the_folders_of_the_code(package: str) -> None:
+    folders = {path.parent.relative_to(ROOT / "tests") for path in ROOT.glob(f"tests/{package}/**/test_*.py")}
+    assert all((ROOT / folder).is_dir() for folder in folders)
