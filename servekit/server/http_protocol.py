@@ -49,6 +49,10 @@ from servekit.protocol.logging import fields
 log = logging.getLogger("servekit")
 
 MAX_HEADERS = 256  # each header costs some hundred bytes of objects, however short it is
+# Each chunk of a chunked body costs some microseconds of parsing and callbacks, however short it is. So all but the
+# first ones must have this length on average. Clients send kilobytes.
+MAX_SHORT_CHUNKS = 1024
+MIN_CHUNK_BYTES = 256
 MAX_PIPELINED = 16  # requests that wait behind the one being answered; no known client sends more
 # Closing a connection while the client still sends resets it, and the client may never see the answer. So the server
 # half-closes, and reads and discards for a while: at most this long, this long without any byte, and this many bytes.
@@ -101,6 +105,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_in_head = True
         self._is_upgrade = False  # the head asks for another protocol, which is ignored
         self._num_unreported_bytes = 0  # fed since the parser last reported something that is bounded elsewhere
+        self._num_chunks = 0  # of the body that is being received, and their bytes
+        self._num_chunk_bytes = 0
         self._ignores_input = False
         self._num_discarded_bytes = 0
         self._last_discard_s = 0.0
@@ -210,6 +216,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._is_in_head = True
+        self._num_chunks = self._num_chunk_bytes = 0
         super().on_message_begin()
         self._unset_keepalive_if_required()
         self._arm_head_timer()
@@ -242,8 +249,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         # A client that pipelines may disconnect, too, and only a connection that is read notices that.
         self.flow.resume_reading()
 
+    def on_chunk_header(self) -> None:
+        self._num_chunks += 1
+        if self._num_chunks > MAX_SHORT_CHUNKS + self._num_chunk_bytes // MIN_CHUNK_BYTES:
+            self._refuse(
+                InvalidRequest(
+                    f"the request body's first {self._num_chunks} chunks have {self._num_chunk_bytes} bytes; the limit "
+                    f"is {MAX_SHORT_CHUNKS} chunks of less than {MIN_CHUNK_BYTES} bytes: send larger chunks, or "
+                    "Content-Length",
+                    code="invalid_http",
+                )
+            )
+            raise ValueError  # stops the parser
+
     def on_body(self, body: bytes) -> None:
         self._num_unreported_bytes = 0
+        self._num_chunk_bytes += len(body)
         if self.cycle is not self._answering and len(self.cycle.body) + len(body) > HIGH_WATER_LIMIT:
             # uvicorn would stop reading until this pipelined request is answered, and miss a disconnect meanwhile. So
             # the request is dropped instead. Clients may retry it (RFC 9112, section 9.3.2).

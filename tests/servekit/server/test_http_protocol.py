@@ -112,6 +112,36 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
+# -- chunks ------------------------------------------------------------------------------------------------------------
+
+
+def chunked(pieces: list[bytes]) -> bytes:
+    head = b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in [*pieces, b""])
+
+
+async def test_body_of_one_byte_chunks_is_refused_after_the_first_of_them() -> None:
+    num_chunks = http_protocol.MAX_SHORT_CHUNKS
+    async with serving() as service:
+        reader, writer = await service.connect()
+        writer.write(chunked([b"a"] * num_chunks) * 2)  # each body has its own count
+        for _ in range(2):
+            assert (await reader.readuntil(b"a" * num_chunks)).startswith(b"HTTP/1.1 200")
+        writer.write(chunked([b"a"] * 100 * num_chunks))
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 400") and b"send larger chunks" in answer
+        assert service.refusals == ["invalid_http"]
+
+
+async def test_many_chunks_of_ordinary_length_are_one_body() -> None:
+    pieces = [bytes([at % 256]) * 512 for at in range(4 * http_protocol.MAX_SHORT_CHUNKS)]
+    async with serving() as service:
+        reader, writer = await service.connect()
+        writer.write(chunked(pieces))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        assert service.bodies == [b"".join(pieces)]
+
+
 # -- answers before the body's end -------------------------------------------------------------------------------------
 
 

@@ -142,6 +142,19 @@ def test_status_lines_are_bytes_by_status() -> None:
     assert STATUS_LINE[404] == b"HTTP/1.1 404 Not Found\r\n"
 
 
+def test_parser_reports_each_chunk_of_a_body() -> None:
+    class Callbacks:
+        num_chunks = 0
+
+        def on_chunk_header(self) -> None:
+            self.num_chunks += 1
+
+    callbacks = Callbacks()
+    head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    httptools.HttpRequestParser(callbacks).feed_data(head + b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n")
+    assert callbacks.num_chunks == 3, "the last one, which is empty, counts, too"
+
+
 def test_parser_raises_upgrade_with_the_offset_of_what_follows() -> None:
     class Callbacks:
         num_messages = 0
