@@ -99,6 +99,7 @@ class InputProcessor:
 
     async def render_chat(
         self,
+        tenant: str,
         messages: list[dict[str, Any]],
         template: str | None = None,
         variables: dict[str, Any] | None = None,
@@ -125,7 +126,7 @@ class InputProcessor:
                 param="messages",
                 code="chat_template_missing",
             )
-        return await self._chat_renderer.run(
+        text = await self._chat_renderer.run(
             RenderChat(
                 source,
                 messages,
@@ -134,15 +135,18 @@ class InputProcessor:
                 {**(variables or {}), **self._template.special_tokens},
             ),
             "messages" if template is None else "chat_template",
+            tenant,
         )
+        assert isinstance(text, str)
+        return text
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
-    async def prepare(self, request: GenerationRequest) -> list[PreparedPrompt]:
+    async def prepare(self, request: GenerationRequest, tenant: str) -> list[PreparedPrompt]:
         """Prepare all prompts of a request. Raises InvalidRequest or ContextTooLong."""
         self._check_options(request)
         prompts = await self._encode(request)
-        grammar = None if request.grammar is None else await self._compile(request.grammar)
+        grammar = None if request.grammar is None else await self._compile(request.grammar, tenant)
         bad_words = await self._encode_bad_words(request.sampling.bad_words or [])
         return [
             self._prepare(request, prompt, token_ids, grammar, bad_words)
@@ -217,7 +221,7 @@ class InputProcessor:
             )
         return tuple(dict.fromkeys(tuple(token_ids) for token_ids in encoded if token_ids))
 
-    async def _compile(self, grammar: Grammar) -> str:
+    async def _compile(self, grammar: Grammar, tenant: str) -> str:
         """Compile a grammar to the form that the worker accepts. The last MAX_CACHED_GRAMMARS results are cached."""
         if not self._model.eos_token_ids:
             raise InvalidRequest(
@@ -231,7 +235,10 @@ class InputProcessor:
         key = (str(grammar.kind), grammar.text)
         cache = self._compiled_grammars
         if key not in cache:
-            cache[key] = await self._grammar_compiler.run(CompileGrammar(grammar.kind, grammar.text), grammar.param)
+            job = CompileGrammar(grammar.kind, grammar.text)
+            compiled = await self._grammar_compiler.run(job, grammar.param, tenant)
+            assert isinstance(compiled, str)
+            cache[key] = compiled
         cache.move_to_end(key)
         while len(cache) > MAX_CACHED_GRAMMARS:
             cache.popitem(last=False)

@@ -257,7 +257,7 @@ class LLMEngine:
         limits.check_answers(request, manager.num_waiting, self._clock())
         try:
             async with asyncio.timeout(self._time_left_s(request, arrival_s)):
-                prepared = await self.input_processor.prepare(request)
+                prepared = await self.input_processor.prepare(request, caller.tenant)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the prompt or the grammar was prepared") from None
         # Other requests may have been admitted meanwhile. From here on nothing awaits, so the checks stay valid.

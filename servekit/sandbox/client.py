@@ -54,8 +54,8 @@ class Sandbox:
         async with self._lock:
             await self._ensure_started()
 
-    async def run(self, job: Job, param: str) -> str:
-        """Return the result of a job.
+    async def run(self, job: Job, param: str, tenant: str) -> str | bytes:
+        """Return the result of a job of a tenant.
 
         Raises InvalidRequest about `param` if the job's input is invalid, or if the job exceeds its time or memory;
         QueueFull if too many jobs wait.
@@ -76,7 +76,7 @@ class Sandbox:
             self._lock.release()
         if isinstance(outcome, Refused):
             raise InvalidRequest(f"{param}: {outcome.message}", param=param)
-        return outcome.text
+        return outcome.text if isinstance(outcome, Done) else outcome.payload
 
     def cancel_all(self) -> None:
         """Fail waiting and future jobs: the server is shutting down."""

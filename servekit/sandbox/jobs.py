@@ -27,9 +27,15 @@ class CompileGrammar(Struct, frozen=True, tag="compile_grammar"):
 
 
 class Done(Struct, frozen=True, tag="done"):
-    """The result of a job."""
+    """The result of a job that makes text."""
 
     text: str
+
+
+class DoneBytes(Struct, frozen=True, tag="done_bytes"):
+    """The result of a job that makes bytes. Only the code that gave the job knows their format."""
+
+    payload: bytes
 
 
 class Refused(Struct, frozen=True, tag="refused"):
@@ -39,4 +45,4 @@ class Refused(Struct, frozen=True, tag="refused"):
 
 
 Job = RenderChat | CompileGrammar
-Outcome = Done | Refused
+Outcome = Done | DoneBytes | Refused

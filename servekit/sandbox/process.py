@@ -18,11 +18,12 @@ from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_read
 from servekit.sandbox.jobs import CompileGrammar, Done, Job, Outcome, Refused, RenderChat
 
 STACK_BYTES = 4 * 2**20
+DESCRIPTION = "Run jobs whose input clients wrote, in a process that the server may kill."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read jobs from standard input and write outcomes to standard output, as framed messages."""
-    parser = argparse.ArgumentParser(prog="python -m servekit.sandbox.process", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m servekit.sandbox.process", description=DESCRIPTION)
     parser.add_argument("--parent-pid", type=int, required=True, help="the server's process id; this exits with it")
     parser.add_argument("--memory-bytes", type=int, required=True, help="memory for jobs, beyond that of the start")
     parser.add_argument("--tokenizer", help="the model's tokenizer.json: compile grammars; without it: render chats")

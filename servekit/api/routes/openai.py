@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.endpoint import Endpoint, engine_of
+from servekit.api.endpoint import Endpoint, caller_of, engine_of
 from servekit.api.request_body import read_body
 from servekit.api.responses.collect import new_id
 from servekit.api.responses.generation import answer, submit, unless_disconnected
@@ -48,14 +48,15 @@ async def chat_completions(request: Request) -> Response:
     check_model(engine.config, wanted.model)
     wanted.check()
     arrival_s = engine.check_accepting()  # deadlines count from here, so they include the time of the chat template
-    rendered = await unless_disconnected(request, _render(engine, wanted))
+    rendered = await unless_disconnected(request, _render(engine, caller_of(request).tenant, wanted))
     state = await submit(request, wanted.to_generation_request(rendered), arrival_s)
     builder = ChatResponseBuilder(wanted, state, engine.tokenizer, new_id("chatcmpl"), engine.config.model_name)
     return await answer(request, state, builder, bool(wanted.stream))
 
 
-async def _render(engine: LLMEngine, wanted: ChatCompletionRequest) -> str:
+async def _render(engine: LLMEngine, tenant: str, wanted: ChatCompletionRequest) -> str:
     return await engine.input_processor.render_chat(
+        tenant,
         [message.for_template(index) for index, message in enumerate(wanted.messages)],
         wanted.chat_template,
         wanted.chat_template_kwargs,

@@ -54,14 +54,14 @@ async def test_a_rendered_chat_equals_that_of_transformers(chats: Sandbox) -> No
     expected = AutoTokenizer.from_pretrained(DEMO_MODEL_PATH).apply_chat_template(
         CHAT[:1], tokenize=False, add_generation_prompt=True
     )
-    assert await chats.run(job, "messages") == expected
+    assert await chats.run(job, "messages", "") == expected
 
 
 async def test_the_last_message_can_be_continued(chats: Sandbox) -> None:
     template = find_chat_template(DEMO_MODEL_PATH)
     assert template is not None
     job = RenderChat(template.source, CHAT, False, True, dict(template.special_tokens))
-    assert (await chats.run(job, "messages")).endswith("<|assistant|>Hello")
+    assert str(await chats.run(job, "messages", "")).endswith("<|assistant|>Hello")
 
 
 @pytest.mark.parametrize(
@@ -80,21 +80,21 @@ async def test_a_runaway_template_is_refused_and_the_next_one_is_rendered(
     chats: Sandbox, template: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message) as refusal:
-        await chats.run(render(template), "messages")
+        await chats.run(render(template), "messages", "")
     assert refusal.value.param == "messages"
-    assert await chats.run(render("{{ messages[0].content }}"), "messages") == "Hi {{ 1 + 1 }}"
+    assert await chats.run(render("{{ messages[0].content }}"), "messages", "") == "Hi {{ 1 + 1 }}"
 
 
 async def test_the_outcome_of_a_cancelled_job_does_not_go_to_the_next_job(chats: Sandbox) -> None:
-    slow = asyncio.create_task(chats.run(render("{% for i in range(99999) %}{{ i }}{% endfor %}"), "messages"))
+    slow = asyncio.create_task(chats.run(render("{% for i in range(99999) %}{{ i }}{% endfor %}"), "messages", ""))
     await asyncio.sleep(0.005)
     slow.cancel()
-    assert await chats.run(render("next"), "messages") == "next"
+    assert await chats.run(render("next"), "messages", "") == "next"
 
 
 async def test_the_queue_of_waiting_jobs_is_bounded(chats: Sandbox) -> None:
     served = MAX_WAITING + 1  # one runs while the others wait
-    asked = [asyncio.create_task(chats.run(render(str(i)), "messages")) for i in range(served + 5)]
+    asked = [asyncio.create_task(chats.run(render(str(i)), "messages", "")) for i in range(served + 5)]
     outcomes = await asyncio.gather(*asked, return_exceptions=True)
     assert outcomes[:served] == [str(i) for i in range(served)]
     assert all(isinstance(outcome, QueueFull) for outcome in outcomes[served:])
@@ -126,8 +126,8 @@ async def test_an_invalid_grammar_is_refused_with_the_reason(
     grammars: Sandbox, kind: GrammarKind, text: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        await grammars.run(CompileGrammar(kind, text), "grammar")
-    assert await grammars.run(CompileGrammar(GrammarKind.REGEX, "[ab]+"), "grammar")
+        await grammars.run(CompileGrammar(kind, text), "grammar", "")
+    assert await grammars.run(CompileGrammar(GrammarKind.REGEX, "[ab]+"), "grammar", "")
 
 
 async def test_every_kind_of_grammar_compiles(grammars: Sandbox) -> None:
@@ -139,7 +139,7 @@ async def test_every_kind_of_grammar_compiles(grammars: Sandbox) -> None:
         (GrammarKind.EBNF, 'start: "(" start ")" | "x"'),
         (GrammarKind.CHOICE, json.dumps(['a "quoted" one', "<eos>", "é\n🦊", "\\", "/"])),
     ):
-        assert await grammars.run(CompileGrammar(kind, text), "grammar")
+        assert await grammars.run(CompileGrammar(kind, text), "grammar", "")
 
 
 async def test_a_job_whose_process_was_killed_from_outside_runs_again(chats: Sandbox) -> None:
@@ -147,14 +147,14 @@ async def test_a_job_whose_process_was_killed_from_outside_runs_again(chats: San
     for _ in range(2):
         assert chats._process is not None
         os.kill(chats._process.pid, signal.SIGKILL)
-        assert await chats.run(render("next"), "messages") == "next"
+        assert await chats.run(render("next"), "messages", "") == "next"
 
 
 async def test_jobs_that_wait_at_shutdown_fail_with_the_shutdown_error() -> None:
     sandbox = Sandbox([], timeout_s=9.0, memory_bytes=2**27)
     await sandbox.start()
     endless = render("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
-    waiting = [asyncio.create_task(sandbox.run(endless, "messages")) for _ in range(3)]
+    waiting = [asyncio.create_task(sandbox.run(endless, "messages", "")) for _ in range(3)]
     await asyncio.sleep(0.05)
     async with asyncio.timeout(2):
         await sandbox.stop()
@@ -169,32 +169,32 @@ async def test_a_sandbox_without_a_usable_tokenizer_refuses_each_job_with_the_re
     await sandbox.start()
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="llguidance cannot use this model's tokenizer") as refusal:
-            await sandbox.run(CompileGrammar(GrammarKind.REGEX, "a"), "grammar")
+            await sandbox.run(CompileGrammar(GrammarKind.REGEX, "a"), "grammar", "")
         assert refusal.value.answer_code == "not_supported"
     await sandbox.stop()
 
 
 async def test_a_job_that_cannot_be_encoded_is_refused(chats: Sandbox) -> None:
     with pytest.raises(InvalidRequest):
-        await chats.run(render("x", n=10**30), "messages")
+        await chats.run(render("x", n=10**30), "messages", "")
 
 
 async def test_an_outcome_over_the_size_limit_is_refused(chats: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_module, "MAX_OUTCOME_BYTES", 1000)
     with pytest.raises(InvalidRequest, match="make it shorter"):
-        await chats.run(render("{% for i in range(2000) %}x{% endfor %}"), "messages")
-    assert await chats.run(render("next"), "messages") == "next"
+        await chats.run(render("{% for i in range(2000) %}x{% endfor %}"), "messages", "")
+    assert await chats.run(render("next"), "messages", "") == "next"
 
 
 async def test_jobs_that_are_cancelled_twice_leave_no_process_behind() -> None:
     sandbox = Sandbox([], timeout_s=1.0, memory_bytes=2**27)
     for number in range(12):
-        job = asyncio.create_task(sandbox.run(render("x"), "messages"))
+        job = asyncio.create_task(sandbox.run(render("x"), "messages", ""))
         for _ in range(2):
             await asyncio.sleep(0.001 * (number % 4))
             job.cancel()
         await asyncio.gather(job, return_exceptions=True)
-    assert await sandbox.run(render("next"), "messages") == "next"
+    assert await sandbox.run(render("next"), "messages", "") == "next"
     await sandbox.stop()
     assert num_chat_processes() <= 1, "only the one that the other tests share"
 
