@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import httptools
-from starlette.types import Scope
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -64,6 +63,7 @@ MAX_LINGERING = 64  # connections; further ones are closed at once
 # only after a third of them was sent. A slow reader would then look like one that stopped.
 MAX_UNSENT_BYTES = 2**16
 MIN_BYTES_TAKEN = 2**12  # of an answer, in each send_timeout; a client that takes less counts as not reading
+FINAL_SEND_TIMEOUT_S = 2.0  # the send_timeout when the server ends
 RESERVED_FILES = 192  # beside connections: pipes, model files, sandboxes, lingering connections
 LOG_INTERVAL_S = 1.0  # between refusals that are logged at info level; the others are logged at debug level
 
@@ -114,6 +114,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
+        self._send_timeout_s = self.limits.send_timeout
         self._num_unsent_bytes = 0
 
     # -- connections ---------------------------------------------------------------------------------------------------
@@ -148,16 +149,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """Close when the server ends. An unfinished head gets an error, and a running request its answer."""
+        self._send_timeout_s = min(self._send_timeout_s, FINAL_SEND_TIMEOUT_S)
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._await_reader()
         has_begun_head = self._is_in_head and (self.cycle is not None or self._num_unreported_bytes > 0)
         if has_begun_head and not self._is_answering() and self._linger_timer is None:
             self._refuse(shutting_down())
         else:
             super().shutdown()
-
-    def abort_if_answering(self, is_chosen: Callable[[Scope], bool]) -> None:
-        """Close the connection at once, without sending the rest, if the request that it answers is a chosen one."""
-        if self._answering is not None and is_chosen(cast(Scope, self._answering.scope)):
-            self.transport.abort()
 
     def _is_answering(self) -> bool:
         return self._answering is not None and not self._answering.response_complete
@@ -326,7 +326,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _await_reader(self) -> None:
         self._num_unsent_bytes = self.transport.get_write_buffer_size()
-        self._send_timer = self.loop.call_later(self.limits.send_timeout, self._on_send_timeout)
+        self._send_timer = self.loop.call_later(self._send_timeout_s, self._on_send_timeout)
 
     def _on_send_timeout(self) -> None:
         self._send_timer = None
@@ -334,7 +334,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._await_reader()
             return
         self._note_refusal(
-            "send_timeout", f"the client did not read its answer for {self.limits.send_timeout:g} s (send_timeout)"
+            "send_timeout", f"the client did not read its answer for {self._send_timeout_s:g} s (send_timeout)"
         )
         # Reset the connection. Otherwise the kernel keeps what was not read, and goes on offering it.
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

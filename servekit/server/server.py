@@ -21,7 +21,7 @@ from servekit import __version__
 from servekit.api import create_app, replace_keys
 from servekit.api.auth.keys import Key, parse_keys_file
 from servekit.api.middleware.host_check import is_loopback
-from servekit.api.routes.live import Feed, is_viewer
+from servekit.api.routes.live import Feed
 from servekit.config import ServeConfig, doubts, non_default
 from servekit.engine.caller import ANONYMOUS
 from servekit.engine.llm_engine import LLMEngine
@@ -29,7 +29,7 @@ from servekit.errors import ConfigError, shutting_down
 from servekit.observability.process_metrics import watch_event_loop, watch_processes
 from servekit.protocol.child_process import ignore_signals
 from servekit.protocol.logging import configure_logging, fields, logs_json
-from servekit.server.http_protocol import LimitedHttpProtocol, limited_protocol
+from servekit.server.http_protocol import limited_protocol
 
 if TYPE_CHECKING:
     from servekit.observability.tracing import Tracing
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("servekit")
 
 BACKLOG = 4096  # connections that the kernel holds until they are accepted; Linux's own default limit
-FINAL_WRITE_TIMEOUT_S = 2  # to send the last errors and answers when the drain is over
-FINAL_FRAME_TIMEOUT_S = 1  # for viewers of the live feed to read their last frame
+# To send the last errors, answers and frames when the drain is over. Clients that do not read are cut off earlier.
+FINAL_WRITE_TIMEOUT_S = 5
 
 
 def serve(config: ServeConfig) -> int:
@@ -111,8 +111,7 @@ class Server(uvicorn.Server):
     It listens while the model loads, so that /ready can report that. After the first signal it drains: it admits no
     new requests, but still listens, so that clients get a proper refusal and load balancers see the drain at /ready.
     It ends when all answers are written, or when `shutdown_timeout` is over and every open request got an error. A
-    second signal ends it at once. It does not wait for viewers of the live feed: they get a last frame, and are cut off
-    if they do not read it.
+    second signal ends it at once. It does not wait for viewers of the live feed: they get a last frame.
 
     With --reuse-port the kernel distributes connections among servers and does not check readiness. So there it listens
     only from the moment the model is loaded until the signal, and serves what is connected by then.
@@ -165,8 +164,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Fail the requests that are left, and close all connections."""
         self._engine.fail_all(shutting_down())
-        self._loop.call_later(FINAL_FRAME_TIMEOUT_S, self._cut_off_viewers)
-        # The errors are written at once. This bounds the wait for clients that do not read.
+        # The errors are written at once. This bounds the wait for clients that read slowly.
         self.config.timeout_graceful_shutdown = FINAL_WRITE_TIMEOUT_S
         await super().shutdown(sockets)
 
@@ -188,16 +186,6 @@ class Server(uvicorn.Server):
     def _requests(self) -> set[asyncio.Task[None]]:
         """Return the tasks of all requests but the viewers of the live feed."""
         return self.server_state.tasks - self._feed.tasks
-
-    def _cut_off_viewers(self) -> None:
-        """Abort the connections of viewers.
-
-        Cancelling a viewer's task is not enough. Its connection would stay open until the client has read what was
-        sent, and would keep the server from ending.
-        """
-        for connection in list(self.server_state.connections):
-            assert isinstance(connection, LimitedHttpProtocol)
-            connection.abort_if_answering(is_viewer)
 
 
 def _on_hangup(app: Starlette, server: Server) -> None:

@@ -3,8 +3,7 @@
 sse-starlette runs four tasks for a stream: they write, ping, and wait for the disconnect and for the server's end. This
 response runs one. The protocol reports a disconnect by a callback, the engine fails open requests when it stops, and
 all streams share one keep-alive timer. With thousands of streams this saves a third of the memory of each:
-docs/performance.md has the figures, and `make bench-streams` repeats them. Other streams (the live feed) use
-sse-starlette.
+docs/performance.md has the figures, and `make bench-streams` repeats them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from servekit.errors import ServekitError
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
-    (b"connection", b"keep-alive"),
     (b"x-accel-buffering", b"no"),  # tells nginx to pass events on at once
 ]
 COMMENT = b": keep-alive\n\n"

@@ -13,16 +13,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import NamedTuple
 
-from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from servekit.api.auth.rate_limits import RunningRequest
+from servekit.api.disconnect import disconnect_of
 from servekit.api.endpoint import Endpoint, caller_of
+from servekit.api.responses.sse import HEADERS
 from servekit.api.schemas.json_body import encode
 from servekit.engine.live_view import LiveView
 from servekit.engine.llm_engine import LLMEngine
@@ -36,7 +38,6 @@ MAX_VIEWERS = 32
 MAX_VIEWERS_OF_TENANT = 8  # with API keys: so that one tenant's windows do not use up the places of the others
 RETRY_AFTER_S = 5
 RECONNECT_AFTER_MS = 1000  # how long a browser's EventSource waits before it connects again
-LINE_END = "\n"
 
 _FINAL_STATES = ("draining", "failed")
 
@@ -85,8 +86,8 @@ class Feed:
 
     def _encode(self, state: LiveState) -> Frame:
         json = encode(state)
-        event = ServerSentEvent(json.decode(), event="state", id=str(self._number), sep=LINE_END)
-        return Frame(state.now_s, state.state, json, event.encode())
+        event = b"id: %d\nevent: state\ndata: %b\n\n" % (self._number, json)
+        return Frame(state.now_s, state.state, json, event)
 
     def _is_stale(self, view: LiveView) -> bool:
         return view.state.state != self.engine.state or self.engine.now() - view.state.now_s >= PERIOD_S
@@ -106,11 +107,14 @@ class Feed:
         self._num_viewers[tenant] -= 1
         self._num_viewers += Counter()  # drops zeros: tenants come and go
 
-    async def events(self, tenant: str) -> AsyncIterator[bytes]:
-        """Yield frames as server-sent events, at most FRAMES_PER_S a second, until the engine drains or fails."""
-        yield ServerSentEvent(retry=RECONNECT_AFTER_MS, sep=LINE_END).encode()
+    async def events(self, tenant: str, is_wanted: Callable[[], bool]) -> AsyncGenerator[bytes]:
+        """Yield frames as server-sent events, at most FRAMES_PER_S a second, until the engine drains or fails.
+
+        The events also end within PERIOD_S after `is_wanted` has become false.
+        """
+        yield b"retry: %d\n\n" % RECONNECT_AFTER_MS
         sent: Frame | None = None
-        while True:
+        while is_wanted():
             frame = self.frame(tenant)
             if (
                 sent is None
@@ -131,23 +135,24 @@ def _too_many_viewers(reason: str) -> QueueFull:
     )
 
 
-class _LiveStream(EventSourceResponse):
-    """The stream of frames to one viewer. sse-starlette ends it when the client disconnects."""
+class _LiveStream(Response):
+    """The stream of frames to one viewer. It ends when the server drains or fails, or the client disconnects."""
 
     def __init__(self, feed: Feed, tenant: str, max_of_tenant: int) -> None:
-        # Frames come once a second at least, so pings are not needed.
-        super().__init__(feed.events(tenant), ping=0, sep=LINE_END)
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = HEADERS
         self._feed = feed
         self._tenant = tenant
         self._max_of_tenant = max_of_tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD":
-            await super().__call__(scope, receive, send)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": b""})
             return
         self._feed.add_viewer(self._tenant, self._max_of_tenant)
         try:
-            scope["state"]["is_viewer"] = True
             # The stream lasts as long as a page is open. If it took one of the key's concurrent requests, a key that
             # has one could either watch or send requests, but not both.
             running: RunningRequest | None = scope["state"].get("running_request")
@@ -157,14 +162,17 @@ class _LiveStream(EventSourceResponse):
             assert task is not None
             self._feed.tasks.add(task)
             task.add_done_callback(self._feed.tasks.discard)
-            await super().__call__(scope, receive, send)
+            await self._stream(scope, send)
         finally:
             self._feed.remove_viewer(self._tenant)
 
-
-def is_viewer(scope: Scope) -> bool:
-    """Return whether the request is a viewer's stream."""
-    return bool(scope.get("state", {}).get("is_viewer"))
+    async def _stream(self, scope: Scope, send: Send) -> None:
+        disconnect = disconnect_of(scope)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._feed.events(self._tenant, lambda: not disconnect.has_happened)) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def ui_state(request: Request) -> Response:

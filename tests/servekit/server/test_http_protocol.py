@@ -19,7 +19,8 @@ from servekit.config import ServeConfig
 from servekit.server import http_protocol
 from servekit.server.http_protocol import LimitedHttpProtocol, limited_protocol
 
-LIMIT_S = 10
+LIMIT_S = 30
+LARGE = 2**24  # bytes, more than the kernel holds for a client that does not read
 
 
 class Service:
@@ -44,13 +45,13 @@ class Service:
         return reader, writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """/refuse answers before the body is read; /wait never answers; /echo reads the body first."""
+        """/refuse answers before the body is read; /wait never answers; /echo reads the body first; /large is long."""
         self.scopes.append(scope)
         if scope["path"] == "/wait":
             disconnect_of(scope).set_callback(self.has_disconnected.set)
             await self.has_disconnected.wait()
             return
-        body = b"refused"
+        body = bytes(LARGE) if scope["path"] == "/large" else b"refused"
         if scope["path"] == "/echo":
             body = b""
             more = True
@@ -295,19 +296,26 @@ async def test_connection_beyond_the_limit_gets_an_error_answer() -> None:
         assert service.refusals == ["too_many_connections"]
 
 
-async def test_chosen_connections_can_be_aborted() -> None:
-    async with serving() as service:
-        reader, writer = await service.connect()
-        writer.write(head("/wait", 0))
-        await until(lambda: len(service.scopes) == 1)
-        (connection,) = _connections(service)
-        connection.abort_if_answering(lambda scope: scope["path"] == "/echo")
-        assert not service.has_disconnected.is_set()
-        connection.abort_if_answering(lambda scope: scope["path"] == "/wait")
-        with suppress(ConnectionError):
-            assert await reader.read() == b""
-        await service.has_disconnected.wait()
-        writer.close()
+async def test_at_the_end_clients_that_read_get_the_whole_answer_and_others_are_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_protocol, "FINAL_SEND_TIMEOUT_S", 1.0)
+    async with serving(send_timeout=600) as service:
+        slow, silent = await service.connect(), await service.connect()
+        for _, writer in (slow, silent):
+            writer.write(head("/large", 0))
+        await until(lambda: all(connection._send_timer is not None for connection in _connections(service)))
+        for connection in _connections(service):
+            connection.shutdown()
+        received = b""
+        while piece := await slow[0].read(2**20):
+            received += piece
+            await asyncio.sleep(0.02)  # in all longer than the timeout
+        assert received.endswith(bytes(LARGE))
+        await until(lambda: service.refusals == ["send_timeout"])
+        with pytest.raises(ConnectionResetError):
+            while await silent[0].read(2**20):
+                pass
 
 
 def _connections(service: Service) -> list[LimitedHttpProtocol]:

@@ -8,17 +8,20 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+import uvicorn
 from msgspec.structs import replace
 from starlette.types import Message
 
 from servekit.api import create_app
 from servekit.api.auth.keys import DEFAULT_TENANT
-from servekit.api.routes.live import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT, PERIOD_S, UNCHANGED_PERIOD_S, Feed, is_viewer
+from servekit.api.disconnect import disconnect_of
+from servekit.api.routes.live import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT, PERIOD_S, UNCHANGED_PERIOD_S, Feed
 from servekit.config import ServeConfig
 from servekit.engine.live_view import LiveView
 from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import QueueFull, WorkerNotReady
 from servekit.observability.live_frames import LiveSequence
+from servekit.server.server import Server
 from tests.support.asgi import ask, make_scope
 
 LIMIT_S = 30
@@ -40,6 +43,10 @@ class Looks:
         num_steps = self.num_looks if self._is_busy else 1
         state = replace(self._look().state, num_steps=num_steps, sequences=SEQUENCES)
         return LiveView(state, (("a", "of a"), ("b", "of b")))
+
+
+def always() -> bool:
+    return True
 
 
 def parse(event: bytes) -> tuple[int, dict[str, Any]]:
@@ -67,7 +74,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_frames_are_built_five_times_a_second_however_many_watch() -> None:
     looks = Looks()
     feed = Feed(looks.engine)
-    viewers = [frames_of(feed.events("a")) for _ in range(8)]
+    viewers = [frames_of(feed.events("a", always)) for _ in range(8)]
     started_s = looks.engine.now()
     async with asyncio.timeout(LIMIT_S):
         for _ in range(4):
@@ -87,19 +94,19 @@ async def test_each_tenant_sees_its_own_request_ids_only() -> None:
 async def test_unchanged_frames_come_once_a_second_but_at_once_to_a_new_viewer() -> None:
     looks = Looks(is_busy=False)
     feed = Feed(looks.engine)
-    viewer = frames_of(feed.events(""))
+    viewer = frames_of(feed.events("", always))
     async with asyncio.timeout(LIMIT_S):
         _, first = await anext(viewer)
         _, second = await anext(viewer)
         assert second["now_s"] - first["now_s"] >= UNCHANGED_PERIOD_S - PERIOD_S
         started_s = looks.engine.now()
-        await anext(frames_of(feed.events("")))
+        await anext(frames_of(feed.events("", always)))
         assert looks.engine.now() - started_s < PERIOD_S / 2
 
 
 async def test_slow_reader_gets_the_newest_frame() -> None:
     feed = Feed(Looks().engine)
-    slow, quick = frames_of(feed.events("")), frames_of(feed.events(""))
+    slow, quick = frames_of(feed.events("", always)), frames_of(feed.events("", always))
     async with asyncio.timeout(LIMIT_S):
         first, _ = await anext(slow)
         for _ in range(4):
@@ -155,7 +162,7 @@ async def test_with_keys_one_tenant_cannot_take_all_places() -> None:
 async def test_drain_is_the_last_frame_and_admits_no_viewers() -> None:
     looks = Looks()
     feed = Feed(looks.engine)
-    viewer = frames_of(feed.events(""))
+    viewer = frames_of(feed.events("", always))
     async with asyncio.timeout(LIMIT_S):
         await anext(viewer)
         looks.engine.drain()
@@ -167,14 +174,15 @@ async def test_drain_is_the_last_frame_and_admits_no_viewers() -> None:
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
+async def receive() -> Message:
+    """Wait for ever: the live feed reads no body, and the protocol reports a disconnect by a callback."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
 async def test_stream_begins_with_the_retry_time_and_ends_with_its_client() -> None:
     app = create_app(Looks().engine)
-    scope, sent, has_left = make_scope("GET", "/ui/events"), asyncio.Queue[Message](maxsize=100), asyncio.Event()
-
-    async def receive() -> Message:
-        await has_left.wait()
-        return {"type": "http.disconnect"}
-
+    scope, sent = make_scope("GET", "/ui/events"), asyncio.Queue[Message](maxsize=100)
     stream = asyncio.create_task(app(scope, receive, sent.put))
     async with asyncio.timeout(LIMIT_S):
         start = await sent.get()
@@ -183,30 +191,47 @@ async def test_stream_begins_with_the_retry_time_and_ends_with_its_client() -> N
         assert headers[b"cache-control"] == b"no-store" and headers[b"x-accel-buffering"] == b"no"
         assert (await sent.get())["body"] == b"retry: 1000\n\n"
         assert parse((await sent.get())["body"])[1]["state"] == "loading"
-        assert is_viewer(scope) and len(app.state.feed.tasks) == 1
-        has_left.set()
+        assert len(app.state.feed.tasks) == 1
+        disconnect_of(scope).happen()
         await stream
     assert app.state.feed._num_viewers.total() == 0
     await until(lambda: not app.state.feed.tasks)
 
 
+async def test_stream_ends_with_the_last_frame_even_if_the_server_ends_first() -> None:
+    """The server may stop its main loop before the viewers' next frame is due."""
+    engine = Looks().engine
+    app = create_app(engine)
+    server, sent = Server(uvicorn.Config(app), engine), asyncio.Queue[Message]()
+    with server.capture_signals():  # the server handles SIGTERM, as when it serves
+        stream = asyncio.create_task(app(make_scope("GET", "/ui/events"), receive, sent.put))
+        async with asyncio.timeout(LIMIT_S):
+            for _ in range(3):
+                await sent.get()
+            server.end()
+            for _ in range(8):  # more than a second
+                frame = await sent.get()
+                assert frame["more_body"] and parse(frame["body"])[1]["state"] == "loading"
+            engine.drain()
+            await stream
+    messages = [sent.get_nowait() for _ in range(sent.qsize())]
+    assert parse(messages[-2]["body"])[1]["state"] == "draining"
+    assert messages[-1] == {"type": "http.response.body", "body": b""}
+
+
 async def test_client_that_does_not_read_holds_one_frame() -> None:
     looks = Looks()
     app = create_app(looks.engine)
-    may_go_on, has_left, sent = asyncio.Event(), asyncio.Event(), list[Message]()
+    scope, may_go_on, sent = make_scope("GET", "/ui/events"), asyncio.Event(), list[Message]()
 
     async def send(message: Message) -> None:
         sent.append(message)
         if len(sent) == 3:  # its first frame
             await may_go_on.wait()
 
-    async def receive() -> Message:
-        await has_left.wait()
-        return {"type": "http.disconnect"}
-
-    stream = asyncio.create_task(app(make_scope("GET", "/ui/events"), receive, send))
+    stream = asyncio.create_task(app(scope, receive, send))
     await until(lambda: len(sent) == 3)
-    quick = frames_of(app.state.feed.events(""))
+    quick = frames_of(app.state.feed.events("", always))
     async with asyncio.timeout(LIMIT_S):
         for _ in range(3):
             newest, _ = await anext(quick)
@@ -214,7 +239,7 @@ async def test_client_that_does_not_read_holds_one_frame() -> None:
     may_go_on.set()
     await until(lambda: len(sent) > 3)
     assert parse(sent[3]["body"])[0] >= newest
-    has_left.set()
+    disconnect_of(scope).happen()
     await stream
 
 
