@@ -90,16 +90,15 @@ def test_a_draining_server_listens_and_rejects_new_requests(tmp_path: Path) -> N
 
 
 def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
-    with serving("sim:step=5ms", log=tmp_path / "log") as server:
+    with serving("sim:step=50ms", log=tmp_path / "log") as server:
         reader = threading.Thread(target=_read_to_the_end, args=(server,))
         reader.start()
         server.wait_for_metric("servekit_num_requests_running", 1)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         assert server.process.poll() is None
-        began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(10) == 0 and time.monotonic() - began < 2
+        assert server.process.wait(10) == 0, "the stream would have 30 s"
         reader.join(10)
         with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", server.port)):
             pass
