@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 
+from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.config import ServeConfig
 from servekit.engine.output_processor import OutputProcessor
 from servekit.engine.request_registry import RequestRegistry
@@ -223,8 +225,8 @@ class EngineCore:
         for observer in self._observers:
             observer.worker_lost(self._executor.cause)
         self._restart_sequences()
-        loop, timeout_s = asyncio.get_running_loop(), self._config.worker_restart_timeout
-        outage_timer = loop.call_later(timeout_s, self._declare_outage, loss)
+        timeout_s = self._config.worker_restart_timeout
+        outage_timer = PauseTolerantTimer(timeout_s, partial(self._declare_outage, loss))
         try:
             await self._executor.replace(self._on_failed_start)
         finally:

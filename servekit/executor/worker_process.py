@@ -14,9 +14,11 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
+from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerTimeout
 from servekit.protocol.child_process import DUMP_SIGNAL
 from servekit.protocol.framing import MessageReceiver, MessageSender, make_pipe
@@ -140,39 +142,38 @@ class WorkerProcess:
         message = None
         if self.loss is None or not self._inbox.empty():
             num_answered = self._num_requests - len(self._requests)
-            message = await self._next_message(timeout_s)
-            if message is None and self.loss is None and self._num_requests > num_answered:
-                message = await self._next_message(PROFILE_TIMEOUT_S)  # the step waited behind a profiler request
+            self._answer_timer = PauseTolerantTimer(timeout_s, partial(self._on_late_answer, timeout_s, num_answered))
+            try:
+                message = await self._inbox.get()
+            finally:
+                self._answer_timer.cancel()
         if message is None:
-            self.mark_lost(WorkerTimeout(f"the model worker did not answer within {timeout_s:.3g} s"), "step_timeout")
             assert self.loss is not None
             raise self.loss
         return message
 
-    async def _next_message(self, timeout_s: float) -> FromWorker | None:
-        """The next message in the inbox; None after the timeout, or if the worker is lost."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                return await self._inbox.get()
-        return None
+    def _on_late_answer(self, timeout_s: float, num_requests: int) -> None:
+        """Declare the worker lost, unless more than `num_requests` requests were sent: then the step waits for them."""
+        if self._num_requests > num_requests:
+            again = partial(self._on_late_answer, timeout_s, self._num_requests)
+            self._answer_timer = PauseTolerantTimer(PROFILE_TIMEOUT_S, again)
+        else:
+            self.mark_lost(WorkerTimeout(f"the model worker did not answer within {timeout_s:.3g} s"), "step_timeout")
 
     async def ask(self, request: StartProfile | StopProfile) -> Profiled:
         """Send a request and return its answer, also while steps are in flight. Raises the loss like `receive`."""
         if self.loss is not None:
             raise self.loss
-        answer = self._loop.create_future()
+        answer: asyncio.Future[Profiled] = self._loop.create_future()
         self._requests.append(answer)  # stays in the queue if the caller is cancelled, because the answer still comes
         self._num_requests += 1
         self.send(request)
+        what = f"the model worker did not answer {type(request).__name__} within {PROFILE_TIMEOUT_S:g} s"
+        timer = PauseTolerantTimer(PROFILE_TIMEOUT_S, lambda: self.mark_lost(WorkerTimeout(what), "step_timeout"))
         try:
-            async with asyncio.timeout(PROFILE_TIMEOUT_S):
-                profiled: Profiled = await answer
-                return profiled
-        except TimeoutError:
-            what = f"the model worker did not answer {type(request).__name__} within {PROFILE_TIMEOUT_S:g} s"
-            self.mark_lost(WorkerTimeout(what), "step_timeout")
-            assert self.loss is not None
-            raise self.loss from None
+            return await answer
+        finally:
+            timer.cancel()
 
     async def end(self, graceful: bool = False) -> None:
         """End the process, if it has not exited by itself. A hung worker writes its stacks first. Idempotent."""

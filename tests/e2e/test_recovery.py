@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from tests.support.server_process import ServerProcess, serving
+from tests.support.server_process import ServerProcess, events, serving
 
 POISON = 777
 
@@ -63,6 +63,27 @@ def test_ready_reports_recovering_while_a_worker_is_replaced(tmp_path: Path) -> 
         assert server.client.get("/health").status_code == 200, "a new process would have to load the model as well"
         server.wait_until_ready()
         assert server.generate("a", max_tokens=1)["finish_reason"] == "length"
+
+
+def test_a_frozen_container_costs_no_worker_and_changes_no_answer(tmp_path: Path) -> None:
+    """The server and its worker are stopped for longer than a step may take, while a request runs."""
+    fields = {"max_tokens": 100, "ignore_eos": True, "temperature": 0.0}
+    with serving("sim:step=10ms", "--step-timeout", "3", log=tmp_path / "log") as server:
+        undisturbed = server.generate("Once", **fields)["generated_text"]
+        (worker,) = server.worker_pids()
+        processes = (server.process.pid, worker)
+        body = {"prompt": "Once", **fields}
+        with server.client.stream("POST", "/generate_stream", json=body) as response:
+            lines = events(response.iter_lines())
+            pieces = [next(lines)["token"]["text"]]
+            for pid in processes:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(4)
+            for pid in processes:
+                os.kill(pid, signal.SIGCONT)
+            pieces += [event["token"]["text"] for event in lines]
+        assert "".join(pieces) == undisturbed
+        assert server.worker_pids() == [worker] and server.metric("servekit_worker_restarts_total") == 0
 
 
 def test_a_draining_server_listens_and_rejects_new_requests(tmp_path: Path) -> None:
