@@ -57,7 +57,7 @@ def same(first: list[list[int]], second: list[list[int]]) -> tuple[float, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL_PATH)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8_e4m3", "int8"])

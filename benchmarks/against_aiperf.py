@@ -81,7 +81,7 @@ def compare(load: str, aiperf: str, port: int, num_rounds: int, num_requests: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--aiperf", required=True, help="path of the aiperf program")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=300)

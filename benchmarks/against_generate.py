@@ -150,7 +150,7 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-tokens", type=int, default=64)

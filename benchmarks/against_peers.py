@@ -101,7 +101,7 @@ def play(urls: dict[str, str], arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="demo", help="model that servekit serves")
     parser.add_argument("--serve", default="", help="further flags of servekit serve, separated by spaces")
     parser.add_argument("--url", help="address of a running servekit; by default the benchmark starts one")

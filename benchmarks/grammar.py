@@ -109,7 +109,7 @@ async def first_times(served: Served, size: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--num-tokens", type=int, default=100)

@@ -214,7 +214,7 @@ def measure_live(model: str, num_requests: int, folder: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     cost = commands.add_parser("cost")
     cost.add_argument("--rounds", type=int, default=9)

@@ -98,7 +98,7 @@ def step(manager: WorkloadManager) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=400)
     num_steps = parser.parse_args().steps
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {num_steps} steps\n")

@@ -81,7 +81,7 @@ def measure(num_streams: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--streams", type=int, default=4000)
     measure(parser.parse_args().streams)
 

@@ -313,7 +313,7 @@ async def _ask_demo(port: int, number: int) -> tuple[list[Reply], list[list[int]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     known = [*cases(1.0), "demo"]
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"any of {', '.join(known)}; all by default")
     parser.add_argument("--share", type=float, default=1.0, help="share of the queries; 0.1 sends a tenth")

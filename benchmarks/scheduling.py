@@ -186,7 +186,7 @@ def fairness(num_seeds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=1000, help="number of seeds of the fairness table")
     arguments = parser.parse_args()
     head_of_line(num_seeds=5)

@@ -89,7 +89,7 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--first", required=True, help="flags of the first server, in one argument")
     parser.add_argument("--second", required=True, help="flags of the second server")
     parser.add_argument("--model", default="demo")

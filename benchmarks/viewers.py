@@ -82,7 +82,7 @@ def measure(server: ServerProcess, num_viewers: int, seconds: float) -> tuple[fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--viewers",
         type=int,

@@ -138,7 +138,7 @@ def use_environment_of_workers() -> None:
 
 def main() -> None:
     use_environment_of_workers()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, help="model directory; default: a Llama of random weights")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])

@@ -32,7 +32,7 @@ def resident_bytes() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=100_000)
     arguments = parser.parse_args()
     no_bars_in_files()

@@ -21,7 +21,7 @@ from servekit.protocol.messages import FromWorker, ToWorker, WorkerFailed
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Execute step plans until the server sends Shutdown or exits."""
-    parser = argparse.ArgumentParser(prog="python -m servekit.worker", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m servekit.worker", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--task-fd", type=int, required=True, help="file descriptor to read step plans from")
     parser.add_argument("--result-fd", type=int, required=True, help="file descriptor to write results to")
     parser.add_argument("--parent-pid", type=int, required=True, help="the server's process id; this exits with it")

@@ -176,7 +176,7 @@ def examine(directory: Path, seed: int) -> Examination:
 
 def main() -> int:
     """Print the table; with `--mistakes`, each wrong answer before it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mistakes", action="store_true", help="print every wrong answer")

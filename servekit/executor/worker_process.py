@@ -67,6 +67,15 @@ WORKER_ENVIRONMENT = {
 }
 
 
+def worker_environment() -> dict[str, str]:
+    """Return the environment of a new worker: this process's, and WORKER_ENVIRONMENT."""
+    environment = {**WORKER_ENVIRONMENT, **os.environ}
+    # transformers reads the docstrings of its classes, which Python leaves out at level 2 (-OO).
+    if environment.get("PYTHONOPTIMIZE", "") not in ("", "0"):
+        environment["PYTHONOPTIMIZE"] = "1"
+    return environment
+
+
 class WorkerProcess:
     """One worker process, from its start to its end. A lost worker stays lost; the first reason counts.
 
@@ -106,7 +115,7 @@ class WorkerProcess:
             command,
             pass_fds=(task_reader.fileno(), result_writer.fileno()),
             stdin=subprocess.DEVNULL,
-            env={**WORKER_ENVIRONMENT, **os.environ},
+            env=worker_environment(),
             start_new_session=True,  # Ctrl-C in a terminal must reach the server only, which ends its workers itself
         )
         # Close the worker's ends in this process. Otherwise the worker's death would not show as EOF.

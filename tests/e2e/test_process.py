@@ -265,3 +265,20 @@ def test_requests_in_preparation_get_a_503_at_the_shutdown_timeout(tmp_path: Pat
         assert {answer.json()["error"]["code"] for answer in answers} == {"worker_unavailable"}
         assert server.process.wait(timeout=10) == 0
         assert "Traceback" not in server.log.read_text()
+
+
+def test_it_serves_without_docstrings_and_assertions(tmp_path: Path) -> None:
+    """The server, its worker and its sandboxes, as under `python -OO`."""
+    environment = {"PYTHONOPTIMIZE": "2"}
+    # Python compiles every module again for this mode; where its cache is cold, that takes as long as torch is large.
+    server = ServerProcess("demo", log=tmp_path / "log", environment=environment)
+    try:
+        server.wait_until_ready(timeout_s=300)
+        answer = server.generate("What color is the sky?", max_tokens=8, grammar={"type": "regex", "value": "[a-z]{3}"})
+        assert len(answer["generated_text"]) == 3
+        chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+        assert server.client.post("/v1/chat/completions", json=chat).status_code == 200
+    finally:
+        server.client.close()
+        server.process.kill()
+        server.process.wait()

@@ -117,7 +117,7 @@ def _machine() -> str:
 
 def main() -> int:
     """Run the parts on the command line, or all of them; return the exit code."""
-    parser = argparse.ArgumentParser(prog=MAKER, description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=MAKER, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}; all by default")
     parser.add_argument(
         "--scale", type=float, default=1.0, help="factor for the number of repetitions; 0.1 runs a tenth"

@@ -48,7 +48,7 @@ def check_replay(seed: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--first-seed", type=int, default=None, help="default: one that was never used")
     parser.add_argument("--replay", action="store_true", help="record and replay each scenario, too")
