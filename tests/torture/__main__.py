@@ -46,6 +46,7 @@ PARTS = {
     "raw_http": Part("raw_http", 100_000, "cases"),
     "schemas": Part("schemas", 5_000, "cases for each endpoint"),
     "model_files": Part("model_files", 10_000, "tampered headers"),
+    "attacks": Part("attacks.catalogue", 10, "s a window"),
     "overload": Part("overload", 60, "s"),
     "soak": Part("soak", 30, "minutes"),
 }

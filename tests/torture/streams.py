@@ -53,11 +53,12 @@ class Reply(Struct):
 
 
 class Connections:
-    """Connections to one server; kept-alive ones are used again."""
+    """Connections to one server, with an API key if it needs one; kept-alive connections are used again."""
 
-    def __init__(self, port: int, keeps_alive: bool = False) -> None:
+    def __init__(self, port: int, keeps_alive: bool = False, api_key: str | None = None) -> None:
         self._port = port
         self._keeps_alive = keeps_alive
+        self._api_key = api_key
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def take(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -77,6 +78,7 @@ class Connections:
     def head(self, asked: RequestSpec, length: int) -> bytes:
         keep = "keep-alive" if self._keeps_alive else "close"
         lines = [f"POST {asked.path} HTTP/1.1", "Host: localhost", f"Content-Length: {length}", f"Connection: {keep}"]
+        lines += [] if self._api_key is None else [f"X-API-Key: {self._api_key}"]
         return "\r\n".join([*lines, "Content-Type: application/json", "\r\n"]).encode()
 
     def close(self) -> None:

@@ -1,0 +1,168 @@
+"""Attacks with grammars: their memory, their masks, their compilation, and what they leave for others."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import Any
+
+from tests.support.server_process import ServerProcess
+from tests.torture.attacks.attacker import Attack, Attacker
+from tests.torture.attacks.claims import Claim, Scenario, counts
+from tests.torture.attacks.requests import post_json
+from tests.torture.attacks.rows import MAX_ANSWERS, plain_rows
+from tests.torture.attacks.tenants import (
+    ATTACKER_KEY,
+    BYSTANDER_KEY,
+    GIVES_UP_AT_MIB,
+    LARGE_POOL,
+    MAX_MORE_MIB,
+    MEMORY_INTERVAL_S,
+    memory_mib,
+    serving_tenants,
+)
+from tests.torture.crowd import wait_until
+
+NUM_TERMINALS = 300
+NUM_GRAMMARS = 300
+MAX_FILLING_S = 600
+NUM_COMPILING = 8  # clients that send 32 new grammars a second together, at most
+
+
+def overlapping_terminals(number: int) -> str:
+    """Return 9 KB of Lark whose terminals overlap; each number changes one character of it.
+
+    A terminal ends a number of letters after one letter, so the lexer has to remember the places of ten letters.
+    """
+    letters = [chr(ord("a") + index // 30) for index in range(NUM_TERMINALS)]
+    letters[number % NUM_TERMINALS] = chr(ord("k") + number // NUM_TERMINALS % 16)
+    lines = [f"T{index}: /[a-z]*{letter}[a-z]{{{index % 30}}}/" for index, letter in enumerate(letters)]
+    return "\n".join([f"start: ({'|'.join(f'T{index}' for index in range(NUM_TERMINALS))})*", *lines])
+
+
+# Each text of this grammar has exponentially many derivations.
+AMBIGUOUS = 'start: s\ns: s s s | s s | "a" | "a" "a"'
+
+
+def _with_grammar(kind: str, value: object, **fields: Any) -> dict[str, Any]:
+    return {"prompt": "a", "grammar": {"type": kind, "value": value}, "temperature": 1.0, **fields}
+
+
+async def _new_overlapping_terminals(attacker: Attacker) -> None:
+    grammar = _with_grammar("ebnf", overlapping_terminals(attacker.number()), max_tokens=400)
+    await attacker.post("/generate", grammar)
+
+
+async def _ambiguous(attacker: Attacker) -> None:
+    await attacker.post("/generate", _with_grammar("ebnf", AMBIGUOUS, n=MAX_ANSWERS, max_tokens=500))
+
+
+async def _ambiguous_alone(attacker: Attacker) -> None:
+    await attacker.post("/generate", _with_grammar("ebnf", AMBIGUOUS, max_tokens=2000))
+
+
+async def _one_plain_row(attacker: Attacker) -> None:
+    await attacker.post("/generate", {"prompt": "a", "max_tokens": 1900, "ignore_eos": True})
+
+
+async def _slow_to_compile(attacker: Attacker) -> None:
+    schema = {"type": "integer", "multipleOf": 99_999_989 - attacker.number()}
+    await attacker.post("/generate", _with_grammar("json_schema", schema, max_tokens=4))
+
+
+async def _small_new_grammar(attacker: Attacker) -> None:
+    schema = {"enum": [f"attacker {attacker.number()}", "none"]}
+    await attacker.post("/generate", _with_grammar("json_schema", schema, max_tokens=4))
+    await asyncio.sleep(NUM_COMPILING / 32)
+
+
+async def _large_chat(attacker: Attacker) -> None:
+    messages = [{"role": "user", "content": "a" * (8_000_000 - attacker.chance.randrange(1000))}]
+    await attacker.post("/v1/chat/completions", {"model": "demo", "messages": messages})
+
+
+async def _endless_template(attacker: Attacker) -> None:
+    template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}" + str(attacker.number())
+    messages = [{"role": "user", "content": "hi"}]
+    await attacker.post("/v1/chat/completions", {"model": "demo", "messages": messages, "chat_template": template})
+
+
+def fill_memory(seconds: float, chance: Random) -> list[Claim]:
+    """Send 300 large grammars, six at a time, and watch the memory of all processes."""
+    num_grammars, first = max(12, round(NUM_GRAMMARS * seconds / 10)), chance.randrange(1000)
+    statuses: dict[str, int] = {}
+
+    async def send_all(server: ServerProcess) -> float:
+        before, most = memory_mib(server), 0.0
+        numbers = iter(range(first, first + num_grammars))
+
+        async def send() -> None:
+            for number in numbers:
+                body = _with_grammar("ebnf", overlapping_terminals(number), max_tokens=400)
+                answer = await post_json(server.port, ATTACKER_KEY, "/generate", body)
+                statuses[answer.summary] = statuses.get(answer.summary, 0) + 1
+
+        sending = asyncio.gather(*(send() for _ in range(6)))
+
+        def is_over() -> bool:
+            nonlocal most
+            most = max(most, sum(memory_mib(server).values()) - sum(before.values()))
+            return sending.done() or most > GIVES_UP_AT_MIB
+
+        await wait_until(is_over, MAX_FILLING_S, pause_s=MEMORY_INTERVAL_S)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        return most
+
+    with serving_tenants("grammar-memory") as server:
+        more_mib = asyncio.run(send_all(server))
+    return [
+        Claim(f"memory <= +{MAX_MORE_MIB:,} MiB", f"+{more_mib:,.0f} MiB", more_mib <= MAX_MORE_MIB),
+        Claim(
+            f"after {num_grammars} grammars",
+            f"after {sum(statuses.values())} grammars ({counts(statuses)})",
+            sum(statuses.values()) == num_grammars,
+            is_timed=True,
+        ),
+    ]
+
+
+# Each pattern alone is small; the lexer's states for all of them together are 2 to the power of their lengths.
+PATTERNS = [f"{chr(ord('a') + index)}.{{{index + 3}}}$" for index in range(16)]
+SHARED_SCHEMA = {"type": "array", "items": {"anyOf": [{"type": "string", "pattern": each} for each in PATTERNS]}}
+
+
+def exhaust_shared_schema(seconds: float, chance: Random) -> list[Claim]:
+    """Tenant a uses a schema until its lexer has too many states; then tenant b uses the same schema."""
+    body = _with_grammar("json_schema", SHARED_SCHEMA, max_tokens=400)
+
+    async def ask_for_it(port: int) -> tuple[list[str], list[str]]:
+        attacker = [
+            await post_json(port, ATTACKER_KEY, "/generate", body | {"n": 8, "seed": seed}) for seed in range(32)
+        ]
+        bystander = [await post_json(port, BYSTANDER_KEY, "/generate", body | {"seed": seed}) for seed in range(10)]
+        return [each.summary for each in attacker], [each.summary for each in bystander]
+
+    with serving_tenants("shared-schema") as server:
+        attacker, bystander = asyncio.run(ask_for_it(server.port))
+    num_right = bystander.count("200")
+    return [
+        Claim("the other tenant gets 10 of 10", f"{num_right} of 10 ({counts(_counted(bystander))})", num_right == 10),
+        Claim("", f"the attacker's answers: {counts(_counted(attacker))}"),
+    ]
+
+
+def _counted(names: list[str]) -> dict[str, int]:
+    return {name: names.count(name) for name in names}
+
+
+ATTACKS = [
+    Attack("overlapping-terminals", _new_overlapping_terminals, at_once=6),
+    Attack("ambiguous-grammar", _ambiguous_alone, control=_one_plain_row),
+    Attack("ambiguous-grammar-128", _ambiguous, control=plain_rows, flags=LARGE_POOL),
+    Attack("slow-grammars", _slow_to_compile, at_once=6),
+    Attack("new-grammars", _small_new_grammar, at_once=NUM_COMPILING),
+    Attack("large-chats", _large_chat, at_once=5),
+    Attack("endless-templates", _endless_template, at_once=6, flags=("--trust-request-chat-template",)),
+]
+SCENARIOS = [Scenario("grammar-memory", fill_memory), Scenario("shared-schema", exhaust_shared_schema)]

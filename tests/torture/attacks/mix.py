@@ -1,0 +1,34 @@
+"""Everything at once: strikes of all attacks, in an order and at moments that come from the seed."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.torture.attacks import bodies, grammars, rows
+from tests.torture.attacks.attacker import Attack, Attacker
+from tests.torture.attacks.rows import plain_rows
+from tests.torture.attacks.tenants import LARGE_POOL
+
+STRIKES = [attack.strike for module in (grammars, bodies, rows) for attack in module.ATTACKS]
+MAX_STRIKE_S = 5.0  # so that several attacks have their turn in a window
+
+
+async def _any_strike(attacker: Attacker) -> None:
+    strike = attacker.chance.choice(STRIKES)
+    try:
+        async with asyncio.timeout(attacker.chance.uniform(0.1, MAX_STRIKE_S)):
+            await strike(attacker)
+    except TimeoutError:
+        pass  # counted as unfinished
+
+
+ATTACKS = [
+    Attack(
+        "mix",
+        _any_strike,
+        at_once=8,
+        control=plain_rows,
+        flags=("--scheduling-policy", "fair", "--trust-request-chat-template", *LARGE_POOL),
+        limits="max_concurrent_requests = 8",
+    )
+]

@@ -1,0 +1,76 @@
+"""Attacks on places in the queue: a flood of one tenant, and more answers than its quota."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from random import Random
+
+from tests.torture.attacks.attacker import Attack, Attacker, AttackerProcess
+from tests.torture.attacks.claims import Claim, Scenario, counts
+from tests.torture.attacks.requests import Answer, post_json
+from tests.torture.attacks.rows import MAX_ANSWERS, plain_rows
+from tests.torture.attacks.tenants import BYSTANDER_KEY, LARGE_POOL, serving_tenants
+
+FAIR = ("--scheduling-policy", "fair", *LARGE_POOL)
+NUM_FLOODING = 200
+NUM_MODEST = 25
+MODEST_INTERVAL_S = 0.5
+MODEST = {"prompt": "Once upon a time", "max_tokens": 32, "ignore_eos": True}
+
+
+async def _short_story(attacker: Attacker) -> None:
+    await attacker.post("/generate", MODEST)
+
+
+async def _many_long_answers(attacker: Attacker) -> None:
+    await attacker.post("/generate", {"prompt": "a", "n": MAX_ANSWERS, "max_tokens": 2000, "ignore_eos": True})
+
+
+FLOOD = Attack(
+    "flood",
+    _short_story,
+    at_once=NUM_FLOODING,
+    control=plain_rows,
+    flags=(*FAIR, "--max-num-queued-reqs", "64"),
+)
+QUOTA = Attack(
+    "quota-by-n",
+    _many_long_answers,
+    at_once=40,
+    control=plain_rows,
+    flags=FAIR,
+    limits="max_concurrent_requests = 40\nrequests_per_minute = 60\ntokens_per_minute = 1000",
+)
+
+
+async def _ask_modestly(port: int, attack: Attack, seed: int) -> tuple[list[Answer], dict[str, int]]:
+    async with AttackerProcess(attack.name, port, seed) as attacker:
+        attacker.begin("attack")
+        await asyncio.sleep(3)
+        asking = []
+        for _ in range(NUM_MODEST):
+            asking.append(asyncio.create_task(post_json(port, BYSTANDER_KEY, "/generate", MODEST)))
+            await asyncio.sleep(MODEST_INTERVAL_S)
+        return await asyncio.gather(*asking), await attacker.rest()
+
+
+def modest_beside_flood(seconds: float, chance: Random) -> list[Claim]:
+    """Fill the waiting queue with one tenant's requests, while another asks twice a second."""
+    with serving_tenants("modest-tenant", *FLOOD.flags) as server:
+        answers, statuses = asyncio.run(_ask_modestly(server.port, FLOOD, chance.randrange(1000)))
+    summaries = [answer.summary for answer in answers]
+    num_right = summaries.count("200")
+    kinds = counts({each: summaries.count(each) for each in summaries})
+    median_s = statistics.median(answer.seconds for answer in answers)
+    return [
+        Claim(
+            f"the modest tenant gets {NUM_MODEST} of {NUM_MODEST}", f"{num_right} ({kinds})", num_right == NUM_MODEST
+        ),
+        Claim("", f"at the median after {median_s:.2f} s"),
+        Claim("", f"the flooding tenant's answers: {counts(statuses)}"),
+    ]
+
+
+ATTACKS = [FLOOD, QUOTA]
+SCENARIOS = [Scenario("modest-tenant", modest_beside_flood)]
