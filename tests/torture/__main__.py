@@ -1,7 +1,8 @@
 """Inject faults and overload into a real server, and report what its clients notice: `python -m tests.torture`.
 
-All parts at full scale take about three hours on two cores; the command line can name some of them. Results go to
-build/torture, and with `--write` into docs/reliability.md. The exit code is 1 if a demand was not met.
+All parts at full scale take about four hours on two cores; the command line can name some of them. Results go to
+build/torture, and with `--write` into docs/reliability.md and docs/attacks.md. The exit code is 1 if a demand was not
+met.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from scripts.tables import with_table
 from tests.torture.report import BUILD, Finding, table
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "reliability.md"
 MAKER = "python -m tests.torture"
 
 
 class Part(Struct, frozen=True):
-    """A module of this package with `run(amount)`, and the amount at full scale."""
+    """A module of this package with `run(amount)`, the amount at full scale, and the page for its table."""
 
     module: str
     amount: float
     unit: str
+    page: Path = ROOT / "docs" / "reliability.md"
 
 
 PARTS = {
@@ -46,7 +47,7 @@ PARTS = {
     "raw_http": Part("raw_http", 100_000, "cases"),
     "schemas": Part("schemas", 5_000, "cases for each endpoint"),
     "model_files": Part("model_files", 10_000, "tampered headers"),
-    "attacks": Part("attacks.catalogue", 10, "s a window"),
+    "attacks": Part("attacks.catalogue", 10, "s a window", ROOT / "docs" / "attacks.md"),
     "overload": Part("overload", 60, "s"),
     "soak": Part("soak", 30, "minutes"),
 }
@@ -68,7 +69,7 @@ class Report(Struct, frozen=True):
         return all(finding.is_kept is not False for finding in self.findings)
 
     def lines(self) -> list[str]:
-        """Return the lines for docs/reliability.md."""
+        """Return the lines for the page."""
         took = f"{self.wall_time_s / 60:.0f} minutes" if self.wall_time_s > 120 else f"{self.wall_time_s:.0f} s"
         summary = f"`{self.command}` on {self.date}, at {self.commit}, in {took}. {self.machine}."
         return ["", summary, "", table(self.findings), ""]
@@ -125,9 +126,11 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
     parser.add_argument(
-        "--only", help="run only this fault of the part `workers`: kill -9, SIGSEGV, exception and so on"
+        "--only",
+        help="run only this fault of the part `workers` (kill -9, SIGSEGV and so on), or these attacks of the part "
+        "`attacks`, separated by commas",
     )
-    parser.add_argument("--write", action="store_true", help=f"write the tables into {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help="write the tables into the pages in docs/")
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - PARTS.keys():
         parser.error(f"unknown part: {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
@@ -141,7 +144,8 @@ def main() -> int:
         (BUILD / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
         print("\n".join(report.lines()), flush=True)
         if arguments.write:
-            PAGE.write_text(with_table(PAGE.read_text(), name, iter(report.lines()), MAKER))
+            page = PARTS[name].page
+            page.write_text(with_table(page.read_text(), name, iter(report.lines()), MAKER))
         if not report.is_kept:
             failed.append(name)
     print(f"demands not met: {', '.join(failed)}" if failed else "all demands met", flush=True)
