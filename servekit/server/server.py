@@ -18,7 +18,7 @@ import uvloop
 from starlette.applications import Starlette
 
 from servekit import __version__
-from servekit.api import create_app, replace_keys
+from servekit.api.app import create_app, replace_keys
 from servekit.api.auth.keys import Key, parse_keys_file
 from servekit.api.middleware.host_check import is_loopback
 from servekit.api.routes.live import Feed

@@ -20,7 +20,7 @@ from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
 from pydantic import BaseModel
 
-from servekit.api import create_app
+from servekit.api.app import create_app
 from servekit.config import ServeConfig
 from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import RequestCrashesWorker, WorkerLost

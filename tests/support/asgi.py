@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Message, Scope
 
 import servekit
-from servekit.api import create_app
+from servekit.api.app import create_app
 from servekit.api.auth.keys import parse_keys_file
 from servekit.config import ServeConfig
 from servekit.engine.llm_engine import LLMEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from servekit.api import ENDPOINTS
+from servekit.api.app import ENDPOINTS
 from servekit.api.docs_page import page
 from servekit.api.openapi import document
 from tests.support.asgi import ask, make_app

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from servekit.api import ENDPOINTS
+from servekit.api.app import ENDPOINTS
 from servekit.api.openapi import document
 from servekit.api.schemas.json_body import encode
 from servekit.api.schemas.native import GenerateResponse, Usage

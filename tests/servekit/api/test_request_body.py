@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message
 
-from servekit.api import create_app
+from servekit.api.app import create_app
 from servekit.api.request_body import UNCOUNTED_BODY_BYTES, BodyBudget, read_body
 from servekit.api.responses.http import refuse
 from servekit.config import ServeConfig, doubts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import uvicorn
 
-from servekit.api import create_app
+from servekit.api.app import create_app
 from servekit.config import ServeConfig
 from servekit.engine.llm_engine import LLMEngine
 from servekit.server.server import Server, _on_hangup, read_keys

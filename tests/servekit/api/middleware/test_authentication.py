@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from servekit.api import create_app, replace_keys
+from servekit.api.app import create_app, replace_keys
 from servekit.api.auth.keys import parse_keys_file
 from servekit.api.endpoint import caller_of
 from servekit.config import ServeConfig

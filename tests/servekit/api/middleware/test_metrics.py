@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 from starlette.types import Message, Receive, Scope, Send
 
-from servekit.api import create_app
+from servekit.api.app import create_app
 from servekit.api.disconnect import disconnect_of
 from servekit.api.middleware.metrics import METHODS, HttpMetrics
 from servekit.config import ServeConfig

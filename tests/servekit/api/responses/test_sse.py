@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Message, Scope
 
 from servekit.aio.single_waiter_event import SingleWaiterEvent
-from servekit.api import create_app
+from servekit.api.app import create_app
 from servekit.api.disconnect import Disconnect, disconnect_of
 from servekit.api.responses.sse import EventStream
 from servekit.config import ServeConfig

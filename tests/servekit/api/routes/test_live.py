@@ -12,7 +12,7 @@ import uvicorn
 from msgspec.structs import replace
 from starlette.types import Message
 
-from servekit.api import create_app
+from servekit.api.app import create_app
 from servekit.api.auth.keys import DEFAULT_TENANT
 from servekit.api.disconnect import disconnect_of
 from servekit.api.routes.live import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT, PERIOD_S, UNCHANGED_PERIOD_S, Feed

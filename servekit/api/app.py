@@ -1,0 +1,113 @@
+"""The HTTP API of one engine. `create_app` puts its routes and layers together.
+
+To add a route, add a handler to a module of servekit/api/routes/ and a line to that module's ENDPOINTS; a new module is
+also added to the list here.
+
+This is not in the package's `__init__`: the process that decodes large bodies imports the schemas, and no engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from servekit.api import docs_page, openapi
+from servekit.api.auth.keys import Key, Keyring, parse_api_key
+from servekit.api.endpoint import Endpoint
+from servekit.api.error_handlers import exception_handlers
+from servekit.api.middleware.metrics import HttpMetrics
+from servekit.api.middleware.stack import add_access_layers
+from servekit.api.responses.sse import KeepAlive
+from servekit.api.routes import console, health, live, native, openai, profile, shared_paths, tgi, tokenize
+from servekit.config import ServeConfig
+from servekit.engine.llm_engine import LLMEngine
+from servekit.observability.request_trace import RequestTrace
+
+ENDPOINTS: list[Endpoint] = [
+    *shared_paths.ENDPOINTS,
+    *native.ENDPOINTS,
+    *tgi.ENDPOINTS,
+    *openai.ENDPOINTS,
+    *tokenize.ENDPOINTS,
+    *health.ENDPOINTS,
+    *profile.ENDPOINTS,
+    *live.ENDPOINTS,
+]
+
+
+def create_app(
+    engine: LLMEngine, keys_of_file: Sequence[Key] = (), record: Callable[[RequestTrace], None] | None = None
+) -> Starlette:
+    """Return the application for one engine.
+
+    Clients need a key if there are any: those of --api-key, and `keys_of_file`, which were read from --api-keys-file.
+    `record` receives a trace of each request that has ended. Raises ConfigError.
+    """
+    config = engine.config
+    assert keys_of_file or config.api_keys_file is None, "the keys file was not read, so no key would be needed"
+    keyring = Keyring(_all_keys(config, keys_of_file))
+    endpoints = [endpoint for endpoint in ENDPOINTS if config.ui or endpoint not in live.ENDPOINTS]
+    app = Starlette(
+        routes=[
+            *(console.routes() if config.ui else ()),
+            *(Route(endpoint.path, _Handler(endpoint), methods=[endpoint.method]) for endpoint in endpoints),
+            *openapi.routes(endpoints),
+            *docs_page.routes(endpoints),
+        ],
+        exception_handlers=exception_handlers(endpoints),
+    )
+    app.router.redirect_slashes = False  # the redirect would repeat the client's own Host header
+    app.state.engine = engine
+    app.state.keep_alive = KeepAlive(config.sse_keep_alive_interval)
+    app.state.feed = live.Feed(engine)
+    app.state.keyring = keyring
+    app.state.created_s = int(time.time())  # `created` of the model at /v1/models
+    # These layers are outside Starlette's own middleware, so that its 404 and 500 answers pass through them, too.
+    app.middleware_stack = HttpMetrics(
+        add_access_layers(
+            app.build_middleware_stack(),
+            config,
+            keyring,
+            {(method, each.path) for each in endpoints if each.is_public for method in (each.method, "HEAD")},
+            is_open=console.is_open if config.ui else _is_never_open,
+        ),
+        engine,
+        app.routes,
+        record,
+    )
+    return app
+
+
+class _Handler:
+    """An endpoint as a plain ASGI application.
+
+    For a function, Starlette would add an exception layer to each route beside the one around all routes. That layer
+    takes a kilobyte for each open stream.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._handler = endpoint.handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._handler(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
+def replace_keys(app: Starlette, keys_of_file: Sequence[Key]) -> None:
+    """Use these keys in place of the file's old ones from the next request on. Running requests go on."""
+    assert keys_of_file, "without any key, no key would be needed"
+    app.state.keyring.keys = _all_keys(app.state.engine.config, keys_of_file)
+
+
+def _all_keys(config: ServeConfig, keys_of_file: Sequence[Key]) -> list[Key]:
+    keys_of_setting = [] if config.api_key is None else parse_api_key(config.api_key)
+    return [*keys_of_setting, *keys_of_file]
+
+
+def _is_never_open(_: Scope) -> bool:
+    return False
