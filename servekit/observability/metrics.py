@@ -314,10 +314,11 @@ class SchedulerStats(Struct, frozen=True, kw_only=True):
     now_s: float
     num_running: int
     num_waiting: int
-    num_deferred: int  # the part of `num_waiting` that waits for its leader's prompt
+    num_followers: int  # the part of `num_waiting` that waits for its leader's prompt
     num_waiting_tokens: int
     num_preemptions: int
     num_stale_results: int
+    num_deferrals: int
     num_blocks: int
     num_free_blocks: int  # includes cached blocks: they are evicted when a sequence needs them
     num_prompt_tokens: int
@@ -347,8 +348,8 @@ class _SchedulerCollector(Collector):
             "answer to the same request still has to compute (deferred).",
             labels=["model_name", "reason"],
         )
-        reasons.add_metric([self._model_name, "capacity"], stats.num_waiting - stats.num_deferred)
-        reasons.add_metric([self._model_name, "deferred"], stats.num_deferred)
+        reasons.add_metric([self._model_name, "capacity"], stats.num_waiting - stats.num_followers)
+        reasons.add_metric([self._model_name, "deferred"], stats.num_followers)
         yield reasons
         yield self._gauge(
             "num_tokens_waiting", "Prompt tokens of sequences that have not been in a step.", stats.num_waiting_tokens
@@ -386,6 +387,12 @@ class _SchedulerCollector(Collector):
             "stale_results",
             "Worker results dropped because they were repeated, or belong to a step of a lost worker.",
             stats.num_stale_results,
+        )
+        yield self._counter(
+            "deferred_tokens",
+            "Times that a worker sampled no token for a sequence, because its grammar's mask was not ready, and left "
+            "that to a later step.",
+            stats.num_deferrals,
         )
         yield self._counter(
             "scheduler_idle_seconds", "Seconds in which the main loop had nothing to do.", self._idle_s(stats.now_s)

@@ -165,7 +165,14 @@ class PromptLogprobs(Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(Struct, frozen=True, tag="step_result"):
-    """What a step sampled: one token for each chunk that samples, in plan order."""
+    """What a step sampled: one token for each chunk that samples, in plan order.
+
+    A worker may defer such a chunk: it samples no token, because what it needs for that is not ready (the mask of a
+    grammar), and the other chunks must not wait. The manager then schedules the chunk's last position again. Until that
+    comes, the worker has no token for the chunks of the same slot behind it. It still appends their blocks to the
+    slot's block table; what it computes and reports for them is ignored. The next step follows at once: a worker that
+    defers all tokens of a step should wait a little first, and none may be deferred for ever.
+    """
 
     epoch: int
     step_id: int
@@ -175,6 +182,7 @@ class StepResult(Struct, frozen=True, tag="step_result"):
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # for each chunk with requested ones
     failures: tuple[tuple[int, str], ...] = ()  # (index into `token_ids`, why that token is invalid)
+    deferred: tuple[int, ...] = ()  # indices into `token_ids` of chunks for which no token was sampled
 
 
 class StepFailed(Struct, frozen=True, tag="step_failed"):

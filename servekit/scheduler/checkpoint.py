@@ -45,6 +45,7 @@ class ResultState(Struct, frozen=True, array_like=True):
     ends: list[int]  # indices of the tokens that stop their sequence
     failures: list[int]  # indices of the tokens that are invalid
     prompt_logprobs: list[tuple[int, int, int]]  # (index of the chunk, first position, number of positions)
+    deferred: tuple[int, ...] = ()  # indices of the tokens that were not sampled
 
 
 class SequenceState(Struct, frozen=True, array_like=True):
@@ -138,6 +139,7 @@ class ManagerState(Struct, frozen=True, array_like=True):
     recent_lengths: list[int]
     safety_factor: float
     prefill_limiter: list[float]
+    num_deferrals: int = 0
 
 
 # The fields of PrefillLimiter that it learns, in the order of ManagerState.prefill_limiter.
@@ -195,6 +197,7 @@ def save_manager(manager: WorkloadManager) -> ManagerState:
         recent_lengths=list(manager.output_lengths._recent),
         safety_factor=manager.output_lengths.safety_factor,
         prefill_limiter=[getattr(manager.prefill_limiter, name) for name in _LEARNED],
+        num_deferrals=manager.num_deferrals,
     )
 
 
@@ -273,6 +276,7 @@ def summarize_result(result: StepResult, sampled: SampledSequences) -> ResultSta
         ends,
         [index for index, _ in result.failures],
         [(part.chunk_index, part.start, len(part.logprobs)) for part in result.prompt_logprobs],
+        result.deferred,
     )
 
 
@@ -315,6 +319,7 @@ def restore_manager(
     manager.num_prompt_tokens = state.num_prompt_tokens
     manager.num_cached_tokens = state.num_cached_tokens
     manager.num_stale_results = state.num_stale_results
+    manager.num_deferrals = state.num_deferrals
     manager.num_queued_tokens = sum(each.prompt_length for each in state.sequences if each.first_scheduled_s is None)
     manager.next_step_id = state.next_step_id
     manager._last_commit_s = state.last_commit_s
@@ -365,6 +370,7 @@ def replay_result(state: ResultState) -> StepResult:
             for index, start, num_positions in state.prompt_logprobs
         ),
         failures=tuple((index, "") for index in state.failures),
+        deferred=state.deferred,
     )
 
 

@@ -188,7 +188,9 @@ class KVCacheManager:
             for block in sequence.kv.table:
                 held[block] += 1
             assert sequence.kv.capacity == len(sequence.kv.table) * self.block_size >= sequence.num_computed
-            assert sequence.kv.num_published * self.block_size <= min(sequence.num_computed, sequence.num_tokens)
+            # A rewound sequence has nothing pending, and computes one position for the second time.
+            num_written = sequence.num_computed + (not sequence.num_pending)
+            assert sequence.kv.num_published * self.block_size <= min(num_written, sequence.num_tokens)
         to_come = sum(self._max_blocks(sequence) - len(sequence.kv.table) for sequence in running)
         assert to_come == self._num_blocks_to_come
         assert held == self.pool.holders(), "block tables and pool disagree on which sequences hold which blocks"

@@ -204,7 +204,8 @@ class Fair(_ByArrival):
         A tenant's sequence is admitted only while the tenant's counter is the lowest. After that the counter can rise
         by what the tenant's running sequences still compute, at most `max_num_seqs * max_total_tokens`, before another
         one is lower. Hence no two counters of waiting tenants are ever farther apart, and their difference changes by
-        at most twice that.
+        at most twice that. What running sequences compute again because the worker deferred their tokens comes on top:
+        it is charged like everything else that a step computes.
         """
         return 2 * max_num_seqs * max_total_tokens
 

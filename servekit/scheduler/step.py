@@ -46,6 +46,7 @@ class Step:
             and len(result.logprobs) in (0, num_tokens)
             and all(map(self._was_requested, result.prompt_logprobs))
             and all(0 <= index < num_tokens for index, _ in result.failures)
+            and all(0 <= index < num_tokens for index in result.deferred)
         )
         if not fits:
             raise WorkerLost(f"the model worker's result does not fit its step of {num_tokens} tokens")

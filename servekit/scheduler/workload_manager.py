@@ -25,6 +25,7 @@ What always holds, each checked by `check` or by the simulation:
 - A sequence is preempted at most `max_preemptions` times. After that it is admitted only with all the blocks it can
   ever need, so no shortage of blocks can stop it again.
 - A step is in flight or it is not. Its result is applied once, in order, to the incarnations it was planned for.
+- A sequence whose token the worker deferred goes on from its last known position, in a new incarnation.
 
 Continuous batching: Yu et al., "Orca", OSDI 2022, section 4. Chunked prefill under one token budget: Agrawal et al.,
 "Sarathi-Serve", OSDI 2024, section 4.
@@ -76,6 +77,7 @@ class WorkloadManager:
         self.num_prompt_tokens = 0  # looked up in the prefix cache
         self.num_cached_tokens = 0  # of these: found
         self.num_stale_results = 0
+        self.num_deferrals = 0  # times that the worker sampled no token for a sequence, to do it in a later step
         self.num_queued_tokens = 0  # prompt tokens of sequences that were never admitted
         self._sequences: dict[int, Sequence] = {}  # alive: running, queued, or waiting for their leader
         self._running: list[Sequence] = []  # by rank
@@ -100,7 +102,7 @@ class WorkloadManager:
         return len(self._sequences) - len(self._running)
 
     @property
-    def num_deferred(self) -> int:
+    def num_followers(self) -> int:
         """How many of the waiting sequences wait for their leader's prompt, and not in the queue."""
         return sum(map(len, self._followers.values()))
 
@@ -445,6 +447,11 @@ class WorkloadManager:
             if sequence.incarnation == incarnation:
                 self.finish(sequence.sequence_id, FinishReason.ERROR)
                 tokens.append(SequenceToken(sequence, result.token_ids[index], FinishReason.ERROR, failure=failure))
+        for index in result.deferred:
+            sequence, incarnation = step.sampled[index]
+            if sequence.incarnation == incarnation:
+                sequence.rewind()
+                self.num_deferrals += 1
         logprobs = result.logprobs or (None,) * len(result.token_ids)
         for (sequence, incarnation), token_id, of_token in zip(step.sampled, result.token_ids, logprobs, strict=True):
             if sequence.incarnation != incarnation:

@@ -51,6 +51,7 @@ class Arrival(Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     crashes_at: int | None = None  # a worker that computes this position crashes
+    deferred_percent: int = 0  # how many of the steps in which its turn is to sample a token defer that
 
 
 class Fault(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -107,6 +108,7 @@ class _Dispatched(Struct, frozen=True):
     plan: StepPlan
     blocks_in_use: set[int]  # that it writes to or copies
     crashes: bool
+    deferring: set[int]  # the slots whose tokens the worker defers
 
 
 class Simulation:
@@ -162,7 +164,8 @@ class Simulation:
         num_kills = sum(fault.kind in ("kill", "memory") for fault in self.scenario.faults)
         num_kills += sum(CRASHES_TO_FAIL for arrival in self.scenario.arrivals if arrival.crashes_at is not None)
         num_tokens = sum(len(arrival.prompt) + arrival.max_tokens for arrival in self.scenario.arrivals)
-        return 100 + num_tokens * (2 + config.max_preemptions + num_kills)
+        num_tries = sum(20 * arrival.max_tokens for arrival in self.scenario.arrivals if arrival.deferred_percent)
+        return 100 + num_tokens * (2 + config.max_preemptions + num_kills) + num_tries
 
     # -- one iteration of the loop -----------------------------------------------------------------------------------
 
@@ -189,7 +192,7 @@ class Simulation:
             started_s = max(now, self._in_flight[-1].done_s if self._in_flight else now)
             duration_s = self.scenario.step_base_s + self.scenario.step_token_s * plan.num_tokens
             done_s = started_s + duration_s + self._delay_s
-            self._in_flight.append(_Dispatched(done_s, plan, blocks_in_use, self._crashes(plan)))
+            self._in_flight.append(_Dispatched(done_s, plan, blocks_in_use, self._crashes(plan), self._deferring(plan)))
             self._delay_s = 0.0
         if not self._in_flight and self._alive:
             alive = [client.sequence for client in self._alive.values()]
@@ -208,7 +211,7 @@ class Simulation:
                 self.num_steps += 1
                 self._restart(is_out_of_memory=True)
             else:
-                self._deliver(self.worker.execute(step.plan))
+                self._deliver(self.worker.execute(step.plan, step.deferring))
         elif self._events:
             event = self._events.popleft()
             self.now_s = max(self.now_s, event.at_s)
@@ -256,7 +259,8 @@ class Simulation:
         elif fault.kind == "kill":
             # In half of the cases the first step in flight was executed, and its result comes late.
             if self._in_flight and fault.target % 2:
-                self._late_results.append(self.worker.execute(self._in_flight[0].plan))
+                step = self._in_flight[0]
+                self._late_results.append(self.worker.execute(step.plan, step.deferring))
             self._lose_worker()
         elif fault.kind == "delay":
             self._delay_s = 50 * self.scenario.step_base_s
@@ -291,6 +295,17 @@ class Simulation:
             and chunk.start <= position < chunk.start + chunk.num_tokens
             for chunk in plan.chunks
         )
+
+    def _deferring(self, plan: StepPlan) -> set[int]:
+        """The slots whose tokens the worker defers in this step, as if by chance."""
+        percents = {
+            client.sequence.slot: client.arrival.deferred_percent
+            for client in self._alive.values()
+            if client.arrival.deferred_percent
+        }
+        return {
+            chunk.slot for chunk in plan.chunks if hash((plan.step_id, chunk.slot)) % 100 < percents.get(chunk.slot, 0)
+        }
 
     def _deliver(self, result: StepResult) -> None:
         self.num_steps += 1
@@ -445,7 +460,9 @@ class _Promise:
             if sequence.status is Status.WAITING:
                 waiting.append(sequence)
         if self._policy == "fair":
-            max_lag = Fair.max_lag(self._manager.config.max_num_seqs, self._manager.config.max_total_tokens)
+            config = self._manager.config
+            max_lag = Fair.max_lag(config.max_num_seqs, config.max_total_tokens)
+            max_lag += 2 * self._manager.num_deferrals * config.max_steps_in_flight
             if self._lag.worst > max_lag:
                 raise Violation(f"two tenants drifted {self._lag.worst} tokens apart, the bound is {max_lag}")
         elif not admitted or not waiting or self._is_quarantined:

@@ -7,7 +7,7 @@ that a client can repeat it to check an answer (docs/simulated_model.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import accumulate, chain
 
 from msgspec.structs import replace
@@ -20,6 +20,7 @@ VOCAB_SIZE = 256
 FIRST_ANSWER, NUM_ANSWERS = 32, 95
 # A linear congruential generator (Knuth, TAOCP 2, section 3.3.4: MMIX), cut to so few bits that sums of states fit.
 MULTIPLIER, INCREMENT, STATE_MASK = 6364136223846793005, 1442695040888963407, 2**40 - 1
+GARBAGE = 1  # no answer has this token, and no position this state
 SKIPPED_BITS = 17  # the lowest of a sum of such states have short periods
 
 
@@ -93,8 +94,11 @@ class SimulatedWorker:
         self.slots_with_logprobs: set[int] = set()  # whose sequences requested logprobs
         self.num_steps = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Execute one step. Raises Violation for a plan that no manager may make."""
+    def execute(self, plan: StepPlan, deferring: Collection[int] = ()) -> StepResult:
+        """Execute one step; no token is sampled for the slots in `deferring`, or behind a token that was not sampled.
+
+        Raises Violation for a plan that no manager may make.
+        """
         self.num_steps += 1
         if not 0 < plan.num_tokens <= self.max_num_batched_tokens:
             raise Violation(f"a step of {plan.num_tokens} tokens, the budget is {self.max_num_batched_tokens}")
@@ -109,22 +113,35 @@ class SimulatedWorker:
                 self.slots_with_logprobs.add(slot)
             else:
                 self.slots_with_logprobs.discard(slot)
-        pages, block_size, sampled = self.pages, self.block_size, []
+        pages, block_size = self.pages, self.block_size
+        sampled: list[int] = []
+        deferred: list[int] = []  # indices into `sampled`
         for chunk in plan.chunks:
             known, table = self.tokens[chunk.slot], self.block_tables[chunk.slot]
             table.extend(chunk.new_block_ids)
             start, stop = chunk.start, chunk.start + chunk.num_tokens
             if chunk.token_ids:
                 known.update(enumerate(chunk.token_ids, start=start))
+            is_behind = start not in known  # a token that was deferred; the manager did not know that in time
+            if is_behind:
+                # As a real worker does, it writes what nobody may read, and reports a token that nobody may take.
+                pages[table[start // block_size]][start % block_size] = GARBAGE
+                if plan.step_id % 2:
+                    deferred.append(len(sampled))
+                sampled.append(GARBAGE)
+                continue
             state = pages[table[(start - 1) // block_size]][(start - 1) % block_size] if start else 0
             for position in range(start, stop):
                 state = next_state(state, known[position])
                 pages[table[position // block_size]][position % block_size] = state
-            if chunk.samples:
+            if chunk.samples and chunk.slot in deferring:
+                deferred.append(len(sampled))
+                sampled.append(GARBAGE)
+            elif chunk.samples:
                 states = list(chain.from_iterable(map(pages.__getitem__, table)))
                 known[stop] = next_token(states[:stop])
                 sampled.append(known[stop])
-        result = StepResult(plan.epoch, plan.step_id, tuple(sampled), 0.0)
+        result = StepResult(plan.epoch, plan.step_id, tuple(sampled), 0.0, deferred=tuple(deferred))
         return self._with_logprobs(plan, result) if self.slots_with_logprobs else result
 
     def _with_logprobs(self, plan: StepPlan, result: StepResult) -> StepResult:
@@ -134,7 +151,10 @@ class SimulatedWorker:
             assignment, stop = self.slot_assignments[chunk.slot], chunk.start + chunk.num_tokens
             num_top, num_top_of_prompt = assignment.sampling.logprobs, assignment.sampling.prompt_logprobs
             if chunk.samples:
-                of_sampled.append(None if num_top is None else self._logprobs_after(chunk.slot, stop - 1, num_top))
+                if num_top is None or stop not in self.tokens[chunk.slot]:  # not requested, or not sampled
+                    of_sampled.append(None)
+                else:
+                    of_sampled.append(self._logprobs_after(chunk.slot, stop - 1, num_top))
             predicting = range(chunk.start, min(stop, assignment.prompt_length - 1))
             if num_top_of_prompt is not None and predicting:
                 predicted = [self._logprobs_after(chunk.slot, position, num_top_of_prompt) for position in predicting]

@@ -81,9 +81,10 @@ def merge_results(parts: list[tuple[StepResult, list[int]]]) -> StepResult:
             index = chunk_indices[found.chunk_index]
             before = prompt_logprobs.get(index, replace(found, chunk_index=index, logprobs=()))
             prompt_logprobs[index] = replace(before, logprobs=before.logprobs + found.logprobs)
-    num_before, failures = 0, []
+    num_before, failures, deferred = 0, [], []
     for result in results:
         failures += [(num_before + index, why) for index, why in result.failures]
+        deferred += [num_before + index for index in result.deferred]
         num_before += len(result.token_ids)
     return replace(
         results[0],
@@ -91,6 +92,7 @@ def merge_results(parts: list[tuple[StepResult, list[int]]]) -> StepResult:
         logprobs=_merge_logprobs(results),
         prompt_logprobs=tuple(prompt_logprobs.values()),
         failures=tuple(failures),
+        deferred=tuple(deferred),
     )
 
 

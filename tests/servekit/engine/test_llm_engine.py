@@ -35,4 +35,4 @@ def test_forks_that_wait_for_their_leaders_prompt_count_as_deferred() -> None:
     manager = make_manager()
     for sequence_id, leader_id in ((0, None), (1, 0)):
         add_prompt(manager, sequence_id, range(5), SamplingParams(max_tokens=2), leader_id=leader_id)
-    assert manager.num_waiting == 2 and manager.num_deferred == 1
+    assert manager.num_waiting == 2 and manager.num_followers == 1

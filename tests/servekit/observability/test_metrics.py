@@ -121,10 +121,11 @@ def test_idle_time_includes_the_current_idle_period() -> None:
             now_s=now,
             num_running=1,
             num_waiting=3,
-            num_deferred=1,
+            num_followers=1,
             num_waiting_tokens=40,
             num_preemptions=0,
             num_stale_results=0,
+            num_deferrals=5,
             num_blocks=4,
             num_free_blocks=3,
             num_prompt_tokens=9,
@@ -146,6 +147,7 @@ def test_idle_time_includes_the_current_idle_period() -> None:
     assert values["prompt_tokens_cached_total",] == values["prefix_cache_hits_total",] == 8
     assert values["kv_cache_usage_perc",] == 0.25
     assert values["num_tokens_waiting",] == 40
+    assert values["deferred_tokens_total",] == 5
 
 
 @pytest.mark.parametrize("cause", [*RESTART_CAUSES, "unheard_of"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -148,9 +150,9 @@ class ManagerMachine(RuleBasedStateMachine):
             self.plans.append(plan)
 
     @precondition(lambda self: self.plans)
-    @rule()
-    def execute(self) -> None:
-        self.last_result = self.worker.execute(self.plans.pop(0))
+    @rule(deferring=st.sets(st.integers(0, 2)))
+    def execute(self, deferring: Iterable[int] = ()) -> None:
+        self.last_result = self.worker.execute(self.plans.pop(0), frozenset(deferring))
         self.now += 0.5
         self.manager.apply(Commit(self.last_result, self.now))
 

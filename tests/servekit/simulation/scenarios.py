@@ -76,7 +76,13 @@ def make_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
         Fault(at_s=rng.uniform(0, at_s * 1.2), kind=rng.choice(FAULTS), target=rng.randrange(num_arrivals))
         for _ in range(num_faults)
     ]
-    return Scenario(scheduler=scheduler, arrivals=tuple(arrivals), faults=tuple(faults), is_reckless=rng.random() < 0.8)
+    is_reckless = rng.random() < 0.8
+    slow = rng.choice([0.0, 0.0, 0.3, 1.0])  # how many wait for their masks
+    arrivals = [
+        msgspec.structs.replace(each, deferred_percent=rng.choice([10, 30, 70]) if rng.random() < slow else 0)
+        for each in arrivals
+    ]
+    return Scenario(scheduler=scheduler, arrivals=tuple(arrivals), faults=tuple(faults), is_reckless=is_reckless)
 
 
 def failure(scenario: Scenario) -> Exception | None:
@@ -138,7 +144,7 @@ def _plainer(arrival: Arrival) -> Iterator[dict[str, object]]:
         yield {"prompt": arrival.prompt[: len(arrival.prompt) // 2]}
         yield {"prompt": arrival.prompt[:-1]}
     nothing = dict.fromkeys(["ttft_s", "deadline_s", "forks", "logprobs", "prompt_logprobs", "crashes_at"])
-    defaults = {**nothing, "priority": 0, "tenant": "", "ignore_eos": False}
+    defaults = {**nothing, "priority": 0, "tenant": "", "ignore_eos": False, "deferred_percent": 0}
     for name, value in defaults.items():
         if getattr(arrival, name) != value:
             yield {name: value}

@@ -338,6 +338,29 @@ def suspects_run_together(patch: Patch) -> None:
     patch(WorkloadManager, "plan", plan)
 
 
+def rewound_in_the_same_incarnation(patch: Patch) -> None:
+    """What steps in flight report behind a deferred token is taken for the next token."""
+
+    def rewind(self: Sequence) -> None:
+        original(self)
+        self.incarnation -= 1
+
+    original = Sequence.rewind
+    patch(Sequence, "rewind", rewind)
+
+
+def rewound_position_forgotten(patch: Patch) -> None:
+    """Nothing is pending any more after a deferral, but the next step goes on where the last one ended."""
+
+    def rewind(self: Sequence) -> None:
+        num_computed = self.num_computed
+        original(self)
+        self.num_computed = num_computed
+
+    original = Sequence.rewind
+    patch(Sequence, "rewind", rewind)
+
+
 BUGS = [
     double_free,
     stale_result_applied,
@@ -371,6 +394,8 @@ BUGS = [
     bystanders_fail,
     crashing_sequence_never_fails,
     suspects_run_together,
+    rewound_in_the_same_incarnation,
+    rewound_position_forgotten,
 ]
 
 

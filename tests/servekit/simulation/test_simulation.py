@@ -53,7 +53,7 @@ def test_a_scenario_is_deterministic() -> None:
 def test_the_seeds_cover_every_kind_of_event() -> None:
     """A simulation in which nothing happens proves nothing."""
     kinds = ["preemptions", "stale results", "cached tokens", "copies", "deadlines", "aborts", "losses"]
-    seen = dict.fromkeys([*kinds, "suspects", "smaller steps"], 0)
+    seen = dict.fromkeys([*kinds, "suspects", "smaller steps", "deferrals"], 0)
     num_failed = 0
     policies = set()
     for seed in range(200):
@@ -61,14 +61,15 @@ def test_the_seeds_cover_every_kind_of_event() -> None:
         simulation = Simulation(scenario)
         execute = simulation.worker.execute
 
-        def count_copies(plan, execute=execute):  # type: ignore[no-untyped-def]
+        def count_copies(plan, deferring, execute=execute):  # type: ignore[no-untyped-def]
             seen["copies"] += len(plan.copies)
-            return execute(plan)
+            return execute(plan, deferring)
 
         simulation.worker.execute = count_copies  # type: ignore[method-assign]
         simulation.run()
         policies.add(scenario.scheduler.scheduling_policy)
         seen["preemptions"] += simulation.manager.num_preemptions
+        seen["deferrals"] += simulation.manager.num_deferrals
         seen["stale results"] += simulation.manager.num_stale_results
         seen["cached tokens"] += simulation.manager.num_cached_tokens
         seen["losses"] += simulation.manager.epoch
