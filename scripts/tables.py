@@ -81,6 +81,7 @@ def metrics_table() -> Iterator[str]:
     """Yield one row for each metric of an idle server, without the label `model_name`, which nearly all have."""
     metrics = Metrics(ServeConfig(), "")
     metrics.watch_scheduler(lambda: SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 1)))
+    metrics.watch_log(lambda: 0)
     metrics.http.request_refused("")
     metrics.http.request_ended("", "", 0)
     yield "| metric | type | labels | meaning |"

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,13 @@ from servekit.config import (
     settings,
 )
 from servekit.errors import ConfigError, ServekitError
-from servekit.protocol.logging import logs_json
+from servekit.protocol.logging import logs_json, write_line
 from servekit.simulation.model import is_simulated
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code of the process."""
+    _open_standard_streams()
     parsed, unknown = _parser().parse_known_args(argv)
     arguments = vars(parsed)
     command = arguments.pop("command")
@@ -45,12 +46,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
 
 
+def _open_standard_streams() -> None:
+    """Open /dev/null in the place of each closed file descriptor 0, 1 and 2, before anything else is opened.
+
+    Otherwise a socket or a file gets the number, and what is written to standard error goes there. libuv, which refuses
+    to close these numbers, would abort.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number, and those below are open
+            assert opened == number
+            os.set_inheritable(number, True)  # for the child processes, as if it had been open from the start
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
 def _report(message: str) -> None:
     if logs_json():
         logging.getLogger("servekit").critical("%s", message)
     else:
-        with suppress(OSError):  # standard error can be closed, or a terminal that is gone
-            print(f"servekit: {message}", file=sys.stderr, flush=True)
+        write_line(f"servekit: {message}")
 
 
 def _parser() -> argparse.ArgumentParser:

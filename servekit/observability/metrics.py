@@ -409,6 +409,24 @@ class _SchedulerCollector(Collector):
         return family
 
 
+class _LogCollector(Collector):
+    """The log's only metric, read at each scrape: a log call must not wait for a metric's lock."""
+
+    def __init__(self, model_name: str, num_dropped_lines: Callable[[], int]) -> None:
+        self._model_name = model_name
+        self._num_dropped_lines = num_dropped_lines
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "servekit_log_lines_dropped",
+            "Log lines of the server process that were dropped, because standard error was not read or could not be "
+            "written.",
+            labels=["model_name"],
+        )
+        family.add_metric([self._model_name], self._num_dropped_lines())
+        yield family
+
+
 class Metrics:
     """All metrics of one server, by group."""
 
@@ -430,6 +448,10 @@ class Metrics:
     def watch_scheduler(self, read_stats: Callable[[], SchedulerStats]) -> None:
         """Export what `read_stats` returns at each scrape."""
         self.registry.register(_SchedulerCollector(self._model_name, read_stats, self.steps.idle_s))
+
+    def watch_log(self, num_dropped_lines: Callable[[], int]) -> None:
+        """Export what `num_dropped_lines` returns at each scrape."""
+        self.registry.register(_LogCollector(self._model_name, num_dropped_lines))
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -11,9 +11,12 @@ import re
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
+
+from servekit.protocol.log_writer import LogWriter
 
 log = logging.getLogger("servekit")
 
@@ -23,8 +26,11 @@ _WORD = re.compile(r'[^\s"=\\]+')
 
 
 def configure_logging(level: str, log_format: str = "text") -> None:
-    """Write log lines to standard error, including Python warnings and uncaught exceptions."""
-    handler = logging.StreamHandler()
+    """Write log lines to standard error, including Python warnings and uncaught exceptions.
+
+    A log call never waits for whoever reads standard error.
+    """
+    handler = LogWriter()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
@@ -35,6 +41,22 @@ def configure_logging(level: str, log_format: str = "text") -> None:
 def logs_json() -> bool:
     """Whether log lines are JSON, so that nothing else may be written to standard error."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
+def num_dropped_lines() -> int:
+    """Return how many log lines of this process were dropped since its start."""
+    return sum(handler.num_dropped for handler in logging.getLogger().handlers if isinstance(handler, LogWriter))
+
+
+def write_line(text: str) -> None:
+    """Write a line to standard error, behind the log lines if there are any. Does nothing if that fails."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogWriter):
+            handler.write(text)
+            return
+    with suppress(OSError):  # standard error can be closed, or a terminal that is gone
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def fields(**values: Any) -> dict[str, dict[str, Any]]:

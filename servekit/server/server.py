@@ -28,7 +28,7 @@ from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import ConfigError, shutting_down
 from servekit.observability.process_metrics import watch_event_loop, watch_processes
 from servekit.protocol.child_process import ignore_signals
-from servekit.protocol.logging import configure_logging, fields, logs_json
+from servekit.protocol.logging import configure_logging, fields, logs_json, num_dropped_lines
 from servekit.server.http_protocol import limited_protocol
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ async def _serve(config: ServeConfig) -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, app, server)
     http = asyncio.create_task(server.serve(sockets=[listener]))
     supervisor = asyncio.create_task(_supervise(engine, server, listener))
+    engine.metrics.watch_log(num_dropped_lines)
     watch_processes(engine.metrics.registry, lambda: engine.worker_pid)
     watching = watch_event_loop(engine.metrics.server.event_loop_lag, engine.metrics.server.event_loop_tasks)
     lag = asyncio.create_task(watching, name="event loop lag")

@@ -5,6 +5,7 @@ Tests that depend on no computation serve a simulated model, whose worker starts
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -15,10 +16,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
@@ -265,6 +267,55 @@ def test_requests_in_preparation_get_a_503_at_the_shutdown_timeout(tmp_path: Pat
         assert {answer.json()["error"]["code"] for answer in answers} == {"worker_unavailable"}
         assert server.process.wait(timeout=10) == 0
         assert "Traceback" not in server.log.read_text()
+
+
+def test_a_log_that_nobody_reads_delays_no_request(tmp_path: Path) -> None:
+    """The pipe is full after some twenty lines; the others wait, and are there when the log is read again."""
+    log = tmp_path / "log"
+    os.mkfifo(log)
+    reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+    server = ServerProcess("sim:instant", log=log)
+    try:
+        server.wait_until_ready()
+        for _ in range(200):
+            assert server.client.get("/no/such/route").status_code == 404
+        assert server.metric("servekit_log_lines_dropped_total") == 0
+        os.set_blocking(reader, True)
+        lines = b""
+        while lines.count(b"/no/such/route") < 200:
+            lines += os.read(reader, 2**16)
+    finally:
+        os.close(reader)
+        server.client.close()
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.mark.parametrize("redirections", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_it_serves_with_standard_streams_closed(redirections: str, tmp_path: Path) -> None:
+    port = free_port()
+    command = f"exec {sys.executable} -m servekit serve sim:instant --port {port} {redirections}"
+    process = subprocess.Popen(["/bin/sh", "-c", command])
+    try:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            deadline = time.monotonic() + 60
+            while True:
+                assert process.poll() is None and time.monotonic() < deadline
+                with suppress(httpx2.TransportError):
+                    if client.get("/ready").status_code == 200:
+                        break
+                time.sleep(0.02)
+            answer = client.post("/generate", json={"prompt": "a", "max_tokens": 3})
+            assert answer.json()["finish_reason"] == "length"
+        for number in range(3):
+            if f"{number}" in redirections:
+                assert os.readlink(f"/proc/{process.pid}/fd/{number}") == os.devnull
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_it_serves_without_docstrings_and_assertions(tmp_path: Path) -> None:

@@ -114,6 +114,14 @@ def test_round_trip_of_a_step_of_a_lost_worker_is_not_measured() -> None:
     assert samples(metrics)["ipc_roundtrip_seconds_count",] == 0
 
 
+def test_dropped_log_lines_are_read_at_each_scrape() -> None:
+    metrics, num_dropped = make_metrics(), 0
+    metrics.watch_log(lambda: num_dropped)
+    assert samples(metrics)["log_lines_dropped_total",] == 0
+    num_dropped = 7
+    assert samples(metrics)["log_lines_dropped_total",] == 7
+
+
 def test_idle_time_includes_the_current_idle_period() -> None:
     metrics, now = make_metrics(), 0.0
     metrics.watch_scheduler(
