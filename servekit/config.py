@@ -136,7 +136,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Positive, Meta(description="maximum prompt tokens in the waiting queue; the server refuses more with 503")
     ] = 2**22
     max_client_batch_size: Annotated[
-        int, Meta(ge=1, le=65536, description="maximum answers per request: prompts times n or best_of")
+        int, Meta(ge=1, le=2**14, description="maximum answers per request: prompts times n or best_of")
     ] = 1024
     max_body_bytes: Annotated[Positive, Meta(description="maximum size of a request body, in bytes")] = 8 * 2**20
     max_total_body_bytes: Annotated[

@@ -180,6 +180,15 @@ class RequestCrashesWorker(WorkerError):
     code = "request_crashes_worker"
 
 
+def prompt_too_long(limit: int, min_tokens: int, param: str) -> ContextTooLong:
+    """Return the error for a prompt that cannot fit, whatever its answer is. vLLM's clients know this text."""
+    return ContextTooLong(
+        f"This model's maximum context length is {limit} tokens. However, your prompt has at least {min_tokens}. "
+        "Please reduce the length of the prompt (context_length_exceeded).",
+        param=param,
+    )
+
+
 def shutting_down() -> WorkerNotReady:
     """Return the error for every request that the server can no longer serve because it is shutting down."""
     return WorkerNotReady("the server is shutting down; please send the request again", retry_after_s=5)

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from servekit.api import docs_page, openapi
 from servekit.api.auth.keys import Key, Keyring, parse_api_key
+from servekit.api.body_decoder import BodyDecoder
 from servekit.api.endpoint import Endpoint
 from servekit.api.error_handlers import exception_handlers
 from servekit.api.middleware.metrics import HttpMetrics
@@ -63,6 +64,7 @@ def create_app(
     )
     app.router.redirect_slashes = False  # the redirect would repeat the client's own Host header
     app.state.engine = engine
+    app.state.body_decoder = BodyDecoder(config.sandbox_memory_bytes)
     app.state.keep_alive = KeepAlive(config.sse_keep_alive_interval)
     app.state.feed = live.Feed(engine)
     app.state.keyring = keyring

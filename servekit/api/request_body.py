@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, TypeVar, cast
 
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from servekit.api.endpoint import engine_of
+from servekit.api.body_decoder import BodyDecoder, error_of, unpack
+from servekit.api.endpoint import caller_of, engine_of
+from servekit.api.responses.generation import unless_disconnected
+from servekit.api.responses.http import use_tgi_errors
+from servekit.api.schemas.openai import ChatCompletionRequest
+from servekit.api.schemas.packed_body import KINDS, MAX_INLINE_BYTES, TGI_KINDS, Refusal, choose_kind, decode_kind
 from servekit.errors import QueueFull, RequestTimeout, RequestTooLarge, UnsupportedEncoding
 
 # The first bytes of each body are not counted. When large bodies fill the budget, small requests still pass; what the
 # uncounted bytes add up to is bounded by max_connections.
 UNCOUNTED_BODY_BYTES = 2**14
 BODY_RETRY_AFTER_S = 5
+
+Body = TypeVar("Body", bound=Struct)
+TgiBody = TypeVar("TgiBody", bound=Struct)
 
 
 class BodyBudget:
@@ -69,6 +79,42 @@ async def read_body(request: Request) -> bytes:
         raise RequestTimeout(
             f"the request body did not arrive within {config.body_timeout:g} s (body_timeout); send it faster"
         ) from None
+
+
+async def read(request: Request, kind: type[Body], tgi_kind: type[TgiBody] | None = None) -> Body | TgiBody:
+    """Return the body, decoded and checked. `tgi_kind` is that of a body with `inputs`, where TGI has the same path.
+
+    Raises InvalidRequest, and what `read_body` raises.
+    """
+    kinds: list[type[Struct]] = [kind] if tgi_kind is None else [kind, tgi_kind]
+    wanted, _ = await _read(request, kinds)
+    return cast("Body | TgiBody", wanted)
+
+
+async def read_chat(request: Request) -> tuple[ChatCompletionRequest, list[dict[str, Any]] | None]:
+    """Return a chat, and the messages of a large one, which `conversation` would return for a small one."""
+    return await _read(request, [ChatCompletionRequest])
+
+
+async def _read(request: Request, kinds: list[type[Struct]]) -> tuple[Any, list[dict[str, Any]] | None]:
+    body = await read_body(request)
+    if len(body) <= MAX_INLINE_BYTES:
+        kind = choose_kind(body, kinds)
+        _note_kind(request, kind)
+        return decode_kind(body, kind), None
+    decoder: BodyDecoder = request.app.state.body_decoder
+    max_prompt_tokens = engine_of(request).scheduler_config.max_total_tokens
+    work = decoder.decode(body, kinds, max_prompt_tokens, caller_of(request).tenant)
+    packed = await unless_disconnected(request, work)
+    _note_kind(request, KINDS[packed.kind])
+    if isinstance(packed, Refusal):
+        raise error_of(packed)
+    return await unpack(packed)
+
+
+def _note_kind(request: Request, kind: type[Struct]) -> None:
+    if kind in TGI_KINDS:
+        use_tgi_errors(request)
 
 
 async def _read_up_to(limit: int, request: Request) -> bytes:

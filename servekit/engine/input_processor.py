@@ -17,7 +17,7 @@ from msgspec import Struct
 from servekit.config import ServeConfig
 from servekit.engine.model_files import ChatTemplate
 from servekit.engine.tokenizer import Tokenizer
-from servekit.errors import ContextTooLong, InvalidRequest
+from servekit.errors import ContextTooLong, InvalidRequest, prompt_too_long
 from servekit.protocol.messages import ModelInfo
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest, Grammar, Prompt, Sampling
@@ -200,11 +200,7 @@ class InputProcessor:
         limit, content = self._limits.max_total_tokens, prompt.content
         min_tokens = len(content) // self._tokenizer.max_token_bytes if isinstance(content, str) else len(content)
         if min_tokens > limit and truncate is None:
-            raise ContextTooLong(
-                f"This model's maximum context length is {limit} tokens. However, your prompt has at least "
-                f"{min_tokens}. Please reduce the length of the prompt (context_length_exceeded).",
-                param=prompt.param,
-            )
+            raise prompt_too_long(limit, min_tokens, prompt.param)
 
     async def _encode_bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word at the start of a text, and after a space, which are different tokens."""

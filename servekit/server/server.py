@@ -83,6 +83,7 @@ async def _serve(config: ServeConfig) -> int:
         lag.cancel()
         supervisor.cancel()
         await asyncio.wait([supervisor])
+        await app.state.body_decoder.stop()
         await engine.stop(graceful=not server.force_exit)
         if tracing is not None:
             await tracing.close()

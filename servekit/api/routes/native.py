@@ -9,19 +9,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servekit.api.endpoint import Endpoint, engine_of
-from servekit.api.request_body import read_body
+from servekit.api.request_body import read
 from servekit.api.responses.generation import answer, submit
 from servekit.api.responses.native_format import BasicResponseBuilder, NativeResponseBuilder
-from servekit.api.schemas.json_body import decode, decode_query
+from servekit.api.schemas.json_body import decode_query
 from servekit.api.schemas.native import BasicGenerateResponse, GenerateRequest, StreamEvent
 from servekit.errors import InvalidRequest
 
 EXAMPLE = {"prompt": "What color is the sky?", "max_tokens": 20}
 
 
-async def generate(request: Request, body: bytes) -> Response:
+async def generate(request: Request, wanted: GenerateRequest) -> Response:
     """Answer one prompt or a list of prompts; with `stream`, as events."""
-    wanted = decode(body, GenerateRequest)
     if wanted.stream:
         return await _stream(request, wanted)
     state = await submit(request, wanted.to_generation_request())
@@ -29,9 +28,9 @@ async def generate(request: Request, body: bytes) -> Response:
     return await answer(request, state, builder, stream=False)
 
 
-async def generate_stream(request: Request, body: bytes) -> Response:
+async def generate_stream(request: Request, wanted: GenerateRequest) -> Response:
     """Answer one prompt as events."""
-    return await _stream(request, decode(body, GenerateRequest))
+    return await _stream(request, wanted)
 
 
 async def generate_stream_for_browsers(request: Request) -> Response:
@@ -48,7 +47,7 @@ async def generate_stream_for_browsers(request: Request) -> Response:
 
 async def basic_generate(request: Request) -> Response:
     """Return the answer to one prompt as text, without any details."""
-    wanted = _check_one_text(decode(await read_body(request), GenerateRequest))
+    wanted = _check_one_text(await read(request, GenerateRequest))
     for param in ("ttft_ms", "deadline_ms", "logprobs", "prompt_logprobs"):
         if getattr(wanted, param) is not None:
             raise InvalidRequest(

@@ -8,12 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servekit.api.endpoint import Endpoint, caller_of, engine_of
-from servekit.api.request_body import read_body
+from servekit.api.request_body import read, read_chat
 from servekit.api.responses.collect import new_id
 from servekit.api.responses.generation import answer, submit, unless_disconnected
 from servekit.api.responses.http import respond
 from servekit.api.responses.openai_format import ChatResponseBuilder, CompletionResponseBuilder
-from servekit.api.schemas.json_body import decode
 from servekit.api.schemas.openai import (
     ChatCompletionChunk,
     ChatCompletionRequest,
@@ -34,7 +33,7 @@ ANY_MODEL = ("", "dummy", "tgi")
 async def completions(request: Request) -> Response:
     """Continue one or several texts, in OpenAI's format."""
     engine = engine_of(request)
-    wanted = decode(await read_body(request), CompletionRequest)
+    wanted = await read(request, CompletionRequest)
     check_model(engine.config, wanted.model)
     state = await submit(request, wanted.to_generation_request())
     builder = CompletionResponseBuilder(wanted, state, engine.tokenizer, new_id("cmpl"), engine.config.model_name)
@@ -44,20 +43,22 @@ async def completions(request: Request) -> Response:
 async def chat_completions(request: Request) -> Response:
     """Write the next message of a conversation, in OpenAI's format. The model's chat template formats the prompt."""
     engine = engine_of(request)
-    wanted = decode(await read_body(request), ChatCompletionRequest)
+    wanted, conversation = await read_chat(request)
     check_model(engine.config, wanted.model)
     wanted.check()
     arrival_s = engine.check_accepting()  # deadlines count from here, so they include the time of the chat template
-    rendered = await unless_disconnected(request, _render(engine, caller_of(request).tenant, wanted))
+    rendered = await unless_disconnected(request, _render(engine, caller_of(request).tenant, wanted, conversation))
     state = await submit(request, wanted.to_generation_request(rendered), arrival_s)
     builder = ChatResponseBuilder(wanted, state, engine.tokenizer, new_id("chatcmpl"), engine.config.model_name)
     return await answer(request, state, builder, bool(wanted.stream))
 
 
-async def _render(engine: LLMEngine, tenant: str, wanted: ChatCompletionRequest) -> str:
+async def _render(
+    engine: LLMEngine, tenant: str, wanted: ChatCompletionRequest, conversation: list[dict[str, Any]] | None
+) -> str:
     return await engine.input_processor.render_chat(
         tenant,
-        [message.for_template(index) for index, message in enumerate(wanted.messages)],
+        wanted.conversation() if conversation is None else conversation,
         wanted.chat_template,
         wanted.chat_template_kwargs,
         wanted.add_generation_prompt is not False,

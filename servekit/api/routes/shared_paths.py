@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servekit.api.endpoint import Endpoint
-from servekit.api.request_body import read_body
+from servekit.api.request_body import read
 from servekit.api.routes import native, tgi, tokenize
-from servekit.api.schemas.json_body import is_tgi_body
 from servekit.api.schemas.native import BatchGenerateResponse, GenerateRequest, GenerateResponse, StreamEvent
 from servekit.api.schemas.tgi import TgiRequest, TgiResponse, TgiStreamEvent
 from servekit.api.schemas.tokens import TgiTokenizeRequest, TgiTokenSpan, TokenizeRequest, TokenizeResponse
@@ -22,10 +21,10 @@ async def generate(request: Request) -> Response:
 
     With `stream` it is sent as server-sent events. A body with `inputs` is answered in TGI's format.
     """
-    body = await read_body(request)
-    if is_tgi_body(body):
-        return await tgi.generate(request, body)
-    return await native.generate(request, body)
+    wanted = await read(request, GenerateRequest, TgiRequest)
+    if isinstance(wanted, TgiRequest):
+        return await tgi.generate(request, wanted)
+    return await native.generate(request, wanted)
 
 
 async def generate_stream(request: Request) -> Response:
@@ -33,10 +32,10 @@ async def generate_stream(request: Request) -> Response:
 
     The last event has the whole text. A body with `inputs` is answered in TGI's format.
     """
-    body = await read_body(request)
-    if is_tgi_body(body):
-        return await tgi.generate(request, body, stream=True)
-    return await native.generate_stream(request, body)
+    wanted = await read(request, GenerateRequest, TgiRequest)
+    if isinstance(wanted, TgiRequest):
+        return await tgi.generate(request, wanted, stream=True)
+    return await native.generate_stream(request, wanted)
 
 
 async def tokenize_text(request: Request) -> Response:
@@ -44,10 +43,10 @@ async def tokenize_text(request: Request) -> Response:
 
     A body with `inputs` is answered in TGI's format: tokens with the characters that each one covers.
     """
-    body = await read_body(request)
-    if is_tgi_body(body):
-        return await tokenize.tokenize_for_tgi(request, body)
-    return await tokenize.tokenize(request, body)
+    wanted = await read(request, TokenizeRequest, TgiTokenizeRequest)
+    if isinstance(wanted, TgiTokenizeRequest):
+        return await tokenize.tokenize_for_tgi(request, wanted)
+    return await tokenize.tokenize(request, wanted)
 
 
 ENDPOINTS: list[Endpoint] = [

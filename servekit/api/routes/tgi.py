@@ -10,12 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servekit.api.endpoint import Endpoint, engine_of
-from servekit.api.request_body import read_body
+from servekit.api.request_body import read
 from servekit.api.responses.generation import answer, submit
-from servekit.api.responses.http import use_tgi_errors
 from servekit.api.responses.tgi_format import TgiResponseBuilder
-from servekit.api.schemas.json_body import MAX_BODY_DECODED_TWICE, decode
-from servekit.api.schemas.tgi import TgiRequest, TgiResponse, TgiStreamEvent, other_task
+from servekit.api.schemas.tgi import TgiRequest, TgiResponse, TgiStreamEvent, unsupported_task
 from servekit.errors import InvalidRequest
 
 
@@ -26,13 +24,12 @@ async def root(request: Request) -> Response:
     """
     # huggingface_hub reads an object, too. Its classes for other tasks need a list: an object makes them fail, where a
     # list would become, say, a label without a name.
-    return await generate(request, await read_body(request), in_list=not _is_from_huggingface_hub(request))
+    return await generate(request, await read(request, TgiRequest), in_list=not _is_from_huggingface_hub(request))
 
 
-async def generate(request: Request, body: bytes, stream: bool = False, in_list: bool = False) -> Response:
+async def generate(request: Request, wanted: TgiRequest, stream: bool = False, in_list: bool = False) -> Response:
     """Answer a body in TGI's format. It is streamed if the route or the body says so."""
-    use_tgi_errors(request)
-    wanted = _decode(request, body)
+    _check_task(request, wanted)
     stream = stream or bool(wanted.stream)
     generation = wanted.to_generation_request(stream)
     if stream and generation.best_of > 1:
@@ -46,34 +43,19 @@ async def generate(request: Request, body: bytes, stream: bool = False, in_list:
     return await answer(request, state, builder, stream)
 
 
-def _decode(request: Request, body: bytes) -> TgiRequest:
-    """Decode the body. Raises InvalidRequest, with the task's name if the request is recognizably for another task."""
-    try:
-        wanted = decode(body, TgiRequest)
-    except InvalidRequest:
-        task = other_task(body) if len(body) <= MAX_BODY_DECODED_TWICE else None
-        if task is not None:
-            raise _unsupported(task) from None
-        raise
-    # Two more tasks can be recognized by the client that sends them. huggingface_hub's text_generation always sends
-    # `parameters`. Its text_classification, fill_mask, summarization and translation do, too, and without options they
-    # send the very same request as text_generation.
+def _check_task(request: Request, wanted: TgiRequest) -> None:
+    """Raise InvalidRequest, with the task's name, if the request is recognizably for another task."""
+    # By their fields, bodies for other tasks were refused already. Two more tasks can be recognized by the client that
+    # sends them. huggingface_hub's text_generation always sends `parameters`. Its text_classification, fill_mask,
+    # summarization and translation do, too, and without options they send the very same request as text_generation.
     if _is_from_huggingface_hub(request) and wanted.parameters is None and wanted.stream is None:
-        raise _unsupported("feature_extraction")
+        raise unsupported_task("feature_extraction")
     if request.headers.get("accept", "").startswith("image/"):
-        raise _unsupported("text_to_image")
-    return wanted
+        raise unsupported_task("text_to_image")
 
 
 def _is_from_huggingface_hub(request: Request) -> bool:
     return "hf_hub/" in request.headers.get("user-agent", "")
-
-
-def _unsupported(task: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"the request is for the task {task}; this server supports text_generation and chat_completion only",
-        code="not_supported",
-    )
 
 
 ENDPOINTS: list[Endpoint] = [

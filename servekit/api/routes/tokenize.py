@@ -6,10 +6,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servekit.api.endpoint import Endpoint, engine_of
-from servekit.api.request_body import read_body
-from servekit.api.responses.http import respond_at_length, use_tgi_errors
+from servekit.api.request_body import read
+from servekit.api.responses.http import respond_at_length
 from servekit.api.routes.openai import check_model
-from servekit.api.schemas.json_body import decode
 from servekit.api.schemas.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -21,10 +20,9 @@ from servekit.api.schemas.tokens import (
 from servekit.errors import InvalidRequest
 
 
-async def tokenize(request: Request, body: bytes) -> Response:
+async def tokenize(request: Request, wanted: TokenizeRequest) -> Response:
     """Return the token ids of a text, in vLLM's format."""
     engine = engine_of(request)
-    wanted = decode(body, TokenizeRequest)
     check_model(engine.config, wanted.model)
     engine.input_processor.check_text(wanted.prompt, "prompt")
     (token_ids,) = await engine.tokenizer.encode([wanted.prompt], wanted.add_special_tokens is not False)
@@ -37,11 +35,9 @@ async def tokenize(request: Request, body: bytes) -> Response:
     return await respond_at_length(response, len(token_ids))
 
 
-async def tokenize_for_tgi(request: Request, body: bytes) -> Response:
+async def tokenize_for_tgi(request: Request, wanted: TgiTokenizeRequest) -> Response:
     """Return the tokens of a text and the characters that each covers, in TGI's format."""
-    use_tgi_errors(request)
     engine = engine_of(request)
-    wanted = decode(body, TgiTokenizeRequest)
     text = wanted.inputs
     engine.input_processor.check_text(text, "inputs")
     spans = await engine.tokenizer.spans(text, wanted.add_special_tokens is not False)
@@ -53,7 +49,7 @@ async def tokenize_for_tgi(request: Request, body: bytes) -> Response:
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     engine = engine_of(request)
-    wanted = decode(await read_body(request), DetokenizeRequest)
+    wanted = await read(request, DetokenizeRequest)
     check_model(engine.config, wanted.model)
     assert engine.worker is not None
     vocab_size = engine.worker.model.vocab_size

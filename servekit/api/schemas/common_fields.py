@@ -18,7 +18,7 @@ from servekit.request import Sampling
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 MAX_ANSWERS = 128
-MAX_PROMPTS = 65536  # far more than a server admits; a longer list is refused before its items are read
+MAX_PROMPTS = 2**14  # far more than a server admits; what is made of more would hold the event loop for long
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 Word = Annotated[str, Meta(min_length=1, max_length=256)]

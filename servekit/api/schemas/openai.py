@@ -26,6 +26,8 @@ from servekit.errors import InvalidRequest
 from servekit.request import GenerationRequest, Grammar, GrammarKind, Prompt
 from servekit.scheduler.sequence import FinishReason
 
+MAX_MESSAGES = 2**14  # far more than a context holds
+
 # -- fields of both routes ---------------------------------------------------------------------------------------------
 
 
@@ -344,7 +346,7 @@ class ChatMessage(Struct, kw_only=True):
 class ChatCompletionRequest(OpenAIFields, kw_only=True):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[
         Count | None, described("maximum length of the answer; default: what the context holds")
     ] = None
@@ -380,6 +382,10 @@ class ChatCompletionRequest(OpenAIFields, kw_only=True):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs = true", param="top_logprobs")
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the messages as chat templates expect them. Raises InvalidRequest for images, audio and the like."""
+        return [message.for_template(index) for index, message in enumerate(self.messages)]
 
     def to_generation_request(self, rendered: str) -> GenerationRequest:
         """Return the request in the form that all APIs share, for a rendered conversation. Raises InvalidRequest."""

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from servekit.api.schemas.common_fields import CommonFields, Count, NumAnswers, NumLogprobs, described, num_computed
+from servekit.api.schemas.json_body import MAX_BODY_DECODED_TWICE, decode
 from servekit.api.schemas.native import GrammarField
 from servekit.errors import InvalidRequest
 from servekit.request import GenerationRequest, Prompt
@@ -117,6 +118,25 @@ def other_task(body: bytes) -> str | None:
         if field in fields:
             return task
     return "feature_extraction" if isinstance(inputs, list) else None
+
+
+def unsupported_task(task: str) -> InvalidRequest:
+    """Return the error for a request that is for another task."""
+    return InvalidRequest(
+        f"the request is for the task {task}; this server supports text_generation and chat_completion only",
+        code="not_supported",
+    )
+
+
+def decode_tgi(body: bytes) -> TgiRequest:
+    """Decode a body. Raises InvalidRequest, with the task's name if its fields are those of another task."""
+    try:
+        return decode(body, TgiRequest)
+    except InvalidRequest:
+        task = other_task(body) if len(body) <= MAX_BODY_DECODED_TWICE else None
+        if task is not None:
+            raise unsupported_task(task) from None
+        raise
 
 
 def finish_reason(reason: FinishReason, stop_reason: str | int | None) -> str:

@@ -1,0 +1,211 @@
+"""Decode request bodies: small ones at once, large ones in a process of their own, so that the event loop stays free.
+
+The process decodes one body after the other, and the tenants take turns. What waits is bounded by the memory that all
+bodies may hold together (servekit.api.request_body).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from servekit.aio.slices import SLICE_BYTES, integers_of, text_of
+from servekit.api.schemas.packed_body import (
+    KINDS,
+    Conversation,
+    DecodeBody,
+    Long,
+    PackedBody,
+    Refusal,
+    Text,
+    Texts,
+    TokenIdLists,
+    TokenIds,
+    decode_kind,
+)
+from servekit.errors import ContextTooLong, InvalidRequest, QueueFull, WorkerNotReady, shutting_down
+from servekit.protocol.framing import HEADER_BYTES, frame_length
+
+# Until a body is decoded: the limit of its turns, and of the process's start on a busy machine.
+DECODE_TIMEOUT_S = 60.0
+MAX_ATTEMPTS = 2  # the process may be killed from outside
+
+
+class _Turns:
+    """A lock that tenants get in turns, and the requests of one tenant in order."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the tenant whose turn is next comes first
+        self._is_taken = False
+
+    async def take(self, tenant: str) -> None:
+        if not self._is_taken:
+            self._is_taken = True
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.give()  # it was this request's turn already
+            raise
+
+    def give(self) -> None:
+        """Let the next one go on."""
+        while self._waiting:
+            tenant = next(iter(self._waiting))
+            turns = self._waiting.pop(tenant)
+            while turns and turns[0].cancelled():
+                turns.popleft()
+            if turns:
+                turns.popleft().set_result(None)
+                if turns:
+                    self._waiting[tenant] = turns  # behind the other tenants
+                return
+        self._is_taken = False
+
+
+class BodyDecoder:
+    """The process that decodes large bodies. It starts with the first one."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self._arguments = ["--memory-bytes", str(memory_bytes), "--parent-pid", str(os.getpid())]
+        self._process: Process | None = None
+        self._turns = _Turns()
+        self._is_stopped = False
+
+    async def decode(
+        self, body: bytes, kinds: Sequence[type[Struct]], max_prompt_tokens: int, tenant: str
+    ) -> PackedBody | Refusal:
+        """Decode and check a body in the process.
+
+        Raises QueueFull if that takes too long, and WorkerNotReady if the process fails or the server shuts down.
+        """
+        job = DecodeBody([kind.__name__ for kind in kinds], max_prompt_tokens, memoryview(b""))
+        try:
+            async with asyncio.timeout(DECODE_TIMEOUT_S):
+                await self._turns.take(tenant)
+                try:
+                    payload = await self._run(job, body)
+                finally:
+                    self._turns.give()
+        except TimeoutError:
+            raise QueueFull(
+                f"a request body of {len(body)} bytes was not decoded within {DECODE_TIMEOUT_S:g} s, because others "
+                "were decoded before it; try again later",
+                retry_after_s=5,
+            ) from None
+        result: PackedBody | Refusal = _decode_result(payload)
+        return result
+
+    async def stop(self) -> None:
+        """Fail all bodies and end the process."""
+        self._is_stopped = True
+        await self._end()
+
+    async def _run(self, job: DecodeBody, body: bytes) -> bytes:
+        for _ in range(MAX_ATTEMPTS):
+            if self._is_stopped:
+                raise shutting_down()
+            is_answered = False
+            try:
+                process = await self._started()
+                payload = await _exchange(process, job, body)
+                is_answered = True
+                return payload
+            except (asyncio.IncompleteReadError, ConnectionError):
+                continue
+            finally:
+                if not is_answered:  # also when the caller was cancelled: the next body must not get this one's result
+                    await self._end()
+        raise WorkerNotReady("the process that decodes request bodies ended; please send the request again")
+
+    async def _started(self) -> Process:
+        if self._process is None or self._process.returncode is not None:
+            command = [sys.executable, "-P", "-m", "servekit.api.body_process", *self._arguments]
+            self._process = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+            )
+        return self._process
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.communicate()  # read its pipes to the end and reap it; after SIGKILL this is immediate
+
+
+async def _exchange(process: Process, job: DecodeBody, body: bytes) -> bytes:
+    """Send a job with its body, in slices, and return what comes back."""
+    assert process.stdin is not None and process.stdout is not None
+    head = msgspec.msgpack.encode(job)
+    assert head.endswith(b"\xc4\x00"), "the body, which is empty, comes last"
+    head = head[:-2] + b"\xc6" + len(body).to_bytes(4, "big")  # msgpack's byte string of any length
+    process.stdin.write((len(head) + len(body)).to_bytes(HEADER_BYTES, "big", signed=True) + head)
+    for start in range(0, len(body), 4 * SLICE_BYTES):
+        process.stdin.write(body[start : start + 4 * SLICE_BYTES])
+        await process.stdin.drain()
+    length = frame_length(await process.stdout.readexactly(HEADER_BYTES))
+    return await process.stdout.readexactly(length)
+
+
+_decode_result = msgspec.msgpack.Decoder(PackedBody | Refusal).decode
+
+
+def error_of(refusal: Refusal) -> InvalidRequest | ContextTooLong:
+    """Return the error that decoding the body raised."""
+    error = ContextTooLong if refusal.is_context_too_long else InvalidRequest
+    return error(refusal.message, param=refusal.param, code=refusal.code)
+
+
+async def unpack(packed: PackedBody) -> tuple[Any, list[dict[str, Any]] | None]:
+    """Return the body, and of a chat its messages as templates expect them, which the body then lacks."""
+    wanted, conversation = decode_kind(bytes(packed.short), KINDS[packed.kind]), None
+    for name, value in packed.long.items():
+        if isinstance(value, Conversation):
+            conversation = await _conversation(value)
+        else:
+            setattr(wanted, name, await _value_of(value))
+    return wanted, conversation
+
+
+async def _value_of(value: Long) -> Any:
+    match value:
+        case Text():
+            return await text_of(value.utf8)
+        case Texts():
+            return [await text_of(part) for part in _parts(value.utf8, await integers_of(value.lengths))]
+        case TokenIds():
+            return await integers_of(value.int32)
+        case TokenIdLists():
+            lengths = [4 * length for length in await integers_of(value.lengths)]
+            return [await integers_of(part) for part in _parts(value.int32, lengths)]
+    raise AssertionError(value)
+
+
+def _parts(data: memoryview, lengths: list[int]) -> Any:
+    start = 0
+    for length in lengths:
+        yield data[start : start + length]
+        start += length
+
+
+async def _conversation(value: Conversation) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for piece in value.pieces:
+        messages += msgspec.msgpack.decode(piece)
+        await asyncio.sleep(0)
+    for index, utf8 in value.long_contents.items():
+        messages[index]["content"] = await text_of(utf8)
+    return messages

@@ -1,0 +1,218 @@
+"""Pack a large body, once it is decoded and checked, so that the event loop can take it over in short slices.
+
+Decoding JSON is one call that holds the interpreter's lock: a body of 8 MB takes up to a second. So bodies over
+MAX_INLINE_BYTES are decoded in a process of their own (servekit.api.body_process). It sends back what `pack` returns:
+the long values as bytes, and the rest as JSON that is short.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from servekit.api.schemas.json_body import MAX_BODY_DECODED_TWICE, decode, is_tgi_body
+from servekit.api.schemas.native import GenerateRequest
+from servekit.api.schemas.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
+from servekit.api.schemas.tgi import TgiRequest, decode_tgi
+from servekit.api.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
+from servekit.errors import InvalidRequest, RequestError, prompt_too_long
+
+# A body of this size takes at most 3 ms to decode, to check and to free, whatever it contains.
+MAX_INLINE_BYTES = 2**16
+assert MAX_INLINE_BYTES == MAX_BODY_DECODED_TWICE
+MAX_SHORT_BYTES = 2**17  # of all fields beside the long ones, which the event loop decodes in one piece
+MAX_MESSAGE_BYTES = 2**16  # of a message beside its content
+LONG_CONTENT = 2**14  # characters of a message's content, from which on it is sent apart
+
+# The fields of each kind of body that may be long, and what stands for them in the short rest.
+_LONG_FIELDS: dict[type[Struct], dict[str, Any]] = {
+    CompletionRequest: {"prompt": ""},
+    ChatCompletionRequest: {"messages": [ChatMessage(role="user")]},
+    GenerateRequest: {"prompt": "", "prompts": [""]},
+    TgiRequest: {"inputs": ""},
+    TokenizeRequest: {"prompt": ""},
+    TgiTokenizeRequest: {"inputs": ""},
+    DetokenizeRequest: {"tokens": []},
+}
+TGI_KINDS = (TgiRequest, TgiTokenizeRequest)
+KINDS = {kind.__name__: kind for kind in _LONG_FIELDS}
+
+
+class Text(Struct, tag=True):
+    """One text."""
+
+    utf8: memoryview
+
+
+class Texts(Struct, tag=True):
+    """A list of texts."""
+
+    utf8: memoryview
+    lengths: memoryview  # in bytes, as integers of 32 bits
+
+
+class TokenIds(Struct, tag=True):
+    """One list of token ids."""
+
+    int32: memoryview
+
+
+class TokenIdLists(Struct, tag=True):
+    """A list of lists of token ids."""
+
+    int32: memoryview
+    lengths: memoryview  # in token ids, as integers of 32 bits
+
+
+class Conversation(Struct, tag=True):
+    """Messages as chat templates expect them."""
+
+    pieces: list[memoryview]  # lists of messages, as msgpack
+    long_contents: dict[int, memoryview]  # by message, as UTF-8
+
+
+Long = Text | Texts | TokenIds | TokenIdLists | Conversation
+
+
+class PackedBody(Struct, tag=True):
+    """A valid body of one of the KINDS."""
+
+    kind: str
+    short: memoryview  # JSON of that kind
+    long: dict[str, Long]
+
+
+class Refusal(Struct, tag=True):
+    """Why a body is refused: the parts of a RequestError."""
+
+    kind: str
+    is_context_too_long: bool
+    message: str
+    param: str | None
+    code: str
+
+
+class DecodeBody(Struct):
+    """Decode a body as the first of the kinds, or as the second one, which is TGI's, if it has `inputs`."""
+
+    kinds: list[str]
+    max_prompt_tokens: int  # a longer list of token ids is refused, unless the request truncates it
+    body: memoryview
+
+
+def choose_kind(body: bytes, kinds: Sequence[type[Struct]]) -> type[Struct]:
+    """Return the kind of a body on a route that takes these kinds."""
+    return kinds[1] if len(kinds) > 1 and is_tgi_body(body) else kinds[0]
+
+
+def decode_kind(body: bytes, kind: type[Struct]) -> Any:
+    """Decode and check a body. Raises InvalidRequest."""
+    return decode_tgi(body) if kind is TgiRequest else decode(body, kind)
+
+
+def pack(job: DecodeBody) -> PackedBody | Refusal:
+    """Decode and check a body, and pack it."""
+    body, kind = bytes(job.body), KINDS[job.kinds[0]]
+    try:
+        kind = choose_kind(body, [KINDS[name] for name in job.kinds])
+        return _pack(decode_kind(body, kind), job.max_prompt_tokens)
+    except RequestError as error:
+        is_too_long = not isinstance(error, InvalidRequest)
+        return Refusal(kind.__name__, is_too_long, error.message, error.param, error.answer_code)
+    except MemoryError:
+        message = f"the request body of {len(body)} bytes takes more memory than one may take; send a smaller one"
+        return Refusal(kind.__name__, False, message, None, InvalidRequest.code)
+
+
+def _pack(wanted: Any, max_prompt_tokens: int) -> PackedBody:
+    kind, truncate = type(wanted), None
+    if isinstance(wanted, ChatCompletionRequest):
+        wanted.check()
+    elif isinstance(wanted, CompletionRequest | GenerateRequest | TgiRequest):
+        truncate = wanted.to_generation_request().truncate  # this checks what no type can express
+    long: dict[str, Long] = {}
+    for name, placeholder in _LONG_FIELDS[kind].items():
+        value = getattr(wanted, name)
+        if value is not None:
+            if isinstance(wanted, CompletionRequest):
+                value = _truncated(value, name, truncate, max_prompt_tokens)
+            long[name] = _conversation(wanted) if name == "messages" else _long(value)
+            setattr(wanted, name, placeholder)
+    short = msgspec.json.encode(wanted)
+    if len(short) > MAX_SHORT_BYTES:
+        names = " and ".join(long)
+        raise InvalidRequest(
+            f"the fields of the request body beside {names} take {len(short)} bytes; the limit is {MAX_SHORT_BYTES}: "
+            "send fewer or shorter ones"
+        )
+    return PackedBody(kind.__name__, memoryview(short), long)
+
+
+def _truncated(prompt: Any, name: str, truncate: int | None, max_tokens: int) -> Any:
+    """Return a prompt without the token ids that the request truncates. Raises ContextTooLong."""
+    if isinstance(prompt, str) or isinstance(prompt[0], str):
+        return prompt
+    is_flat = isinstance(prompt[0], int)
+    prompts = [prompt] if is_flat else prompt
+    if truncate is not None:
+        prompts = [token_ids[-truncate:] for token_ids in prompts]
+    for index, token_ids in enumerate(prompts):
+        if len(token_ids) > max_tokens:
+            raise prompt_too_long(max_tokens, len(token_ids), name if is_flat else f"{name}[{index}]")
+    return prompts[0] if is_flat else prompts
+
+
+def _long(value: Any) -> Long:
+    if isinstance(value, str):
+        return Text(memoryview(_utf8(value)))
+    if not value or isinstance(value[0], int):
+        return TokenIds(_int32(value))
+    if isinstance(value[0], str):
+        encoded = [_utf8(text) for text in value]
+        return Texts(memoryview(b"".join(encoded)), _int32([len(text) for text in encoded]))
+    token_ids = array("i")
+    for each in value:
+        token_ids.extend(each)
+    return TokenIdLists(memoryview(token_ids.tobytes()), _int32([len(each) for each in value]))
+
+
+def _int32(values: list[int]) -> memoryview:
+    return memoryview(array("i", values).tobytes())
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "replace")
+
+
+def _conversation(wanted: ChatCompletionRequest) -> Conversation:
+    packed, long_contents = [], {}
+    for index, each in enumerate(wanted.messages):
+        message = each.for_template(index)
+        if len(message["content"]) >= LONG_CONTENT:
+            long_contents[index] = memoryview(_utf8(message["content"]))
+            message["content"] = ""
+        packed.append(msgspec.msgpack.encode(message))
+        num_bytes = len(packed[-1]) - len(message["content"])
+        if num_bytes > MAX_MESSAGE_BYTES:
+            param = f"messages[{index}]"
+            raise InvalidRequest(
+                f"{param} takes {num_bytes} bytes beside its content; the limit is {MAX_MESSAGE_BYTES}: send fewer or "
+                "shorter tool_calls",
+                param=param,
+            )
+    return Conversation(list(_pieces(packed)), long_contents)
+
+
+def _pieces(packed: list[bytes]) -> Any:
+    """Join messages to lists that take less than a millisecond to decode."""
+    start = size = 0
+    for end, message in enumerate(packed, 1):
+        size += len(message)
+        if size >= MAX_MESSAGE_BYTES // 2 or end == len(packed):
+            count = (end - start).to_bytes(4, "big")
+            yield memoryview(b"\xdd" + count + b"".join(packed[start:end]))  # msgpack's array of 2**16 items and more
+            start, size = end, 0
