@@ -26,6 +26,7 @@ from servekit.config import (
 )
 from servekit.errors import ConfigError, ServekitError
 from servekit.protocol.logging import logs_json, write_line
+from servekit.server.cache_directory import check_temporary_directory, use_cache_directory
 from servekit.simulation.model import is_simulated
 
 
@@ -233,6 +234,10 @@ def _api_key(arguments: dict[str, str | None]) -> str | None:
 
 def _serve(arguments: dict[str, str]) -> int:
     config = _configure(arguments)
+    if config.cache_dir is not None:
+        use_cache_directory(config.cache_dir, os.environ)
+    if not is_simulated(config.model):
+        check_temporary_directory()
     # Imported here, so that `--help` and errors in flags do not wait for the import.
     from servekit.server.server import serve
 

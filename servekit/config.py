@@ -226,6 +226,13 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         int,
         Meta(ge=2**24, le=2**40, description="maximum memory to render a chat template or compile a grammar, in bytes"),
     ] = 2**29
+    cache_dir: Annotated[
+        str | None,
+        Meta(
+            description="directory for everything that the server writes without being asked: downloaded models, "
+            "compiled kernels, temporary files; by default the user's cache directory and the system's temporary one"
+        ),
+    ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="lowest level of log messages to write")
     ] = "info"
@@ -424,7 +431,7 @@ _OFFLOADING = "there is no CPU offloading or swap space; preempted sequences are
 _TRUST = "code in a model's repository is never run; the architecture must be part of transformers"
 _TOKENIZER = "the tokenizer is always the model's own tokenizer.json; put another one into the model's directory"
 _DOWNLOADS = (
-    "there is no setting for it; the variable HF_HOME sets the folder for downloads, and MODEL can be a directory "
+    "--cache-dir or the variable HF_HOME sets the folder for downloads, and MODEL can be a directory "
     "with any revision (hf download REPOSITORY --revision REVISION --local-dir DIRECTORY)"
 )
 _TLS = "there is no TLS; put a reverse proxy in front (docs/security.md)"

@@ -31,7 +31,7 @@ RULES = {
 }
 DEFAULTS = ServeConfig()
 SNAPSHOT = SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 1))
-FOREIGN_FLAGS = {"--gpus", "--stop-timeout", "--previous"}  # docker's and kubectl's
+FOREIGN_FLAGS = {"--read-only", "--tmpfs", "--gpus", "--stop-timeout", "--previous"}  # docker's and kubectl's
 NO_ERRORS = {"other"}  # the label of a metric for codes beyond its limit
 
 
@@ -194,10 +194,18 @@ def test_the_image_can_compile_kernels_and_launchers() -> None:
 
 def test_the_service_keeps_compiled_kernels_in_its_cache_directory() -> None:
     assert "DynamicUser=yes" in UNIT and "CacheDirectory=servekit" in UNIT
-    (variables,) = re.findall(r"^Environment=(HF_HOME.*)$", UNIT, re.MULTILINE)
-    folders = dict(each.split("=") for each in variables.split())
-    assert folders["TRITON_CACHE_DIR"].startswith("%C/servekit/")
-    assert folders["HF_HOME"] == folders["XDG_CACHE_HOME"] + "/servekit" == "%C/servekit"
+    assert re.findall(r"^Environment=SERVEKIT_CACHE_DIR=(.*)$", UNIT, re.MULTILINE) == ["%C/servekit"]
+
+
+def test_in_kubernetes_the_cache_directory_is_all_that_can_be_written() -> None:
+    pod = DEPLOYMENT["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    (directory,) = [each["value"] for each in container["env"] if each["name"] == "SERVEKIT_CACHE_DIR"]
+    (writable,) = [mount for mount in container["volumeMounts"] if not mount.get("readOnly")]
+    assert writable["mountPath"] == directory
+    (volume,) = [each for each in pod["volumes"] if each["name"] == writable["name"]]
+    assert "emptyDir" in volume
 
 
 def test_flags_and_variables_in_examples_and_documentation_exist() -> None:

@@ -49,12 +49,18 @@ class ServerProcess:
     """`servekit serve ARGUMENTS` on a free port, and a client for it."""
 
     def __init__(
-        self, *arguments: str, log: Path, environment: dict[str, str] | None = None, port: int | None = None
+        self,
+        *arguments: str,
+        log: Path,
+        environment: dict[str, str] | None = None,
+        port: int | None = None,
+        prefix: list[str] | None = None,
     ) -> None:
+        """`prefix` is a command that executes the server's."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        command = [sys.executable, "-m", "servekit", "serve", *arguments, "--port", str(self.port)]
+        command = [*(prefix or []), sys.executable, "-m", "servekit", "serve", *arguments, "--port", str(self.port)]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
