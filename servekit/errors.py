@@ -21,6 +21,7 @@
     │  ├─ WorkerLost            503  the worker process ended, and no other replaced it in time
     │  ├─ WorkerTimeout         503  the worker process did not answer in time
     │  └─ RequestCrashesWorker  500  workers ended repeatedly while they computed this request
+    ├─ SandboxUnavailable    503  the process that renders chats and compiles grammars was stopped or killed, twice
     ├─ ConfigError           a setting is wrong, or does not fit the model; the process exits with code 2
     ├─ RequestFailed         in servekit.terminal: the server refused a request of a terminal client, or did not answer
     ├─ StandardStreamFailed  in servekit.terminal: standard input or output cannot be used
@@ -192,6 +193,13 @@ def prompt_too_long(limit: int, min_tokens: int, param: str) -> ContextTooLong:
 def shutting_down() -> WorkerNotReady:
     """Return the error for every request that the server can no longer serve because it is shutting down."""
     return WorkerNotReady("the server is shutting down; please send the request again", retry_after_s=5)
+
+
+class SandboxUnavailable(ServekitError):
+    """The process that renders chats and compiles grammars failed, and so did another try; the client can repeat."""
+
+    status = 503
+    code = "sandbox_unavailable"
 
 
 class ConfigError(ServekitError):

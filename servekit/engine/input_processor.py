@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +24,6 @@ from servekit.sandbox.client import Sandbox
 from servekit.sandbox.jobs import CompileGrammar, RenderChat
 from servekit.scheduler.scheduler_config import SchedulerConfig
 
-MAX_CACHED_GRAMMARS = 256
 MAX_BAD_WORD_TOKENS = 1024
 MAX_LOGPROBS = 2**23  # values in the answers to one request; each takes some hundred bytes
 # Variables that the server sets, from fields of their own or not at all. A request's chat_template_kwargs may not.
@@ -71,29 +69,23 @@ class InputProcessor:
         file = str(path / "tokenizer.json")
         timeout_s, memory_bytes = config.sandbox_timeout, config.sandbox_memory_bytes
         eos = map(str, model.eos_token_ids)
-        # One process for each kind of job, so that a slow grammar does not delay chats.
-        self._chat_renderer = Sandbox([], timeout_s, memory_bytes)
         arguments = ["--tokenizer", file, "--vocab-size", str(model.vocab_size), "--eos-token-ids", *eos]
-        self._grammar_compiler = Sandbox(arguments, timeout_s, memory_bytes)
-        self._compiled_grammars: OrderedDict[tuple[str, str], str] = OrderedDict()  # least recently used first
+        self._sandbox = Sandbox(arguments, timeout_s, memory_bytes)
         self._starting: asyncio.Future[Any]
 
     def start(self) -> None:
         """Start the sandbox processes in the background. This takes a second, and most requests do not need them."""
-        self._starting = asyncio.gather(
-            self._chat_renderer.start(), self._grammar_compiler.start(), return_exceptions=True
-        )
+        self._starting = asyncio.gather(self._sandbox.start(), return_exceptions=True)
 
     def cancel_all(self) -> None:
         """Fail the requests that wait for a sandbox process: the server is shutting down."""
-        self._chat_renderer.cancel_all()
-        self._grammar_compiler.cancel_all()
+        self._sandbox.cancel_all()
 
     async def stop(self) -> None:
         """Stop the sandbox processes."""
         self._starting.cancel()
         await asyncio.gather(self._starting, return_exceptions=True)
-        await asyncio.gather(self._chat_renderer.stop(), self._grammar_compiler.stop())
+        await self._sandbox.stop()
 
     # -- chats --------------------------------------------------------------------------------------------------------
 
@@ -126,13 +118,13 @@ class InputProcessor:
                 param="messages",
                 code="chat_template_missing",
             )
-        text = await self._chat_renderer.run(
+        text = await self._sandbox.run(
             RenderChat(
                 source,
-                messages,
                 add_generation_prompt and not continue_final_message,
                 continue_final_message,
                 {**(variables or {}), **self._template.special_tokens},
+                messages,
             ),
             "messages" if template is None else "chat_template",
             tenant,
@@ -218,7 +210,7 @@ class InputProcessor:
         return tuple(dict.fromkeys(tuple(token_ids) for token_ids in encoded if token_ids))
 
     async def _compile(self, grammar: Grammar, tenant: str) -> str:
-        """Compile a grammar to the form that the worker accepts. The last MAX_CACHED_GRAMMARS results are cached."""
+        """Compile a grammar to the form that the worker accepts."""
         if not self._model.eos_token_ids:
             raise InvalidRequest(
                 f"{grammar.param}: this model has no end-of-sequence token, which grammars need", param=grammar.param
@@ -228,17 +220,9 @@ class InputProcessor:
                 f"{grammar.param} has {len(grammar.text)} characters; the limit is {MAX_GRAMMAR_CHARACTERS}",
                 param=grammar.param,
             )
-        key = (str(grammar.kind), grammar.text)
-        cache = self._compiled_grammars
-        if key not in cache:
-            job = CompileGrammar(grammar.kind, grammar.text)
-            compiled = await self._grammar_compiler.run(job, grammar.param, tenant)
-            assert isinstance(compiled, str)
-            cache[key] = compiled
-        cache.move_to_end(key)
-        while len(cache) > MAX_CACHED_GRAMMARS:
-            cache.popitem(last=False)
-        return cache[key]
+        compiled = await self._sandbox.run(CompileGrammar(grammar.kind, grammar.text), grammar.param, tenant)
+        assert isinstance(compiled, str)
+        return compiled
 
     def _prepare(
         self,

@@ -1,215 +1,353 @@
-"""Run jobs whose input clients wrote in a process that is killed when a job takes too long, and started again.
+"""Run jobs whose input clients wrote, in processes that are killed when a job takes too long.
 
-Chat templates are programs and grammars can be enormous, so neither is processed in the server's own process. The jobs
-of one sandbox run one after the other. Jobs wait in a bounded queue while the process is busy.
+Chat templates are programs and grammars can be enormous, so neither is processed in the server's own process.
+`JobScheduler` decides which job runs when. Each running job has a process of its own, which is used again if the job
+was quick. A job is refused for what it did itself: it used up its processor time or its memory. If its process was
+stopped or killed from outside, that is the server's failure, and the job runs once more.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import hashlib
 import logging
-import os
 import signal
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+import time
 
-import msgspec
-
-from servekit.errors import InternalError, InvalidRequest, QueueFull, shutting_down
-from servekit.protocol.framing import HEADER_BYTES, add_header, frame_length
-from servekit.sandbox.jobs import Done, Job, Outcome, Refused
+from servekit.errors import InvalidRequest, QueueFull, SandboxUnavailable, ServekitError, shutting_down
+from servekit.sandbox.forked_process import (
+    MAX_OUTCOME_BYTES,
+    ForkedProcess,
+    ForkServer,
+    OutcomeTooLarge,
+    ProcessLost,
+)
+from servekit.sandbox.job_scheduler import JobScheduler, JobTicket, Lane
+from servekit.sandbox.jobs import CompileGrammar, Done, DoneBytes, Job, Outcome, Refused, encode_job
+from servekit.sandbox.outcome_cache import OutcomeCache
 
 log = logging.getLogger("servekit")
 
-START_TIMEOUT_S = 60.0  # for imports and for reading a large tokenizer, on a busy machine
-MAX_WAITING = 256
+NUM_QUICK, NUM_SLOW = 2, 2  # processes
+QUANTUM_S = 0.05  # as long as a grammar may take to compile; almost all jobs take less
+MAX_WAITING = 512
 MAX_WAIT_S = 10.0
-MAX_OUTCOME_BYTES = 64 * 2**20
+MAX_JOB_BYTES = 2**24  # more than the largest body that the server reads by default makes
+MAX_BYTES = 2**26  # of all jobs that wait or run
+MAX_CACHE_BYTES = 2**25
+MAX_CACHED_JOB_BYTES = 2**18  # a digest of a larger job would hold the event loop; such jobs always run
+REMEMBERED_S = 300.0  # a refusal; on a busy machine a job can take more processor time than it takes later
+MAX_ATTEMPTS = 2
+# A job that is given no more than a fifth of a core is given up; so a request is answered in bounded time.
+MAX_SLOWDOWN = 5.0
+MAX_REUSED_BYTES = 2**20  # a process that handled more is not used again, because its memory is limited
 
 
-class _KilledFromOutside(Exception):
-    """The process was killed while it worked, but not by this class: by the kernel for memory, or by a person."""
+class _Job:
+    """One job, and those who wait for its outcome."""
 
-
-class _OutcomeTooLarge(Exception):
-    """The outcome of a job is larger than MAX_OUTCOME_BYTES."""
+    def __init__(self, pieces: list[bytes], ticket: JobTicket, loop: asyncio.AbstractEventLoop) -> None:
+        self.pieces = pieces
+        self.ticket = ticket
+        self.num_waiters = 0
+        self.outcome: asyncio.Future[Outcome] = loop.create_future()
+        # Retrieve the exception, or asyncio logs it when nobody waits any more.
+        self.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self.waiting: asyncio.TimerHandle | None = None  # ends the wait for a place
 
 
 class Sandbox:
-    """One process and its jobs. `arguments` are those of `python -m servekit.sandbox.process`."""
+    """Runs jobs of many tenants. `arguments` are those of `python -m servekit.sandbox.fork_server`."""
 
     def __init__(self, arguments: list[str], timeout_s: float, memory_bytes: int) -> None:
-        self._arguments = [*arguments, "--memory-bytes", str(memory_bytes), "--parent-pid", str(os.getpid())]
         self._timeout_s = timeout_s
-        self._process: Process | None = None
-        self._spawning: asyncio.Task[None] | None = None
-        self._lock = asyncio.Lock()  # held by the job that uses the process
-        self._num_waiting = 0
-        self._unusable: str | None = None  # why the process can run none of its jobs; None if it can
+        self._fork_server = ForkServer(arguments, memory_bytes)
+        self._scheduler = JobScheduler(NUM_QUICK, NUM_SLOW, MAX_WAITING, MAX_BYTES)
+        self._cache = OutcomeCache(MAX_CACHE_BYTES)
+        self._jobs: dict[JobTicket, _Job] = {}  # that wait or run
+        self._shared: dict[tuple[str, bytes], _Job] = {}  # of these, the ones that an equal job of the tenant may join
+        self._tasks: set[asyncio.Task[None]] = set()  # one for each running job
+        self._idle: list[ForkedProcess] = []
         self._is_stopped = False
 
     async def start(self) -> None:
-        """Start the process before its first job."""
-        async with self._lock:
-            await self._ensure_started()
+        """Start the process that forks the others, before the first job needs it. Raises ProcessLost."""
+        await self._fork_server.start()
 
     async def run(self, job: Job, param: str, tenant: str) -> str | bytes:
         """Return the result of a job of a tenant.
 
         Raises InvalidRequest about `param` if the job's input is invalid, or if the job exceeds its time or memory;
-        QueueFull if too many jobs wait.
+        QueueFull if too many jobs wait, or too many of this tenant; SandboxUnavailable if its process failed twice.
         """
-        try:
-            payload = msgspec.msgpack.encode(job)
-        except (OverflowError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"{param}: {error}", param=param) from None
-        await self._acquire()
-        try:
-            try:
-                outcome = await self._execute(payload, param)
-            except _KilledFromOutside:  # not because of this job, so try once more
-                outcome = await self._execute(payload, param)
-        except _KilledFromOutside:
-            raise InternalError("the sandbox process was killed twice while it ran a job") from None
-        finally:
-            self._lock.release()
-        if isinstance(outcome, Refused):
-            raise InvalidRequest(f"{param}: {outcome.message}", param=param)
-        return outcome.text if isinstance(outcome, Done) else outcome.payload
+        outcome = await self._outcome(job, param, tenant)
+        match outcome:
+            case Done():
+                return outcome.text
+            case DoneBytes():
+                return outcome.payload
+            case Refused():
+                raise InvalidRequest(f"{param}: {outcome.message}", param=param, code=outcome.code)
 
     def cancel_all(self) -> None:
         """Fail waiting and future jobs: the server is shutting down."""
         self._is_stopped = True
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        for job in self._jobs.values():
+            _fail(job, shutting_down())
+        self._fork_server.kill()
 
     async def stop(self) -> None:
-        """Fail all jobs and end the process."""
+        """Fail all jobs and end all processes."""
         self.cancel_all()
-        async with self._lock:
-            if self._spawning is not None:
-                await asyncio.gather(self._spawning, return_exceptions=True)
-            await self._kill()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for process in self._idle:
+            process.channel.close()
+        self._idle.clear()
+        await self._fork_server.stop()
 
-    async def _acquire(self) -> None:
-        """Wait until the process is free for the next job. Raises QueueFull."""
-        if self._num_waiting >= MAX_WAITING:
-            raise QueueFull(
-                f"{MAX_WAITING} chat templates or grammars are queued already. Please try again later.", retry_after_s=1
-            )
-        self._num_waiting += 1
+    # -- before a job has a place -------------------------------------------------------------------------------------
+
+    async def _outcome(self, job: Job, param: str, tenant: str) -> Outcome:
+        self._check_room(tenant, 0)
+        pieces = await _encode(job, param)
+        num_bytes = sum(map(len, pieces))
+        digest = _digest(pieces) if num_bytes <= MAX_CACHED_JOB_BYTES else None
+        if digest is not None and (known := self._cache.get(digest, time.monotonic())) is not None:
+            return known
+        running = None if digest is None else self._shared.get((tenant, digest))
+        if running is None or running.outcome.done():
+            running = self._add(pieces, num_bytes, tenant)
+            if digest is not None:
+                self._share(running, job, tenant, digest)
+        running.num_waiters += 1
         try:
-            async with asyncio.timeout(MAX_WAIT_S):
-                await self._lock.acquire()
-        except TimeoutError:
-            raise QueueFull(
-                f"other chat templates or grammars took longer than {MAX_WAIT_S:g} s. Please try again later.",
-                retry_after_s=5,
-            ) from None
+            return await asyncio.shield(running.outcome)
         finally:
-            self._num_waiting -= 1
+            running.num_waiters -= 1
+            if running.num_waiters == 0 and not running.outcome.done():
+                running.outcome.cancel()  # its task ends its process
+                self._stop_waiting(running)
 
-    async def _execute(self, payload: bytes, param: str) -> Outcome:
-        await self._ensure_started()
-        if self._unusable is not None:
-            raise InvalidRequest(f"{param}: {self._unusable}", param=param, code="not_supported")
-        is_answered = False
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._write(payload)
-                outcome = await self._read()
-            is_answered = True
-        except TimeoutError:
-            raise InvalidRequest(
-                f"{param}: not done within {self._timeout_s:g} s (sandbox_timeout); make it simpler", param=param
-            ) from None
-        except _OutcomeTooLarge:
-            raise InvalidRequest(
-                f"{param}: the result is larger than {MAX_OUTCOME_BYTES} bytes; make it shorter", param=param
-            ) from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self._check_running()
-            if await self._kill() == -signal.SIGKILL:
-                raise _KilledFromOutside from None
-            raise InvalidRequest(
-                f"{param}: it is nested too deeply, or takes more memory than a request may have "
-                "(sandbox_memory_bytes); make it simpler",
-                param=param,
-            ) from None
-        finally:
-            if not is_answered:  # also when the caller was cancelled: the next job must not read this job's outcome
-                await self._kill()
-        return outcome
+    def _add(self, pieces: list[bytes], num_bytes: int, tenant: str) -> _Job:
+        self._check_room(tenant, num_bytes)
+        job = _Job(pieces, JobTicket(tenant, num_bytes), asyncio.get_running_loop())
+        self._jobs[job.ticket] = job
+        self._scheduler.add(job.ticket)
+        self._limit_wait(job)
+        self._start_jobs()
+        return job
 
-    async def _ensure_started(self) -> None:
-        """Start the process if it is not running.
-
-        Starting is a task of its own: if the job that waits for it is cancelled, the next job uses the process.
-        """
-        has_exited = self._process is None or self._process.returncode is not None
-        if self._spawning is None or (self._spawning.done() and has_exited):
-            self._spawning = asyncio.create_task(self._spawn())
-            # Retrieve the exception, or asyncio logs it when no job waits for the task.
-            self._spawning.add_done_callback(lambda task: task.cancelled() or task.exception())
-        await asyncio.shield(self._spawning)
-
-    async def _spawn(self) -> None:
-        """Start the process and wait until it is ready, so that the time limit of a job does not include imports."""
-        if self._unusable is not None:
-            return
-        self._check_running()
-        command = [sys.executable, "-P", "-m", "servekit.sandbox.process", *self._arguments]
-        self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
-        )
-        is_ready = False
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                outcome = await self._read()
-            is_ready = isinstance(outcome, Done)
-            if isinstance(outcome, Refused):
-                self._unusable = outcome.message
-                log.warning("requests that need this sandbox process will be refused: %s", outcome.message)
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError, _OutcomeTooLarge) as error:
-            self._check_running()
-            raise InternalError(f"the sandbox process did not start: {type(error).__name__}") from None
-        finally:
-            if not is_ready:
-                await self._kill()
-
-    def _check_running(self) -> None:
+    def _check_room(self, tenant: str, num_bytes: int) -> None:
         if self._is_stopped:
             raise shutting_down()
+        if not self._scheduler.has_room(tenant, num_bytes):
+            raise QueueFull(
+                "too many of your chat templates or grammars wait already: they may take no more than what is free of "
+                f"{MAX_WAITING} places and {MAX_BYTES} bytes. Please try again later.",
+                retry_after_s=1,
+            )
 
-    async def _write(self, payload: bytes) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(add_header(payload))
-        await self._process.stdin.drain()
+    def _share(self, running: _Job, job: Job, tenant: str, digest: bytes) -> None:
+        """Let equal jobs of the tenant join this one, and remember its outcome.
 
-    async def _read(self) -> Outcome:
-        assert self._process is not None and self._process.stdout is not None
-        length = frame_length(await self._process.stdout.readexactly(HEADER_BYTES))
-        if not 0 <= length <= MAX_OUTCOME_BYTES:
-            raise _OutcomeTooLarge
-        outcome: Outcome = _decode(await self._process.stdout.readexactly(length))
-        return outcome
+        Jobs of other tenants do not join: they would wait where this tenant's other jobs let this one wait.
+        """
+        self._shared[tenant, digest] = running
 
-    async def _kill(self) -> int | None:
-        """End the process; return its exit code if it had exited by itself. Requires the lock."""
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        # If its output has ended, it is about to exit; wait for that, because its exit code tells why.
-        is_exiting = process.stdout is not None and process.stdout.at_eof()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.2 if is_exiting else 0):
-                await process.wait()
-        exit_code = process.returncode
-        if exit_code is None:
-            process.kill()
-        await process.communicate()  # read its pipes to the end and reap it; after SIGKILL this is immediate
-        return exit_code
+        def remember(future: asyncio.Future[Outcome]) -> None:
+            if self._shared.get((tenant, digest)) is running:
+                del self._shared[tenant, digest]
+            if future.cancelled() or future.exception() is not None:
+                return
+            outcome = future.result()
+            if isinstance(outcome, Refused):
+                self._cache.put(digest, tenant, outcome, time.monotonic() + REMEMBERED_S)
+            elif isinstance(outcome, Done) and isinstance(job, CompileGrammar):  # conversations seldom come again
+                self._cache.put(digest, tenant, outcome, float("inf"))
+
+        running.outcome.add_done_callback(remember)
+
+    def _limit_wait(self, job: _Job) -> None:
+        def expire() -> None:
+            _fail(
+                job,
+                QueueFull(
+                    f"other chat templates or grammars took longer than {MAX_WAIT_S:g} s. Please try again later.",
+                    retry_after_s=5,
+                ),
+            )
+            self._stop_waiting(job)
+
+        job.waiting = asyncio.get_running_loop().call_later(MAX_WAIT_S, expire)
+
+    def _stop_waiting(self, job: _Job) -> None:
+        """Remove a job that nobody waits for, unless it runs: then its task removes it."""
+        if job.waiting is not None:
+            job.waiting.cancel()
+            job.waiting = None
+            self._remove(job)
+
+    def _remove(self, job: _Job) -> None:
+        del self._jobs[job.ticket]
+        self._scheduler.remove(job.ticket, time.monotonic())
+        self._start_jobs()
+
+    def _start_jobs(self) -> None:
+        """Start the jobs that have a place."""
+        while (ticket := self._scheduler.start_next(time.monotonic())) is not None:
+            job = self._jobs[ticket]
+            assert job.waiting is not None
+            job.waiting.cancel()
+            job.waiting = None
+            task = asyncio.create_task(self._run(job))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    # -- while it has one ---------------------------------------------------------------------------------------------
+
+    async def _run(self, job: _Job) -> None:
+        """Run a job that has just got a place, and give its place back."""
+        try:
+            outcome = await self._attempts(job)
+        except ServekitError as error:
+            _fail(job, error)
+        else:
+            if outcome is None and not job.outcome.done():
+                self._scheduler.requeue_in_slow_lane(job.ticket, time.monotonic())
+                self._limit_wait(job)
+                self._start_jobs()
+                return
+            if outcome is not None and not job.outcome.done():
+                job.outcome.set_result(outcome)
+        self._remove(job)
+
+    async def _attempts(self, job: _Job) -> Outcome | None:
+        """Return the job's outcome; None if nobody waits for it, or if it must begin again in the slow lane."""
+        reason = ""
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                process = (self._take_idle() if attempt == 0 else None) or await self._fork_server.fork()
+                return await self._attempt(job, process)
+            except ProcessLost as error:
+                if job.outcome.done():
+                    return None
+                reason = str(error)
+                log.warning("a sandbox process failed: %s", reason)
+        raise SandboxUnavailable(
+            f"the process that renders chats and compiles grammars failed {MAX_ATTEMPTS} times ({reason}). Please try "
+            "again later.",
+            retry_after_s=1,
+        )
+
+    def _take_idle(self) -> ForkedProcess | None:
+        while self._idle:
+            process = self._idle.pop()
+            if not process.is_lost:
+                return process
+            process.channel.close()
+        return None
+
+    async def _attempt(self, job: _Job, process: ForkedProcess) -> Outcome | None:
+        """Run a job in a process, and end the process unless another job may use it. Raises ProcessLost."""
+        is_ended, is_reusable = False, False
+        running = asyncio.create_task(process.run(job.pieces))
+        try:
+            outcome = await self._watch(job, process, running)
+            if running.done() and job.ticket.lane is Lane.QUICK:
+                is_reusable = job.ticket.num_bytes + _num_bytes(running.result()) <= MAX_REUSED_BYTES
+            return outcome
+        except OutcomeTooLarge:
+            return Refused(f"the result is larger than {MAX_OUTCOME_BYTES} bytes; make it shorter")
+        except (EOFError, OSError):
+            is_ended = True
+            exit_code = await self._fork_server.end(process, is_exiting=True)
+            if exit_code is None or exit_code == -signal.SIGKILL:  # by the kernel for lack of memory, or by a person
+                raise ProcessLost("it was killed") from None
+            return Refused(
+                "it is nested too deeply, or takes more memory than a request may have (sandbox_memory_bytes); make it "
+                "simpler"
+            )
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            if is_reusable:
+                self._idle.append(process)
+            elif not is_ended:
+                await self._fork_server.end(process)
+
+    async def _watch(self, job: _Job, process: ForkedProcess, running: asyncio.Task[Outcome]) -> Outcome | None:
+        """Wait for the outcome, and look at the process after each quantum.
+
+        The limit is on processor time, because wall time depends on what else the machine does. Returns None if nobody
+        waits any more, or if the job must begin again in the slow lane.
+        """
+        started_s = progress_s = time.monotonic()
+        before_s = used_s = process.cpu_s()
+        while True:
+            await asyncio.wait((running, job.outcome), timeout=QUANTUM_S, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                return running.result()
+            if job.outcome.done():
+                return None
+            now_s, last_s, used_s = time.monotonic(), used_s, process.cpu_s()
+            if used_s - before_s >= self._timeout_s:
+                return Refused(
+                    f"not done within {self._timeout_s:g} s of processor time (sandbox_timeout); make it simpler"
+                )
+            if used_s > last_s:
+                progress_s = now_s
+            if now_s - progress_s >= self._timeout_s:
+                raise ProcessLost(f"it got no processor time for {self._timeout_s:g} s")
+            if now_s - started_s >= self._timeout_s * MAX_SLOWDOWN:
+                raise SandboxUnavailable(
+                    f"the server is too busy: this chat template or grammar got {used_s - before_s:.1f} s of processor "
+                    f"time in {now_s - started_s:.1f} s. Please try again later.",
+                    retry_after_s=5,
+                )
+            if job.ticket.lane is Lane.QUICK:
+                if self._scheduler.is_slow_place_free_for(job.ticket):
+                    self._scheduler.move_to_slow_lane(job.ticket, now_s)
+                    process.lower_priority()
+                    self._start_jobs()
+                elif self._scheduler.is_quick_place_wanted():
+                    return None
 
 
-_decode = msgspec.msgpack.Decoder(Outcome).decode
+async def _encode(job: Job, param: str) -> list[bytes]:
+    """Encode a job in pieces. Raises InvalidRequest about `param`."""
+    pieces, num_bytes = [], 0
+    try:
+        for piece in encode_job(job):
+            pieces.append(piece)
+            num_bytes += len(piece)
+            if num_bytes > MAX_JOB_BYTES:
+                raise InvalidRequest(
+                    f"{param}: it has more than {MAX_JOB_BYTES} bytes, which is the limit; make it shorter", param=param
+                )
+            if len(pieces) > 1:
+                await asyncio.sleep(0)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from None
+    return pieces
+
+
+def _digest(pieces: list[bytes]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
+
+
+def _num_bytes(outcome: Outcome) -> int:
+    match outcome:
+        case Done():
+            return len(outcome.text)
+        case DoneBytes():
+            return len(outcome.payload)
+        case Refused():
+            return len(outcome.message)
+
+
+def _fail(job: _Job, error: ServekitError) -> None:
+    if not job.outcome.done():
+        job.outcome.set_exception(error)

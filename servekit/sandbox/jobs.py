@@ -1,22 +1,26 @@
-"""Messages between the server and a sandbox process: frozen values, encoded as msgpack."""
+"""Messages between the server and its sandbox processes: frozen values, encoded as msgpack."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from servekit.request import GrammarKind
+
+MESSAGES_PER_PIECE = 64
 
 
 class RenderChat(Struct, frozen=True, tag="render_chat"):
     """Render a conversation as the text that the model was trained on."""
 
     template: str
-    messages: list[dict[str, Any]]
     add_generation_prompt: bool
     continue_final_message: bool
     variables: dict[str, Any]
+    messages: list[dict[str, Any]]  # the last field: see `encode_job`
 
 
 class CompileGrammar(Struct, frozen=True, tag="compile_grammar"):
@@ -42,7 +46,58 @@ class Refused(Struct, frozen=True, tag="refused"):
     """The reason why a job's input is invalid."""
 
     message: str
+    code: str | None = None  # the error's code, if it is not that of an invalid value
 
 
 Job = RenderChat | CompileGrammar
 Outcome = Done | DoneBytes | Refused
+
+
+# -- between the server and the process that forks the others ----------------------------------------------------------
+
+
+class Fork(Struct, frozen=True, tag="fork"):
+    """Fork a process that runs jobs. Its end of a socket comes with this message. The answer is Forked."""
+
+
+class End(Struct, frozen=True, tag="end"):
+    """Kill a forked process, unless it exits within `wait_s`, and reap it. The answer is Ended."""
+
+    pid: int
+    wait_s: float
+
+
+class ForkServerReady(Struct, frozen=True, tag="ready"):
+    """The process can fork others. `warnings` tell which kinds of jobs they will refuse, and why."""
+
+    warnings: list[str]
+
+
+class Forked(Struct, frozen=True, tag="forked"):
+    pid: int
+
+
+class Ended(Struct, frozen=True, tag="ended"):
+    """A process has been reaped. `exit_code` is negative for a signal, and None if it was killed for this message."""
+
+    exit_code: int | None
+
+
+ToForkServer = Fork | End
+FromForkServer = ForkServerReady | Forked | Ended
+
+
+def encode_job(job: Job) -> Iterator[bytes]:
+    """Encode a job in pieces, so that the event loop is free between them. Raises ValueError, OverflowError, TypeError.
+
+    A long conversation takes 30 ms and more to encode. msgpack writes an array as the number of its elements and the
+    elements, and a Struct as its fields in order. So an array that comes last can be appended in pieces.
+    """
+    if not isinstance(job, RenderChat) or len(job.messages) <= MESSAGES_PER_PIECE:
+        yield msgspec.msgpack.encode(job)
+        return
+    head = msgspec.msgpack.encode(msgspec.structs.replace(job, messages=[]))
+    assert head.endswith(b"\x90"), "an empty array"
+    yield head[:-1] + b"\xdd" + len(job.messages).to_bytes(4, "big")
+    for first in range(0, len(job.messages), MESSAGES_PER_PIECE):
+        yield b"".join(map(msgspec.msgpack.encode, job.messages[first : first + MESSAGES_PER_PIECE]))

@@ -229,7 +229,7 @@ def test_code_in_a_model_directory_is_not_run(copied: Path, tmp_path: Path, mode
 @pytest.mark.parametrize("template", INJECTIONS)
 def test_chat_template_reaches_only_its_conversation(template: str) -> None:
     messages = [{"role": "user", "content": "Hello"}]
-    outcome = render_chat(RenderChat(template, messages, True, False, {}))
+    outcome = render_chat(RenderChat(template, True, False, {}, messages))
     text = outcome.text if isinstance(outcome, Done) else ""
     for leak in ("<class", "<module", "<built-in", "<function", "<code", "uid=", "root:", "__globals__': "):
         assert leak not in text, text

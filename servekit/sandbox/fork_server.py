@@ -1,0 +1,144 @@
+"""`python -m servekit.sandbox.fork_server`: import what jobs need, then fork the processes that run them.
+
+Starting an interpreter with these libraries takes a second. Forking this process takes two milliseconds, and the forked
+processes share its memory. So a process that runs jobs can be killed at any time, and costs little while it is idle.
+
+This process never reads what clients write. It has one thread, because only the forking thread goes on in a fork.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from servekit.protocol.child_process import die_with_parent, ignore_signals
+from servekit.request import GrammarKind
+from servekit.sandbox.jobs import (
+    CompileGrammar,
+    Ended,
+    Fork,
+    Forked,
+    ForkServerReady,
+    FromForkServer,
+    Outcome,
+    Refused,
+    RenderChat,
+    ToForkServer,
+)
+from servekit.sandbox.process import Works, run_jobs
+
+MAX_REQUEST_BYTES = 4096
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answer messages on standard input, a socket that keeps their borders, until the server closes it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m servekit.sandbox.fork_server", description="Fork processes that run what clients wrote."
+    )
+    parser.add_argument("--parent-pid", type=int, required=True, help="the server's process id; this exits with it")
+    parser.add_argument("--memory-bytes", type=int, required=True, help="memory for jobs, beyond that of the start")
+    parser.add_argument("--tokenizer", help="the model's tokenizer.json, for grammars")
+    parser.add_argument("--vocab-size", type=int, default=0, help="number of the model's logits")
+    parser.add_argument("--eos-token-ids", type=int, nargs="*", default=[])
+    arguments = parser.parse_args(argv)
+    die_with_parent(arguments.parent_pid)
+    ignore_signals()
+    control = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    works: Works = {}
+    warnings = []
+    for kind, make in ((RenderChat, _chat_work), (CompileGrammar, _grammar_work)):
+        try:
+            works[kind] = make(arguments)
+        except Exception as error:  # of any library; the message is for people
+            works[kind] = _refusing(str(error))
+            warnings.append(str(error))
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would write to, and so copy, every page that has objects
+    _send(control, ForkServerReady(warnings))
+    while message := _receive(control):
+        request, descriptors = message
+        if isinstance(request, Fork):
+            pid = os.fork()
+            if pid == 0:
+                _be_forked(works, control, descriptors[0], arguments.memory_bytes)
+            os.close(descriptors[0])
+            _send(control, Forked(pid))
+        else:
+            _send(control, Ended(_end(request.pid, request.wait_s)))
+    return 0
+
+
+def _be_forked(works: Works, control: socket.socket, channel: int, memory_bytes: int) -> None:
+    """Run jobs in this process, which has just been forked, and exit without what the parent would do at its end."""
+    exit_code = 1
+    try:
+        parent_pid = os.getppid()
+        control.close()
+        os.close(sys.stdin.fileno())
+        run_jobs(works, channel, parent_pid, memory_bytes)
+        exit_code = 0
+    finally:
+        os._exit(exit_code)
+
+
+def _end(pid: int, wait_s: float) -> int | None:
+    """Wait until a child exits, kill it if it does not, and reap it. Returns its exit code; None if it was killed."""
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        reaped, status = os.waitpid(pid, os.WNOHANG)
+        if reaped:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= deadline_s:
+            break
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)  # it is a child that was not reaped, so no other process has its number
+    os.waitpid(pid, 0)
+    return None
+
+
+def _receive(control: socket.socket) -> tuple[ToForkServer, list[int]] | None:
+    """The next request and the descriptors that came with it; None if the server has closed the socket."""
+    data, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
+    return (_decode(data), descriptors) if data else None
+
+
+def _send(control: socket.socket, message: FromForkServer) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the server has closed it; reading reports that next
+        control.send(msgspec.msgpack.encode(message))
+
+
+def _chat_work(_: argparse.Namespace) -> Callable[[RenderChat], Outcome]:
+    from servekit.sandbox.chat_template import render_chat
+
+    # The first conversation imports more and fills caches. Forked processes have all that from the beginning.
+    render_chat(RenderChat("{{ messages[0].content }}", True, False, {}, [{"role": "user", "content": "x"}]))
+    return render_chat
+
+
+def _grammar_work(arguments: argparse.Namespace) -> Callable[[CompileGrammar], Outcome]:
+    from servekit.protocol.grammar_matcher import grammar_tokenizer
+    from servekit.sandbox.compile_grammar import compile_grammar
+
+    tokenizer = grammar_tokenizer(Path(arguments.tokenizer), arguments.vocab_size, arguments.eos_token_ids)
+    compile_grammar(CompileGrammar(GrammarKind.JSON, ""), tokenizer)
+    return lambda job: compile_grammar(job, tokenizer)
+
+
+def _refusing(message: str) -> Callable[[object], Outcome]:
+    return lambda job: Refused(message, "not_supported")
+
+
+_decode = msgspec.msgpack.Decoder(ToForkServer).decode
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""The server's side of its sandbox processes: start the one that forks, fork others, give them jobs, and end them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from servekit.protocol.framing import HEADER_BYTES, frame_length
+from servekit.sandbox.jobs import (
+    End,
+    Ended,
+    Fork,
+    Forked,
+    ForkServerReady,
+    FromForkServer,
+    Outcome,
+    ToForkServer,
+)
+
+log = logging.getLogger("servekit")
+
+START_TIMEOUT_S = 60.0  # for imports and for reading a large tokenizer, on a busy machine
+ANSWER_TIMEOUT_S = 5.0  # forking takes milliseconds; a process that does not answer for so long is stopped
+EXIT_WAIT_S = 1.0  # for a process that has closed its channel, so it is exiting
+MAX_OUTCOME_BYTES = 2**24
+MAX_ANSWER_BYTES = 2**16
+PIECE_BYTES = 2**18  # read or written at a time, so that the event loop is never held for long
+NICENESS = 5  # of a job in the slow lane: it gets a third of what another process gets where both want the same core
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class ProcessLost(Exception):
+    """A sandbox process ended, or does not answer, for a reason that is not in its job."""
+
+
+class OutcomeTooLarge(Exception):
+    """The outcome of a job is larger than MAX_OUTCOME_BYTES."""
+
+
+class ForkedProcess:
+    """A process that runs one job after the other. Only `ForkServer` makes and ends them."""
+
+    def __init__(self, pid: int, channel: socket.socket, fork_server: Process) -> None:
+        self.pid = pid
+        self.channel = channel
+        self.fork_server = fork_server
+
+    async def run(self, pieces: Sequence[bytes]) -> Outcome:
+        """Run a job, which is encoded as these pieces.
+
+        Raises OutcomeTooLarge, and EOFError or ConnectionError if the process exits. It runs no job after these.
+        """
+        loop = asyncio.get_running_loop()
+        num_bytes = sum(map(len, pieces))
+        await loop.sock_sendall(self.channel, num_bytes.to_bytes(HEADER_BYTES, "big", signed=True) + pieces[0])
+        for piece in pieces[1:]:
+            await loop.sock_sendall(self.channel, piece)
+            await asyncio.sleep(0)
+        length = frame_length(await self._read(HEADER_BYTES))
+        if not 0 <= length <= MAX_OUTCOME_BYTES:
+            raise OutcomeTooLarge
+        outcome: Outcome = _decode_outcome(await self._read(length))
+        return outcome
+
+    async def _read(self, num_bytes: int) -> bytearray:
+        loop, data = asyncio.get_running_loop(), bytearray(num_bytes)
+        rest = memoryview(data)
+        while rest:
+            num_read = await loop.sock_recv_into(self.channel, rest[:PIECE_BYTES])
+            if num_read == 0:
+                raise EOFError
+            rest = rest[num_read:]
+        return data
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process that forked it has ended, and so this one, too."""
+        return self.fork_server.returncode is not None
+
+    def cpu_s(self) -> float:
+        """The processor time that the process has used, in steps of a hundredth of a second; 0 if it is gone."""
+        with contextlib.suppress(OSError):
+            # The name, in parentheses, may contain blanks. utime and stime are fields 14 and 15 of proc_pid_stat(5).
+            fields = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+        return 0.0
+
+    def lower_priority(self) -> None:
+        """Let the model's worker and jobs in the quick lane go first where both want the same core."""
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self.pid, NICENESS)
+
+
+class ForkServer:
+    """The process that forks the others. If it is lost, all of them are, and the next fork starts another one."""
+
+    def __init__(self, arguments: list[str], memory_bytes: int) -> None:
+        self._arguments = [*arguments, "--memory-bytes", str(memory_bytes), "--parent-pid", str(os.getpid())]
+        self._process: Process | None = None
+        self._control: socket.socket | None = None
+        self._lock = asyncio.Lock()  # held by the task that talks to the process
+        self._is_stopped = False
+
+    async def start(self) -> None:
+        """Start the process if it is not running. Raises ProcessLost."""
+        async with self._lock:
+            await self._ensure_started()
+
+    async def fork(self) -> ForkedProcess:
+        """Fork a process for jobs. Raises ProcessLost."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            async with self._lock:
+                await self._ensure_started()
+                assert self._process is not None
+                answer = await self._ask(Fork(), [theirs.fileno()])
+                assert isinstance(answer, Forked)
+                return ForkedProcess(answer.pid, ours, self._process)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+
+    async def end(self, process: ForkedProcess, is_exiting: bool = False) -> int | None:
+        """End a process. Returns its exit code if it had exited by itself, None if it was killed or is gone."""
+        process.channel.close()
+        async with self._lock:
+            if process.fork_server is not self._process:
+                return None  # it was killed with the process that forked it
+            with contextlib.suppress(ProcessLost):
+                answer = await self._ask(End(process.pid, EXIT_WAIT_S if is_exiting else 0.0), [])
+                assert isinstance(answer, Ended)
+                return answer.exit_code
+        return None
+
+    def kill(self) -> None:
+        """Kill the process, and by that all that it has forked, and start no other one."""
+        self._is_stopped = True
+        self._kill()
+
+    async def stop(self) -> None:
+        """Kill the process and wait until it has ended."""
+        self.kill()
+        async with self._lock:
+            await self._drop()
+
+    async def _ensure_started(self) -> None:
+        """Start the process if none is running. Requires the lock."""
+        if self._process is not None and self._process.returncode is None:
+            return
+        await self._drop()
+        if self._is_stopped:
+            raise ProcessLost("the server is shutting down")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self._control = ours
+        command = [sys.executable, "-P", "-m", "servekit.sandbox.fork_server", *self._arguments]
+        try:
+            # numpy, which transformers imports, would start a thread for each core.
+            environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+            self._process = await asyncio.create_subprocess_exec(
+                *command, stdin=theirs.fileno(), stdout=DEVNULL, stderr=DEVNULL, start_new_session=True, env=environment
+            )
+        finally:
+            theirs.close()
+        if self._is_stopped:  # while it was created
+            self._kill()
+        answer = await self._receive(START_TIMEOUT_S)
+        assert isinstance(answer, ForkServerReady)
+        for warning in answer.warnings:
+            log.warning("requests that need this will be refused: %s", warning)
+
+    async def _ask(self, request: ToForkServer, descriptors: list[int]) -> FromForkServer:
+        """Send a request and return the answer. Requires the lock. Raises ProcessLost."""
+        assert self._control is not None
+        try:
+            socket.send_fds(self._control, [msgspec.msgpack.encode(request)], descriptors)
+        except OSError as error:
+            await self._drop()
+            raise ProcessLost(f"the process that forks sandbox processes has ended: {error}") from None
+        return await self._receive(ANSWER_TIMEOUT_S)
+
+    async def _receive(self, timeout_s: float) -> FromForkServer:
+        assert self._control is not None
+        is_received = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                data = await asyncio.get_running_loop().sock_recv(self._control, MAX_ANSWER_BYTES)
+            if not data:
+                raise EOFError
+            answer: FromForkServer = _decode_answer(data)
+            is_received = True
+            return answer
+        except (TimeoutError, OSError, EOFError) as error:
+            raise ProcessLost(f"the process that forks sandbox processes failed: {type(error).__name__}") from None
+        finally:
+            if not is_received:  # also when this task was cancelled: the next answer would be this request's
+                await self._drop()
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def _drop(self) -> None:
+        """Kill the process and reap it. Requires the lock."""
+        self._kill()
+        process, self._process = self._process, None
+        control, self._control = self._control, None
+        if control is not None:
+            control.close()
+        if process is not None:
+            await process.wait()
+
+
+_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+_decode_answer = msgspec.msgpack.Decoder(FromForkServer).decode

@@ -1,0 +1,170 @@
+"""Decide which job a sandbox runs next: a multilevel feedback queue of two levels, with least attained service first.
+
+Nobody knows beforehand how long a job takes. Each job begins in the quick lane. A job that is still running after a
+quantum is demoted: it continues in the slow lane if that has a place for its tenant, and otherwise is stopped and waits
+for such a place, to begin again. So a slow job holds up others for one quantum at most, and a quick job never waits for
+a slow one. In each lane the next job is one of the tenant that has used the sandbox least lately, and of this tenant's
+jobs the oldest. In the slow lane each tenant runs one job at a time, so one tenant cannot take all its places.
+
+What waits is bounded by dynamic thresholds (Choudhury and Hahne, 1998): a tenant may hold no more than what is free. So
+one tenant alone gets half of the room, and there is always room for another one.
+
+This module is pure: times are given to it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+HALF_LIFE_S = 10.0  # attained service counts half after this time
+
+
+class Lane(Enum):
+    QUICK = "quick"
+    SLOW = "slow"
+
+
+@dataclass(eq=False, slots=True)
+class JobTicket:
+    """One job's place. `lane` is where it runs or waits."""
+
+    tenant: str
+    num_bytes: int
+    lane: Lane = Lane.QUICK
+    started_s: float | None = None  # None while it waits
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """What a tenant has in the sandbox, and its attained service as it was at `counted_s`."""
+
+    num_waiting: int = 0
+    num_bytes: int = 0  # of waiting and running jobs
+    service_s: float = 0.0
+    counted_s: float = 0.0
+
+    def service_at(self, now_s: float) -> float:
+        return self.service_s * math.pow(0.5, (now_s - self.counted_s) / HALF_LIFE_S)
+
+
+class JobScheduler:
+    """Owns the places of both lanes, the jobs that wait for one, and what each tenant has used.
+
+    Add a ticket, then call `start_next` until it returns None, again whenever a place may have become free.
+    """
+
+    def __init__(self, num_quick: int, num_slow: int, max_waiting: int, max_bytes: int) -> None:
+        self._places = {Lane.QUICK: num_quick, Lane.SLOW: num_slow}
+        self._max_waiting = max_waiting
+        self._max_bytes = max_bytes
+        self._waiting: dict[Lane, dict[JobTicket, None]] = {lane: {} for lane in Lane}  # oldest first
+        self._running: dict[Lane, dict[JobTicket, None]] = {lane: {} for lane in Lane}
+        self._tenants: dict[str, _Tenant] = {}  # all since the start: no more than the keys files have named
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def num_running(self) -> int:
+        return sum(map(len, self._running.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tenant.num_bytes for tenant in self._tenants.values())
+
+    def has_room(self, tenant: str, num_bytes: int) -> bool:
+        """Whether a tenant may add a job of this size."""
+        mine = self._tenants.get(tenant, _Tenant())
+        is_short = mine.num_waiting < self._max_waiting - self.num_waiting
+        return is_short and mine.num_bytes + num_bytes <= self._max_bytes - self.num_bytes
+
+    def add(self, ticket: JobTicket) -> None:
+        """Add a job, which waits. The caller asked `has_room` before."""
+        tenant = self._tenants.setdefault(ticket.tenant, _Tenant())
+        tenant.num_bytes += ticket.num_bytes
+        self._wait(ticket)
+
+    def start_next(self, now_s: float) -> JobTicket | None:
+        """Give the next job a place and return it; None if no place is free that a waiting job may take."""
+        for lane in Lane:
+            if len(self._running[lane]) < self._places[lane]:
+                ticket = self._first(self._eligible(lane), now_s)
+                if ticket is not None:
+                    self._stop_waiting(ticket)
+                    self._run(ticket, lane, now_s)
+                    return ticket
+        return None
+
+    def is_slow_place_free_for(self, ticket: JobTicket) -> bool:
+        return len(self._running[Lane.SLOW]) < self._places[Lane.SLOW] and not self._runs_slowly(ticket.tenant)
+
+    def is_quick_place_wanted(self) -> bool:
+        return bool(self._waiting[Lane.QUICK])
+
+    def move_to_slow_lane(self, ticket: JobTicket, now_s: float) -> None:
+        """Let a running job go on in the slow lane, which has a place for it."""
+        assert self.is_slow_place_free_for(ticket)
+        self._stop_running(ticket, now_s)
+        self._run(ticket, Lane.SLOW, now_s)
+
+    def requeue_in_slow_lane(self, ticket: JobTicket, now_s: float) -> None:
+        """Take a running job's place. It waits for one in the slow lane, to begin again."""
+        self._stop_running(ticket, now_s)
+        ticket.lane, ticket.started_s = Lane.SLOW, None
+        self._wait(ticket)
+
+    def remove(self, ticket: JobTicket, now_s: float) -> None:
+        """Remove a job that has ended, or that nobody waits for any more."""
+        if ticket.started_s is None:
+            self._stop_waiting(ticket)
+        else:
+            self._stop_running(ticket, now_s)
+        self._tenants[ticket.tenant].num_bytes -= ticket.num_bytes
+
+    def service_s(self, tenant: str, now_s: float) -> float:
+        """What a tenant has used lately, in seconds, with the time of its running jobs."""
+        known = self._tenants.get(tenant)
+        running_s = [
+            now_s - ticket.started_s
+            for ticket in (*self._running[Lane.QUICK], *self._running[Lane.SLOW])
+            if ticket.tenant == tenant and ticket.started_s is not None
+        ]
+        return sum(running_s) + (0.0 if known is None else known.service_at(now_s))
+
+    def _eligible(self, lane: Lane) -> dict[str, JobTicket]:
+        """The oldest waiting job of each tenant that may run one more in this lane."""
+        oldest: dict[str, JobTicket] = {}
+        for ticket in self._waiting[lane]:
+            if ticket.tenant not in oldest and not (lane is Lane.SLOW and self._runs_slowly(ticket.tenant)):
+                oldest[ticket.tenant] = ticket
+        return oldest
+
+    def _first(self, tickets: dict[str, JobTicket], now_s: float) -> JobTicket | None:
+        tenant = min(tickets, key=lambda name: self.service_s(name, now_s), default=None)
+        return None if tenant is None else tickets[tenant]
+
+    def _runs_slowly(self, tenant: str) -> bool:
+        return any(each.tenant == tenant for each in self._running[Lane.SLOW])
+
+    def _wait(self, ticket: JobTicket) -> None:
+        self._waiting[ticket.lane][ticket] = None
+        self._tenants[ticket.tenant].num_waiting += 1
+
+    def _stop_waiting(self, ticket: JobTicket) -> None:
+        del self._waiting[ticket.lane][ticket]
+        self._tenants[ticket.tenant].num_waiting -= 1
+
+    def _run(self, ticket: JobTicket, lane: Lane, now_s: float) -> None:
+        ticket.lane, ticket.started_s = lane, now_s
+        self._running[lane][ticket] = None
+
+    def _stop_running(self, ticket: JobTicket, now_s: float) -> None:
+        """Take the job's place, and count the time that it had it."""
+        assert ticket.started_s is not None
+        del self._running[ticket.lane][ticket]
+        tenant = self._tenants[ticket.tenant]
+        tenant.service_s = tenant.service_at(now_s) + now_s - ticket.started_s
+        tenant.counted_s = now_s
