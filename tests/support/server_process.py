@@ -113,12 +113,13 @@ class ServerProcess:
         return self.child_pids("servekit.worker")
 
     def sandbox_pids(self) -> list[int]:
-        return self.child_pids("servekit.sandbox.process")
+        """Return the process that forks sandbox processes, if it runs, and then those that it has forked."""
+        fork_servers = self.child_pids("servekit.sandbox.fork_server")
+        return [*fork_servers, *(child for pid in fork_servers for child in _children(pid))]
 
     def child_pids(self, module: str) -> list[int]:
         """Return the server's child processes that run this module."""
-        children = _read(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(pid) for pid in children.split() if module in _read(f"/proc/{pid}/cmdline")]
+        return [pid for pid in _children(self.process.pid) if module in _read(f"/proc/{pid}/cmdline")]
 
     def started_pids(self) -> list[int]:
         """Return all processes that were started by the server, whatever their parent is now."""
@@ -127,6 +128,10 @@ class ServerProcess:
 
     def num_open_files(self) -> int:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+
+def _children(pid: int) -> list[int]:
+    return list(map(int, _read(f"/proc/{pid}/task/{pid}/children").split()))
 
 
 def _read(file: str) -> str:

@@ -65,13 +65,13 @@ def stopped_sandbox(seconds: float, chance: Random) -> list[Claim]:
         return await asyncio.gather(*(post_json(port, BYSTANDER_KEY, "/v1/chat/completions", CHAT) for _ in range(num)))
 
     async def stop_and_kill(server: ServerProcess) -> tuple[list[str], list[str], str]:
-        await wait_until(lambda: len(server.sandbox_pids()) == 2, 20)
+        await wait_until(lambda: bool(server.sandbox_pids()), 20)
         for pid in server.sandbox_pids():
             os.kill(pid, signal.SIGSTOP)
         stopped = [answer.summary for answer in await chats(server.port, 4)]
         killed = []
         for _ in range(max(1, round(seconds / 2))):
-            await wait_until(lambda: len(server.sandbox_pids()) == 2, 20)
+            await wait_until(lambda: bool(server.sandbox_pids()), 20)
             asking = asyncio.create_task(chats(server.port, 2))
             for pid in server.sandbox_pids():
                 os.kill(pid, signal.SIGKILL)
