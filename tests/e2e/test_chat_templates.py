@@ -109,7 +109,7 @@ def test_a_runaway_template_delays_no_other_stream_and_not_the_next_chat(bare: S
         is_enough.set()
         reading.join()
     assert refusal.status_code == 400 and "not done within 1 s" in refusal.json()["error"]["message"]
-    assert SANDBOX_TIMEOUT_S <= refused - started, "seconds of processor time"
+    assert refused - started >= SANDBOX_TIMEOUT_S, "seconds of processor time"
     assert served == expected(bare)
     assert token_times[0] <= started and token_times[-1] >= refused, "the stream went on all the while"
     assert max(later - earlier for earlier, later in pairwise(token_times)) < 1
