@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx2
 import torch
@@ -71,9 +72,9 @@ class Baseline:
 
 
 class Served:
-    """A server process with one concurrent client per prompt."""
+    """A server process with one concurrent client per prompt. `checkout`: the source tree that it runs, if not this."""
 
-    def __init__(self, model: str, *arguments: str) -> None:
+    def __init__(self, model: str, *arguments: str, checkout: Path | None = None) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
@@ -89,7 +90,8 @@ class Served:
             "float32",
             *arguments,
         ]
-        self.process = subprocess.Popen([*command, "--log-level", "warning"])
+        environment = os.environ if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
+        self.process = subprocess.Popen([*command, "--log-level", "warning"], cwd=checkout, env=environment)
 
     async def wait_until_ready(self) -> None:
         async with httpx2.AsyncClient() as client, asyncio.timeout(120):

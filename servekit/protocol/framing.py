@@ -55,6 +55,11 @@ class MessageSender(Generic[Message]):
                 del self._unsent[: os.write(self.fileno(), self._unsent)]
         return not self._unsent
 
+    @property
+    def num_unsent(self) -> int:
+        """How many bytes `send_ready` and `flush` have not written."""
+        return len(self._unsent)
+
     def fileno(self) -> int:
         return self._connection.fileno()
 

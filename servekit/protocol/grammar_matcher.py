@@ -1,8 +1,8 @@
-"""The tokenizer and the matcher of a compiled grammar, by llguidance, for the sandbox and the worker alike.
+"""The tokenizer and the matcher of a compiled grammar, by llguidance, for the sandbox and the mask process alike.
 
-A sandbox process compiles each new grammar first and reports what is wrong with it. The worker then compiles the same
-text with the same limits, and follows it token by token. The kinds of grammars that clients write are in
-servekit/request.py; servekit/sandbox/compile_grammar.py translates them.
+A sandbox process compiles each new grammar first and reports what is wrong with it. The worker's mask process then
+compiles the same text with the same limits, and follows it token by token. The kinds of grammars that clients write are
+in servekit/request.py; servekit/sandbox/compile_grammar.py translates them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# An ambiguous grammar can take seconds for one token, while the whole batch waits. With this limit it fails within some
-# ten milliseconds. A schema of a hundred nested properties needs 200 items.
-LIMITS = LLParserLimits(step_max_items=5000, verbose_errors=False)
+# What one mask may cost. An ambiguous grammar can take seconds for one token, and unanchored patterns can take a lexer
+# state for each text. With these limits a mask takes at most some ten milliseconds. Schemas of a hundred nested
+# properties, of dates and of thousands of choices need a quarter of `step_max_items` and a tenth of `step_lexer_fuel`
+# (docs/design/mask-process.md). 100,000 lexer states are 70 MB.
+LIMITS = LLParserLimits(step_max_items=2000, step_lexer_fuel=100_000, max_lexer_states=100_000, verbose_errors=False)
 
 PRIVATE = "\U0010fffd"  # from a private use area, so it is in no real text
 

@@ -89,6 +89,8 @@ class SlotAssignment(Struct, frozen=True, array_like=True, gc=False):
     stop_token_ids: tuple[int, ...] = ()  # may not be sampled before `min_tokens`
     token_ids: tuple[int, ...] = ()  # of the positions before the first chunk
     grammar: int | None = None  # on the wire: index into the plan's `grammars`, in place of `sampling.grammar`
+    tenant: str = ""
+    group_id: int = 0  # the same for all answers to a prompt: what their grammar costs is counted together
 
 
 class ScheduledChunk(Struct, frozen=True, array_like=True, gc=False):

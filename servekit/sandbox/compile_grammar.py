@@ -28,8 +28,7 @@ JSON_STYLE: JsonCompileOptions = {
     "key_separator": ": ",
     "lenient": False,
 }
-# The worker compiles between two steps, while every stream waits. This also limits memory to some megabytes, because
-# most of the time goes into writing memory.
+# The mask process compiles it again, and computes no mask meanwhile: all answers with a grammar wait, others do not.
 MAX_COMPILE_S = 0.05
 
 
@@ -50,7 +49,7 @@ def compile_grammar(job: CompileGrammar, tokenizer: LLTokenizer) -> Outcome:
     elapsed_s = time.process_time() - started_s
     if elapsed_s > MAX_COMPILE_S:
         return Refused(
-            f"it takes {1e3 * elapsed_s:.0f} ms to compile, while every stream would wait; the limit is "
+            f"it takes {1e3 * elapsed_s:.0f} ms to compile, while others with a grammar would wait; the limit is "
             f"{1e3 * MAX_COMPILE_S:.0f} ms: make it simpler"
         )
     return Done(grammar)

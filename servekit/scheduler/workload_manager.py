@@ -499,8 +499,17 @@ class WorkloadManager:
         sampling = sequence.sampling
         stop_token_ids = tuple(sequence.stop_set) if sampling.min_tokens else ()
         known = tuple(sequence.token_ids[: sequence.num_computed]) if sampling.looks_back else ()
+        group_id = (sequence.leader or sequence).sequence_id
         step.slot_assignments.append(
-            SlotAssignment(sequence.slot, sampling, sequence.prompt_length, stop_token_ids, known)
+            SlotAssignment(
+                sequence.slot,
+                sampling,
+                sequence.prompt_length,
+                stop_token_ids,
+                known,
+                tenant=sequence.tenant,
+                group_id=group_id,
+            )
         )
 
     def _release(self, sequence: Sequence) -> None:

@@ -58,7 +58,7 @@ from workers.sampling.logprobs import (
 )
 from workers.sampling.penalties import adjust
 from workers.sampling.sampler import sample
-from workers.sampling.structured_output import GrammarBatch, GrammarMatchers
+from workers.sampling.structured_output import GrammarBatch, GrammarMasks
 from workers.sampling.token_bans import ban
 
 log = logging.getLogger("servekit.worker")
@@ -77,6 +77,7 @@ class SampledTokens:
     token_ids: Tensor  # [num_sampled] int64
     logprobs: PendingSampledLogprobs | None  # None where no row asks
     failures: tuple[tuple[int, str], ...]  # (row, error) of grammars
+    deferred: tuple[int, ...]  # rows whose token means nothing, because their grammar's mask was late
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class StepOutputs:
             logprobs=() if sampled is None or sampled.logprobs is None else sampled.logprobs.read(),
             prompt_logprobs=() if prompts is None else prompts.read(),
             failures=() if sampled is None else sampled.failures,
+            deferred=() if sampled is None else sampled.deferred,
         )
 
 
@@ -155,7 +157,7 @@ class ModelRunner:
         # transformers takes a mask of four dimensions as it is. Without one it would look at the positions.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
         tokenizer_file = Path(settings.model_path) / "tokenizer.json"
-        self.grammars = GrammarMatchers(tokenizer_file, loaded.info.vocab_size, loaded.info.eos_token_ids)
+        self.grammars = GrammarMasks(tokenizer_file, loaded.info.vocab_size, loaded.info.eos_token_ids, num_slots)
 
     @property
     def runs_ahead(self) -> bool:
@@ -172,7 +174,8 @@ class ModelRunner:
 
         Where memory does not hold the step at once, it is computed in parts. Raises OutOfMemory if that does not help.
         Nothing in here waits for the device, with three exceptions: rows with a grammar wait for the step before this
-        one, parts wait for each other, and capturing a graph waits.
+        one, and for this one's forward pass if their masks are late; parts wait for each other; and capturing a graph
+        waits.
         """
         launched_s = time.monotonic()
         batch = self._prepare(plan)
@@ -247,10 +250,11 @@ class ModelRunner:
         logits = ban(logits, rows, table)
         # Only logprobs need the raw logits again.
         in_place = logits is not raw_logits or all(row.sampling.logprobs is None for row in rows)
-        logits, failures = self.grammars.constrain(logits, rows, grammars, in_place)
-        token_ids = sample(logits, rows)
+        constrained = self.grammars.constrain(logits, rows, grammars, in_place)
+        token_ids = sample(constrained.logits, rows)
         table.token_ids.index_copy_(0, batch.sampled_cells, token_ids.int())
-        return SampledTokens(to_host(token_ids), sampled_logprobs(raw_logits, token_ids, rows), failures)
+        logprobs = sampled_logprobs(raw_logits, token_ids, rows)
+        return SampledTokens(to_host(token_ids), logprobs, constrained.failures, constrained.deferred)
 
     def _compute(self, batch: Batch) -> tuple[Tensor, PendingPromptLogprobs | None]:
         """Return logits [num_sampled, vocab_size] in float32, and the logprobs of prompts that are asked for."""

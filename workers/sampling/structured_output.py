@@ -1,162 +1,275 @@
 """Constrain answers to grammars: which tokens may come next, for the rows whose requests have a grammar.
 
-A matcher follows its grammar with the tokens of the answer. It is derived from the token table like everything else:
-before a token is chosen, it consumes the tokens that the table has and that it has not consumed. That is the token of
-the step before or, after a preemption, the whole answer so far. Grammars: llguidance, chosen in
-docs/structured_output.md.
+The masks come from the mask process (workers/grammar/). A step tells it the tokens that it has not seen. It computes
+masks while the device computes the forward pass. A row whose mask is late is deferred: it samples no token in this
+step, and the manager plans its position again. So no grammar delays the other rows by more than a share of a step.
+
+What a matcher knows is derived from the token table like everything else: the tokens that the mask process has not seen
+are that of the step before or, after a preemption and in a new process, the whole answer so far.
 """
 
 from __future__ import annotations
 
-import contextlib
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 from torch import Tensor
 
-from servekit.protocol.grammar_matcher import grammar_tokenizer, matcher_for
 from servekit.protocol.messages import SlotAssignment
 from workers.batch import SamplingRow, SlotTable
 from workers.device.transfer import DeviceEvent, to_device, to_host
+from workers.grammar.client import Lost, MaskProcess
+from workers.grammar.messages import Ask, AskMasks, Begin
 
-MAX_GRAMMARS_KEPT = 256
 INFINITY = float("inf")
+# A step waits for masks for this time, and after its forward pass for a share of the time since it asked for them.
+MIN_WAIT_S = 0.002
+WAIT_SHARE = 0.5
+MAX_BLAMED = 1024  # groups that are remembered because the mask process was killed while it worked for them
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _GrammarState:
     """One sequence's place in its grammar."""
 
     assignment: SlotAssignment
-    matcher: LLMatcher
-    num_consumed: int = 0  # tokens of the answer
+    number: int  # the mask process knows the sequence by it
+    incarnation: int = 0  # the mask process that knows it; 0: none
+    num_seen: int = 0  # tokens of the answer that this process knows
+    is_asked: bool = False  # a mask is being computed
+    is_ready: bool = False  # it is in the shared memory
+    # The row was deferred with this many tokens in its answer. Until it is planned again, rows that a plan ahead has
+    # behind it have no valid token.
+    deferred_at: int | None = None
+    was_late: bool = False  # the last mask came too late for its step, so no step waits for this one
+    error: str = ""  # why there is no further mask
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a step waits for the mask."""
+        return self.is_asked and not self.was_late
+
+    def lacks_token(self, row: SamplingRow) -> bool:
+        """Whether the row stands behind a position that was deferred."""
+        return self.deferred_at is not None and row.num_outputs != self.deferred_at
+
+
+@dataclass(slots=True)
+class GrammarBatch:
+    """The grammar states of a step's rows, and the tokens that the mask process has not seen, on their way to it."""
+
+    states: dict[int, _GrammarState]  # by row
+    unseen: list[tuple[_GrammarState, int]]  # whose masks are to be asked for, and how many tokens were not seen
+    token_ids: Tensor | None  # [sum of these] int32, once `arrival` is complete; None if there are none
+    arrival: DeviceEvent
+    asked_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarBatch:
-    """The grammar states of a step's rows, and the tokens that they have not consumed, on their way to the host."""
+class Constrained:
+    """The logits of a step, and the rows that sample no token."""
 
-    states: dict[int, _GrammarState]  # by row
-    num_unseen: list[int]  # for each of them
-    token_ids: Tensor | None  # [sum of num_unseen] int32, once `arrival` is complete; None if there are none
-    arrival: DeviceEvent | None
-
-    def advance(self) -> dict[int, LLMatcher]:
-        """Let each matcher consume its unseen tokens, and return the matchers by row.
-
-        Waits for the tokens. May be called once.
-        """
-        if self.arrival is not None and self.token_ids is not None:
-            self.arrival.wait()
-            unseen = iter(self.token_ids.tolist())
-            for state, count in zip(self.states.values(), self.num_unseen, strict=True):
-                for token_id in islice(unseen, count):  # one by one: a matcher that has ended takes an end of sequence
-                    state.matcher.consume_token(token_id)
-                state.num_consumed += count
-        return {i: state.matcher for i, state in self.states.items()}
+    logits: Tensor  # [num_rows, vocab_size]
+    failures: tuple[tuple[int, str], ...] = ()  # (row, why its answer ends)
+    deferred: tuple[int, ...] = ()  # rows
 
 
-class GrammarMatchers:
-    """The matchers of the sequences in their slots, and the grammars compiled lately."""
+class GrammarMasks:
+    """The masks of the sequences in their slots."""
 
-    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._tokenizer_file = tokenizer_file
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...], num_slots: int) -> None:
+        self._process = MaskProcess(tokenizer_file, vocab_size, eos_token_ids, num_slots)
         self._states: dict[int, _GrammarState] = {}  # by slot
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-
-    @cached_property
-    def tokenizer(self) -> LLTokenizer:
-        """The model's tokenizer, as llguidance reads it."""
-        return grammar_tokenizer(self._tokenizer_file, self._vocab_size, self._eos_token_ids)
+        self._by_number: dict[int, _GrammarState] = {}  # the same
+        self._numbers = count(1)
+        self._blamed: OrderedDict[int, None] = OrderedDict()  # groups
 
     def warm_up(self) -> None:
-        """Read the tokenizer before the first request: for a large vocabulary it takes half a second.
+        """Start the process before the first request: for a large vocabulary, it needs seconds to be ready.
 
         Where llguidance cannot use the tokenizer, the sandbox reports it to the operator and to clients, and no request
         with a grammar reaches the worker.
         """
-        with contextlib.suppress(ValueError, KeyError, OSError):
-            _ = self.tokenizer
+        self._process.ensure_started()
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.stop()
 
     def begin(self, rows: list[SamplingRow], table: SlotTable) -> GrammarBatch:
-        """Start copying the tokens that the rows' matchers have not consumed.
+        """Ask for the masks of the rows that have a grammar, or begin to copy the tokens that this takes.
 
-        Called before the forward pass is launched: waiting for the copy then waits for the step that chose those
-        tokens, while the device computes this one.
+        Called before the forward pass is launched. On a CPU, masks are then computed beside it. On a GPU, the tokens
+        are those of the step before, which may still be computed: `constrain` asks as soon as they arrive, and the
+        device computes this step's forward pass then.
         """
         states = {
             i: self._state(table.slot_assignments[row.slot])
             for i, row in enumerate(rows)
             if row.sampling.grammar is not None
         }
+        if states:
+            self._receive(0.0)
         # Nearly always each lacks one token, the newest; after a preemption, the whole answer; and none where a step
         # is executed again in parts.
-        ends = [rows[i].slot * table.row_length + rows[i].position for i in states]
-        counts = [max(0, rows[i].num_outputs - state.num_consumed) for i, state in states.items()]
-        if not any(counts):
-            return GrammarBatch(states, counts, None, None)
-        cells = [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
-        (indices,) = to_device([np.concatenate(cells)], table.token_ids.device)
-        token_ids = to_host(table.token_ids.index_select(0, indices))
-        return GrammarBatch(states, counts, token_ids, DeviceEvent(indices.device))
+        unseen: list[tuple[_GrammarState, int]] = []
+        cells = []
+        is_running = bool(states) and self._process.ensure_started()
+        for i, state in states.items():
+            row = rows[i]
+            if not is_running or state.is_asked or state.is_ready or state.error or state.lacks_token(row):
+                continue
+            if state.incarnation != self._process.incarnation:
+                state.num_seen = 0
+            num_unseen = max(0, row.num_outputs - state.num_seen)
+            end = row.slot * table.row_length + row.position
+            cells.append(np.arange(end - num_unseen, end))
+            unseen.append((state, num_unseen))
+        token_ids = None
+        if any(num_unseen for _, num_unseen in unseen):
+            (indices,) = to_device([np.concatenate(cells)], table.token_ids.device)
+            token_ids = to_host(table.token_ids.index_select(0, indices))
+        batch = GrammarBatch(states, unseen, token_ids, DeviceEvent(table.token_ids.device))
+        if table.token_ids.device.type == "cpu":
+            self._ask(batch)
+        return batch
+
+    def _ask(self, batch: GrammarBatch) -> None:
+        """Ask for the masks, once their tokens have arrived."""
+        batch.arrival.wait()
+        token_ids = iter([] if batch.token_ids is None else batch.token_ids.tolist())
+        begins, asks = [], []
+        grammars: dict[str, int] = {}
+        for state, num_unseen in batch.unseen:
+            if state.incarnation != self._process.incarnation:
+                assignment = state.assignment
+                grammar = assignment.sampling.grammar
+                assert grammar is not None
+                index = grammars.setdefault(grammar, len(grammars))
+                begins.append(Begin(state.number, assignment.slot, assignment.tenant, assignment.group_id, index))
+                state.incarnation = self._process.incarnation
+            asks.append(Ask(state.number, tuple(islice(token_ids, num_unseen))))
+            state.num_seen += num_unseen
+            state.is_asked = True
+        batch.asked_s = time.monotonic()
+        if asks:
+            self._process.ask(AskMasks(tuple(asks), tuple(begins), tuple(grammars)))
+
+    def _wait(self, batch: GrammarBatch, computed: DeviceEvent) -> None:
+        """Wait a bounded time for the masks of a step. `computed` is complete after its forward pass.
+
+        Masks of rows whose last one was late are not waited for: a grammar delays the other rows once, not each time.
+        """
+        self._receive(0.0)
+        self._wait_until(batch, time.monotonic() + MIN_WAIT_S)
+        if any(state.is_awaited for state in batch.states.values()):
+            computed.wait()
+            now_s = time.monotonic()
+            self._wait_until(batch, now_s + WAIT_SHARE * (now_s - batch.asked_s))
+
+    def _wait_until(self, batch: GrammarBatch, deadline_s: float) -> None:
+        while any(state.is_awaited for state in batch.states.values()) and (now_s := time.monotonic()) < deadline_s:
+            self._receive(deadline_s - now_s)
+
+    def _receive(self, timeout_s: float) -> None:
+        """Take what the process has answered, after a wait for the first answer; or notice that it is lost."""
+        if not self._process.is_running:
+            return
+        received = self._process.receive(timeout_s)
+        if isinstance(received, Lost):
+            self._lose(received)
+            return
+        for mask in received:
+            state = self._by_number.get(mask.sequence)
+            if state is not None:
+                state.is_asked, state.is_ready, state.error = False, not mask.error, mask.error
+
+    def _lose(self, lost: Lost) -> None:
+        """Forget what the process knew. Fail the request that it was working for, if that is to blame.
+
+        A crash is the request's fault. A process that was killed may have been killed for its memory; but an operator
+        may have done it as well, so only the second time counts.
+        """
+        for state in self._states.values():
+            state.incarnation, state.is_asked = 0, False
+        guilty = None if lost.sequence is None else self._by_number.get(lost.sequence)
+        if guilty is None:
+            return
+        group_id = guilty.assignment.group_id
+        if not lost.is_crash and group_id not in self._blamed:
+            self._blamed[group_id] = None
+            while len(self._blamed) > MAX_BLAMED:
+                self._blamed.popitem(last=False)
+            return
+        for state in self._states.values():
+            if state.assignment.group_id == group_id:
+                state.error = (
+                    "it ended the process that follows grammars, by its memory or its nesting: make it simpler"
+                )
 
     def constrain(
         self, logits: Tensor, rows: list[SamplingRow], grammars: GrammarBatch, in_place: bool = False
-    ) -> tuple[Tensor, tuple[tuple[int, str], ...]]:
+    ) -> Constrained:
         """Set logits [num_rows, vocab_size] to minus infinity for tokens that a row's grammar does not allow next.
 
-        Returns the logits, and (row, error) for each matcher that failed. Where a row's other parameters leave none of
-        the tokens that its grammar allows, the grammar wins. Masks are computed in one thread and after the forward
-        pass: a thread beside it, and llguidance's own pool, were slower on two cores.
+        Called when the forward pass has been launched. Where a row's other parameters leave none of the tokens that its
+        grammar allows, the grammar wins.
         """
         if not grammars.states:
-            return logits, ()
-        matchers = grammars.advance()
-        num_words = -(-self._vocab_size // 32)
-        # One bit for each token that may come; rows without a grammar keep all of theirs.
-        bits = np.full((len(rows), num_words), -1, dtype=np.int32)
-        address, row_bytes = bits.ctypes.data, 4 * num_words
-        for i, matcher in matchers.items():
-            matcher.unsafe_compute_mask_ptr(address + i * row_bytes, row_bytes)
+            return Constrained(logits)
+        if logits.device.type != "cpu":
+            self._ask(grammars)
+        self._wait(grammars, DeviceEvent(logits.device))
+        # One bit for each token that may come; other rows keep all of theirs.
+        bits = np.full((len(rows), self._process.masks.shape[1]), -1, dtype=np.int32)
+        ready, failures, deferred = [], [], []
+        for i, state in grammars.states.items():
+            error = state.error or ("" if state.is_ready else self._process.refusal)
+            if error:
+                failures.append((i, error))
+            elif state.is_ready and not state.lacks_token(rows[i]):
+                bits[i] = self._process.masks[rows[i].slot]
+                state.was_late = state.deferred_at is not None
+                state.is_ready, state.deferred_at = False, None
+                ready.append(i)
+            else:
+                if state.deferred_at is None:
+                    state.deferred_at, state.was_late = rows[i].num_outputs, True
+                deferred.append(i)
+        constrained = self._apply(bits, ready, logits, rows, in_place) if ready else logits
+        return Constrained(constrained, tuple(failures), tuple(deferred))
+
+    def _apply(
+        self, bits: NDArray[np.int32], masked: list[int], logits: Tensor, rows: list[SamplingRow], in_place: bool
+    ) -> Tensor:
+        """Return logits without the tokens that the bits [num_rows, num_words] exclude, for the rows `masked`."""
         outside = _unpacked(~bits, logits.shape[-1], logits.device)
         constrained = logits.masked_fill_(outside, -INFINITY) if in_place else logits.masked_fill(outside, -INFINITY)
-        banning = [i for i in matchers if rows[i].sampling.bans_tokens]
+        banning = [i for i in masked if rows[i].sampling.bans_tokens]
         if banning:
             (indices,) = to_device([np.array(banning)], logits.device)
             of_banning = constrained.index_select(0, indices)
             has_none = of_banning.amax(dim=-1, keepdim=True) == -INFINITY
             allowed = torch.where(outside.index_select(0, indices), -INFINITY, 0.0)
             constrained = constrained.index_copy(0, indices, torch.where(has_none, allowed, of_banning))
-        # A matcher fails where its grammar is too complex at this place. It then allows what a finished one allows.
-        failed = [(i, matcher) for i, matcher in matchers.items() if matcher.is_error()]
-        return constrained, tuple((i, matcher.get_error().split("\n")[0]) for i, matcher in failed)
+        return constrained
 
     def _state(self, assignment: SlotAssignment) -> _GrammarState:
         """Return the state of the sequence that has the slot now; at the grammar's start if it is new there."""
         state = self._states.get(assignment.slot)
         if state is None or state.assignment is not assignment:
-            assert assignment.sampling.grammar is not None
-            state = _GrammarState(assignment, self._matcher(assignment.sampling.grammar))
-            self._states[assignment.slot] = state
+            if state is not None:
+                del self._by_number[state.number]
+                self._process.forget(state.number)
+            state = _GrammarState(assignment, next(self._numbers))
+            self._states[assignment.slot] = self._by_number[state.number] = state
         return state
-
-    def _matcher(self, grammar: str) -> LLMatcher:
-        """Return a matcher at the grammar's start. Copies of a compiled matcher share what they can."""
-        if grammar not in self._compiled:
-            self._compiled[grammar] = matcher_for(grammar, self.tokenizer)
-        self._compiled.move_to_end(grammar)
-        while len(self._compiled) > MAX_GRAMMARS_KEPT:
-            self._compiled.popitem(last=False)
-        return self._compiled[grammar].deep_copy()
 
 
 def _unpacked(bits: NDArray[np.int32], num_tokens: int, device: torch.device) -> Tensor:

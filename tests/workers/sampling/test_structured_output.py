@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from servekit.sandbox.compile_grammar import compile_grammar
 from servekit.sandbox.jobs import CompileGrammar, Done
 from servekit.scheduler.sequence import FinishReason, Sequence
 from tests.support.inprocess import InProcessEngine, load
+from workers.grammar import client
 from workers.loading.model_manager import LoadedModel
 
 TOKENIZER = load_tokenizer(DEMO_MODEL_PATH)
@@ -160,6 +163,91 @@ def test_too_complex_grammar_fails_only_its_own_sequence(demo: LoadedModel) -> N
     assert other.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
     assert slowest_s < 0.5
     engine.manager.check()
+
+
+ENDLESS = json.dumps({"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 100})
+
+
+def mask_process(engine: InProcessEngine) -> int:
+    """The pid of the engine's mask process, once it has computed a mask."""
+    process = engine.runner.grammars._process
+    assert process._process is not None
+    return process._process.pid
+
+
+def wait_until_ready(engine: InProcessEngine) -> None:
+    """Generate one token with a grammar, so that the process has started."""
+    engine.add(prompt_of(0), grammar=compile_one(GrammarKind.REGEX, "a+"), max_tokens=1)
+    engine.run()
+
+
+def test_a_killed_mask_process_changes_no_answer(demo: LoadedModel) -> None:
+    grammar = compile_one(GrammarKind.JSON_SCHEMA, ENDLESS)
+    answers = []
+    for num_kills in (0, 3):
+        engine = InProcessEngine(demo, num_blocks=400, max_steps_in_flight=2)
+        sequences = [
+            engine.add(prompt_of(n), grammar=grammar, temperature=1.2, seed=n, max_tokens=40) for n in range(4)
+        ]
+        for number in range(num_kills):
+            while sequences[0].num_output_tokens < 8 * (number + 1):
+                engine.step()
+            os.kill(mask_process(engine), signal.SIGKILL)
+        engine.run()
+        assert engine.num_failures == 0
+        assert engine.runner.grammars._process.incarnation == 1 + num_kills
+        answers.append([sequence.output_token_ids for sequence in sequences])
+    assert answers[0] == answers[1]
+
+
+def test_a_stopped_mask_process_delays_only_answers_with_a_grammar(demo: LoadedModel) -> None:
+    grammar = compile_one(GrammarKind.JSON_SCHEMA, ENDLESS)
+    expected = InProcessEngine(demo, num_blocks=400)
+    options: dict[str, Any] = {"temperature": 1.2, "seed": 1, "max_tokens": 30}
+    whole = expected.add(prompt_of(1), grammar=grammar, **options)
+    expected.run()
+    engine = InProcessEngine(demo, num_blocks=400, max_steps_in_flight=2)
+    wait_until_ready(engine)
+    os.kill(mask_process(engine), signal.SIGSTOP)
+    constrained = engine.add(prompt_of(1), grammar=grammar, **options)
+    free = engine.add(prompt_of(2), max_tokens=20, ignore_eos=True)
+    while free.finish_reason is None:
+        engine.step()
+    assert engine.manager.num_deferrals >= 10 and constrained.num_output_tokens == 0
+    os.kill(mask_process(engine), signal.SIGCONT)
+    engine.run()
+    assert constrained.output_token_ids == whole.output_token_ids and engine.num_failures == 0
+
+
+def test_a_grammar_that_crashes_its_process_fails_all_answers_of_its_request_and_no_other(demo: LoadedModel) -> None:
+    grammar = compile_one(GrammarKind.JSON_SCHEMA, ENDLESS)
+    engine = InProcessEngine(demo, num_blocks=400)
+    leader = engine.add(prompt_of(1), grammar=grammar, max_tokens=30)
+    guilty = [leader, engine.add(prompt_of(1), leader=leader, grammar=grammar, max_tokens=30)]
+    other = engine.add(prompt_of(2), grammar=grammar, max_tokens=30)
+    while guilty[1].num_output_tokens < 5:
+        engine.step()
+    states = engine.runner.grammars._states
+    number = next(state.number for state in states.values() if state.assignment.slot == guilty[1].slot)
+    os.kill(mask_process(engine), signal.SIGSTOP)
+    engine.runner.grammars._process._current[0] = number  # as the process does while it works on the sequence
+    os.kill(mask_process(engine), signal.SIGSEGV)
+    os.kill(mask_process(engine), signal.SIGCONT)
+    engine.run()
+    assert [each.finish_reason for each in guilty] == [FinishReason.ERROR] * 2
+    assert other.finish_reason is FinishReason.LENGTH
+
+
+def test_requests_with_a_grammar_fail_where_the_mask_process_does_not_start(
+    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client.sys, "executable", "/bin/false")
+    monkeypatch.setattr(client, "MAX_START_DELAY_S", 0.0)
+    engine = InProcessEngine(demo, num_blocks=400)
+    constrained = engine.add(prompt_of(1), grammar=compile_one(GrammarKind.JSON_SCHEMA, ENDLESS))
+    free = engine.add(prompt_of(2), max_tokens=10, ignore_eos=True)
+    engine.run()
+    assert constrained.finish_reason is FinishReason.ERROR and free.finish_reason is FinishReason.LENGTH
 
 
 def test_step_after_the_end_of_an_answer_reports_no_failure(demo: LoadedModel) -> None:

@@ -1,0 +1,244 @@
+"""Claims about the time, memory and lexer states of grammars. Masks are compared with those of llguidance alone."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from llguidance import LLTokenizer
+
+from servekit.engine.model_files import DEMO_MODEL_PATH
+from servekit.protocol import grammar_matcher
+from servekit.protocol.grammar_matcher import grammar_tokenizer, matcher_for
+from servekit.request import GrammarKind
+from servekit.sandbox.compile_grammar import compile_grammar
+from servekit.sandbox.jobs import CompileGrammar, Done
+from workers.grammar import matchers as matchers_module
+from workers.grammar.matchers import GrammarMatchers
+from workers.grammar.messages import Ask, AskMasks, Begin, mask_bytes
+
+VOCAB_SIZE = 2048
+NUM_SLOTS = 8
+# A lexer that remembers the places of many letters. Each number makes another text of it.
+HOSTILE = "start: ({names})*\n{terminals}"
+PATTERNS = [f"{chr(ord('a') + index)}.{{{index + 3}}}$" for index in range(16)]
+SHARED_SCHEMA = {"type": "array", "items": {"anyOf": [{"type": "string", "pattern": each} for each in PATTERNS]}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    return grammar_tokenizer(DEMO_MODEL_PATH / "tokenizer.json", VOCAB_SIZE, [2])
+
+
+def compiled(tokenizer: LLTokenizer, kind: GrammarKind, text: str) -> str:
+    outcome = compile_grammar(CompileGrammar(kind, text), tokenizer)
+    assert isinstance(outcome, Done), outcome
+    return outcome.text
+
+
+def hostile(tokenizer: LLTokenizer, number: int) -> str:
+    letters = [chr(ord("a") + index // 30) for index in range(300)]
+    letters[number] = "k"
+    terminals = [f"T{index}: /[a-z]*{letter}[a-z]{{{index % 30}}}/" for index, letter in enumerate(letters)]
+    names = "|".join(f"T{index}" for index in range(300))
+    text = HOSTILE.format(names=names, terminals="\n".join(terminals))
+    return compiled(tokenizer, GrammarKind.EBNF, text)
+
+
+class Process:
+    """The mask process without a process: what it computes, and its memory for masks."""
+
+    def __init__(self, tokenizer: LLTokenizer, **limits: Any) -> None:
+        self.row_bytes = mask_bytes(VOCAB_SIZE)
+        self.shared = ctypes.create_string_buffer(NUM_SLOTS * self.row_bytes)
+        self.matchers = GrammarMatchers(tokenizer, ctypes.addressof(self.shared), self.row_bytes, **limits)
+        self.slots: dict[int, int] = {}
+        self.order: list[int] = []  # sequences, as their masks came
+        self.errors: dict[int, str] = {}
+
+    def begin(self, number: int, slot: int, grammar: str, tenant: str = "", group_id: int | None = None) -> None:
+        self.slots[number] = slot
+        group_id = number if group_id is None else group_id
+        self.matchers.accept(AskMasks((), (Begin(number, slot, tenant, group_id, 0),), (grammar,)))
+
+    def ask(self, number: int, *token_ids: int) -> None:
+        self.matchers.accept(AskMasks((Ask(number, token_ids),)))
+
+    def work(self) -> None:
+        while (sequence := self.matchers.next_sequence()) is not None:
+            if (mask := self.matchers.advance(sequence)) is not None:
+                self.order.append(mask.sequence)
+                if mask.error:
+                    self.errors[mask.sequence] = mask.error
+
+    def mask(self, number: int, *token_ids: int) -> int:
+        """Ask, work, and return the mask as a number; 0 for an error."""
+        self.ask(number, *token_ids)
+        self.work()
+        if number in self.errors:
+            return 0
+        begin = self.slots[number] * self.row_bytes
+        return int.from_bytes(self.shared.raw[begin : begin + self.row_bytes], "little")
+
+
+def tokens_of(mask: int) -> list[int]:
+    return [token_id for token_id in range(VOCAB_SIZE) if mask >> token_id & 1]
+
+
+def walk(process: Process, number: int, choose: Callable[[list[int]], int], num_tokens: int) -> list[int]:
+    """Follow an answer whose tokens `choose` picks from those that are allowed; return its masks."""
+    masks, token_ids = [], []
+    for _ in range(num_tokens):
+        masks.append(process.mask(number, *token_ids[-1:]))
+        allowed = [token_id for token_id in tokens_of(masks[-1]) if token_id != 2]
+        if not allowed:
+            break
+        token_ids.append(choose(allowed))
+    return masks
+
+
+def chooser(seed: int) -> Callable[[list[int]], int]:
+    state = seed
+
+    def choose(allowed: list[int]) -> int:
+        nonlocal state
+        state = (state * 1103515245 + 12345) % 2**31
+        return allowed[(state >> 8) % len(allowed)]
+
+    return choose
+
+
+GRAMMARS = [
+    (GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": {"a": {"type": "string"}}})),
+    (GrammarKind.JSON_SCHEMA, json.dumps(SHARED_SCHEMA)),
+    (GrammarKind.REGEX, r"\d{4}-[01]\d( [a-z]+)*"),
+    (GrammarKind.EBNF, 'start: "(" (start | "x"){0,2} ")"'),
+]
+
+
+@pytest.mark.parametrize("max_grammar_bytes", [matchers_module.MAX_GRAMMAR_BYTES, 2**20])
+@pytest.mark.parametrize(("kind", "text"), GRAMMARS)
+def test_masks_are_those_of_llguidance_also_where_lexers_are_replaced(
+    kind: GrammarKind, text: str, max_grammar_bytes: int, tokenizer: LLTokenizer
+) -> None:
+    grammar = compiled(tokenizer, kind, text)
+    process = Process(tokenizer, max_grammar_bytes=max_grammar_bytes)
+    process.begin(1, 0, grammar)
+    alone, choose, token_ids = matcher_for(grammar, tokenizer), chooser(3), []
+    for _ in range(40):
+        mask = process.mask(1, *token_ids[-1:])
+        assert mask == int.from_bytes(alone.compute_bitmask(), "little")
+        token_ids.append(choose(tokens_of(mask)))
+        assert alone.consume_token(token_ids[-1])
+        if token_ids[-1] == 2:
+            break
+    assert not process.errors
+
+
+def test_hostile_grammars_stay_within_the_memory_of_all(tokenizer: LLTokenizer) -> None:
+    max_bytes = 40 * 2**20
+    process = Process(tokenizer, max_bytes=max_bytes, max_grammar_bytes=max_bytes // 2)
+    most = 0
+    for number in range(10):
+        process.begin(number, number % NUM_SLOTS, hostile(tokenizer, number), tenant="a")
+        for token_id in (70, 71, 72):
+            process.mask(number, token_id)
+            most = max(most, process.matchers.num_bytes)
+    assert 2 * 2**20 < most <= max_bytes
+
+
+def test_memory_is_taken_from_the_tenant_that_holds_most(tokenizer: LLTokenizer) -> None:
+    process = Process(tokenizer, max_bytes=24 * 2**20, max_grammar_bytes=20 * 2**20)
+    modest = compiled(tokenizer, GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}}')
+    process.begin(1, 0, modest, tenant="modest")
+    process.mask(1)
+    kept = process.matchers._grammars["modest", modest].root
+    for number in range(2, 12):
+        process.begin(number, 1 + number % 4, hostile(tokenizer, number), tenant="greedy")
+        process.mask(number, 70)
+    dropped = [each for each in process.matchers._grammars.values() if each.root is None]
+    assert process.matchers._grammars["modest", modest].root is kept
+    assert dropped or len(process.matchers._grammars) < 11, "nothing was dropped, so nothing was tested"
+
+
+def test_an_exhausted_lexer_breaks_no_later_answer_of_its_own_tenant_or_of_another(
+    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer alone needs fewer lexer states than there may be, and all together need more."""
+    grammar = compiled(tokenizer, GrammarKind.JSON_SCHEMA, json.dumps(SHARED_SCHEMA))
+    limits = grammar_matcher.LLParserLimits(max_lexer_states=20_000, step_lexer_fuel=100_000, verbose_errors=False)
+    monkeypatch.setattr(grammar_matcher, "LIMITS", limits)
+    process = Process(tokenizer)
+    num_rebuilt, root = -1, None
+    for number in range(12):
+        process.begin(number, 0, grammar, tenant="a")
+        walk(process, number, chooser(number), 30)
+        num_rebuilt += process.matchers._grammars["a", grammar].root is not root
+        root = process.matchers._grammars["a", grammar].root
+    assert num_rebuilt > 0, "the lexer was never exhausted, so nothing was tested"
+    process.begin(100, 1, grammar, tenant="b")
+    walk(process, 100, chooser(5), 30)
+    assert not process.errors
+    assert process.matchers._grammars["b", grammar].root is not process.matchers._grammars["a", grammar].root
+
+
+def test_a_grammar_that_alone_needs_more_than_its_bound_fails(tokenizer: LLTokenizer) -> None:
+    process = Process(tokenizer, max_grammar_bytes=2**18)
+    process.begin(1, 0, hostile(tokenizer, 1))
+    process.mask(1, 70)
+    assert "bytes" in process.errors[1] and f"{2**18:,}" in process.errors[1] and "simpler" in process.errors[1]
+
+
+def test_a_request_that_used_up_its_time_ends_in_all_its_answers_and_no_other(tokenizer: LLTokenizer) -> None:
+    process = Process(tokenizer)
+    grammar = compiled(tokenizer, GrammarKind.REGEX, "[a-z]+")
+    for number, group_id in ((1, 7), (2, 7), (3, 8)):
+        process.begin(number, number, grammar, group_id=group_id)
+        assert process.mask(number)
+    process.matchers._groups[7].used_s = 60.0
+    for number in (1, 2, 3):
+        process.mask(number, 70)
+    assert set(process.errors) == {1, 2} and "60.00 s" in process.errors[1]
+
+
+def test_time_is_counted_for_the_answers_of_a_request_together(tokenizer: LLTokenizer) -> None:
+    process = Process(tokenizer)
+    grammar = compiled(tokenizer, GrammarKind.EBNF, "start: s\ns: s s s | s s | /[a-z ]/ |")
+    process.begin(1, 1, grammar, group_id=7)
+    process.begin(2, 2, grammar, group_id=7)
+    process.mask(1)
+    first_s = process.matchers._groups[7].used_s
+    process.mask(2)
+    assert process.matchers._groups[7].used_s > first_s > 0
+    assert process.matchers._groups[7].num_tokens == 0
+
+
+def test_the_tenant_that_used_least_goes_first_and_then_its_cheapest_grammar(tokenizer: LLTokenizer) -> None:
+    """The times are set, because they depend on the machine."""
+    process = Process(tokenizer)
+    cheap, dear = (compiled(tokenizer, GrammarKind.REGEX, f"[a-z]{{{count}}}") for count in (2, 3))
+    for number, (tenant, grammar) in enumerate([("a", dear), ("a", cheap), ("a", dear), ("b", dear), ("b", cheap)]):
+        process.begin(number, number, grammar, tenant=tenant)
+        process.mask(number)
+        process.matchers._grammars[tenant, grammar].mask_s = 1.0 if grammar == dear else 0.1
+    process.order.clear()
+    process.matchers._usage._used_s = {"a": 1000.0, "b": 1.0}
+    for number in range(5):
+        process.ask(number)
+    process.work()
+    assert process.order == [4, 3, 1, 0, 2]
+
+
+def test_a_slot_that_is_assigned_anew_forgets_what_was_asked_for_before(tokenizer: LLTokenizer) -> None:
+    process = Process(tokenizer)
+    process.begin(1, 0, compiled(tokenizer, GrammarKind.REGEX, "a+"))
+    process.ask(1)
+    process.begin(2, 0, compiled(tokenizer, GrammarKind.REGEX, "b+"))
+    process.ask(2)
+    process.work()
+    assert process.order == [2]
+    assert set(process.matchers._sequences) == set(process.matchers._groups) == {2}
+    assert [text for _, text in process.matchers._grammars] == [process.matchers._sequences[2].grammar.text]

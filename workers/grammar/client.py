@@ -1,0 +1,215 @@
+"""The worker's end of the mask process: start it, ask for masks, notice its end.
+
+Nothing in here waits longer than its caller allows. A process that is lost, or does not answer, is replaced; what it
+knew is told to the next one, because it is derived from the token table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servekit.protocol.framing import MessageReceiver, MessageSender, make_pipe
+from workers.grammar.messages import HEADER_BYTES, AskMasks, FromMaskProcess, Mask, Ready, mask_bytes
+
+log = logging.getLogger("servekit.worker")
+
+START_TIMEOUT_S = 60.0  # for imports and a large tokenizer, on a busy machine
+ANSWER_TIMEOUT_S = 5.0  # without any answer, while one is due; a piece of work takes some ten milliseconds
+MAX_UNREAD_BYTES = 64 * 2**20  # of messages that the process has not read
+MAX_FAILED_STARTS = 3  # in succession; from then on, requests with grammars fail until a start succeeds
+MAX_START_DELAY_S = 30.0
+KILLED = -signal.SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A process has ended. `sequence` is the one that it was working on, if it was."""
+
+    sequence: int | None
+    is_crash: bool  # it ended itself; otherwise it was killed from outside, or because it did not answer
+
+
+class MaskProcess:
+    """One process at a time. `incarnation` counts them; a new one knows nothing of what the former one was told."""
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...], num_slots: int) -> None:
+        self.incarnation = 0
+        self._arguments = ["--tokenizer", str(tokenizer_file), "--vocab-size", str(vocab_size)]
+        self._arguments += ["--eos-token-ids", *map(str, eos_token_ids)] if eos_token_ids else []
+        num_words = mask_bytes(vocab_size) // 4
+        size = HEADER_BYTES + num_slots * 4 * num_words
+        # Not a file in /dev/shm: containers may have none, or one that is full.
+        self._masks_fd = os.memfd_create("servekit-masks")
+        os.ftruncate(self._masks_fd, size)
+        weakref.finalize(self, os.close, self._masks_fd)
+        self._shared = mmap.mmap(self._masks_fd, size)
+        self._current = np.frombuffer(self._shared, dtype=np.int64, count=1)
+        masks = np.frombuffer(self._shared, dtype=np.int32, offset=HEADER_BYTES)
+        self.masks: NDArray[np.int32] = masks.reshape(num_slots, num_words)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asks: MessageSender[AskMasks]
+        self._answers: MessageReceiver[FromMaskProcess]
+        self._is_ready = False
+        self._due: set[int] = set()  # sequences whose masks are being computed
+        self._silent_since_s = 0.0
+        self._num_failed_starts = 0
+        self._start_not_before_s = 0.0
+        self._refusal = ""  # why the model's tokenizer cannot be used
+
+    @property
+    def refusal(self) -> str:
+        """Why no mask can be computed at present; empty where it can, or where that is not known yet."""
+        if self._refusal or self._num_failed_starts < MAX_FAILED_STARTS:
+            return self._refusal
+        return (
+            f"the process that computes token masks did not start {self._num_failed_starts} times. Requests without a "
+            "grammar are not affected; the operator finds the cause in the server's log"
+        )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process, as far as is known."""
+        return self._process is not None
+
+    def ensure_started(self) -> bool:
+        """Start the process if there is none; whether there is one. Does not wait until it is ready."""
+        if self._process is None and not self._refusal and time.monotonic() >= self._start_not_before_s:
+            self._start()
+        return self._process is not None
+
+    def _start(self) -> None:
+        asked, asks = make_pipe()
+        answered, answers = make_pipe()
+        descriptors = (asked.fileno(), answers.fileno(), self._masks_fd)
+        names = ("--ask-fd", "--answer-fd", "--masks-fd")
+        command = [sys.executable, "-P", "-m", "workers.grammar.process", "--parent-pid", str(os.getpid())]
+        command += [word for pair in zip(names, map(str, descriptors), strict=True) for word in pair]
+        self._current[0] = 0
+        try:
+            process = subprocess.Popen(
+                [*command, *self._arguments],
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # the library writes parts of grammars there
+            )
+        except OSError as error:
+            log.warning("the mask process cannot be started: %s", error)
+            self._count_failed_start()
+            return
+        finally:
+            asked.close()
+            answers.close()
+        os.set_blocking(asks.fileno(), False)
+        os.set_blocking(answered.fileno(), False)
+        self._process = process
+        self._asks, self._answers = MessageSender(asks), MessageReceiver(answered, FromMaskProcess)
+        self._end = weakref.finalize(self, _end, process)
+        self.incarnation += 1
+        self._is_ready = False
+        self._due.clear()
+        self._silent_since_s = time.monotonic()
+
+    def ask(self, message: AskMasks) -> None:
+        """Send a message, as soon as the process reads it. What is lost with the process is reported by `receive`."""
+        if not self._due:
+            self._silent_since_s = time.monotonic()
+        self._due.update(ask.sequence for ask in message.asks)
+        with contextlib.suppress(BrokenPipeError):
+            self._asks.send_ready(message)
+
+    def forget(self, sequence: int) -> None:
+        """Expect no mask of a sequence. The process forgets it when another one begins in its slot."""
+        self._due.discard(sequence)
+
+    def receive(self, timeout_s: float) -> list[Mask] | Lost:
+        """Return the masks that have arrived, after a wait for the first of them; or that the process is lost."""
+        assert self._process is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                self._asks.flush()
+            if not self._poll(timeout_s):
+                return self._check()
+            return self._read()
+        except (EOFError, ConnectionError):
+            return self._lose()
+
+    def _poll(self, timeout_s: float) -> bool:
+        """Wait for an answer; also end the wait where the process has read, and there is more to be sent to it."""
+        poll = select.poll()
+        poll.register(self._answers.fileno(), select.POLLIN)
+        if self._asks.num_unsent:
+            poll.register(self._asks.fileno(), select.POLLOUT)
+        return self._answers.fileno() in (descriptor for descriptor, _ in poll.poll(max(0.0, 1e3 * timeout_s)))
+
+    def _read(self) -> list[Mask]:
+        self._silent_since_s = time.monotonic()
+        masks: list[Mask] = []
+        for message in self._answers.receive_ready():
+            if isinstance(message, Ready):
+                self._is_ready, self._refusal = not message.refusal, message.refusal
+                self._num_failed_starts = 0
+            else:
+                masks += message.masks
+        self._due.difference_update(mask.sequence for mask in masks)
+        return masks
+
+    def _check(self) -> list[Mask] | Lost:
+        """End a process that does not answer."""
+        silent_s = time.monotonic() - self._silent_since_s
+        is_late = bool(self._due) and silent_s > (ANSWER_TIMEOUT_S if self._is_ready else START_TIMEOUT_S)
+        if not is_late and self._asks.num_unsent < MAX_UNREAD_BYTES:
+            return []
+        log.warning("the mask process has not answered for %.0f s", silent_s)
+        return self._lose()
+
+    def _lose(self) -> Lost:
+        """Reap the process, and say what it was working on."""
+        process, self._process = self._process, None
+        assert process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)  # it has closed its pipe, so it is about to exit, and its code tells why
+        exit_code = process.poll()
+        self._end()
+        self._asks.close()
+        self._answers.close()
+        if not self._is_ready:
+            self._count_failed_start()
+        sequence = int(self._current[0]) or None
+        if self._refusal:
+            log.warning("requests with grammars will fail: %s", self._refusal)
+        else:
+            log.warning("the mask process has ended (exit code %s), and is replaced", exit_code)
+        return Lost(sequence, is_crash=exit_code is not None and exit_code != KILLED)
+
+    def _count_failed_start(self) -> None:
+        self._num_failed_starts += 1
+        delay_s = min(MAX_START_DELAY_S, 2.0 ** (self._num_failed_starts - 2))
+        self._start_not_before_s = time.monotonic() + delay_s
+
+    def stop(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process = None
+            self._end()
+            self._asks.close()
+            self._answers.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()

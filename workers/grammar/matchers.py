@@ -1,0 +1,276 @@
+"""Follow answers in their grammars, one small piece of work after the other, within budgets of time and memory.
+
+A sequence's matcher is derived from its tokens. So compiled grammars and matchers are a cache: whatever is dropped, for
+memory or because a lexer is exhausted, is made again from the grammar's text and the tokens when it is needed.
+
+Copies of a compiled grammar share its lexer, whose states accumulate with what the answers contain. It is shared by
+answers of one tenant only, and replaced by a fresh one when it fails or becomes too large.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from llguidance import LLMatcher, LLTokenizer
+
+from servekit.protocol.grammar_matcher import matcher_for
+from workers.grammar.budgets import GroupBudget, TenantUsage
+from workers.grammar.memory import allocated_bytes, return_freed_memory
+from workers.grammar.messages import Ask, AskMasks, Begin, Mask
+
+MAX_BYTES = 512 * 2**20  # of all grammars and matchers
+MAX_GRAMMAR_BYTES = 128 * 2**20  # of one compiled grammar and its matchers
+TRIM_BYTES = 32 * 2**20  # freed at once, so much is returned to the system
+SLICE_S = 0.002  # of work on one sequence, before another one may go first; one mask or compilation is not divided
+# Less work than this cannot allocate more than some kilobytes. They count for the next piece of work that is measured.
+MEASURED_S = 20e-6
+
+
+@dataclass(eq=False, slots=True)
+class CompiledGrammar:
+    """A tenant's grammar, and what was made of it and can be made again."""
+
+    tenant: str
+    text: str
+    root: LLMatcher | None = None  # a matcher before the first token, of which copies are made
+    num_bytes: int = 0  # of `root` and of its copies
+    num_masks: int = 0  # computed since it was compiled
+    mask_s: float = 0.0  # what a mask took lately
+    matchers: dict[int, LLMatcher] = field(default_factory=dict)  # by sequence
+    num_sequences: int = 0  # that may ask for masks
+
+    def drop(self) -> None:
+        """Forget all that can be made again."""
+        self.root = None
+        self.matchers.clear()
+        self.num_bytes = self.num_masks = 0
+
+
+@dataclass(eq=False, slots=True)
+class SequenceState:
+    """One answer, as far as it is known here."""
+
+    number: int
+    slot: int
+    group_id: int
+    grammar: CompiledGrammar
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    num_consumed: int = 0  # by the grammar's matcher of this sequence, if there is one
+    is_waiting: bool = False  # for a mask
+
+
+class GrammarMatchers:
+    """All sequences of a worker that have a grammar.
+
+    `accept` takes what a step asks for. `advance` does a piece of the work, for the tenant that has used least lately.
+    `masks_address` is that of the masks, of `mask_bytes` each, by slot.
+    """
+
+    def __init__(
+        self,
+        tokenizer: LLTokenizer,
+        masks_address: int,
+        mask_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        max_bytes: int = MAX_BYTES,
+        max_grammar_bytes: int = MAX_GRAMMAR_BYTES,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._masks_address = masks_address
+        self._mask_bytes = mask_bytes
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._max_grammar_bytes = max_grammar_bytes
+        self._sequences: dict[int, SequenceState] = {}  # by number
+        self._slots: dict[int, SequenceState] = {}
+        self._grammars: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()  # the one used last is the last
+        self._groups: dict[int, GroupBudget] = {}
+        self._group_sizes: defaultdict[int, int] = defaultdict(int)
+        # Of each tenant, a heap of (a mask's time, place in the order of asking, sequence).
+        self._waiting: dict[str, list[tuple[float, int, SequenceState]]] = {}
+        self._num_asked = 0
+        self._usage = TenantUsage()
+        self._base_bytes = self._measured_bytes = allocated_bytes()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all grammars and matchers, as they were last measured."""
+        return self._measured_bytes - self._base_bytes
+
+    # -- what the worker asks for ---------------------------------------------------------------------------------
+
+    def accept(self, message: AskMasks) -> None:
+        """Take what a step asks for."""
+        for begin in message.begins:
+            self._begin(begin, message.grammars[begin.grammar])
+        for ask in message.asks:
+            self._ask(ask)
+
+    def _begin(self, begin: Begin, text: str) -> None:
+        if begin.slot in self._slots:
+            self._end(self._slots[begin.slot])
+        key = (begin.tenant, text)
+        grammar = self._grammars.get(key)
+        if grammar is None:
+            grammar = self._grammars[key] = CompiledGrammar(begin.tenant, text)
+        grammar.num_sequences += 1
+        sequence = SequenceState(begin.sequence, begin.slot, begin.group_id, grammar)
+        self._sequences[begin.sequence] = self._slots[begin.slot] = sequence
+        self._groups.setdefault(begin.group_id, GroupBudget())
+        self._group_sizes[begin.group_id] += 1
+
+    def _end(self, sequence: SequenceState) -> None:
+        del self._sequences[sequence.number], self._slots[sequence.slot]
+        sequence.is_waiting = False
+        sequence.grammar.num_sequences -= 1
+        self._drop_matcher(sequence)
+        self._forget_if_unused(sequence.grammar)
+        self._group_sizes[sequence.group_id] -= 1
+        if not self._group_sizes[sequence.group_id]:
+            del self._group_sizes[sequence.group_id], self._groups[sequence.group_id]
+
+    def _ask(self, ask: Ask) -> None:
+        sequence = self._sequences[ask.sequence]
+        sequence.token_ids.extend(ask.token_ids)
+        self._groups[sequence.group_id].num_tokens += len(ask.token_ids)
+        sequence.is_waiting = True
+        self._enqueue(sequence)
+
+    def _enqueue(self, sequence: SequenceState) -> None:
+        self._num_asked += 1
+        entry = (sequence.grammar.mask_s, self._num_asked, sequence)
+        heappush(self._waiting.setdefault(sequence.grammar.tenant, []), entry)
+
+    # -- the work -------------------------------------------------------------------------------------------------
+
+    def next_sequence(self) -> SequenceState | None:
+        """Return whose work is next, and take it from its queue; None if nobody waits.
+
+        It is of the tenant that has used least lately; and of that tenant's, the one whose masks are cheapest.
+        """
+        while self._waiting:
+            tenant = min(self._waiting, key=self._usage.used_s) if len(self._waiting) > 1 else next(iter(self._waiting))
+            queue = self._waiting[tenant]
+            _, _, sequence = heappop(queue)
+            if not queue:
+                del self._waiting[tenant]
+            if sequence.is_waiting:
+                return sequence
+        return None
+
+    def advance(self, sequence: SequenceState) -> Mask | None:
+        """Do a piece of the work for a sequence. Returns its mask or its error; None if there is more to do."""
+        group, grammar = self._groups[sequence.group_id], sequence.grammar
+        if refusal := group.refusal:
+            return self._finish(sequence, refusal)
+        started_s = time.process_time()
+        self._grammars.move_to_end((grammar.tenant, grammar.text))
+        is_done, error = self._work(sequence, grammar, started_s)
+        used_s = time.process_time() - started_s
+        group.used_s += used_s
+        self._usage.charge(grammar.tenant, used_s, self._clock())
+        if used_s > MEASURED_S:
+            self._measure(grammar)
+            if grammar.num_bytes > self._max_grammar_bytes:
+                # It is made again, from the text and the tokens. If one mask alone needs that much, it does not help.
+                if grammar.num_masks <= 1:
+                    error = (
+                        f"it takes {grammar.num_bytes:,} bytes to follow it; the limit is {self._max_grammar_bytes:,}: "
+                        "make it simpler, or ask for a shorter answer"
+                    )
+                self._drop(grammar)
+            self._make_room(grammar)
+        if error:
+            return self._finish(sequence, error)
+        if not is_done:
+            self._enqueue(sequence)
+            return None
+        return self._finish(sequence)
+
+    def _finish(self, sequence: SequenceState, error: str = "") -> Mask:
+        sequence.is_waiting = False
+        if error:
+            self._drop_matcher(sequence)
+        return Mask(sequence.number, error)
+
+    def _work(self, sequence: SequenceState, grammar: CompiledGrammar, started_s: float) -> tuple[bool, str]:
+        """Compile, consume tokens and compute the mask, as far as the slice of time allows.
+
+        Returns whether the mask is there, and an error.
+        """
+        if grammar.root is None:
+            grammar.root = matcher_for(grammar.text, self._tokenizer)
+            if grammar.root.is_error():
+                return False, self._failure(grammar, grammar.root)
+            if time.process_time() - started_s > SLICE_S:
+                return False, ""
+        matcher = grammar.matchers.get(sequence.number)
+        if matcher is None:
+            matcher = grammar.matchers[sequence.number] = grammar.root.deep_copy()
+            sequence.num_consumed = 0
+        token_ids = sequence.token_ids
+        while sequence.num_consumed < len(token_ids):
+            # One by one: a matcher that has ended takes an end of sequence.
+            matcher.consume_token(token_ids[sequence.num_consumed])
+            sequence.num_consumed += 1
+            if not sequence.num_consumed % 16 and time.process_time() - started_s > SLICE_S:
+                return False, ""
+        masked_s = time.process_time()
+        address = self._masks_address + sequence.slot * self._mask_bytes
+        matcher.unsafe_compute_mask_ptr(address, self._mask_bytes)
+        grammar.num_masks += 1
+        grammar.mask_s = (grammar.mask_s + time.process_time() - masked_s) / 2
+        if not matcher.is_error():
+            return True, ""
+        return False, self._failure(grammar, matcher)
+
+    def _failure(self, grammar: CompiledGrammar, matcher: LLMatcher) -> str:
+        """Return why a matcher failed; empty if that may be due to what other answers left in the shared lexer."""
+        error = matcher.get_error().split("\n")[0]
+        if error.startswith("lexer error") and grammar.num_masks > 1:
+            self._drop(grammar)
+            return ""
+        return error
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def _measure(self, grammar: CompiledGrammar) -> None:
+        """Attribute to a grammar what was allocated since the last time."""
+        now_bytes = allocated_bytes()
+        grammar.num_bytes += now_bytes - self._measured_bytes
+        self._measured_bytes = now_bytes
+
+    def _drop_matcher(self, sequence: SequenceState) -> None:
+        if sequence.grammar.matchers.pop(sequence.number, None) is not None:
+            self._measure(sequence.grammar)
+
+    def _drop(self, grammar: CompiledGrammar) -> None:
+        before = self._measured_bytes
+        grammar.drop()
+        self._measured_bytes = allocated_bytes()
+        self._forget_if_unused(grammar)
+        if before - self._measured_bytes > TRIM_BYTES:
+            return_freed_memory()
+
+    def _forget_if_unused(self, grammar: CompiledGrammar) -> None:
+        if grammar.root is None and not grammar.num_sequences:
+            del self._grammars[grammar.tenant, grammar.text]
+
+    def _make_room(self, kept: CompiledGrammar) -> None:
+        """Drop grammars until the rest is within bounds: of the tenant that holds most, the one not used for longest.
+
+        `kept` stays, which is within its own bound.
+        """
+        while self.num_bytes > self._max_bytes:
+            held: defaultdict[str, int] = defaultdict(int)
+            for grammar in self._grammars.values():
+                held[grammar.tenant] += grammar.num_bytes
+            droppable = [each for each in self._grammars.values() if each.root is not None and each is not kept]
+            if not droppable:
+                return
+            self._drop(max(droppable, key=lambda each: held[each.tenant]))  # the first of equals: the oldest

@@ -1,0 +1,91 @@
+"""`python -m workers.grammar.process`: compute token masks, in a process that may be killed.
+
+A worker starts it, and passes it two pipes and shared memory as open file descriptors. Grammars are text that clients
+wrote, and the library that follows them is native code: whatever it does with memory, time or its stack, it does it
+here, and to one request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import mmap
+import os
+import select
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llguidance import LLTokenizer
+
+from servekit.protocol.child_process import die_with_parent, ignore_signals
+from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
+from servekit.protocol.grammar_matcher import grammar_tokenizer
+from workers.grammar.matchers import MAX_BYTES, GrammarMatchers
+from workers.grammar.memory import limit_address_space
+from workers.grammar.messages import HEADER_BYTES, AskMasks, FromMaskProcess, Mask, Masks, Ready, mask_bytes
+
+NICE = 5  # where processors are scarce, the model goes first
+CHEAP_S = 0.001  # answers are held back for no longer than this
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read what steps ask for from one pipe, and write answers to the other, until the worker closes them."""
+    parser = argparse.ArgumentParser(prog="python -m workers.grammar.process")
+    parser.add_argument("--ask-fd", type=int, required=True, help="file descriptor to read messages from")
+    parser.add_argument("--answer-fd", type=int, required=True, help="file descriptor to write answers to")
+    parser.add_argument("--masks-fd", type=int, required=True, help="file descriptor of the shared memory")
+    parser.add_argument("--parent-pid", type=int, required=True, help="the worker's process id; this exits with it")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="the model's tokenizer.json")
+    parser.add_argument("--vocab-size", type=int, required=True, help="number of the model's logits")
+    parser.add_argument("--eos-token-ids", type=int, nargs="*", default=[])
+    arguments = parser.parse_args(argv)
+    die_with_parent(arguments.parent_pid)
+    ignore_signals()
+    os.nice(NICE)
+    asks = MessageReceiver[AskMasks](adopt_reader(arguments.ask_fd), AskMasks)
+    answers = MessageSender[FromMaskProcess](adopt_writer(arguments.answer_fd))
+    try:
+        tokenizer = grammar_tokenizer(arguments.tokenizer, arguments.vocab_size, arguments.eos_token_ids)
+    except (ValueError, KeyError, OSError) as error:
+        answers.send(Ready(refusal=str(error)))
+        return 2
+    limit_address_space(2 * MAX_BYTES)
+    answers.send(Ready())
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        serve(tokenizer, arguments.vocab_size, mmap.mmap(arguments.masks_fd, 0), asks, answers)
+    return 0
+
+
+def serve(
+    tokenizer: LLTokenizer,
+    vocab_size: int,
+    shared: mmap.mmap,
+    asks: MessageReceiver[AskMasks],
+    answers: MessageSender[FromMaskProcess],
+) -> None:
+    """Do the work of all sequences piece by piece. Raises EOFError and BrokenPipeError when the worker is gone."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(shared))
+    current = ctypes.c_int64.from_buffer(shared)
+    matchers = GrammarMatchers(tokenizer, address + HEADER_BYTES, mask_bytes(vocab_size))
+    done: list[Mask] = []
+    poll = select.poll()
+    poll.register(asks.fileno(), select.POLLIN)
+    while True:
+        sequence = matchers.next_sequence()
+        if done and (sequence is None or sequence.grammar.mask_s > CHEAP_S or sequence.grammar.root is None):
+            answers.send(Masks(tuple(done)))
+            done.clear()
+        if sequence is not None:
+            current.value = sequence.number
+            if (mask := matchers.advance(sequence)) is not None:
+                done.append(mask)
+            current.value = 0
+        if poll.poll(0 if sequence is not None else None):
+            for message in asks.receive_ready():
+                matchers.accept(message)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
