@@ -75,14 +75,14 @@ Strike = Callable[[Attacker], Awaitable[object]]
 class Attack(Struct, frozen=True):
     """What one tenant does again and again, on `at_once` connections, while a bystander is measured.
 
-    In the control windows the attacker does nothing, or `control` on one connection: what costs the model as much and
-    is no attack.
+    In the control windows the attacker does nothing, or `control`: what costs the model as much and is no attack.
     """
 
     name: str
     strike: Strike
     at_once: int = 1
     control: Strike | None = None
+    control_at_once: int = 1
     flags: tuple[str, ...] = ()
     limits: str = ""  # of the attacker's key, as lines of TOML
 
@@ -109,7 +109,7 @@ async def _run(attack: Attack, port: int, seed: int) -> None:
         elif command.strip() == "attack":
             tasks = [asyncio.create_task(_repeat(attack.strike, attacker)) for _ in range(attack.at_once)]
         elif attack.control is not None:
-            tasks = [asyncio.create_task(_repeat(attack.control, attacker))]
+            tasks = [asyncio.create_task(_repeat(attack.control, attacker)) for _ in range(attack.control_at_once)]
 
 
 class AttackerProcess:

@@ -45,7 +45,7 @@ AMBIGUOUS = 'start: s\ns: s s s | s s | "a" | "a" "a"'
 
 
 def _with_grammar(kind: str, value: object, **fields: Any) -> dict[str, Any]:
-    return {"prompt": "a", "grammar": {"type": kind, "value": value}, "temperature": 1.0, **fields}
+    return {"prompt": "a", "grammar": {"type": kind, "value": value}, **fields}
 
 
 async def _new_overlapping_terminals(attacker: Attacker) -> None:
@@ -127,23 +127,23 @@ def fill_memory(seconds: float, chance: Random) -> list[Claim]:
     ]
 
 
-# Each pattern alone is small; the lexer's states for all of them together are 2 to the power of their lengths.
+# Each pattern alone is small. The lexer's states for all of them together are the places of sixteen letters.
 PATTERNS = [f"{chr(ord('a') + index)}.{{{index + 3}}}$" for index in range(16)]
-SHARED_SCHEMA = {"type": "array", "items": {"anyOf": [{"type": "string", "pattern": each} for each in PATTERNS]}}
+ITEMS = {"anyOf": [{"type": "string", "pattern": pattern} for pattern in PATTERNS]}
+SHARED_SCHEMA = {"type": "array", "minItems": 20, "items": ITEMS}
 
 
 def exhaust_shared_schema(seconds: float, chance: Random) -> list[Claim]:
     """Tenant a uses a schema until its lexer has too many states; then tenant b uses the same schema."""
-    body = _with_grammar("json_schema", SHARED_SCHEMA, max_tokens=400)
+    body = _with_grammar("json_schema", SHARED_SCHEMA, max_tokens=400, temperature=2.0)
+    many = body | {"n": 64}  # 100,000 tokens in four requests, almost all with a state that is new
 
     async def ask_for_it(port: int) -> tuple[list[str], list[str]]:
-        attacker = [
-            await post_json(port, ATTACKER_KEY, "/generate", body | {"n": 8, "seed": seed}) for seed in range(32)
-        ]
+        attacker = [await post_json(port, ATTACKER_KEY, "/generate", many | {"seed": seed}) for seed in range(4)]
         bystander = [await post_json(port, BYSTANDER_KEY, "/generate", body | {"seed": seed}) for seed in range(10)]
         return [each.summary for each in attacker], [each.summary for each in bystander]
 
-    with serving_tenants("shared-schema") as server:
+    with serving_tenants("shared-schema", *LARGE_POOL) as server:
         attacker, bystander = asyncio.run(ask_for_it(server.port))
     num_right = bystander.count("200")
     return [

@@ -13,6 +13,7 @@ from tests.torture.attacks.tenants import ATTACKER_KEY, LARGE_POOL, memory_mib, 
 from tests.torture.crowd import wait_until
 
 MAX_ANSWERS = 128  # that one request may ask for with `n`
+DISCONNECT_INTERVAL_S = 0.1  # 160 requests/s by 16 clients
 BAD_WORDS = [f"{first} {second} {third}" for first in "abcd" for second in "efgh" for third in "ijkl"]
 MANY_LONG = {"prompt": "a", "n": MAX_ANSWERS, "max_tokens": 500, "ignore_eos": True}
 ALL_OPTIONS = {
@@ -44,11 +45,22 @@ async def _all_options(attacker: Attacker) -> None:
 
 async def _disconnect(attacker: Attacker) -> None:
     """Send a request and disconnect at a random moment, in the middle of whatever happens then."""
+    await _for_an_interval(attacker, max_tokens=200, leaves_after_s=attacker.chance.random() * DISCONNECT_INTERVAL_S)
+
+
+async def _stay(attacker: Attacker) -> None:
+    """Send the same request as often, but for a few tokens, and read the answer."""
+    await _for_an_interval(attacker, max_tokens=8, leaves_after_s=60.0)
+
+
+async def _for_an_interval(attacker: Attacker, max_tokens: int, leaves_after_s: float) -> None:
+    over = asyncio.create_task(asyncio.sleep(DISCONNECT_INTERVAL_S))
     num_answers = attacker.chance.choice([1, 1, 8])
-    body = {"prompt": "Once upon a time", "n": num_answers, "max_tokens": 200, "ignore_eos": True}
+    body = {"prompt": "Once upon a time", "n": num_answers, "max_tokens": max_tokens, "ignore_eos": True}
     with suppress(TimeoutError):
-        async with asyncio.timeout(attacker.chance.random() * 0.1):
+        async with asyncio.timeout(leaves_after_s):
             await attacker.post("/generate", body)
+    await over
 
 
 def logprobs_in_memory(seconds: float, chance: Random) -> list[Claim]:
@@ -84,6 +96,6 @@ def logprobs_in_memory(seconds: float, chance: Random) -> list[Claim]:
 ATTACKS = [
     Attack("bad-words", _bad_words, control=plain_rows, flags=LARGE_POOL),
     Attack("all-options", _all_options, control=plain_rows, flags=LARGE_POOL),
-    Attack("disconnects", _disconnect, at_once=16),
+    Attack("disconnects", _disconnect, at_once=16, control=_stay, control_at_once=16),
 ]
 SCENARIOS = [Scenario("logprobs-memory", logprobs_in_memory)]
