@@ -50,7 +50,7 @@ async def _disconnect(attacker: Attacker) -> None:
 
 async def _stay(attacker: Attacker) -> None:
     """Send the same request as often, but for a few tokens, and read the answer."""
-    await _for_an_interval(attacker, max_tokens=8, leaves_after_s=60.0)
+    await _for_an_interval(attacker, max_tokens=2, leaves_after_s=60.0)
 
 
 async def _for_an_interval(attacker: Attacker, max_tokens: int, leaves_after_s: float) -> None:
