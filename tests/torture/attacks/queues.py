@@ -23,23 +23,27 @@ async def _short_story(attacker: Attacker) -> None:
     await attacker.post("/generate", MODEST)
 
 
+async def _few_rows(attacker: Attacker) -> None:
+    await attacker.post("/generate", MODEST | {"n": 8, "max_tokens": 500})
+
+
 async def _many_long_answers(attacker: Attacker) -> None:
-    await attacker.post("/generate", {"prompt": "a", "n": MAX_ANSWERS, "max_tokens": 2000, "ignore_eos": True})
+    await attacker.post("/generate", {"prompt": "a", "n": MAX_ANSWERS, "max_tokens": 500, "ignore_eos": True})
 
 
 FLOOD = Attack(
     "flood",
     _short_story,
     at_once=NUM_FLOODING,
-    control=plain_rows,
-    flags=(*FAIR, "--max-num-queued-reqs", "64"),
+    control=_few_rows,
+    flags=(*FAIR, "--max-num-seqs", "16", "--max-num-queued-reqs", "64"),
 )
 QUOTA = Attack(
     "quota-by-n",
     _many_long_answers,
     at_once=40,
     control=plain_rows,
-    flags=FAIR,
+    flags=(*FAIR, "--max-num-seqs", "192"),  # for one such request, and for others
     limits="max_concurrent_requests = 40\nrequests_per_minute = 60\ntokens_per_minute = 1000",
 )
 
