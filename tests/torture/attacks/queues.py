@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from contextlib import suppress
 from random import Random
 
+from tests.support.server_process import ServerProcess
 from tests.torture.attacks.attacker import Attack, Attacker, AttackerProcess
 from tests.torture.attacks.claims import Claim, Scenario, counts
 from tests.torture.attacks.requests import Answer, post_json
-from tests.torture.attacks.rows import MAX_ANSWERS, plain_rows
+from tests.torture.attacks.rows import MAX_ANSWERS
 from tests.torture.attacks.tenants import BYSTANDER_KEY, LARGE_POOL, serving_tenants
 
 FAIR = ("--scheduling-policy", "fair", *LARGE_POOL)
 NUM_FLOODING = 200
 NUM_MODEST = 25
 MODEST_INTERVAL_S = 0.5
+NUM_SHORT, SHORT_S, PATIENCE_S = 5, 2.0, 15.0
 MODEST = {"prompt": "Once upon a time", "max_tokens": 32, "ignore_eos": True}
 
 
@@ -42,7 +45,6 @@ QUOTA = Attack(
     "quota-by-n",
     _many_long_answers,
     at_once=40,
-    control=plain_rows,
     flags=(*FAIR, "--max-num-seqs", "192"),  # for one such request, and for others
     limits="max_concurrent_requests = 40\nrequests_per_minute = 60\ntokens_per_minute = 1000",
 )
@@ -76,5 +78,38 @@ def modest_beside_flood(seconds: float, chance: Random) -> list[Claim]:
     ]
 
 
+def short_beside_many_answers(seconds: float, chance: Random) -> list[Claim]:
+    """Ask for far more answers than a quota has tokens for; then another tenant sends short requests, one by one."""
+    short = {"prompt": "a", "max_tokens": 4, "ignore_eos": True}
+
+    async def attack_and_ask(server: ServerProcess) -> tuple[list[Answer], float]:
+        async with AttackerProcess(QUOTA.name, server.port, chance.randrange(1000)) as attacker:
+            attacker.begin("attack")
+            await asyncio.sleep(3)
+            names = ("servekit_num_requests_running", "servekit_num_requests_waiting")
+            num_let_in = sum([await asyncio.to_thread(server.metric, name) for name in names])
+            answers = []
+            for _ in range(NUM_SHORT):
+                with suppress(TimeoutError):
+                    asking = post_json(server.port, BYSTANDER_KEY, "/generate", short)
+                    answers.append(await asyncio.wait_for(asking, PATIENCE_S))
+            await attacker.rest()
+            return answers, num_let_in
+
+    with serving_tenants(QUOTA.name, *QUOTA.flags, limits=QUOTA.limits) as server:
+        answers, num_let_in = asyncio.run(attack_and_ask(server))
+    num_right = sum(answer.status == 200 for answer in answers)
+    longest_s = max([answer.seconds for answer in answers], default=PATIENCE_S)
+    return [
+        Claim(
+            f"the other tenant gets {NUM_SHORT} of {NUM_SHORT} within {PATIENCE_S:g} s",
+            f"{num_right}",
+            num_right == NUM_SHORT,
+        ),
+        Claim(f"each within {SHORT_S:g} s", f"within {longest_s:.2f} s", longest_s <= SHORT_S, is_timed=True),
+        Claim("", f"{num_let_in:,.0f} answers of the attacker let in"),
+    ]
+
+
 ATTACKS = [FLOOD, QUOTA]
-SCENARIOS = [Scenario("modest-tenant", modest_beside_flood)]
+SCENARIOS = [Scenario("modest-tenant", modest_beside_flood), Scenario("short-beside-many", short_beside_many_answers)]
