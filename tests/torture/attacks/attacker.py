@@ -1,7 +1,7 @@
 """Run one attack in a process of the lowest priority, so that it takes no CPU that the server could use.
 
 `python -m tests.torture.attacks.attacker NAME PORT SEED` reads commands from standard input, a line each: `attack` or
-`control` begins, `rest` ends all requests and writes how many of them had which status.
+`control` begins, `rest` ends all requests and writes how many of them had which status. It first writes `ready`.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ async def _repeat(strike: Strike, attacker: Attacker) -> None:
 
 async def _run(attack: Attack, port: int, seed: int) -> None:
     attacker = Attacker(port, seed)
+    print("ready", flush=True)
     tasks: list[asyncio.Task[None]] = []
     while command := await asyncio.to_thread(sys.stdin.readline):
         if command.strip() == "rest":
@@ -127,6 +128,8 @@ class AttackerProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
+        assert self._process.stdout is not None
+        assert await self._process.stdout.readline() == b"ready\n", "the attacker's process failed"
         return self
 
     async def __aexit__(self, *exception: object) -> None:

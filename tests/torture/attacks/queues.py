@@ -85,7 +85,7 @@ def short_beside_many_answers(seconds: float, chance: Random) -> list[Claim]:
     async def attack_and_ask(server: ServerProcess) -> tuple[list[Answer], float]:
         async with AttackerProcess(QUOTA.name, server.port, chance.randrange(1000)) as attacker:
             attacker.begin("attack")
-            await asyncio.sleep(3)
+            await asyncio.sleep(5)
             names = ("servekit_num_requests_running", "servekit_num_requests_waiting")
             num_let_in = sum([await asyncio.to_thread(server.metric, name) for name in names])
             answers = []
