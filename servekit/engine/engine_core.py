@@ -104,7 +104,7 @@ class EngineCore:
             num_running=manager.num_running,
             num_waiting=manager.num_waiting,
             num_followers=manager.num_followers,
-            num_waiting_tokens=manager.num_queued_tokens,
+            num_waiting_tokens=manager.queued.total.num_tokens,
             num_preemptions=manager.num_preemptions,
             num_stale_results=manager.num_stale_results,
             num_deferrals=manager.num_deferrals,

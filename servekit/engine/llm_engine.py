@@ -24,7 +24,7 @@ from servekit.engine.live_view import LiveView, build_live_view
 from servekit.engine.model_files import find_chat_template, find_model
 from servekit.engine.output_processor import OutputProcessor
 from servekit.engine.profiling import Profiling
-from servekit.engine.queue_limits import QueueLimits
+from servekit.engine.queue_limits import QueueLimits, QueuePlaces
 from servekit.engine.readiness_probe import ReadinessProbe
 from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput, add_commands
@@ -229,44 +229,45 @@ class LLMEngine:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def check_accepting(self) -> float:
-        """Return the request's arrival time, on the engine's clock. Raises WorkerNotReady while requests are rejected.
+    def reserve(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> QueuePlaces:
+        """Take a request's places in the queue. The prompts' contents may still be missing.
 
-        Call this once for each request, before any work for it. A request that passed is served even if the server
-        begins to drain meanwhile.
+        Call this once for each request, before any work for it, and release the places however that ends. A request
+        that has them is served even if the server begins to drain meanwhile. Raises WorkerNotReady while requests are
+        rejected, QueueFull, or InvalidRequest.
         """
         if self._is_draining:
             raise shutting_down()
         self._check_outage()
-        return self._clock()
+        manager = self._running_core.manager
+        return self._queue_limits.reserve(request, caller.tenant, manager.num_waiting, manager.queued, self._clock())
 
     def _check_outage(self) -> None:
         if self._core is not None and self._core.outage is not None:
             raise self._core.outage
 
     async def submit(
-        self, request: GenerationRequest, caller: Caller = ANONYMOUS, arrival_s: float | None = None
+        self, request: GenerationRequest, caller: Caller = ANONYMOUS, places: QueuePlaces | None = None
     ) -> RequestState:
         """Admit all prompts of a request, or none. Raises RequestError or WorkerError.
 
-        Deadlines count from `arrival_s`, which `check_accepting` returned, or from now.
+        `places` are those that `reserve` returned for the request, if it was called. Deadlines count from then.
         """
-        if arrival_s is None:
-            arrival_s = self.check_accepting()
-        manager, limits = self._running_core.manager, self._queue_limits
-        limits.check_answers(request, manager.num_waiting, self._clock())
+        if places is None:
+            places = self.reserve(request, caller)
         try:
-            async with asyncio.timeout(self._time_left_s(request, arrival_s)):
+            async with asyncio.timeout(self._time_left_s(request, places.arrival_s)):
                 prepared = await self.input_processor.prepare(request, caller.tenant)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the prompt or the grammar was prepared") from None
-        # Other requests may have been admitted meanwhile. From here on nothing awaits, so the checks stay valid.
+        finally:
+            places.release()
+        # From here on nothing awaits: the places are still free, and the check of the tokens stays valid.
         self._check_outage()
-        now_s = self._clock()
-        limits.check_answers(request, manager.num_waiting, now_s)
+        manager = self._running_core.manager
         num_tokens = sum(len(prompt.token_ids) * len(prompt.sampling) for prompt in prepared)
-        limits.check_tokens(num_tokens, manager.num_queued_tokens, manager.num_waiting, now_s)
-        return self._admit(request, caller, prepared, arrival_s)
+        self._queue_limits.check_tokens(num_tokens, caller.tenant, manager.num_waiting, manager.queued, self._clock())
+        return self._admit(request, caller, prepared, places.arrival_s)
 
     def _time_left_s(self, request: GenerationRequest, arrival_s: float) -> float | None:
         """The time until the earlier one of the request's deadlines; None if it has none."""

@@ -1,23 +1,51 @@
 """Limit how much may wait for its first step, and compute when a refused request should come back.
 
 Sequences and their prompt tokens are both limited: a hundred long prompts can be more work than thousands of short
-ones.
+ones. A request takes its places when it arrives, before anything is computed for it. So a request that cannot be
+admitted costs nothing, and one that has a place is not refused for want of it after its prompt was prepared.
+
+Under the policy `fair` a tenant may hold as much of a limit as stays free for the others, and a single place if any is
+free. One tenant alone fills half of the queue; if T tenants flood it, each comes to 1 / (T + 1) of it, and as much
+stays free for the next one. Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches",
+IEEE/ACM Transactions on Networking 6(2), 1998, with alpha = 1; docs/design/fairness.md has the alternatives.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from math import ceil
 
 from servekit.config import ServeConfig
 from servekit.errors import InvalidRequest, QueueFull
 from servekit.observability.observer import Observer
 from servekit.request import GenerationRequest
+from servekit.scheduler.queued_work import QueuedWork
 from servekit.scheduler.sequence import FinishReason, Sequence
 
 RATE_WINDOW_S = 30.0  # the rate of ended sequences is measured over this time
 MAX_RETRY_AFTER_S = 60
 DEFAULT_RETRY_AFTER_S = 10  # if no sequence has ended recently
+
+
+class QueuePlaces:
+    """The places in the queue that a request holds while its prompts are prepared; `release` gives them back."""
+
+    __slots__ = ("_limits", "arrival_s", "num_sequences", "tenant")
+
+    def __init__(self, limits: QueueLimits, tenant: str, num_sequences: int, arrival_s: float) -> None:
+        self._limits: QueueLimits | None = limits
+        self.tenant = tenant
+        self.num_sequences = num_sequences
+        self.arrival_s = arrival_s
+
+    def release(self) -> None:
+        """The request is refused, or its sequences wait in the queue themselves. Idempotent."""
+        if self._limits is not None:
+            reserved = self._limits.reserved
+            reserved[self.tenant] -= self.num_sequences
+            if not reserved[self.tenant]:
+                del reserved[self.tenant]
+            self._limits = None
 
 
 class QueueLimits(Observer):
@@ -29,6 +57,8 @@ class QueueLimits(Observer):
         self._max_answers = config.max_client_batch_size
         self._max_sequences = config.max_num_queued_reqs
         self._max_tokens = config.max_num_queued_tokens
+        self._is_shared = config.scheduling_policy == "fair"
+        self.reserved: Counter[str] = Counter()  # places of requests that are being prepared, by tenant
         self._ended_s: deque[float] = deque(maxlen=self.NUM_ENDS_KEPT)
 
     def sequence_ended(
@@ -41,12 +71,32 @@ class QueueLimits(Observer):
     ) -> None:
         self._ended_s.append(now_s)
 
-    def check_answers(self, request: GenerationRequest, num_waiting: int, now_s: float) -> None:
-        """Check the number of answers that a request asks for.
+    def reserve(
+        self, request: GenerationRequest, tenant: str, num_waiting: int, queued: QueuedWork, now_s: float
+    ) -> QueuePlaces:
+        """Take a place for each answer that a request asks for. The caller releases them.
 
-        Raises InvalidRequest if they exceed an empty queue, and QueueFull if they exceed the room that is left.
+        `num_waiting` counts all waiting sequences, those that were preempted too. Raises InvalidRequest if the answers
+        exceed an empty queue, and QueueFull if they exceed the room that is left, or left for this tenant.
         """
         num_answers = request.num_sequences
+        self._check_size(request, num_answers)
+        total = num_waiting + self.reserved.total()
+        own = queued.of(tenant).num_sequences + self.reserved[tenant]
+        num_missing = self._num_missing(num_answers, own, total, self._max_sequences)
+        if num_missing:
+            raise QueueFull(
+                f"the queue is full{self._for_tenant(own, total, self._max_sequences, 'sequences')}: {total} sequences "
+                f"are queued and the request adds {num_answers}; the limit is {self._max_sequences} "
+                "(max_num_queued_reqs). Please try again later.",
+                retry_after_s=self.retry_after_s(num_missing, now_s),
+            )
+        # Each answer has one prompt token at least. So while the tokens are used up, no prompt is prepared in vain.
+        self.check_tokens(num_answers, tenant, num_waiting, queued, now_s)
+        self.reserved[tenant] += num_answers
+        return QueuePlaces(self, tenant, num_answers, now_s)
+
+    def _check_size(self, request: GenerationRequest, num_answers: int) -> None:
         if request.n > 1:
             param = "n"
         elif request.best_of > 1:
@@ -59,35 +109,53 @@ class QueueLimits(Observer):
                 f"{self._max_answers} (max_client_batch_size)",
                 param=param,
             )
-        if num_answers > self._max_sequences:
+        if num_answers > self._share(self._max_sequences):
             raise InvalidRequest(
-                f"the request asks for {num_answers} answers; the queue holds {self._max_sequences} "
-                "(max_num_queued_reqs)",
+                f"the request asks for {num_answers} answers; the queue holds {self._share(self._max_sequences)} "
+                f"{self._of_one_tenant}(max_num_queued_reqs)",
                 param=param,
             )
-        if num_waiting + num_answers > self._max_sequences:
-            raise QueueFull(
-                f"the queue is full: {num_waiting} sequences are queued and the request adds {num_answers}; the limit "
-                f"is {self._max_sequences} (max_num_queued_reqs). Please try again later.",
-                retry_after_s=self.retry_after_s(num_waiting + num_answers - self._max_sequences, now_s),
-            )
 
-    def check_tokens(self, num_tokens: int, num_waiting_tokens: int, num_waiting: int, now_s: float) -> None:
+    def check_tokens(self, num_tokens: int, tenant: str, num_waiting: int, queued: QueuedWork, now_s: float) -> None:
         """Check the prompt tokens of a request, each prompt counted once for each of its answers.
 
-        Raises InvalidRequest if they exceed an empty queue, and QueueFull if they exceed the room that is left.
+        Raises InvalidRequest if they exceed an empty queue, and QueueFull if they exceed the room that is left, or left
+        for this tenant.
         """
-        if num_tokens > self._max_tokens:
+        limit, total, own = self._max_tokens, queued.total.num_tokens, queued.of(tenant).num_tokens
+        if num_tokens > self._share(limit):
             raise InvalidRequest(
                 f"the request has {num_tokens} prompt tokens, each prompt counted once for each of its answers; the "
-                f"queue holds {self._max_tokens} (max_num_queued_tokens)"
+                f"queue holds {self._share(limit)} {self._of_one_tenant}(max_num_queued_tokens)"
             )
-        if num_waiting_tokens + num_tokens > self._max_tokens:
+        if self._num_missing(num_tokens, own, total, limit):
             raise QueueFull(
-                f"the queue is full: {num_waiting_tokens} prompt tokens are queued and the request adds {num_tokens}; "
-                f"the limit is {self._max_tokens} (max_num_queued_tokens). Please try again later.",
+                f"the queue is full{self._for_tenant(own, total, limit, 'prompt tokens')}: {total} prompt tokens are "
+                f"queued and the request adds {num_tokens}; the limit is {limit} (max_num_queued_tokens). "
+                "Please try again later.",
                 retry_after_s=self.retry_after_s(num_waiting, now_s),
             )
+
+    def _num_missing(self, num_added: int, own: int, total: int, limit: int) -> int:
+        """How much must leave the queue until a tenant that holds `own` of `total` may add this; 0 if it may."""
+        num_free = limit - total - num_added  # afterwards
+        if num_free < 0:
+            return -num_free
+        return max(0, own + num_added - max(1, num_free)) if self._is_shared else 0
+
+    def _share(self, limit: int) -> int:
+        """How much of an empty queue one request may take."""
+        return max(1, limit // 2) if self._is_shared else limit
+
+    @property
+    def _of_one_tenant(self) -> str:
+        return "of one tenant, half of the limit with scheduling_policy fair " if self._is_shared else ""
+
+    def _for_tenant(self, own: int, total: int, limit: int, unit: str) -> str:
+        """What a refusal says if others are still let in."""
+        if not self._is_shared or total >= limit:
+            return ""
+        return f" for your tenant, which has {own} {unit} in it and may have as many as stay free"
 
     def retry_after_s(self, num_sequences: int, now_s: float) -> int:
         """Whole seconds until `num_sequences` sequences will have ended, at the recent rate."""

@@ -320,7 +320,9 @@ def restore_manager(
     manager.num_cached_tokens = state.num_cached_tokens
     manager.num_stale_results = state.num_stale_results
     manager.num_deferrals = state.num_deferrals
-    manager.num_queued_tokens = sum(each.prompt_length for each in state.sequences if each.first_scheduled_s is None)
+    for sequence in sequences.values():
+        if sequence.first_scheduled_s is None:
+            manager.queued.add(sequence)
     manager.next_step_id = state.next_step_id
     manager._last_commit_s = state.last_commit_s
     manager._sequences = sequences

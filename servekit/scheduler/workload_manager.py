@@ -47,6 +47,7 @@ from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.policy import POLICIES
 from servekit.scheduler.prefill_limiter import PrefillLimiter
 from servekit.scheduler.prefix_cache import HashBlock, chain_hash
+from servekit.scheduler.queued_work import QueuedWork
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Sequence, Status
 from servekit.scheduler.step import SequenceToken, Step
@@ -78,7 +79,7 @@ class WorkloadManager:
         self.num_cached_tokens = 0  # of these: found
         self.num_stale_results = 0
         self.num_deferrals = 0  # times that the worker sampled no token for a sequence, to do it in a later step
-        self.num_queued_tokens = 0  # prompt tokens of sequences that were never admitted
+        self.queued = QueuedWork()  # sequences that were never admitted
         self._sequences: dict[int, Sequence] = {}  # alive: running, queued, or waiting for their leader
         self._running: list[Sequence] = []  # by rank
         self._followers: defaultdict[int, list[Sequence]] = defaultdict(list)  # by the leader they wait for
@@ -172,7 +173,7 @@ class WorkloadManager:
         )
         self._sequences[sequence.sequence_id] = sequence
         self._deadlines.add(sequence)
-        self.num_queued_tokens += sequence.prompt_length
+        self.queued.add(sequence)
         if leader is not None and leader.first_sampled_step_id is None:
             self._followers[leader.sequence_id].append(sequence)
         else:
@@ -253,7 +254,7 @@ class WorkloadManager:
         elif sequence not in self.quarantine:
             self.waiting_queue.discard(sequence)
         if sequence.first_scheduled_s is None:
-            self.num_queued_tokens -= sequence.prompt_length
+            self.queued.remove(sequence)
         self.quarantine.discard(sequence)
         self._release_followers(sequence)
         return True
@@ -486,7 +487,7 @@ class WorkloadManager:
             step.copies.append((match.partial, sequence.kv.table[sequence.kv.num_found]))
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = step.planned_s
-            self.num_queued_tokens -= sequence.prompt_length
+            self.queued.remove(sequence)
             sequence.num_cached_tokens = match.num_tokens
             if sequence.leader is None and self.config.enable_prefix_caching:
                 self.num_prompt_tokens += sequence.prompt_length
@@ -582,5 +583,7 @@ class WorkloadManager:
             assert sequence.num_preemptions <= config.max_preemptions
         waiting = [sequence for sequence in self._sequences.values() if sequence.status is Status.WAITING]
         assert len(waiting) + len(running) == len(self._sequences), "a sequence is neither running nor waiting"
+        queued = [sequence for sequence in waiting if sequence.first_scheduled_s is None]
+        assert self.queued.total.num_sequences == len(queued), "queued sequences are not counted right"
         for sequence in waiting:
             assert sequence.slot is None and not sequence.kv.table and not sequence.num_pending

@@ -435,13 +435,13 @@ async def test_crashing_request_is_not_retried_and_an_outage_is(monkeypatch: pyt
     """Of itself the client repeats whatever is 5xx, and each time would cost three workers."""
     num_asked = 0
 
-    async def submit(*_: Any) -> None:
+    def reserve(*_: Any) -> None:
         nonlocal num_asked
         num_asked += 1
         raise error
 
     engine = LLMEngine(ServeConfig())
-    monkeypatch.setattr(engine, "submit", submit)
+    monkeypatch.setattr(engine, "reserve", reserve)
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
     transport = httpx2.ASGITransport(create_app(engine))
     http = httpx2.AsyncClient(transport=transport)

@@ -32,10 +32,12 @@ def make_prompt(sequence_id: int, length: int) -> list[int]:
     return [random.Random(sequence_id).randrange(1000) for _ in range(length)]
 
 
-def make_sequence(sequence_id: int, prompt_length: int = 5, max_tokens: int = 8, **sampling: Any) -> Sequence:
+def make_sequence(
+    sequence_id: int, prompt_length: int = 5, max_tokens: int = 8, tenant: str = "", **sampling: Any
+) -> Sequence:
     """A sequence that no manager knows."""
     params = SamplingParams(max_tokens=max_tokens, **sampling)
-    return Sequence(sequence_id, make_prompt(sequence_id, prompt_length), params, has_length_bound=False)
+    return Sequence(sequence_id, make_prompt(sequence_id, prompt_length), params, tenant=tenant, has_length_bound=False)
 
 
 def add_prompt(

@@ -70,6 +70,7 @@ class _Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     key: str | None = None
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}\Z")] | None = None
     max_concurrent_requests: Limit | None = None
+    max_concurrent_sequences: Limit | None = None
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
     min_priority: Annotated[int, Meta(ge=ANONYMOUS.min_priority, le=1000)] = ANONYMOUS.min_priority
@@ -111,7 +112,12 @@ def _parse_entry(value: object, where: str) -> Key:
     if entry.key is not None and not _KEY.fullmatch(entry.key):
         raise ConfigError(f"{where}: key is empty or not visible ASCII")
     digest = bytes.fromhex(entry.sha256) if entry.sha256 else _digest(entry.key or "")
-    limits = Limits(entry.max_concurrent_requests, entry.requests_per_minute, entry.tokens_per_minute)
+    limits = Limits(
+        entry.max_concurrent_requests,
+        entry.requests_per_minute,
+        entry.tokens_per_minute,
+        entry.max_concurrent_sequences,
+    )
     return Key(digest, entry.tenant, limits, entry.min_priority, entry.only)
 
 

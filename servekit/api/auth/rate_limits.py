@@ -1,4 +1,7 @@
-"""Limit what one API key may use: requests at the same time, and requests and tokens per minute.
+"""Limit what one API key may use: requests and sequences at the same time, and requests and tokens per minute.
+
+A request counts from its headers on. What it asks for is known when its body is read: from then on its sequences count,
+and the tokens that it may take are reserved. When it ends, it is charged the tokens that it took, and the rest is free.
 
 The caller passes the time, in seconds on a clock that never goes back.
 """
@@ -10,9 +13,13 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from servekit.errors import RateLimited
+from servekit.errors import InvalidRequest, RateLimited
 
 Limit = Annotated[int, Meta(ge=1, le=2**40)]
+
+# Reserved for an answer whose length the client leaves open. To reserve what the context holds would let honest clients
+# in one by one, for answers that are much shorter. So such an answer may take more than is reserved for it.
+OPEN_ANSWER_TOKENS = 1024
 
 # Of a token. A client that waits exactly Retry-After seconds must be admitted, although sums of floats are inexact.
 ROUNDING = 1e-6
@@ -24,6 +31,7 @@ class Limits(Struct, frozen=True):
     max_concurrent_requests: Limit | None = None
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None  # of prompts and answers
+    max_concurrent_sequences: Limit | None = None  # answers that are computed, over all requests
 
 
 class TokenBucket:
@@ -51,6 +59,16 @@ class TokenBucket:
         self._counted_s = now
 
 
+class Reservation(Struct, frozen=True):
+    """What a running request counts for until it ends."""
+
+    num_sequences: int = 0
+    num_tokens: int = 0
+
+
+NOTHING = Reservation()
+
+
 class Allowance:
     """One key's limits and what is left of them. Every `enter` that returns must be followed by one `leave`."""
 
@@ -59,6 +77,8 @@ class Allowance:
         self._requests = None if limits.requests_per_minute is None else TokenBucket(limits.requests_per_minute, now)
         self._tokens = None if limits.tokens_per_minute is None else TokenBucket(limits.tokens_per_minute, now)
         self.num_running = 0
+        self._num_sequences = 0  # of running requests
+        self._num_reserved = 0  # tokens, for running requests
 
     def enter(self, now: float) -> None:
         """Admit a request. Raises RateLimited, with the seconds to wait, and then takes nothing."""
@@ -68,39 +88,113 @@ class Allowance:
             waits.append((1.0, f"{limits.max_concurrent_requests} concurrent requests (max_concurrent_requests)"))
         if self._requests is not None and (wait_s := self._requests.wait_s(1.0, now)):
             waits.append((wait_s, f"{limits.requests_per_minute} requests per minute (requests_per_minute)"))
-        # The number of tokens is known when a request ends, so the exact number is charged then. Until then the running
-        # requests may take the balance below zero; while it is negative, no other request is admitted.
+        # What requests used is charged when they end. That may take the balance below zero; while it is, no other
+        # request is admitted. What they have reserved is left out here, because many requests generate nothing.
         if self._tokens is not None and (wait_s := self._tokens.wait_s(0.0, now)):
             waits.append((wait_s, f"{limits.tokens_per_minute} tokens per minute (tokens_per_minute)"))
-        if waits:
-            wait_s, limit = max(waits)
-            retry_after_s = max(1, ceil(wait_s))
-            raise RateLimited(
-                f"this API key has reached its limit of {limit}; try again in {retry_after_s} s",
-                retry_after_s=retry_after_s,
-            )
+        _refuse(waits)
         if self._requests is not None:
             self._requests.take(1.0, now)
         self.num_running += 1
 
-    def leave(self, num_tokens: int, now: float) -> None:
-        """A request has ended, in whatever way, and used this many tokens."""
+    def reserve(self, wanted: Reservation, now: float, held: Reservation = NOTHING) -> Reservation:
+        """Count a running request's sequences and tokens, in place of those that it holds. Returns what is counted.
+
+        Raises InvalidRequest for more than the key may ever have, and RateLimited for more than is left; then nothing
+        changes. A request with one answer is not refused for the length of that: it counts for the whole limit.
+        """
+        limits, num_tokens = self.limits, wanted.num_tokens
+        if limits.max_concurrent_sequences is not None and wanted.num_sequences > limits.max_concurrent_sequences:
+            raise InvalidRequest(
+                f"the request asks for {wanted.num_sequences} answers (prompts times n, or best_of); this API key may "
+                f"have {limits.max_concurrent_sequences} at the same time (max_concurrent_sequences); ask for fewer"
+            )
+        if limits.tokens_per_minute is not None and num_tokens > limits.tokens_per_minute:
+            if wanted.num_sequences > 1:
+                raise InvalidRequest(
+                    f"the request asks for up to {num_tokens} tokens, over all its prompts and answers; this API key "
+                    f"has {limits.tokens_per_minute} tokens per minute (tokens_per_minute). Ask for fewer answers, or "
+                    f"for shorter ones; without max_tokens each one counts for {OPEN_ANSWER_TOKENS} tokens",
+                    param="max_tokens",
+                )
+            num_tokens = limits.tokens_per_minute
+        _refuse(
+            [
+                *self._sequence_waits(self._num_sequences - held.num_sequences + wanted.num_sequences),
+                *self._token_waits(self._num_reserved - held.num_tokens, now),
+            ]
+        )
+        counted = Reservation(wanted.num_sequences, num_tokens)
+        self._count(counted, held)
+        return counted
+
+    def _sequence_waits(self, num_sequences: int) -> list[tuple[float, str]]:
+        most = self.limits.max_concurrent_sequences
+        if most is None or num_sequences <= most:
+            return []
+        return [(1.0, f"{most} answers at the same time (max_concurrent_sequences)")]
+
+    def _token_waits(self, num_reserved: int, now: float) -> list[tuple[float, str]]:
+        """How long to wait until a token is left beside those that other requests have reserved.
+
+        Whoever comes while one is left gets all that it asks for, so what is reserved exceeds the limit by one request
+        at most.
+        """
+        if self._tokens is None:
+            return []
+        limit = f"{self.limits.tokens_per_minute} tokens per minute (tokens_per_minute)"
+        if wait_s := self._tokens.wait_s(0.0, now):
+            return [(wait_s, limit)]
+        if num_reserved and self._tokens.wait_s(num_reserved + 1.0, now):
+            # When a running request ends, it gives back what it has not used, so this asks for one second.
+            return [(1.0, f"{limit}: its running requests may still take {num_reserved}")]
+        return []
+
+    def _count(self, wanted: Reservation, held: Reservation) -> None:
+        self._num_sequences += wanted.num_sequences - held.num_sequences
+        self._num_reserved += wanted.num_tokens - held.num_tokens
+
+    def leave(self, num_tokens: int, now: float, held: Reservation = NOTHING) -> None:
+        """A request has ended, in whatever way, and used this many tokens. What it held is free again."""
         assert self.num_running, "more requests have ended than were admitted"
         self.num_running -= 1
+        self._count(NOTHING, held)
         if self._tokens is not None:
             self._tokens.take(num_tokens, now)
+
+
+def _refuse(waits: list[tuple[float, str]]) -> None:
+    """Raise RateLimited for the longest of these waits, if there are any."""
+    if waits:
+        wait_s, limit = max(waits)
+        retry_after_s = max(1, ceil(wait_s))
+        raise RateLimited(
+            f"this API key has reached its limit of {limit}; try again in {retry_after_s} s",
+            retry_after_s=retry_after_s,
+        )
 
 
 class RunningRequest:
     """A request that counts against its key's limits until its response ends, or until `end` is called earlier."""
 
-    __slots__ = ("_allowance",)
+    __slots__ = ("_allowance", "_held")
 
     def __init__(self, allowance: Allowance) -> None:
         self._allowance: Allowance | None = allowance
+        self._held = NOTHING
+
+    def reserve(self, num_sequences: int, max_tokens: int | None, num_prompt_tokens: int, now: float) -> None:
+        """Count the answers that it asks for, and the tokens that it may take, in place of those counted before.
+
+        `max_tokens` is the bound of each answer, if the client set one. Raises InvalidRequest or RateLimited.
+        """
+        if self._allowance is not None:
+            each = OPEN_ANSWER_TOKENS if max_tokens is None else max_tokens
+            wanted = Reservation(num_sequences, num_prompt_tokens + num_sequences * each)
+            self._held = self._allowance.reserve(wanted, now, self._held)
 
     def end(self, num_tokens: int, now: float) -> None:
-        """Charge the tokens and free the key's slot for another request. Idempotent."""
+        """Charge the tokens, and free what it held for other requests. Idempotent."""
         if self._allowance is not None:
-            self._allowance.leave(num_tokens, now)
+            self._allowance.leave(num_tokens, now, self._held)
             self._allowance = None

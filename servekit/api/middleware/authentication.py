@@ -16,6 +16,7 @@ from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.request_state import RequestState
 from servekit.errors import Forbidden, RateLimited, Unauthorized
 
+MAX_KEYS_SHOWN = 4  # in one request: clients send one or two, and more are guesses
 METRICS_ROUTES = frozenset({("GET", "/metrics"), ("HEAD", "/metrics")})  # what a key with only = "metrics" may call
 
 
@@ -77,13 +78,17 @@ class Authentication:
         return allowance
 
     def _find_key(self, scope: Scope) -> Key:
-        is_any_shown = False
-        for shown in _keys_in(Headers(scope=scope)):
-            is_any_shown = True
-            key = self._keyring.find(shown)
+        shown = list(_keys_in(Headers(scope=scope)))
+        if len(shown) > MAX_KEYS_SHOWN:
+            raise Unauthorized(
+                f"the request has {len(shown)} API keys; at most {MAX_KEYS_SHOWN} are tried. Send one, in the header "
+                "`Authorization: Bearer KEY`"
+            )
+        for each in shown:
+            key = self._keyring.find(each)
             if key is not None:
                 return key
-        if is_any_shown:
+        if shown:
             raise Unauthorized("unknown API key; check the key, or ask the operator of this server for one")
         raise Unauthorized("an API key is required; send it in the header `Authorization: Bearer KEY`")
 

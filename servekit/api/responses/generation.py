@@ -6,13 +6,15 @@ If the client disconnects, the request's sequences are aborted, whether it was s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from servekit.api.auth.rate_limits import RunningRequest
 from servekit.api.disconnect import disconnect_of
 from servekit.api.endpoint import caller_of, engine_of
 from servekit.api.responses.collect import Answer, collect
@@ -22,6 +24,8 @@ from servekit.engine.request_state import RequestState
 from servekit.request import GenerationRequest
 
 Result = TypeVar("Result")
+
+CHARACTERS_PER_TOKEN = 4  # of English, about; what a prompt really had is charged in the end
 
 
 class ResponseBuilder(EventFormat, Protocol):
@@ -36,17 +40,41 @@ class ResponseBuilder(EventFormat, Protocol):
         """Return additional headers of that answer."""
 
 
-async def submit(request: Request, wanted: GenerationRequest, arrival_s: float | None = None) -> RequestState:
+async def submit(
+    request: Request, wanted: GenerationRequest, render: Callable[[], Coroutine[Any, Any, str]] | None = None
+) -> RequestState:
     """Admit the request with its caller's tenant and priority.
 
-    Raises RequestError, WorkerError, or ClientDisconnect if the client leaves meanwhile.
+    `render` makes the text of the prompt; without it, `wanted` has it already. It is called when the request has its
+    places in the queue and within the limits of its key: what cannot be admitted is refused before anything is computed
+    for it. Raises RequestError, WorkerError, or ClientDisconnect if the client leaves meanwhile.
     """
     engine, caller = engine_of(request), caller_of(request)
     if engine.config.scheduling_policy == "priority" and wanted.priority < caller.min_priority:
         wanted = replace(wanted, priority=caller.min_priority)
-    state = await unless_disconnected(request, engine.submit(wanted, caller, arrival_s))
+    _reserve(request, wanted)
+    places = engine.reserve(wanted, caller)
+    try:
+        if render is not None:
+            text = await unless_disconnected(request, render())
+            wanted = replace(wanted, prompts=[replace(wanted.prompts[0], content=text)])
+            _reserve(request, wanted)
+        state = await unless_disconnected(request, engine.submit(wanted, caller, places))
+    finally:
+        places.release()
     request.state.request_state = state  # for the key's token account, the log and the metrics
     return state
+
+
+def _reserve(request: Request, wanted: GenerationRequest) -> None:
+    """Count what the request asks for against the limits of its key. Raises InvalidRequest or RateLimited."""
+    running: RunningRequest | None = getattr(request.state, "running_request", None)
+    if running is not None:
+        num_prompt_tokens = sum(
+            len(prompt.content) // (CHARACTERS_PER_TOKEN if isinstance(prompt.content, str) else 1)
+            for prompt in wanted.prompts
+        )
+        running.reserve(wanted.num_sequences, wanted.max_tokens, num_prompt_tokens, time.monotonic())
 
 
 async def answer(request: Request, state: RequestState, builder: ResponseBuilder, stream: bool) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -10,7 +11,7 @@ from starlette.responses import Response
 from servekit.api.endpoint import Endpoint, caller_of, engine_of
 from servekit.api.request_body import read, read_chat
 from servekit.api.responses.collect import new_id
-from servekit.api.responses.generation import answer, submit, unless_disconnected
+from servekit.api.responses.generation import answer, submit
 from servekit.api.responses.http import respond
 from servekit.api.responses.openai_format import ChatResponseBuilder, CompletionResponseBuilder
 from servekit.api.schemas.openai import (
@@ -46,9 +47,8 @@ async def chat_completions(request: Request) -> Response:
     wanted, conversation = await read_chat(request)
     check_model(engine.config, wanted.model)
     wanted.check()
-    arrival_s = engine.check_accepting()  # deadlines count from here, so they include the time of the chat template
-    rendered = await unless_disconnected(request, _render(engine, caller_of(request).tenant, wanted, conversation))
-    state = await submit(request, wanted.to_generation_request(rendered), arrival_s)
+    rendering = partial(_render, engine, caller_of(request).tenant, wanted, conversation)
+    state = await submit(request, wanted.to_generation_request(""), rendering)
     builder = ChatResponseBuilder(wanted, state, engine.tokenizer, new_id("chatcmpl"), engine.config.model_name)
     return await answer(request, state, builder, bool(wanted.stream))
 

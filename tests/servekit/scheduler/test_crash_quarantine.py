@@ -167,13 +167,13 @@ def test_a_malformed_result_raises_worker_lost_and_changes_nothing(changes: dict
 def test_queued_tokens_count_prompts_until_they_are_admitted() -> None:
     manager = make_manager(max_num_seqs=1)
     _, _, three = (add_sequence(manager, number, prompt_length=5 + number) for number in range(3))
-    assert manager.num_queued_tokens == 5 + 6 + 7
+    assert manager.queued.total.num_tokens == 5 + 6 + 7
     plan = manager.plan(0.0)
-    assert manager.num_queued_tokens == 6 + 7
+    assert manager.queued.total.num_tokens == 6 + 7
     manager.finish(three.sequence_id, FinishReason.ABORT)
-    assert manager.num_queued_tokens == 6
+    assert manager.queued.total.num_tokens == 6
     worker = SimulatedWorker(manager.config.num_blocks, manager.config.block_size, 1000)
     assert plan is not None
     manager.commit(worker.execute(plan), 0.0)
     run(manager, worker)
-    assert manager.num_queued_tokens == 0
+    assert manager.queued.total.num_tokens == 0

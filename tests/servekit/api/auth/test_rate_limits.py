@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from servekit.api.auth.rate_limits import Allowance, Limits
-from servekit.errors import RateLimited
+from servekit.api.auth.rate_limits import OPEN_ANSWER_TOKENS, Allowance, Limits, RunningRequest
+from servekit.errors import InvalidRequest, RateLimited
 
 
 def retry_after_s(allowance: Allowance, now: float) -> int:
@@ -110,3 +110,114 @@ def test_rate_limit_never_exceeds_burst_plus_refill() -> None:
     for first in range(0, len(entered), 7):
         for last in range(first, len(entered)):
             assert last - first + 1 <= 30 + 0.5 * (entered[last] - entered[first]) + 1e-3
+
+
+# -- what a request asks for -------------------------------------------------------------------------------------------
+
+
+def enter(allowance: Allowance, now: float = 0.0) -> RunningRequest:
+    allowance.enter(now)
+    return RunningRequest(allowance)
+
+
+def try_to_reserve(allowance: Allowance, num_answers: int, max_tokens: int | None) -> RunningRequest | None:
+    """A request that comes now; None if it is refused, and then it has ended."""
+    running = enter(allowance)
+    try:
+        running.reserve(num_answers, max_tokens, 0, 0.0)
+    except (RateLimited, InvalidRequest):
+        running.end(0, 0.0)
+        return None
+    return running
+
+
+def test_a_quota_of_tokens_lets_in_what_it_holds_and_one_request_more() -> None:
+    """Forty requests at once that may each take hundreds of times the quota, or just as much, or a little."""
+    for num_answers in (1, 2, 3, 128):
+        for max_tokens in (None, 1, 10, 400, 2000):
+            allowance = Allowance(Limits(max_concurrent_requests=40, tokens_per_minute=1000), now=0.0)
+            admitted = sum(try_to_reserve(allowance, num_answers, max_tokens) is not None for _ in range(40))
+            each = num_answers * (OPEN_ANSWER_TOKENS if max_tokens is None else max_tokens)
+            if num_answers == 1:
+                assert admitted == min(40, -(-1000 // each)), "one answer is let in, however long it may become"
+            else:
+                assert admitted == (min(40, -(-1000 // each)) if each <= 1000 else 0)
+
+
+def test_answers_that_exceed_the_quota_together_are_refused_for_good() -> None:
+    running = enter(Allowance(Limits(tokens_per_minute=1000), now=0.0))
+    with pytest.raises(InvalidRequest, match=r"up to 256012 tokens.* has 1000 tokens per minute") as refusal:
+        running.reserve(128, 2000, 12, 0.0)
+    assert refusal.value.param == "max_tokens"
+    with pytest.raises(InvalidRequest, match="each one counts for 1024 tokens"):
+        running.reserve(2, None, 0, 0.0)
+
+
+def test_what_was_reserved_and_not_used_is_given_back() -> None:
+    allowance = Allowance(Limits(tokens_per_minute=1000), now=0.0)
+    first = enter(allowance)
+    first.reserve(1, 4096, 50, 0.0)
+    second = enter(allowance)
+    with pytest.raises(RateLimited, match="its running requests may still take 1000") as refusal:
+        second.reserve(1, 10, 0, 0.0)
+    assert refusal.value.retry_after_s == 1, "and not the hour after which the quota would have grown by as much"
+    first.end(70, 0.0)
+    second.reserve(1, 10, 0, 0.0)
+
+
+def test_a_reservation_replaces_the_one_before_it() -> None:
+    """The length of a chat's prompt is known only when it has been rendered."""
+    allowance = Allowance(Limits(tokens_per_minute=1000, max_concurrent_sequences=3), now=0.0)
+    chat = enter(allowance)
+    chat.reserve(2, 100, 0, 0.0)
+    chat.reserve(2, 100, 500, 0.0)
+    other = enter(allowance)
+    other.reserve(1, 299, 0, 0.0)
+    third = enter(allowance)
+    with pytest.raises(RateLimited, match="3 answers at the same time"):
+        third.reserve(1, 1, 0, 0.0)
+    other.end(0, 0.0)
+    third.reserve(1, 299, 0, 0.0)
+    chat.end(0, 0.0)
+    assert try_to_reserve(allowance, 2, 1) is not None
+
+
+def test_a_balance_below_zero_is_waited_for_whatever_is_reserved() -> None:
+    allowance = Allowance(Limits(tokens_per_minute=60), now=0.0)
+    first, second, third = enter(allowance), enter(allowance), enter(allowance)
+    first.reserve(1, 30, 0, 0.0)
+    second.end(90, 0.0)
+    with pytest.raises(RateLimited) as refusal:
+        third.reserve(1, 30, 0, 0.0)
+    assert refusal.value.retry_after_s == 30
+
+
+def test_answers_at_the_same_time_are_limited_over_all_requests() -> None:
+    allowance = Allowance(Limits(max_concurrent_sequences=8), now=0.0)
+    first = enter(allowance)
+    first.reserve(6, 10, 0, 0.0)
+    second = enter(allowance)
+    with pytest.raises(RateLimited, match=r"8 answers at the same time .max_concurrent_sequences.") as refusal:
+        second.reserve(3, 10, 0, 0.0)
+    assert refusal.value.retry_after_s == 1
+    second.reserve(2, 10, 0, 0.0)
+    with pytest.raises(InvalidRequest, match="asks for 9 answers"):
+        enter(allowance).reserve(9, 10, 0, 0.0)
+    first.end(0, 0.0)
+    first.end(0, 0.0)
+    assert try_to_reserve(allowance, 6, 1) is not None
+
+
+def test_a_refused_body_counts_as_a_request() -> None:
+    """Whatever it was refused for: what has entered is one of the minute's."""
+    allowance = Allowance(Limits(requests_per_minute=3), now=0.0)
+    for _ in range(3):
+        enter(allowance).end(0, 0.0)
+    assert retry_after_s(allowance, 0.0) == 20
+
+
+def test_a_request_that_counts_no_longer_reserves_nothing() -> None:
+    running = enter(allowance := Allowance(Limits(max_concurrent_sequences=1), now=0.0))
+    running.end(0, 0.0)
+    running.reserve(1, 10, 0, 0.0)
+    assert try_to_reserve(allowance, 1, 1) is not None

@@ -187,6 +187,14 @@ async def test_key_is_accepted_in_either_header(header: tuple[str, str]) -> None
     assert beside_a_proxys.status == 200
 
 
+async def test_only_a_few_keys_are_tried_in_one_request() -> None:
+    guesses = [("x-api-key", f"guess-{number}") for number in range(250)]
+    assert (await ask(shared(), "GET", "/version", *guesses[:3], bearer(KEY))).status == 200
+    for shown in ([*guesses, bearer(KEY)], [bearer(KEY), *guesses[:4]]):
+        answer = await ask(shared(), "GET", "/version", *shown)
+        assert answer.status == 401 and f"has {len(shown)} API keys; at most 4 are tried" in answer.error["message"]
+
+
 @pytest.mark.parametrize(
     "header",
     [
@@ -231,11 +239,11 @@ async def test_tenant_comes_from_the_key_not_from_the_request() -> None:
 async def test_priority_is_raised_to_the_keys_min_priority() -> None:
     app, priorities = guarded(scheduling_policy="priority"), []
 
-    async def submit(wanted: GenerationRequest, caller: Caller, arrival_s: float | None) -> None:
+    def reserve(wanted: GenerationRequest, caller: Caller) -> None:
         priorities.append((caller.tenant, wanted.priority))
         raise QueueFull("enough was seen")
 
-    app.state.engine.submit = submit
+    app.state.engine.reserve = reserve
     for key in ("narrow", KEY):
         for priority in (-1000, 0, 9):
             body = json.dumps({"prompt": "a", "priority": priority}).encode()
@@ -248,11 +256,11 @@ async def test_min_priority_is_ignored_with_other_policies(policy: str) -> None:
     """Otherwise each request would be refused for a priority that its client never sent."""
     app, priorities = guarded(scheduling_policy=policy), []
 
-    async def submit(wanted: GenerationRequest, *_: Any) -> None:
+    def reserve(wanted: GenerationRequest, *_: Any) -> None:
         priorities.append(wanted.priority)
         raise QueueFull("enough was seen")
 
-    app.state.engine.submit = submit
+    app.state.engine.reserve = reserve
     await ask(app, "POST", "/generate", bearer("narrow"), body=b'{"prompt": "a"}')
     assert priorities == [0]
 

@@ -1,0 +1,47 @@
+"""Count the sequences that wait for their first step, and their prompt tokens, for each tenant.
+
+A preempted sequence waits again, but it is not counted: it was admitted, and has its place in the server.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from servekit.scheduler.sequence import Sequence
+
+
+class WorkCount(Struct, gc=False):
+    """How much is queued."""
+
+    num_sequences: int = 0
+    num_tokens: int = 0  # of prompts, each counted once for each of its sequences
+
+    def add(self, num_sequences: int, num_tokens: int) -> None:
+        """Count more, or with negative numbers less."""
+        self.num_sequences += num_sequences
+        self.num_tokens += num_tokens
+
+
+class QueuedWork:
+    """What was added and has never been in a step, in all and by tenant."""
+
+    def __init__(self) -> None:
+        self.total = WorkCount()
+        self._by_tenant: dict[str, WorkCount] = {}  # of tenants that have something queued
+
+    def of(self, tenant: str) -> WorkCount:
+        """What one tenant has queued."""
+        return self._by_tenant.get(tenant) or WorkCount()
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence was added."""
+        self.total.add(1, sequence.prompt_length)
+        self._by_tenant.setdefault(sequence.tenant, WorkCount()).add(1, sequence.prompt_length)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence that was queued is in its first step, or has ended."""
+        self.total.add(-1, -sequence.prompt_length)
+        count = self._by_tenant[sequence.tenant]
+        count.add(-1, -sequence.prompt_length)
+        if not count.num_sequences:
+            del self._by_tenant[sequence.tenant]
