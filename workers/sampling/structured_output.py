@@ -28,9 +28,11 @@ from workers.grammar.client import Lost, MaskProcess
 from workers.grammar.messages import Ask, AskMasks, Begin
 
 INFINITY = float("inf")
-# A step waits for masks for this time, and after its forward pass for a share of the time since it asked for them.
+# A step waits for masks for this time; and if that is longer, for a share of what it took until its forward pass ended.
+# It is what a hostile grammar can delay each step of others. Without it, a mask that is late by little would cost its
+# row a whole step; and where processors are scarce, it gives the mask process one.
 MIN_WAIT_S = 0.002
-WAIT_SHARE = 0.5
+WAIT_SHARE = 0.25
 MAX_BLAMED = 1024  # groups that are remembered because the mask process was killed while it worked for them
 
 
@@ -47,13 +49,7 @@ class _GrammarState:
     # The row was deferred with this many tokens in its answer. Until it is planned again, rows that a plan ahead has
     # behind it have no valid token.
     deferred_at: int | None = None
-    was_late: bool = False  # the last mask came too late for its step, so no step waits for this one
     error: str = ""  # why there is no further mask
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a step waits for the mask."""
-        return self.is_asked and not self.was_late
 
     def lacks_token(self, row: SamplingRow) -> bool:
         """Whether the row stands behind a position that was deferred."""
@@ -69,6 +65,11 @@ class GrammarBatch:
     token_ids: Tensor | None  # [sum of these] int32, once `arrival` is complete; None if there are none
     arrival: DeviceEvent
     asked_s: float = 0.0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether masks are missing that are being computed."""
+        return any(state.is_asked for state in self.states.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,19 +163,16 @@ class GrammarMasks:
             self._process.ask(AskMasks(tuple(asks), tuple(begins), tuple(grammars)))
 
     def _wait(self, batch: GrammarBatch, computed: DeviceEvent) -> None:
-        """Wait a bounded time for the masks of a step. `computed` is complete after its forward pass.
-
-        Masks of rows whose last one was late are not waited for: a grammar delays the other rows once, not each time.
-        """
+        """Wait a bounded time for the masks of a step. `computed` is complete after its forward pass."""
         self._receive(0.0)
         self._wait_until(batch, time.monotonic() + MIN_WAIT_S)
-        if any(state.is_awaited for state in batch.states.values()):
+        if batch.is_waiting:
             computed.wait()
             now_s = time.monotonic()
-            self._wait_until(batch, now_s + WAIT_SHARE * (now_s - batch.asked_s))
+            self._wait_until(batch, now_s - MIN_WAIT_S + WAIT_SHARE * (now_s - batch.asked_s))
 
     def _wait_until(self, batch: GrammarBatch, deadline_s: float) -> None:
-        while any(state.is_awaited for state in batch.states.values()) and (now_s := time.monotonic()) < deadline_s:
+        while batch.is_waiting and (now_s := time.monotonic()) < deadline_s:
             self._receive(deadline_s - now_s)
 
     def _receive(self, timeout_s: float) -> None:
@@ -235,12 +233,11 @@ class GrammarMasks:
                 failures.append((i, error))
             elif state.is_ready and not state.lacks_token(rows[i]):
                 bits[i] = self._process.masks[rows[i].slot]
-                state.was_late = state.deferred_at is not None
                 state.is_ready, state.deferred_at = False, None
                 ready.append(i)
             else:
                 if state.deferred_at is None:
-                    state.deferred_at, state.was_late = rows[i].num_outputs, True
+                    state.deferred_at = rows[i].num_outputs
                 deferred.append(i)
         constrained = self._apply(bits, ready, logits, rows, in_place) if ready else logits
         return Constrained(constrained, tuple(failures), tuple(deferred))

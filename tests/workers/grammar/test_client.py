@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,3 +155,30 @@ def test_the_process_ends_with_the_object_that_started_it() -> None:
     pid = pid_of(process)
     del process
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_the_process_ends_with_its_worker_even_if_it_is_stopped() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from workers.grammar.client import MaskProcess\n"
+        f"process = MaskProcess(Path({str(TOKENIZER)!r}), 2048, (2,), 4)\n"
+        "process.ensure_started()\n"
+        "while not process._is_ready: process.receive(1.0)\n"
+        "os.kill(process._process.pid, signal.SIGSTOP)\n"
+        "print(process._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
+    deadline_s = time.monotonic() + LIMIT_S
+    while is_alive(int(done.stdout)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended may remain as a zombie where nobody reaps it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
