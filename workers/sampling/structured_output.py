@@ -195,7 +195,7 @@ class GrammarMasks:
         may have done it as well, so only the second time counts.
         """
         for state in self._states.values():
-            state.incarnation, state.is_asked = 0, False
+            state.is_asked = False
         guilty = None if lost.sequence is None else self._by_number.get(lost.sequence)
         if guilty is None:
             return
