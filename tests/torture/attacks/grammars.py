@@ -48,9 +48,14 @@ def _with_grammar(kind: str, value: object, **fields: Any) -> dict[str, Any]:
     return {"prompt": "a", "grammar": {"type": kind, "value": value}, **fields}
 
 
+def _long_answer(number: int) -> dict[str, Any]:
+    """Return a request for 400 tokens that are as different as the grammar allows."""
+    long = {"min_tokens": 400, "max_tokens": 400, "temperature": 2.0}
+    return _with_grammar("ebnf", overlapping_terminals(number), **long)
+
+
 async def _new_overlapping_terminals(attacker: Attacker) -> None:
-    grammar = _with_grammar("ebnf", overlapping_terminals(attacker.number()), max_tokens=400)
-    await attacker.post("/generate", grammar)
+    await attacker.post("/generate", _long_answer(attacker.number()))
 
 
 async def _ambiguous(attacker: Attacker) -> None:
@@ -98,8 +103,7 @@ def fill_memory(seconds: float, chance: Random) -> list[Claim]:
 
         async def send() -> None:
             for number in numbers:
-                body = _with_grammar("ebnf", overlapping_terminals(number), max_tokens=400)
-                answer = await post_json(server.port, ATTACKER_KEY, "/generate", body)
+                answer = await post_json(server.port, ATTACKER_KEY, "/generate", _long_answer(number))
                 statuses[answer.summary] = statuses.get(answer.summary, 0) + 1
 
         sending = asyncio.gather(*(send() for _ in range(6)))
