@@ -72,7 +72,7 @@ bench-streams: $(DEVELOPMENT)  ## measure memory and tasks of an open stream
 bench-accuracy: $(DEVELOPMENT)  ## compare the worker's bfloat16 with float64, in logits and in tokens (4 minutes)
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)
 
-bench-memory: $(DEVELOPMENT)  ## measure a worker's memory over 100,000 steps (4 minutes)
+bench-memory: $(DEVELOPMENT)  ## measure a worker's memory over 100,000 quick requests (20 minutes)
 	$(BIN)/python -m benchmarks.worker_memory $(ARGS)
 
 bench-worker: $(DEVELOPMENT)  ## measure a worker's step, and its matrix multiplications alone

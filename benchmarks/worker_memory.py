@@ -1,64 +1,84 @@
-"""Measure whether a worker's memory grows over many steps of changing shapes.
+"""Measure whether a worker's memory grows over many quick requests of changing lengths.
 
-    python -m benchmarks.worker_memory [--steps 100000]
+    python -m benchmarks.worker_memory [--requests 100000]
 
-The model is a small random Llama, so that a step is short: memory could grow by what is kept for each step, shape and
-sequence, and not by the model. Requests of random lengths come and go, so that prompt chunks, decodes and preemptions
-mix.
+A server with the demo model gets requests with prompts of 1 to 120 tokens. A third of the clients disconnect during the
+request. Memory could grow by what is kept for each step, shape and sequence, so no two steps are alike.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import asyncio
+import json
 import random
-import resource
 import tempfile
 import time
 from pathlib import Path
 
 from benchmarks.progress import Progress, no_bars_in_files, tell
-from tests.support.inprocess import InProcessEngine
-from tests.support.tiny_models import ARCHITECTURES, make_model
-from workers.loading.model_manager import ModelManager
+from tests.support.server_process import ServerProcess, serving
 
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-NUM_REPORTS = 10
+NUM_REPORTS = 20
+NUM_CLIENTS = 16
+NUM_KV_BLOCKS = 1024  # 64 MiB of KV cache, full after some hundred requests
 MIB = 2**20
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+async def request(port: int, rng: random.Random) -> None:
+    """Send one request, and read its answer or disconnect."""
+    prompt = [rng.randrange(3, 1000) for _ in range(rng.choice([rng.randrange(1, 30), rng.randrange(1, 120)]))]
+    body = {"prompt": prompt, "max_tokens": rng.randrange(1, 4), "temperature": rng.choice([0.0, 1.0]), "stream": True}
+    encoded = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(encoded)}\r\n"
+    writer.write(f"{head}Connection: close\r\n\r\n".encode() + encoded)
+    await writer.drain()
+    if rng.random() < 1 / 3:
+        await asyncio.sleep(rng.random() * 0.02)
+    else:
+        await reader.read()
+    writer.close()
+
+
+async def send(server: ServerProcess, num_requests: int, rng: random.Random) -> None:
+    """Send requests, from NUM_CLIENTS clients at a time."""
+    left = num_requests
+
+    async def client() -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            await request(server.port, rng)
+
+    await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--requests", type=int, default=100_000)
     arguments = parser.parse_args()
     no_bars_in_files()
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), *ARCHITECTURES["llama"])
-        loaded = ModelManager("cpu").load(Path(folder), "float32", None)
-    engine = InProcessEngine(loaded, num_blocks=60, block_size=16, max_num_seqs=8, max_num_batched_tokens=64)
-    rng = random.Random(0)
-    started = time.monotonic()
-    print("| steps | resident, MiB |\n|---:|---:|")
-    steps_a_mark = max(1, arguments.steps // 100)
-    with Progress("hundredths", arguments.steps // steps_a_mark + 1) as progress:
-        for step in range(arguments.steps + 1):
-            if step % steps_a_mark == 0:
-                progress.begin(f"step {step:,}")
-            while engine.manager.num_running + engine.manager.num_waiting < 10:
-                prompt = [rng.randrange(3, 100) for _ in range(rng.randrange(1, 90))]
-                sampling = {"temperature": rng.choice([0.0, 1.0]), "top_p": rng.choice([0.5, 1.0]), "seed": step}
-                engine.add(prompt, max_tokens=rng.randrange(1, 60), **sampling)
-            engine.step()
-            if step % (arguments.steps // NUM_REPORTS) == 0:
-                engine.logprobs.clear()  # kept by the harness, not by the worker
-                tell(f"| {step:,} | {resident_bytes() / MIB:.1f} |")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    elapsed_s = time.monotonic() - started
-    print(f"\nat most {peak / MIB:.1f} MiB; {arguments.steps / elapsed_s:.0f} steps/s")
+    rng, share = random.Random(0), max(1, arguments.requests // NUM_REPORTS)
+    with tempfile.TemporaryDirectory() as folder, Progress("reports", NUM_REPORTS) as progress:
+        with serving("--num-kv-blocks", str(NUM_KV_BLOCKS), log=Path(folder) / "log") as server:
+            tell("| requests | worker, MiB | server, MiB | a step, ms |\n|---:|---:|---:|---:|")
+            num_steps, steps_s = 0.0, 0.0
+            for report in range(NUM_REPORTS + 1):
+                if report:
+                    progress.begin(f"{report * share:,} requests")
+                    asyncio.run(send(server, share, rng))
+                before = num_steps, steps_s
+                num_steps = server.metric("servekit_step_duration_seconds_count")
+                steps_s = server.metric("servekit_step_duration_seconds_sum")
+                step_ms = 1e3 * (steps_s - before[1]) / max(1.0, num_steps - before[0])
+                worker, own = (
+                    server.metric(f"{name}process_resident_memory_bytes") / MIB for name in ("servekit_worker_", "")
+                )
+                tell(f"| {report * share:,} | {worker:.0f} | {own:.0f} | {step_ms:.2f} |")
+            started = time.monotonic()
+            server.wait_until_at_rest()
+            tell(f"\nall blocks are free {time.monotonic() - started:.1f} s later")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from servekit.protocol.messages import (
 )
 from servekit.simulation.model import is_simulated
 from workers.csrc.build import compile_ahead
+from workers.device.heap import HeapTrimmer
 from workers.runner.interface import OutOfMemory, Pending, Runner, done
 
 if TYPE_CHECKING:
@@ -113,11 +114,13 @@ class ModelWorker:
             self._results.send(message)
 
     def _beat(self) -> None:
-        """Send heartbeats for the whole life of the process, also during long steps."""
+        """Send heartbeats for the whole life of the process, also during long steps, and keep its heap small."""
+        heap = HeapTrimmer()
         with contextlib.suppress(OSError):
             while True:
                 time.sleep(HEARTBEAT_S)
                 self._send(Heartbeat())
+                heap.trim_if_grown()
 
     def _handle(self, message: LoadModel | StartProfile | StopProfile) -> FromWorker:
         match message:
