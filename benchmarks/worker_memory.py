@@ -60,25 +60,28 @@ def main() -> None:
     arguments = parser.parse_args()
     no_bars_in_files()
     rng, share = random.Random(0), max(1, arguments.requests // NUM_REPORTS)
-    with tempfile.TemporaryDirectory() as folder, Progress("reports", NUM_REPORTS) as progress:
-        with serving("--num-kv-blocks", str(NUM_KV_BLOCKS), log=Path(folder) / "log") as server:
-            tell("| requests | worker, MiB | server, MiB | a step, ms |\n|---:|---:|---:|---:|")
-            num_steps, steps_s = 0.0, 0.0
-            for report in range(NUM_REPORTS + 1):
-                if report:
-                    progress.begin(f"{report * share:,} requests")
-                    asyncio.run(send(server, share, rng))
-                before = num_steps, steps_s
-                num_steps = server.metric("servekit_step_duration_seconds_count")
-                steps_s = server.metric("servekit_step_duration_seconds_sum")
-                step_ms = 1e3 * (steps_s - before[1]) / max(1.0, num_steps - before[0])
-                worker, own = (
-                    server.metric(f"{name}process_resident_memory_bytes") / MIB for name in ("servekit_worker_", "")
-                )
-                tell(f"| {report * share:,} | {worker:.0f} | {own:.0f} | {step_ms:.2f} |")
-            started = time.monotonic()
-            server.wait_until_at_rest()
-            tell(f"\nall blocks are free {time.monotonic() - started:.1f} s later")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Progress("reports", NUM_REPORTS) as progress,
+        serving("--num-kv-blocks", str(NUM_KV_BLOCKS), log=Path(folder) / "log") as server,
+    ):
+        tell("| requests | worker, MiB | server, MiB | a step, ms |\n|---:|---:|---:|---:|")
+        num_steps, steps_s = 0.0, 0.0
+        for report in range(NUM_REPORTS + 1):
+            if report:
+                progress.begin(f"{report * share:,} requests")
+                asyncio.run(send(server, share, rng))
+            before = num_steps, steps_s
+            num_steps = server.metric("servekit_step_duration_seconds_count")
+            steps_s = server.metric("servekit_step_duration_seconds_sum")
+            step_ms = 1e3 * (steps_s - before[1]) / max(1.0, num_steps - before[0])
+            worker, own = (
+                server.metric(f"{name}process_resident_memory_bytes") / MIB for name in ("servekit_worker_", "")
+            )
+            tell(f"| {report * share:,} | {worker:.0f} | {own:.0f} | {step_ms:.2f} |")
+        started = time.monotonic()
+        server.wait_until_at_rest()
+        tell(f"\nall blocks are free {time.monotonic() - started:.1f} s later")
 
 
 if __name__ == "__main__":

@@ -62,9 +62,9 @@ WORKER_ENVIRONMENT = {
     # pages also a large page table. A step of the 88 M model for one sequence (`make bench-worker`) takes 8.4 ms, and
     # 9.4 ms without this.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    # oneDNN compiles a kernel for each shape of weight and each number of tokens in a step. One takes some 160 KB, and by
-    # default 1,024 are kept. 128 are those of the last 25 sizes of a step. To compile one again takes 0.1 to 0.3 ms; a
-    # step of many tokens needs five of them, and takes 20 ms and more.
+    # oneDNN compiles a kernel for each shape of weight and each number of tokens in a step. One takes some 160 KB, and
+    # it keeps 1,024 by default. 128 are those of the last 25 sizes of a step. To compile one again takes 0.1 to 0.3 ms;
+    # a step of many tokens needs five of them, and takes 20 ms and more.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     # torch's profiler logs its start and end in a format of its own. This level silences it.
     "KINETO_LOG_LEVEL": "6",

@@ -30,6 +30,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.aio.single_waiter_event import SingleWaiterEvent
 from servekit.api.disconnect import disconnect_of
 from servekit.api.responses.http import error_body
@@ -113,7 +114,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._linger_until_s = 0.0
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
-        self._send_timer: asyncio.TimerHandle | None = None
+        self._send_timer: PauseTolerantTimer | None = None
         self._send_timeout_s = self.limits.send_timeout
         self._num_unsent_bytes = 0
 
@@ -326,7 +327,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _await_reader(self) -> None:
         self._num_unsent_bytes = self.transport.get_write_buffer_size()
-        self._send_timer = self.loop.call_later(self._send_timeout_s, self._on_send_timeout)
+        self._send_timer = PauseTolerantTimer(self._send_timeout_s, self._on_send_timeout)
 
     def _on_send_timeout(self) -> None:
         self._send_timer = None
