@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from servekit.config import ServeConfig
 from servekit.engine.model_files import ChatTemplate
-from servekit.engine.tokenizer import Tokenizer
+from servekit.engine.tokenizer import Tokenizer, TooManyTokens
 from servekit.errors import ContextTooLong, InvalidRequest, prompt_too_long
 from servekit.protocol.messages import ModelInfo
 from servekit.protocol.sampling_params import SamplingParams
@@ -25,6 +25,8 @@ from servekit.sandbox.jobs import CompileGrammar, RenderChat
 from servekit.scheduler.scheduler_config import SchedulerConfig
 
 MAX_BAD_WORD_TOKENS = 1024
+TOKENS_PER_SLICE = 2**15  # of prompts; checking them takes about a millisecond
+TOKENS_PER_ANSWER = 2**10  # what takes as long as the parameters of an answer
 MAX_LOGPROBS = 2**23  # values in the answers to one request; each takes some hundred bytes
 # Variables that the server sets, from fields of their own or not at all. A request's chat_template_kwargs may not.
 RESERVED_TEMPLATE_VARIABLES = {
@@ -140,10 +142,14 @@ class InputProcessor:
         prompts = await self._encode(request)
         grammar = None if request.grammar is None else await self._compile(request.grammar, tenant)
         bad_words = await self._encode_bad_words(request.sampling.bad_words or [])
-        return [
-            self._prepare(request, prompt, token_ids, grammar, bad_words)
-            for prompt, token_ids in zip(request.prompts, prompts, strict=True)
-        ]
+        prepared, num_tokens = [], 0
+        for prompt, token_ids in zip(request.prompts, prompts, strict=True):
+            prepared.append(self._prepare(request, prompt, token_ids, grammar, bad_words))
+            num_tokens += len(token_ids) + TOKENS_PER_ANSWER * request.best_of
+            if num_tokens >= TOKENS_PER_SLICE:
+                await asyncio.sleep(0)  # a thousand prompts take a tenth of a second
+                num_tokens = 0
+        return prepared
 
     def _check_options(self, request: GenerationRequest) -> None:
         vocab_size, sampling = self._model.vocab_size, request.sampling
@@ -169,19 +175,20 @@ class InputProcessor:
         """Return the token ids of every prompt, truncated if the request asks for it."""
         for prompt in request.prompts:
             self._check_length(prompt, request.truncate)
-        texts = [
-            self._tail(prompt.content, request.truncate)
-            for prompt in request.prompts
-            if isinstance(prompt.content, str)
-        ]
+        texts = [prompt.content for prompt in request.prompts if isinstance(prompt.content, str)]
         special = all(prompt.add_special_tokens for prompt in request.prompts)
-        encoded = iter(await self._tokenizer.encode(texts, special) if texts else [])
+        limit, truncate = self._limits.max_total_tokens, request.truncate
+        try:
+            if truncate is None:
+                encoded = iter(await self._tokenizer.encode(texts, special, limit) if texts else [])
+            else:  # a prompt with one token more than the limit is refused below
+                encoded = iter(await self._tokenizer.encode_tails(texts, special, min(truncate, limit + 1)))
+        except TooManyTokens as error:
+            of_texts = [prompt for prompt in request.prompts if isinstance(prompt.content, str)]
+            self._check_fits(error.num_tokens, request.max_tokens or 1, of_texts[error.index].param)
+            raise AssertionError("it does not fit") from None
         prompts = [next(encoded) if isinstance(prompt.content, str) else prompt.content for prompt in request.prompts]
-        return [token_ids[-request.truncate :] for token_ids in prompts] if request.truncate else prompts
-
-    def _tail(self, text: str, truncate: int | None) -> str:
-        """Twice the longest text that the last `truncate` tokens can be, because a cut moves token borders."""
-        return text if truncate is None else text[-2 * truncate * self._tokenizer.max_token_bytes - 64 :]
+        return [token_ids[-truncate:] for token_ids in prompts] if truncate else prompts
 
     def check_text(self, text: str, param: str) -> None:
         """Raise ContextTooLong for a text that cannot fit, before a thread spends seconds on encoding it."""
@@ -248,11 +255,7 @@ class InputProcessor:
                 f"min_tokens = {sampling.min_tokens} is more than max_tokens = {sampling.max_tokens}",
                 param="min_tokens",
             )
-        try:
-            self._limits.check_fits(len(token_ids), sampling.max_tokens)
-        except ContextTooLong as error:
-            error.param = param if room < 1 else "max_tokens"
-            raise
+        self._check_fits(len(token_ids), sampling.max_tokens, param)
         self._check_logprobs(request, len(token_ids), sampling.max_tokens)
         # Each answer has its own seed; the logprobs of the prompt are computed once.
         others = [
@@ -260,6 +263,13 @@ class InputProcessor:
             for number in range(1, request.best_of)
         ]
         return PreparedPrompt(token_ids, [sampling, *others])
+
+    def _check_fits(self, prompt_length: int, max_tokens: int, param: str) -> None:
+        try:
+            self._limits.check_fits(prompt_length, max_tokens)
+        except ContextTooLong as error:
+            error.param = param if prompt_length >= self._limits.max_total_tokens else "max_tokens"
+            raise
 
     def _check_logprobs(self, request: GenerationRequest, prompt_length: int, max_tokens: int) -> None:
         """Refuse logprobs that could take gigabytes, if all answers become as long as they may."""

@@ -7,12 +7,12 @@ streamed pieces that add up to the whole text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from tokenizers import Encoding
@@ -25,6 +25,20 @@ from servekit.protocol.sampling_params import SamplingParams
 # The space character of SentencePiece vocabularies.
 _METASPACE = "▁"
 
+Result = TypeVar("Result")
+
+LONG_TEXT = 2**15  # characters, from which on texts are encoded in threads of their own
+MAX_SPANS = 2**17  # tokens with positions; making more of them holds the interpreter's lock for long
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than the caller accepts. They were counted, and not converted to Python's integers."""
+
+    def __init__(self, index: int, num_tokens: int) -> None:
+        super().__init__(index, num_tokens)
+        self.index = index  # of the text
+        self.num_tokens = num_tokens
+
 
 class _TokenizerFile(msgspec.Struct):
     """The part of tokenizer.json that specifies how tokens become text."""
@@ -33,7 +47,11 @@ class _TokenizerFile(msgspec.Struct):
 
 
 class Tokenizer:
-    """The tokenizer of one model. It encodes in threads; the Rust library releases the interpreter lock."""
+    """The tokenizer of one model. It encodes in threads; the Rust library releases the interpreter lock.
+
+    It does not release it while it makes a list of token ids: a million takes ten milliseconds, during which the event
+    loop waits. So callers say how many they accept.
+    """
 
     def __init__(self, tokenizer: HuggingFaceTokenizer, decoder: dict[str, Any] | None) -> None:
         # The file may contain these settings from training. A prompt must be neither cut nor padded.
@@ -46,48 +64,88 @@ class Tokenizer:
         )
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._first_ids = tuple(tokenizer.encode("").ids)  # special tokens that every prompt begins with
-        # Several threads, so that a long prompt does not delay short ones.
-        self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="tokenizer")
+        # A long text takes seconds. So that it does not delay short ones, they have threads of their own.
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self._threads_for_long = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer-long")
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)  # bounded by the vocabulary
         self.token_bytes_with_special = lru_cache(maxsize=None)(self._token_bytes_with_special)
         self.max_token_bytes = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
-    async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the token ids of each text, with the special tokens that the model expects around it."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.encode_blocking, texts, add_special_tokens)
+    async def encode(
+        self, texts: list[str], add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[list[int]]:
+        """Return the token ids of each text, with the special tokens that the model expects around it.
 
-    def encode_blocking(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        Raises TooManyTokens for a text with more than `max_tokens`.
+        """
+        arguments = texts, add_special_tokens, max_tokens
+        return await self._in_thread(sum(map(len, texts)), lambda: self.encode_blocking(*arguments))
+
+    def encode_blocking(
+        self, texts: list[str], add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[list[int]]:
         """Like `encode`, but in the calling thread."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        if max_tokens is not None:
+            for index, encoding in enumerate(encodings):
+                _check_length(encoding, index, max_tokens)
         return [self._without_doubled_start(encoding.ids) for encoding in encodings]
 
+    async def encode_tails(self, texts: list[str], add_special_tokens: bool, num_tokens: int) -> list[list[int]]:
+        """Return the last `num_tokens` token ids of each text."""
+        return [(await self._encode_tail(text, add_special_tokens, num_tokens))[-num_tokens:] for text in texts]
+
+    async def _encode_tail(self, text: str, add_special_tokens: bool, num_tokens: int) -> list[int]:
+        """Encode as much of the text's end as has twice the tokens, because a cut moves the borders of tokens.
+
+        The whole text could have a million times as many.
+        """
+        num_characters = 4 * num_tokens + 64
+        while True:
+            (token_ids,) = await self.encode([text[-num_characters:]], add_special_tokens)
+            if len(token_ids) >= 2 * num_tokens + 64 or num_characters >= len(text):
+                return token_ids
+            num_characters *= 4
+
     async def spans(self, text: str, add_special_tokens: bool) -> list[tuple[int, int, int]]:
-        """(token id, start, stop) of each token of the text. Positions count characters."""
+        """(token id, start, stop) of each token of the text. Positions count characters.
 
-        def encode() -> Encoding:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        Raises TooManyTokens for a text with more than MAX_SPANS.
+        """
 
-        encoding = await asyncio.get_running_loop().run_in_executor(self._threads, encode)
-        num_doubled = len(encoding.ids) - len(self._without_doubled_start(encoding.ids))
-        tokens = zip(encoding.ids, encoding.offsets, strict=True)
-        return [(token_id, *span) for token_id, span in islice(tokens, num_doubled, None)]
+        def encode() -> list[tuple[int, int, int]]:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            _check_length(encoding, 0, MAX_SPANS)
+            token_ids = encoding.ids
+            num_doubled = len(token_ids) - len(self._without_doubled_start(token_ids))
+            tokens = zip(token_ids, encoding.offsets, strict=True)
+            return [(token_id, *span) for token_id, span in islice(tokens, num_doubled, None)]
+
+        return await self._in_thread(len(text), encode)
+
+    async def _in_thread(self, num_characters: int, work: Callable[[], Result]) -> Result:
+        threads = self._threads if num_characters < LONG_TEXT else self._threads_for_long
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of tokens. It equals the concatenated text of a stream of them."""
-        token_bytes = self.token_bytes if skip_special_tokens else self.token_bytes_with_special
-        return b"".join(map(token_bytes, token_ids)).decode("utf-8", "replace")
+        return b"".join(map(self.token_bytes_of(skip_special_tokens), token_ids)).decode("utf-8", "replace")
+
+    def token_bytes_of(self, skip_special_tokens: bool) -> Callable[[int], bytes]:
+        """The function that returns a token's bytes in the text."""
+        return self.token_bytes if skip_special_tokens else self.token_bytes_with_special
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 
     def make_detokenizer(self, sampling: SamplingParams) -> Detokenizer:
         """A detokenizer for one answer."""
-        token_bytes = self.token_bytes if sampling.skip_special_tokens else self.token_bytes_with_special
+        token_bytes = self.token_bytes_of(sampling.skip_special_tokens)
         return Detokenizer(token_bytes, sampling.stop, sampling.include_stop, sampling.min_tokens)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads_for_long.shutdown(wait=False, cancel_futures=True)
 
     def _without_doubled_start(self, token_ids: list[int]) -> list[int]:
         """Drop a repeated start token: a prompt that a chat template rendered contains one already."""
@@ -103,6 +161,11 @@ class Tokenizer:
         if token is None:
             return b""
         return token.encode() if token_id in self._added else bytes(self._bytes_of(token))
+
+
+def _check_length(encoding: Encoding, index: int, max_tokens: int) -> None:
+    if len(encoding) > max_tokens:
+        raise TooManyTokens(index, len(encoding))
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

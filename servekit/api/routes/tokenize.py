@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,7 +19,11 @@ from servekit.api.schemas.tokens import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from servekit.engine.tokenizer import MAX_SPANS, TooManyTokens
 from servekit.errors import InvalidRequest
+
+MAX_TOKENS = 2**19  # of a text; making a longer list holds the interpreter's lock for more than some milliseconds
+TOKENS_PER_SLICE = 2**12  # of /detokenize, between which the event loop runs everything else
 
 
 async def tokenize(request: Request, wanted: TokenizeRequest) -> Response:
@@ -25,7 +31,11 @@ async def tokenize(request: Request, wanted: TokenizeRequest) -> Response:
     engine = engine_of(request)
     check_model(engine.config, wanted.model)
     engine.input_processor.check_text(wanted.prompt, "prompt")
-    (token_ids,) = await engine.tokenizer.encode([wanted.prompt], wanted.add_special_tokens is not False)
+    try:
+        special = wanted.add_special_tokens is not False
+        (token_ids,) = await engine.tokenizer.encode([wanted.prompt], special, MAX_TOKENS)
+    except TooManyTokens as error:
+        raise _too_many_tokens(error, MAX_TOKENS, "prompt") from None
     limit, decode_one = engine.scheduler_config.max_total_tokens, engine.tokenizer.decode
 
     def response() -> TokenizeResponse:
@@ -40,7 +50,10 @@ async def tokenize_for_tgi(request: Request, wanted: TgiTokenizeRequest) -> Resp
     engine = engine_of(request)
     text = wanted.inputs
     engine.input_processor.check_text(text, "inputs")
-    spans = await engine.tokenizer.spans(text, wanted.add_special_tokens is not False)
+    try:
+        spans = await engine.tokenizer.spans(text, wanted.add_special_tokens is not False)
+    except TooManyTokens as error:
+        raise _too_many_tokens(error, MAX_SPANS, "inputs") from None
     return await respond_at_length(
         lambda: [TgiTokenSpan(token_id, text[start:stop], start, stop) for token_id, start, stop in spans], len(spans)
     )
@@ -53,13 +66,29 @@ async def detokenize(request: Request) -> Response:
     check_model(engine.config, wanted.model)
     assert engine.worker is not None
     vocab_size = engine.worker.model.vocab_size
-    if wanted.tokens and max(wanted.tokens) >= vocab_size:
-        raise InvalidRequest(
-            f"tokens has {max(wanted.tokens)}; the model's token ids are below {vocab_size}", param="tokens"
-        )
+    token_bytes = engine.tokenizer.token_bytes_of(bool(wanted.skip_special_tokens))
+    limit, text = engine.config.max_body_bytes, bytearray()
+    for start in range(0, len(wanted.tokens), TOKENS_PER_SLICE):
+        token_ids = wanted.tokens[start : start + TOKENS_PER_SLICE]
+        if max(token_ids) >= vocab_size:
+            raise InvalidRequest(
+                f"tokens has {max(token_ids)}; the model's token ids are below {vocab_size}", param="tokens"
+            )
+        text += b"".join(map(token_bytes, token_ids))
+        if len(text) > limit:
+            raise InvalidRequest(
+                f"the text of these tokens is longer than {limit} bytes (max_body_bytes); send fewer", param="tokens"
+            )
+        await asyncio.sleep(0)
     return await respond_at_length(
-        lambda: DetokenizeResponse(engine.tokenizer.decode(wanted.tokens, bool(wanted.skip_special_tokens))),
+        lambda: DetokenizeResponse(text.decode("utf-8", "replace")),
         len(wanted.tokens),
+    )
+
+
+def _too_many_tokens(error: TooManyTokens, limit: int, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{param} has {error.num_tokens} tokens; the limit is {limit} here: send the text in parts", param=param
     )
 
 
