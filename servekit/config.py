@@ -143,6 +143,15 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Positive,
         Meta(description="maximum memory for all request bodies together, in bytes; the server refuses more with 503"),
     ] = 2**28
+    max_total_logprobs: Annotated[
+        int,
+        Meta(
+            ge=2**22,
+            le=2**40,
+            description="maximum logprobs in the answers to all requests together, each counted as long as it may "
+            "become; the server refuses more with 503",
+        ),
+    ] = 2**23
     max_connections: Annotated[
         int, Meta(ge=1, le=1_000_000, description="maximum open connections; the server refuses more with 503")
     ] = 8192

@@ -15,6 +15,9 @@ from servekit.api.responses.generation import unless_disconnected
 from servekit.api.responses.http import use_tgi_errors
 from servekit.api.schemas.openai import ChatCompletionRequest
 from servekit.api.schemas.packed_body import KINDS, MAX_INLINE_BYTES, TGI_KINDS, Refusal, choose_kind, decode_kind
+from servekit.engine.caller import ANONYMOUS
+from servekit.engine.request_state import RequestState
+from servekit.engine.shared_budget import SharedBudget
 from servekit.errors import QueueFull, RequestTimeout, RequestTooLarge, UnsupportedEncoding
 
 # The first bytes of each body are not counted. When large bodies fill the budget, small requests still pass; what the
@@ -30,34 +33,43 @@ class BodyBudget:
     """Bound the bytes that all request bodies hold in memory. An ASGI layer: it releases a body when its request ends.
 
     Releasing it earlier would undercount. While sequences wait and run, handlers hold the body or objects made from it.
-    The scheduler's own bounds count tokens, which do not cover whitespace, user names and truncated prompts.
+    The scheduler's own bounds count tokens, which do not cover whitespace, user names and truncated prompts. What a
+    request's result may take is released here, too: until then, the answer is in memory.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
-        self._max_bytes = max_bytes
-        self.num_bytes = 0
+        self.budget = SharedBudget(max_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {}).update(body_budget=self, num_body_bytes=0)
+        state = scope.setdefault("state", {})
+        state.update(body_budget=self, num_body_bytes=0)
         try:
             await self._app(scope, receive, send)
         finally:
-            self.num_bytes -= scope["state"]["num_body_bytes"]
+            self.budget.release(state.get("caller", ANONYMOUS).tenant, state["num_body_bytes"])
+            request_state: RequestState | None = state.get("request_state")
+            if request_state is not None:
+                request_state.release_result()
 
     def reserve(self, request: Request, length: int) -> None:
         """Count the request's body, which now has `length` bytes. Raises QueueFull and then counts nothing more."""
-        more = length - UNCOUNTED_BODY_BYTES - request.state.num_body_bytes
-        if more <= 0:
-            return
-        if self.num_bytes + more > self._max_bytes:
+        more = self.check(request, length)
+        if more > 0:
+            self.budget.take(caller_of(request).tenant, more)
+            request.state.num_body_bytes += more
+
+    def check(self, request: Request, length: int) -> int:
+        """Return how many bytes `reserve` would count. Raises QueueFull if they have no room."""
+        more: int = length - UNCOUNTED_BODY_BYTES - request.state.num_body_bytes
+        budget, tenant = self.budget, caller_of(request).tenant
+        if more > 0 and not budget.has_room(tenant, more):
             raise QueueFull(
-                f"request bodies hold {self.num_bytes} bytes of memory; the limit is {self._max_bytes} "
-                f"(max_total_body_bytes). Try again in {BODY_RETRY_AFTER_S} s.",
+                f"request bodies hold {budget.total} bytes of memory{budget.share_of(tenant)}; the limit is "
+                f"{budget.limit} (max_total_body_bytes). Try again in {BODY_RETRY_AFTER_S} s.",
                 retry_after_s=BODY_RETRY_AFTER_S,
             )
-        self.num_bytes += more
-        request.state.num_body_bytes += more
+        return more
 
 
 async def read_body(request: Request) -> bytes:
@@ -122,6 +134,8 @@ async def _read_up_to(limit: int, request: Request) -> bytes:
     budget: BodyBudget = request.state.body_budget
     body = bytearray()
     if declared.isdecimal() and int(declared) <= limit:
+        # What has no room is refused before it is read. It is counted as it arrives, because it may never arrive.
+        budget.check(request, int(declared))
         async for chunk in request.stream():
             budget.reserve(request, len(body) + len(chunk))
             body += chunk

@@ -27,7 +27,7 @@ from servekit.scheduler.scheduler_config import SchedulerConfig
 MAX_BAD_WORD_TOKENS = 1024
 TOKENS_PER_SLICE = 2**15  # of prompts; checking them takes about a millisecond
 TOKENS_PER_ANSWER = 2**10  # what takes as long as the parameters of an answer
-MAX_LOGPROBS = 2**23  # values in the answers to one request; each takes some hundred bytes
+MAX_LOGPROBS = 2**22  # values in the answers to one request; in JSON, each takes about 60 bytes
 # Variables that the server sets, from fields of their own or not at all. A request's chat_template_kwargs may not.
 RESERVED_TEMPLATE_VARIABLES = {
     "add_generation_prompt",
@@ -149,6 +149,7 @@ class InputProcessor:
             if num_tokens >= TOKENS_PER_SLICE:
                 await asyncio.sleep(0)  # a thousand prompts take a tenth of a second
                 num_tokens = 0
+        _check_logprobs(num_logprobs(request, prepared))
         return prepared
 
     def _check_options(self, request: GenerationRequest) -> None:
@@ -256,7 +257,6 @@ class InputProcessor:
                 param="min_tokens",
             )
         self._check_fits(len(token_ids), sampling.max_tokens, param)
-        self._check_logprobs(request, len(token_ids), sampling.max_tokens)
         # Each answer has its own seed; the logprobs of the prompt are computed once.
         others = [
             msgspec.structs.replace(sampling, seed=sampling.seed + number, prompt_logprobs=None)
@@ -270,20 +270,6 @@ class InputProcessor:
         except ContextTooLong as error:
             error.param = param if prompt_length >= self._limits.max_total_tokens else "max_tokens"
             raise
-
-    def _check_logprobs(self, request: GenerationRequest, prompt_length: int, max_tokens: int) -> None:
-        """Refuse logprobs that could take gigabytes, if all answers become as long as they may."""
-        num_values = 0
-        if request.prompt_logprobs is not None:
-            num_values += len(request.prompts) * prompt_length * (1 + request.prompt_logprobs)
-        if request.logprobs is not None:
-            num_values += request.num_sequences * max_tokens * (1 + request.logprobs)
-        if num_values > MAX_LOGPROBS:
-            raise InvalidRequest(
-                f"the request asks for up to {num_values} logprobs, over all its answers; the limit is {MAX_LOGPROBS}: "
-                "lower max_tokens, or ask for fewer logprobs",
-                param="logprobs",
-            )
 
     def _resolve(
         self, request: GenerationRequest, room: int, grammar: str | None, bad_words: tuple[tuple[int, ...], ...]
@@ -321,6 +307,28 @@ class InputProcessor:
             return 0.0
         default = self._model.default_temperature
         return _or(wanted.temperature, 1.0 if wanted.do_sample and default == 0.0 else default)
+
+
+def num_logprobs(request: GenerationRequest, prepared: list[PreparedPrompt]) -> int:
+    """Return how many logprobs the result has, if all answers become as long as they may."""
+    of_prompts = 0 if request.prompt_logprobs is None else 1 + request.prompt_logprobs
+    of_answers = 0 if request.logprobs is None else 1 + request.logprobs
+    if not of_prompts and not of_answers:
+        return 0
+    return sum(
+        len(prompt.token_ids) * of_prompts + len(prompt.sampling) * prompt.sampling[0].max_tokens * of_answers
+        for prompt in prepared
+    )
+
+
+def _check_logprobs(num_values: int) -> None:
+    """Refuse a result that could take gigabytes."""
+    if num_values > MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"the request asks for up to {num_values} logprobs, over all its answers; the limit is {MAX_LOGPROBS}: "
+            "lower max_tokens, or ask for fewer logprobs",
+            param="logprobs",
+        )
 
 
 def _or(wanted: Value | None, default: Value) -> Value:

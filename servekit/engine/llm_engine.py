@@ -19,7 +19,7 @@ from servekit.config import ServeConfig
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.client_queue import ClientQueue
 from servekit.engine.engine_core import RETRY_AFTER_S, EngineCore
-from servekit.engine.input_processor import InputProcessor, PreparedPrompt
+from servekit.engine.input_processor import InputProcessor, PreparedPrompt, num_logprobs
 from servekit.engine.live_view import LiveView, build_live_view
 from servekit.engine.model_files import find_chat_template, find_model
 from servekit.engine.output_processor import OutputProcessor
@@ -28,8 +28,9 @@ from servekit.engine.queue_limits import QueueLimits, QueuePlaces
 from servekit.engine.readiness_probe import ReadinessProbe
 from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput, add_commands
+from servekit.engine.shared_budget import SharedBudget
 from servekit.engine.tokenizer import Tokenizer, load_tokenizer
-from servekit.errors import DeadlineExceeded, ServekitError, WorkerNotReady, shutting_down
+from servekit.errors import DeadlineExceeded, QueueFull, ServekitError, WorkerNotReady, shutting_down
 from servekit.executor.model_executor import ModelExecutor, load_model_message
 from servekit.observability.journal import Journal, JournalCollector, open_journal
 from servekit.observability.live_frames import LiveState, LiveWorker
@@ -66,6 +67,7 @@ class LLMEngine:
         self.profiling = Profiling(config, self._executor)
         self._registry = RequestRegistry()
         self._queue_limits = QueueLimits(config)
+        self._result_budget = SharedBudget(config.max_total_logprobs)  # in logprobs
         self._probe = ReadinessProbe(self._generate_token, clock)
         self._observers: list[Observer] = [*self.metrics.observers, self.history, self._queue_limits, self._probe]
         self._sequence_ids = itertools.count()  # in order of arrival
@@ -267,7 +269,21 @@ class LLMEngine:
         manager = self._running_core.manager
         num_tokens = sum(len(prompt.token_ids) * len(prompt.sampling) for prompt in prepared)
         self._queue_limits.check_tokens(num_tokens, caller.tenant, manager.num_waiting, manager.queued, self._clock())
-        return self._admit(request, caller, prepared, places.arrival_s)
+        release = self._reserve_result(caller.tenant, num_logprobs(request, prepared))
+        return self._admit(request, caller, prepared, places.arrival_s, release)
+
+    def _reserve_result(self, tenant: str, num_values: int) -> Callable[[], None]:
+        """Count the logprobs of a result, until the function that this returns is called. Raises QueueFull."""
+        budget = self._result_budget
+        if num_values and not budget.has_room(tenant, num_values):
+            raise QueueFull(
+                f"the request asks for up to {num_values} logprobs, and the answers to others may take "
+                f"{budget.total}{budget.share_of(tenant)}; the limit is {budget.limit} (max_total_logprobs). Please "
+                "try again later.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        budget.take(tenant, num_values)
+        return lambda: budget.release(tenant, num_values)
 
     def _time_left_s(self, request: GenerationRequest, arrival_s: float) -> float | None:
         """The time until the earlier one of the request's deadlines; None if it has none."""
@@ -275,7 +291,12 @@ class LLMEngine:
         return max(0.0, arrival_s + min(deadlines) / 1e3 - self._clock()) if deadlines else None
 
     def _admit(
-        self, request: GenerationRequest, caller: Caller, prepared: list[PreparedPrompt], arrival_s: float
+        self,
+        request: GenerationRequest,
+        caller: Caller,
+        prepared: list[PreparedPrompt],
+        arrival_s: float,
+        release_result: Callable[[], None] | None = None,
     ) -> RequestState:
         """Add the request's sequences to the workload manager."""
         core, is_probe = self._running_core, caller is PROBE_CALLER
@@ -290,7 +311,7 @@ class LLMEngine:
             SequenceOutput(core.apply(command), index, detokenizer, queue, caller.request_id, is_probe)
             for index, (command, detokenizer) in enumerate(zip(commands, detokenizers, strict=True))
         ]
-        state = RequestState(request, caller, outputs, queue, interval, self.abort)
+        state = RequestState(request, caller, outputs, queue, interval, self.abort, release_result)
         core.add(state)
         return state
 

@@ -60,6 +60,7 @@ class RequestState:
         queue: ClientQueue,
         interval: int,
         abort: Callable[[RequestState], None],
+        release_result: Callable[[], None] | None = None,
     ) -> None:
         self.request = request
         self.caller = caller
@@ -67,6 +68,7 @@ class RequestState:
         self.queue = queue
         self.interval = interval  # tokens of a sequence that are streamed together
         self._abort = abort
+        self._release_result = release_result
 
     @property
     def num_answers(self) -> int:
@@ -115,6 +117,12 @@ class RequestState:
     def abort(self) -> None:
         """Free everything that this request still holds. Does not await, so it may be called in a `finally` clause."""
         self._abort(self)
+
+    def release_result(self) -> None:
+        """Give back the memory that the result may take: the answer is written, or nobody wants it. Idempotent."""
+        release, self._release_result = self._release_result, None
+        if release is not None:
+            release()
 
 
 def add_commands(

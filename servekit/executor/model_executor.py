@@ -183,7 +183,10 @@ def _top_tokens_exist(result: StepResult, vocab_size: int) -> Iterator[bool]:
     of_prompts = (prompt.logprobs for prompt in result.prompt_logprobs)
     for logprobs in chain(result.logprobs, *of_prompts):
         if logprobs is not None:
-            yield all(0 <= token_id < vocab_size for token_id, _ in logprobs.top)
+            try:
+                yield all(0 <= token_id < vocab_size for token_id, _ in logprobs.top)
+            except ValueError:
+                yield False
 
 
 def load_model_message(config: ServeConfig, path: str) -> LoadModel:

@@ -7,6 +7,9 @@ step's token budget, and with the cached tokens of prompts whose sampling looks 
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
+
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -151,11 +154,28 @@ class StepPlan(Struct, frozen=True, tag="step_plan"):
         return replace(self, slot_assignments=tuple(unpacked), grammars=())
 
 
+_PAIR = struct.Struct("=id")  # a token id and its logprob, in twelve bytes
+
+
 class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):
     """The model's log-probabilities for one token: natural logarithms of its softmax, before any sampling parameter."""
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the likeliest tokens, the likeliest first
+    packed_top: bytes = b""  # of the likeliest tokens, the likeliest first; as objects it would take ten times as much
+
+    @classmethod
+    def of(cls, logprob: float, token_ids: Sequence[int], logprobs: Sequence[float]) -> TokenLogprobs:
+        """Return the logprob of a token with those of the likeliest tokens."""
+        pairs = zip(token_ids, logprobs, strict=True)
+        return cls(logprob, b"".join([_PAIR.pack(token_id, value) for token_id, value in pairs]))
+
+    @property
+    def top(self) -> list[tuple[int, float]]:
+        """(token id, logprob) of the likeliest tokens, the likeliest first. Raises ValueError if it cannot be read."""
+        try:
+            return list(_PAIR.iter_unpack(self.packed_top))
+        except struct.error as error:
+            raise ValueError(str(error)) from None
 
 
 class PromptLogprobs(Struct, frozen=True, array_like=True, gc=False):

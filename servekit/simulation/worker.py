@@ -41,7 +41,7 @@ def next_state(previous: int, token_id: int) -> int:
 def token_logprobs(state: int, token_id: int, num_top: int) -> TokenLogprobs:
     """The simulated model's logprobs of a token that follows a state."""
     logprob = -float(hash((state, token_id)) % 997)
-    return TokenLogprobs(logprob, tuple((i, logprob + i) for i in range(num_top)))
+    return TokenLogprobs.of(logprob, range(num_top), [logprob + i for i in range(num_top)])
 
 
 class NaiveReference:

@@ -33,10 +33,7 @@ class _PendingLogprobs:
 
     def read(self) -> list[TokenLogprobs]:
         columns = zip(self.chosen.tolist(), self.top_ids.tolist(), self.top_values.tolist(), self.num_top, strict=True)
-        return [
-            TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True)))
-            for logprob, ids, values, count in columns
-        ]
+        return [TokenLogprobs.of(logprob, ids[:count], values[:count]) for logprob, ids, values, count in columns]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from servekit.api.app import create_app
 from servekit.api.request_body import UNCOUNTED_BODY_BYTES, BodyBudget, read_body
 from servekit.api.responses.http import refuse
 from servekit.config import ServeConfig, doubts
+from servekit.engine.caller import Caller
 from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import ServekitError
 from tests.support.asgi import make_scope
@@ -31,12 +32,12 @@ PIECES = [BODY[at : at + 10**5] for at in range(0, len(BODY), 10**5)]
 class Conversation:
     """One request to a handler that reads its body and then waits until the test ends it."""
 
-    def __init__(self, budget: BodyBudget) -> None:
+    def __init__(self, budget: BodyBudget, *headers: tuple[str, str]) -> None:
         self.ends: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.has_read = asyncio.Event()
         self.sent: list[Message] = []
         self._to_receive: asyncio.Queue[Message] = asyncio.Queue()
-        scope = {**make_scope("POST", "/"), "state": {"conversation": self}}
+        scope = {**make_scope("POST", "/", *headers), "state": {"conversation": self}}
         self.task = asyncio.create_task(budget(scope, self._to_receive.get, self._send))
 
     async def _send(self, message: Message) -> None:
@@ -85,34 +86,34 @@ async def test_body_over_the_budget_is_refused_with_retry_after() -> None:
     for conversation in (first, second):
         await conversation.send_body(PIECES)
         await conversation.wait_until_read()
-    assert budget.num_bytes == 800_000
+    assert budget.budget.total == 800_000
     await third.send_body(PIECES)
     await third.task
     headers = dict(third.sent[0]["headers"])
     assert third.status == 503 and int(headers[b"retry-after"]) > 0
     error = json.loads(third.sent[1]["body"])["error"]
     assert error["code"] == "overloaded" and "max_total_body_bytes" in error["message"]
-    assert budget.num_bytes == 800_000, "the refused body was released"
+    assert budget.budget.total == 800_000, "the refused body was released"
     first.ends.set_result(None)
     await first.task
-    assert first.status == 200 and budget.num_bytes == 400_000
+    assert first.status == 200 and budget.budget.total == 400_000
     fourth = Conversation(budget)
     await fourth.send_body(PIECES)
     await fourth.wait_until_read()
     for conversation in (second, fourth):
         conversation.ends.set_result(None)
         await conversation.task
-    assert budget.num_bytes == 0
+    assert budget.budget.total == 0
 
 
 async def test_small_bodies_pass_when_the_budget_is_used_up() -> None:
     budget = make_budget()
-    budget.num_bytes = MAX_BYTES
+    budget.budget.take("", MAX_BYTES)
     request = Request({**make_scope("POST", "/"), "state": {"body_budget": budget, "num_body_bytes": 0}})
     budget.reserve(request, UNCOUNTED_BODY_BYTES)
     with pytest.raises(ServekitError):
         budget.reserve(request, UNCOUNTED_BODY_BYTES + 1)
-    assert budget.num_bytes == MAX_BYTES and request.state.num_body_bytes == 0
+    assert budget.budget.total == MAX_BYTES and request.state.num_body_bytes == 0
 
 
 async def _leave(conversation: Conversation) -> None:
@@ -142,10 +143,10 @@ async def test_incomplete_body_is_released_when_its_request_ends(
     budget = make_budget(body_timeout=0.2, max_body_bytes=len(BODY))
     conversation = Conversation(budget)
     await conversation.send_body(PIECES, is_whole=False)
-    assert budget.num_bytes == 400_000
+    assert budget.budget.total == 400_000
     await end(conversation)
     await asyncio.wait([conversation.task], timeout=5)
-    assert conversation.task.done() and budget.num_bytes == 0
+    assert conversation.task.done() and budget.budget.total == 0
 
 
 @pytest.mark.parametrize("end", [_cancel, _fail])
@@ -154,10 +155,10 @@ async def test_complete_body_is_released_when_its_request_ends(end: Callable[[Co
     conversation = Conversation(budget)
     await conversation.send_body(PIECES)
     await conversation.wait_until_read()
-    assert budget.num_bytes == 400_000
+    assert budget.budget.total == 400_000
     await end(conversation)
     await asyncio.wait([conversation.task], timeout=5)
-    assert conversation.task.done() and budget.num_bytes == 0
+    assert conversation.task.done() and budget.budget.total == 0
 
 
 async def test_application_has_a_body_budget() -> None:
@@ -177,3 +178,37 @@ async def test_application_has_a_body_budget() -> None:
 def test_budget_smaller_than_one_body_gives_a_warning() -> None:
     assert "max_total_body_bytes = 5 is less" in doubts(ServeConfig(max_total_body_bytes=5))[0]
     assert not doubts(ServeConfig())
+
+
+def make_request(budget: BodyBudget, tenant: str) -> Request:
+    state = {"body_budget": budget, "num_body_bytes": 0, "caller": Caller(tenant)}
+    return Request({**make_scope("POST", "/"), "state": state})
+
+
+async def test_flooding_tenant_leaves_room_for_the_bodies_of_others() -> None:
+    budget = make_budget()
+    length = MAX_BYTES // 10 + UNCOUNTED_BODY_BYTES
+    for _ in range(5):
+        budget.reserve(make_request(budget, "flooding"), length)
+    with pytest.raises(ServekitError) as refused:
+        budget.reserve(make_request(budget, "flooding"), length)
+    assert refused.value.status == 503 and refused.value.retry_after_s and "API key" in refused.value.message
+    budget.reserve(make_request(budget, "modest"), length)
+    budget.reserve(make_request(budget, "modest"), length)
+    assert budget.budget.total == 7 * MAX_BYTES // 10
+
+
+async def test_body_without_room_is_refused_before_it_is_sent() -> None:
+    budget = make_budget()
+    budget.budget.take("", MAX_BYTES)
+    conversation = Conversation(budget, ("content-length", str(len(BODY))))
+    await asyncio.wait_for(conversation.task, 5)
+    assert conversation.status == 503
+
+
+async def test_declared_length_alone_takes_no_room() -> None:
+    budget = make_budget()
+    silent = Conversation(budget, ("content-length", str(len(BODY))))
+    await asyncio.sleep(0.01)
+    assert budget.budget.total == 0
+    await _leave(silent)
