@@ -19,6 +19,7 @@ from servekit.api.disconnect import disconnect_of
 from servekit.api.endpoint import caller_of, engine_of
 from servekit.api.responses.collect import Answer, collect
 from servekit.api.responses.http import respond_at_length
+from servekit.api.responses.long_json import ItemList
 from servekit.api.responses.sse import EventFormat, EventStream
 from servekit.engine.request_state import RequestState
 from servekit.request import GenerationRequest
@@ -33,8 +34,8 @@ class ResponseBuilder(EventFormat, Protocol):
 
     needs_tokens: bool  # whether `response` describes single tokens, so that they must be kept
 
-    def response(self, prompts: list[list[Answer]]) -> Any:
-        """Return the body for all answers, given as `collect` returns them."""
+    def response(self, prompts: list[list[Answer]], items: ItemList) -> Any:
+        """Return the body for all answers, given as `collect` returns them; `items` makes its long lists."""
 
     def headers(self, prompts: list[list[Answer]]) -> dict[str, str]:
         """Return additional headers of that answer."""
@@ -88,7 +89,9 @@ async def answer(request: Request, state: RequestState, builder: ResponseBuilder
     finally:
         disconnect.set_callback(None)
         state.abort()
-    response = await respond_at_length(lambda: builder.response(prompts), _num_described_tokens(state, prompts))
+    response = await respond_at_length(
+        lambda items: builder.response(prompts, items), _num_described_tokens(state, prompts)
+    )
     response.headers.update(builder.headers(prompts))
     return response
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from servekit.api.endpoint import engine_of
+from servekit.api.responses.long_json import ItemList, LongJson
 from servekit.api.schemas.json_body import encode
 from servekit.api.schemas.tgi import ERROR_TYPES, tgi_param
 from servekit.errors import RequestCrashesWorker, RequestTimeout, ServekitError
@@ -31,11 +32,32 @@ def respond(value: Any, status: int = 200) -> Response:
     return Response(encode(value), status, media_type="application/json")
 
 
-async def respond_at_length(make: Callable[[], Any], num_tokens: int) -> Response:
-    """Respond with `make()`. A long answer is made in a thread, so that the event loop stays free for others."""
+async def respond_at_length(make: Callable[[ItemList], Any], num_tokens: int) -> Response:
+    """Respond with `make(items)`, which calls `items` for each list that may be long.
+
+    A long answer is made in a thread and encoded in pieces, so that the event loop stays free for others.
+    """
     if num_tokens < NUM_TOKENS_FOR_THREAD:
-        return respond(make())
-    return await asyncio.to_thread(lambda: respond(make()))
+        return respond(make(list))
+    long_json = LongJson()
+    return LongResponse(await asyncio.to_thread(lambda: long_json.pieces(make(long_json.items))))
+
+
+class LongResponse(Response):
+    """A JSON answer in pieces. Each one is sent when the client has taken most of those before it."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        length = sum(map(len, pieces))
+        super().__init__(headers={"content-length": str(length)}, media_type="application/json")
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._pieces.reverse()  # so that each one is freed when it is sent
+        while self._pieces:
+            piece = self._pieces.pop()
+            await send({"type": "http.response.body", "body": piece, "more_body": bool(self._pieces)})
+            await asyncio.sleep(0)
 
 
 def error_body(error: ServekitError, in_tgi_format: bool = False) -> dict[str, Any]:

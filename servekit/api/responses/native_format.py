@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from msgspec import UNSET, UnsetType
 
 from servekit.api.responses.collect import Answer, new_id
+from servekit.api.responses.long_json import ItemList
 from servekit.api.responses.sse import event
 from servekit.api.schemas.common_fields import Usage
 from servekit.api.schemas.native import (
@@ -41,25 +44,22 @@ class NativeResponseBuilder:
     def headers(self, _: list[list[Answer]]) -> dict[str, str]:
         return {}
 
-    def response(self, prompts: list[list[Answer]]) -> GenerateResponse | BatchGenerateResponse:
+    def response(self, prompts: list[list[Answer]], items: ItemList) -> GenerateResponse | BatchGenerateResponse:
         request = self._state.request
         answers = [answer for answers in prompts for answer in answers[: request.n]]
         usage = self._usage(sum(answer.num_tokens for answers in prompts for answer in answers))
-        tokens: list[list[Token]] | UnsetType = UNSET
-        if request.logprobs is not None:
-            tokens = [[self._generated_token(delta) for delta in answer.tokens] for answer in answers]
-        prompt_tokens: list[list[Token]] | UnsetType = UNSET
-        if request.prompt_logprobs is not None:
-            prompt_tokens = [self._prompt_tokens(index) for index in range(len(prompts))]
+        # One list for each answer, and one for each prompt; each is made when it is encoded.
+        tokens = (items(map(self._generated_token, answer.tokens)) for answer in answers)
+        prompt_tokens = (items(self._prompt_tokens(index)) for index in range(len(prompts)))
         if self._is_batch:
             return BatchGenerateResponse(
                 new_id("gen"),
-                [answer.text for answer in answers],
+                items(answer.text for answer in answers),
                 [answer.finish_reason for answer in answers],
                 [answer.stop_reason for answer in answers],
                 usage,
-                tokens,
-                prompt_tokens,
+                UNSET if request.logprobs is None else items(tokens),
+                UNSET if request.prompt_logprobs is None else items(prompt_tokens),
             )
         (answer,) = answers
         return GenerateResponse(
@@ -69,8 +69,8 @@ class NativeResponseBuilder:
             answer.stop_reason,
             usage,
             self._metrics(answer.index),
-            UNSET if tokens is UNSET else tokens[0],
-            UNSET if prompt_tokens is UNSET else prompt_tokens[0],
+            UNSET if request.logprobs is None else next(tokens),
+            UNSET if request.prompt_logprobs is None else next(prompt_tokens),
         )
 
     def events(self, deltas: list[TokenDelta]) -> bytes:
@@ -88,7 +88,7 @@ class NativeResponseBuilder:
         last = next((delta for delta in reversed(deltas) if delta.token_id is not None), None)
         written = StreamEvent(answer.num_tokens, None if last is None else self._generated_token(last, text))
         if is_first and self._state.request.prompt_logprobs is not None:
-            written.prompt_tokens = self._prompt_tokens(0)
+            written.prompt_tokens = list(self._prompt_tokens(0))
         if answer.is_finished:
             written.generated_text = answer.text
             written.id = new_id("gen")
@@ -123,16 +123,14 @@ class NativeResponseBuilder:
         own = self._tokenizer.decode([delta.token_id]) if text is None else text
         return self._token(delta.token_id, own, delta.logprobs)
 
-    def _prompt_tokens(self, index: int) -> list[Token]:
-        """Return the tokens of the prompt at `index`. The first one has no logprob: no token precedes it."""
+    def _prompt_tokens(self, index: int) -> Iterator[Token]:
+        """Yield the tokens of the prompt at `index`. The first one has no logprob: no token precedes it."""
         logprobs: list[TokenLogprobs | None] = [None, *self._state.prompt_logprobs(index)]
         token_ids = self._state.prompt_token_ids(index)
         if len(logprobs) < len(token_ids):
-            return []  # not requested, or a deadline came before the prompt was computed
-        return [
-            self._token(token_id, self._tokenizer.decode([token_id]), known)
-            for token_id, known in zip(token_ids, logprobs, strict=True)
-        ]
+            return  # not requested, or a deadline came before the prompt was computed
+        for token_id, known in zip(token_ids, logprobs, strict=True):
+            yield self._token(token_id, self._tokenizer.decode([token_id]), known)
 
     def _token(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> Token:
         decode, special = self._tokenizer.decode, self._tokenizer.is_special(token_id)
@@ -147,6 +145,6 @@ class NativeResponseBuilder:
 class BasicResponseBuilder(NativeResponseBuilder):
     """Write the text alone."""
 
-    def response(self, prompts: list[list[Answer]]) -> BasicGenerateResponse:  # type: ignore[override]
+    def response(self, prompts: list[list[Answer]], items: ItemList) -> BasicGenerateResponse:  # type: ignore[override]
         ((answer,),) = prompts
         return BasicGenerateResponse(answer.text)

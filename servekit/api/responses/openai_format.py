@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import UNSET, UnsetType
 
 from servekit.api.responses.collect import Answer
+from servekit.api.responses.long_json import ItemList
 from servekit.api.responses.sse import event
 from servekit.api.schemas.openai import (
     ChatAnswer,
@@ -77,16 +78,16 @@ class _Common:
         self._begun.add(index)
         return is_first
 
-    def _prompt_logprobs(self, index: int) -> PromptLogprobs | UnsetType:
+    def _prompt_logprobs(self, index: int, items: ItemList = list) -> PromptLogprobs | UnsetType:
         """Return for each token of the prompt at `index` its logprob and the likeliest tokens; null for the first."""
-        if self._state.request.prompt_logprobs is None:
-            return UNSET
-        written: PromptLogprobs = [None]
+        return UNSET if self._state.request.prompt_logprobs is None else items(self._written_prompt_logprobs(index))
+
+    def _written_prompt_logprobs(self, index: int) -> Iterator[dict[int, PromptLogprob] | None]:
+        yield None
         known = self._state.prompt_logprobs(index)
         for token_id, logprobs in zip(self._state.prompt_token_ids(index)[1:], known, strict=False):
             pairs = {**dict(logprobs.top), token_id: logprobs.logprob}
-            written.append({id_: PromptLogprob(value, self._text(id_)) for id_, value in pairs.items()})
-        return written
+            yield {id_: PromptLogprob(value, self._text(id_)) for id_, value in pairs.items()}
 
     def _text(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id])
@@ -119,18 +120,20 @@ class CompletionResponseBuilder(_Common):
         self._skips_special = body.skip_special_tokens is not False
         self._positions: defaultdict[int, _Position] = defaultdict(_Position)
 
-    def response(self, prompts: list[list[Answer]]) -> CompletionResponse:
-        choices = []
+    def response(self, prompts: list[list[Answer]], items: ItemList) -> CompletionResponse:
+        choices = items(self._choices(prompts, items))
+        num_tokens = 0 if self._returns_prompt_only else sum(a.num_tokens for answers in prompts for a in answers)
+        return CompletionResponse(*self._head, choices, self._usage(num_tokens))
+
+    def _choices(self, prompts: list[list[Answer]], items: ItemList) -> Iterator[CompletionChoice]:
         for number, answers in enumerate(prompts):
             for place, answer in enumerate(answers[: self._state.request.n]):
                 index = number * self._state.request.n + place
-                choice = self._choice(index, answer.index, answer.text, answer.tokens, begins=True)
+                choice = self._choice(index, answer.index, answer.text, answer.tokens, begins=True, items=items)
                 self._finish(choice, answer.finish_reason, answer.stop_reason)
                 if self._returns_prompt_logprobs:
-                    choice.prompt_logprobs = self._prompt_logprobs(number)
-                choices.append(choice)
-        num_tokens = 0 if self._returns_prompt_only else sum(a.num_tokens for answers in prompts for a in answers)
-        return CompletionResponse(*self._head, choices, self._usage(num_tokens))
+                    choice.prompt_logprobs = self._prompt_logprobs(number, items)
+                yield choice
 
     def events(self, deltas: list[TokenDelta]) -> bytes:
         return b"".join(map(event, self._chunks(deltas)))
@@ -155,7 +158,15 @@ class CompletionResponseBuilder(_Common):
         if self._sends_usage:
             yield CompletionResponse(*self._head, [], self._usage(self._num_tokens))
 
-    def _choice(self, index: int, sequence: int, text: str, deltas: list[TokenDelta], begins: bool) -> CompletionChoice:
+    def _choice(
+        self,
+        index: int,
+        sequence: int,
+        text: str,
+        deltas: list[TokenDelta],
+        begins: bool,
+        items: ItemList = list,
+    ) -> CompletionChoice:
         """Return a choice with these tokens. With `echo`, the first one of an answer begins with the prompt."""
         if self._returns_prompt_only:
             text, deltas = "", []
@@ -171,7 +182,7 @@ class CompletionResponseBuilder(_Common):
                 tokens = [*zip(token_ids, known, strict=False), *tokens]
         choice = CompletionChoice(index, text)
         if self.needs_tokens:
-            choice.logprobs = self._logprobs(sequence, tokens)
+            choice.logprobs = self._logprobs(sequence, tokens, items)
         return choice
 
     def _finish(self, choice: CompletionChoice, reason: FinishReason, stop_reason: str | int | None) -> None:
@@ -181,12 +192,14 @@ class CompletionResponseBuilder(_Common):
         else:
             choice.finish_reason, choice.stop_reason = finish_reason(reason, stop_reason)
 
-    def _logprobs(self, sequence: int, tokens: Sequence[tuple[int, TokenLogprobs | None]]) -> CompletionLogprobs:
+    def _logprobs(
+        self, sequence: int, tokens: Sequence[tuple[int, TokenLogprobs | None]], items: ItemList
+    ) -> CompletionLogprobs:
         return CompletionLogprobs(
-            [self._name(token_id) for token_id, _ in tokens],
-            [None if known is None else known.logprob for _, known in tokens],
-            [self._top(token_id, known) for token_id, known in tokens] if self._returns_top else None,
-            [self._next_offset(sequence, token_id) for token_id, _ in tokens],
+            items(self._name(token_id) for token_id, _ in tokens),
+            items(None if known is None else known.logprob for _, known in tokens),
+            items(self._top(token_id, known) for token_id, known in tokens) if self._returns_top else None,
+            items(self._next_offset(sequence, token_id) for token_id, _ in tokens),
         )
 
     def _prompt_text(self, number: int, token_ids: list[int]) -> str:
@@ -238,17 +251,19 @@ class ChatResponseBuilder(_Common):
         super().__init__(body, state, tokenizer, answer_id, model)
         self.needs_tokens = bool(body.logprobs)
 
-    def response(self, prompts: list[list[Answer]]) -> ChatCompletionResponse:
+    def response(self, prompts: list[list[Answer]], items: ItemList) -> ChatCompletionResponse:
         (answers,) = prompts
-        choices = []
-        for answer in answers:
-            reason, stop_reason = finish_reason(answer.finish_reason, answer.stop_reason)
-            message = ChatAnswer(answer.text)
-            choices.append(ChatChoice(answer.index, message, self._logprobs(answer.tokens), reason, stop_reason))
+        choices = items(self._choice(answer, items) for answer in answers)
         usage = self._usage(sum(answer.num_tokens for answer in answers))
         response = ChatCompletionResponse(*self._head, choices, usage)
-        response.prompt_logprobs = self._prompt_logprobs(0)
+        response.prompt_logprobs = self._prompt_logprobs(0, items)
         return response
+
+    def _choice(self, answer: Answer, items: ItemList) -> ChatChoice:
+        reason, stop_reason = finish_reason(answer.finish_reason, answer.stop_reason)
+        return ChatChoice(
+            answer.index, ChatAnswer(answer.text), self._logprobs(answer.tokens, items), reason, stop_reason
+        )
 
     def events(self, deltas: list[TokenDelta]) -> bytes:
         return b"".join(map(event, self._chunks(deltas)))
@@ -277,15 +292,12 @@ class ChatResponseBuilder(_Common):
         if self._sends_usage:
             yield ChatCompletionChunk(*self._head, [], self._usage(self._num_tokens))
 
-    def _logprobs(self, deltas: list[TokenDelta]) -> ChatLogprobs | None:
-        if not self.needs_tokens:
-            return None
-        written = []
+    def _logprobs(self, deltas: list[TokenDelta], items: ItemList = list) -> ChatLogprobs | None:
+        return ChatLogprobs(items(self._written_logprobs(deltas))) if self.needs_tokens else None
+
+    def _written_logprobs(self, deltas: list[TokenDelta]) -> Iterator[ChatLogprob]:
         for delta in deltas:
             if delta.token_id is None or delta.logprobs is None:
                 continue
             top = [TopLogprob(self._text(id_), logprob, self._bytes(id_)) for id_, logprob in delta.logprobs.top]
-            written.append(
-                ChatLogprob(self._text(delta.token_id), delta.logprobs.logprob, self._bytes(delta.token_id), top)
-            )
-        return ChatLogprobs(written)
+            yield ChatLogprob(self._text(delta.token_id), delta.logprobs.logprob, self._bytes(delta.token_id), top)

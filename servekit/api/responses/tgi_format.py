@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import UNSET, UnsetType
 
 from servekit.api.responses.collect import Answer
+from servekit.api.responses.long_json import ItemList
 from servekit.api.responses.sse import event
 from servekit.api.schemas.tgi import (
     TgiDetails,
@@ -44,28 +46,22 @@ class TgiResponseBuilder:
             "x-generated-tokens": str(prompts[0][0].num_tokens),
         }
 
-    def response(self, prompts: list[list[Answer]]) -> Any:
+    def response(self, prompts: list[list[Answer]], items: ItemList) -> Any:
         (answers,) = prompts
-        written = self._response(answers)
+        written = self._response(answers, items)
         return [written] if self._in_list else written
 
-    def _response(self, answers: list[Answer]) -> TgiResponse:
+    def _response(self, answers: list[Answer], items: ItemList) -> TgiResponse:
         best, *others = answers
         text = self._prefix + best.text
         if not self._parameters.details:
             return TgiResponse(text)
-        details = TgiDetails(*self._end(best), self._prefill(), self._tokens(best), self._all_top_tokens(best))
+        details = TgiDetails(*self._end(best), *self._lists(best, items))
         if others:
-            details.best_of_sequences = [
-                TgiSequence(
-                    self._prefix + other.text,
-                    *self._end(other),
-                    self._prefill(),
-                    self._tokens(other),
-                    self._all_top_tokens(other),
-                )
+            details.best_of_sequences = items(
+                TgiSequence(self._prefix + other.text, *self._end(other), *self._lists(other, items))
                 for other in others
-            ]
+            )
         return TgiResponse(text, details)
 
     def events(self, deltas: list[TokenDelta]) -> bytes:
@@ -94,15 +90,18 @@ class TgiResponseBuilder:
         seed = None if self._parameters.seed is None else self._state.seed(answer.index)
         return finish_reason(answer.finish_reason, answer.stop_reason), answer.num_tokens, seed
 
-    def _tokens(self, answer: Answer) -> list[TgiToken]:
-        return [self._token(delta, self._tokenizer.decode([delta.token_id or 0])) for delta in answer.tokens]
+    def _lists(
+        self, answer: Answer, items: ItemList
+    ) -> tuple[list[TgiPromptToken], list[TgiToken], list[list[TgiToken]] | UnsetType]:
+        """Return the tokens of the prompt, those of the answer, and the likeliest ones at each position."""
+        tokens = (self._token(delta, self._tokenizer.decode([delta.token_id or 0])) for delta in answer.tokens)
+        all_top = (self._top_tokens(delta) or [] for delta in answer.tokens)
+        top_tokens = items(all_top) if self._parameters.top_n_tokens else UNSET
+        return items(self._prefill()), items(tokens), top_tokens
 
     def _token(self, delta: TokenDelta, text: str) -> TgiToken:
         assert delta.token_id is not None
         return TgiToken(delta.token_id, text, delta.logprobs.logprob if delta.logprobs else None, delta.special)
-
-    def _all_top_tokens(self, answer: Answer) -> list[list[TgiToken]] | UnsetType:
-        return [self._top_tokens(delta) or [] for delta in answer.tokens] if self._parameters.top_n_tokens else UNSET
 
     def _top_tokens(self, delta: TokenDelta) -> list[TgiToken] | UnsetType:
         if not self._parameters.top_n_tokens or delta.logprobs is None:
@@ -112,13 +111,11 @@ class TgiResponseBuilder:
             for token_id, logprob in delta.logprobs.top
         ]
 
-    def _prefill(self) -> list[TgiPromptToken]:
+    def _prefill(self) -> Iterator[TgiPromptToken]:
         if not self._parameters.decoder_input_details:
-            return []
+            return
         token_ids = self._state.prompt_token_ids(0)
         logprobs = [None, *(known.logprob for known in self._state.prompt_logprobs(0))]
         # A prompt that was cut short by a deadline has fewer logprobs than tokens.
-        return [
-            TgiPromptToken(token_id, self._tokenizer.decode([token_id]), logprob)
-            for token_id, logprob in zip(token_ids, logprobs, strict=False)
-        ]
+        for token_id, logprob in zip(token_ids, logprobs, strict=False):
+            yield TgiPromptToken(token_id, self._tokenizer.decode([token_id]), logprob)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from servekit.api.endpoint import Endpoint, engine_of
 from servekit.api.request_body import read
 from servekit.api.responses.http import respond_at_length
+from servekit.api.responses.long_json import ItemList
 from servekit.api.routes.openai import check_model
 from servekit.api.schemas.tokens import (
     DetokenizeRequest,
@@ -38,9 +39,9 @@ async def tokenize(request: Request, wanted: TokenizeRequest) -> Response:
         raise _too_many_tokens(error, MAX_TOKENS, "prompt") from None
     limit, decode_one = engine.scheduler_config.max_total_tokens, engine.tokenizer.decode
 
-    def response() -> TokenizeResponse:
-        texts = [decode_one([token_id]) for token_id in token_ids] if wanted.return_token_strs else None
-        return TokenizeResponse(len(token_ids), limit, token_ids, texts)
+    def response(items: ItemList) -> TokenizeResponse:
+        texts = items(decode_one([token_id]) for token_id in token_ids) if wanted.return_token_strs else None
+        return TokenizeResponse(len(token_ids), limit, items(token_ids), texts)
 
     return await respond_at_length(response, len(token_ids))
 
@@ -55,7 +56,8 @@ async def tokenize_for_tgi(request: Request, wanted: TgiTokenizeRequest) -> Resp
     except TooManyTokens as error:
         raise _too_many_tokens(error, MAX_SPANS, "inputs") from None
     return await respond_at_length(
-        lambda: [TgiTokenSpan(token_id, text[start:stop], start, stop) for token_id, start, stop in spans], len(spans)
+        lambda items: items(TgiTokenSpan(token_id, text[start:stop], start, stop) for token_id, start, stop in spans),
+        len(spans),
     )
 
 
@@ -81,7 +83,7 @@ async def detokenize(request: Request) -> Response:
             )
         await asyncio.sleep(0)
     return await respond_at_length(
-        lambda: DetokenizeResponse(text.decode("utf-8", "replace")),
+        lambda _: DetokenizeResponse(text.decode("utf-8", "replace")),
         len(wanted.tokens),
     )
 

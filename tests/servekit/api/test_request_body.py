@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
 from servekit.api.app import create_app
 from servekit.api.request_body import UNCOUNTED_BODY_BYTES, BodyBudget, read_body
@@ -212,3 +212,16 @@ async def test_declared_length_alone_takes_no_room() -> None:
     await asyncio.sleep(0.01)
     assert budget.budget.total == 0
     await _leave(silent)
+
+
+async def test_result_is_released_when_the_answer_has_ended() -> None:
+    released: list[bool] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["request_state"] = SimpleNamespace(release_result=lambda: released.append(True))
+        assert not released
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        await BodyBudget(app, MAX_BYTES)(make_scope("POST", "/"), asyncio.Queue().get, asyncio.Queue().put)
+    assert released == [True]

@@ -6,8 +6,9 @@ import pytest
 
 from servekit.config import ServeConfig
 from servekit.engine.llm_engine import LLMEngine
-from servekit.errors import WorkerNotReady
-from servekit.protocol.messages import ModelInfo, WorkerReady
+from servekit.engine.request_state import RequestState
+from servekit.errors import QueueFull, WorkerNotReady
+from servekit.protocol.messages import ModelInfo, TokenLogprobs, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.scheduler_config import scheduler_config
 from tests.support.scheduler import add_prompt, make_manager
@@ -36,3 +37,35 @@ def test_forks_that_wait_for_their_leaders_prompt_count_as_deferred() -> None:
     for sequence_id, leader_id in ((0, None), (1, 0)):
         add_prompt(manager, sequence_id, range(5), SamplingParams(max_tokens=2), leader_id=leader_id)
     assert manager.num_waiting == 2 and manager.num_followers == 1
+
+
+def test_results_of_all_requests_together_are_bounded_and_shared_among_tenants() -> None:
+    engine = LLMEngine(ServeConfig(max_total_logprobs=2**22))
+    release = engine._reserve_result("a", 2**21)
+    engine._reserve_result("a", 0)  # a request without logprobs is admitted always
+    with pytest.raises(QueueFull) as refused:
+        engine._reserve_result("a", 1)
+    assert refused.value.retry_after_s and "max_total_logprobs" in refused.value.message
+    engine._reserve_result("b", 2**20)
+    release()
+    engine._reserve_result("a", 2**20)
+
+
+def test_result_is_released_once() -> None:
+    engine = LLMEngine(ServeConfig())
+    state = RequestState(  # type: ignore[call-arg]
+        *[None] * 6,  # type: ignore[arg-type]
+        release_result=engine._reserve_result("a", 5),
+    )
+    assert engine._result_budget.total == 5
+    state.release_result()
+    state.release_result()
+    assert engine._result_budget.total == 0
+
+
+def test_likeliest_tokens_are_packed_exactly() -> None:
+    values = [-0.1, -1e-300, float(-(2**60)), -9999.0]
+    packed = TokenLogprobs.of(-0.5, [0, 5, 2**31 - 1, 7], values)
+    assert packed.top == list(zip([0, 5, 2**31 - 1, 7], values, strict=True)) and len(packed.packed_top) == 48
+    with pytest.raises(ValueError, match="multiple of 12"):
+        _ = TokenLogprobs(-0.5, b"abc").top
