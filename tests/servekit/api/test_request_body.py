@@ -211,7 +211,8 @@ async def test_declared_length_alone_takes_no_room() -> None:
     silent = Conversation(budget, ("content-length", str(len(BODY))))
     await asyncio.sleep(0.01)
     assert budget.budget.total == 0
-    await _leave(silent)
+    silent.task.cancel()
+    await asyncio.gather(silent.task, return_exceptions=True)
 
 
 async def test_result_is_released_when_the_answer_has_ended() -> None:
