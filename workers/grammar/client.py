@@ -28,7 +28,7 @@ from workers.grammar.messages import HEADER_BYTES, AskMasks, FromMaskProcess, Ma
 log = logging.getLogger("servekit.worker")
 
 START_TIMEOUT_S = 60.0  # for imports and a large tokenizer, on a busy machine
-ANSWER_TIMEOUT_S = 5.0  # without any answer, while one is due; a piece of work takes some ten milliseconds
+ANSWER_TIMEOUT_S = 10.0  # without any answer, while one is due; a piece of work takes some ten milliseconds
 MAX_UNREAD_BYTES = 64 * 2**20  # of messages that the process has not read
 MAX_FAILED_STARTS = 3  # in succession; from then on, requests with grammars fail until a start succeeds
 MAX_START_DELAY_S = 30.0
@@ -105,7 +105,6 @@ class MaskProcess:
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # the library writes parts of grammars there
             )
         except OSError as error:
             log.warning("the mask process cannot be started: %s", error)

@@ -46,7 +46,9 @@ def return_freed_memory() -> None:
 
 def limit_address_space(extra_bytes: int) -> None:
     """Let allocations fail that exceed the present address space by more than `extra_bytes`."""
-    limit = _statm(0) + extra_bytes
+    limit, (_, inherited) = _statm(0) + extra_bytes, resource.getrlimit(resource.RLIMIT_AS)
+    if inherited != resource.RLIM_INFINITY:
+        limit = min(limit, inherited)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 

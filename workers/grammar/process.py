@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         answers.send(Ready(refusal=str(error)))
         return 2
     limit_address_space(2 * MAX_BYTES)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())  # where the library would write parts of grammars
     answers.send(Ready())
     with contextlib.suppress(EOFError, BrokenPipeError):
         serve(tokenizer, arguments.vocab_size, mmap.mmap(arguments.masks_fd, 0), asks, answers)

@@ -30,6 +30,19 @@ def test_without_glibc_it_is_the_resident_memory(monkeypatch: pytest.MonkeyPatch
     assert block
 
 
+def test_a_lower_limit_that_was_inherited_stays() -> None:
+    code = (
+        "import resource\n"
+        "from workers.grammar.memory import limit_address_space\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))\n"
+        "limit_address_space(2**32)\n"
+        "print(resource.getrlimit(resource.RLIMIT_AS)[0])\n"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == f"{2**30}\n"
+    )
+
+
 def test_beyond_the_limit_of_the_address_space_an_allocation_fails() -> None:
     code = (
         "from workers.grammar.memory import limit_address_space\n"
