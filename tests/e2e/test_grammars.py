@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from itertools import pairwise
@@ -11,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, events
 
 Json = dict[str, Any]
 # Two seconds to compile, and 160 MB, for less than a hundred bytes.
@@ -91,6 +93,25 @@ def test_a_grammar_that_is_too_complex_to_follow_fails_only_its_own_request(serv
     assert events[-1]["error"]["code"] == "grammar_failed" and len(events) > 1
     assert generate(server, prompt="What color is the sky?").json()["generated_text"] == expected
     server.wait_until_at_rest()
+
+
+def test_a_killed_mask_process_changes_no_answer_and_the_worker_stays(server: ServerProcess) -> None:
+    fields = {
+        "grammar": {"type": "json_schema", "value": {"type": "array", "items": {"enum": [1, 22, 333]}, "minItems": 99}},
+        "temperature": 1,
+        "seed": 3,
+        "max_tokens": 200,
+    }
+    expected = generate(server, **fields).json()["generated_text"]
+    workers, (mask_process,) = server.worker_pids(), server.mask_process_pids()
+    body = {"prompt": "a", **fields}
+    with httpx2.stream("POST", f"{server.url}/generate_stream", json=body, timeout=60) as response:
+        received = events(response.iter_lines())
+        first = next(received)
+        os.kill(mask_process, signal.SIGKILL)
+        *_, last = [first, *received]
+    assert last["generated_text"] == expected
+    assert server.worker_pids() == workers and server.mask_process_pids() not in ([], [mask_process])
 
 
 @pytest.mark.parametrize("size", [70_000, 2_000_000])

@@ -112,6 +112,11 @@ class ServerProcess:
     def worker_pids(self) -> list[int]:
         return self.child_pids("servekit.worker")
 
+    def mask_process_pids(self) -> list[int]:
+        """Return the processes that compute masks for the workers."""
+        children = [child for worker in self.worker_pids() for child in _children(worker)]
+        return [pid for pid in children if "workers.grammar.process" in _read(f"/proc/{pid}/cmdline")]
+
     def sandbox_pids(self) -> list[int]:
         """Return the process that forks sandbox processes, if it runs, and then those that it has forked."""
         fork_servers = self.child_pids("servekit.sandbox.fork_server")
