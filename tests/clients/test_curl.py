@@ -91,9 +91,9 @@ def test_a_stream_from_the_address_bar(server: ServerProcess) -> None:
 
 
 def test_tokenize_and_detokenize_round_trip(server: ServerProcess) -> None:
-    told = json.loads(curl(server, "/tokenize", "-d", json.dumps({"prompt": SKY, "add_special_tokens": False})))
-    assert told["count"] == len(told["tokens"]) == 6 and told["max_model_len"] == 2048
-    assert json.loads(curl(server, "/detokenize", "-d", json.dumps({"tokens": told["tokens"]})))["prompt"] == SKY
+    tokenized = json.loads(curl(server, "/tokenize", "-d", json.dumps({"prompt": SKY, "add_special_tokens": False})))
+    assert tokenized["count"] == len(tokenized["tokens"]) == 6 and tokenized["max_model_len"] == 2048
+    assert json.loads(curl(server, "/detokenize", "-d", json.dumps({"tokens": tokenized["tokens"]})))["prompt"] == SKY
 
 
 @pytest.mark.parametrize("path", ["/", "/generate", "/generate_stream"])

@@ -130,7 +130,7 @@ def test_an_answer_follows_its_grammar(client: InferenceClient, stream: bool) ->
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"max_new_tokens": 100_000}, "maximum context length"),
         ({"temperature": -1}, "temperature"),
@@ -138,8 +138,8 @@ def test_an_answer_follows_its_grammar(client: InferenceClient, stream: bool) ->
         ({"adapter_id": "mine"}, "adapter"),
     ],
 )
-def test_errors_are_typed(client: InferenceClient, stream: bool, fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_errors_are_typed(client: InferenceClient, stream: bool, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         client.text_generation(SKY, stream=stream, **fields)
 
 

@@ -149,11 +149,11 @@ def test_log_entry_of_a_stream_has_token_counts_and_no_text(locked: ServerProces
     with locked.client.stream("POST", "/generate_stream", json=body, headers=headers) as response:
         assert response.headers["x-request-id"] == "a-stream"
         last = list(events(response.iter_lines()))[-1]
-    told = request_logged(locked, "a-stream")
-    assert told["generated_tokens"] == 5 and told["prompt_tokens"] == last["usage"]["prompt_tokens"]
-    assert told["finish_reasons"] == ["length"] and told["status"] == 200 and told["tenant"] == "search"
-    assert told["client_left"] is False
-    assert 0 < told["duration_ms"] < 60_000
+    logged = request_logged(locked, "a-stream")
+    assert logged["generated_tokens"] == 5 and logged["prompt_tokens"] == last["usage"]["prompt_tokens"]
+    assert logged["finish_reasons"] == ["length"] and logged["status"] == 200 and logged["tenant"] == "search"
+    assert logged["client_left"] is False
+    assert 0 < logged["duration_ms"] < 60_000
 
 
 def leave_a_stream(server: ServerProcess, key: str, request_id: str) -> None:
@@ -184,10 +184,10 @@ def test_disconnect_frees_the_keys_concurrency_slot_exactly_once(locked: ServerP
     """The key has two slots. None is left if one leaks, and three requests run if one is freed twice."""
     for number, leave in enumerate([leave_a_stream, leave_before_the_answer, leave_with_half_a_body] * 3):
         leave(locked, NARROW, f"gone-{number}")
-        told = request_logged(locked, f"gone-{number}")
-        assert told["client_left"] is True and told["tenant"] == "other"
+        logged = request_logged(locked, f"gone-{number}")
+        assert logged["client_left"] is True and logged["tenant"] == "other"
         if leave is leave_a_stream:
-            assert told["status"] == 200 and told["finish_reasons"] == ["abort"] and told["generated_tokens"] > 0
+            assert logged["status"] == 200 and logged["finish_reasons"] == ["abort"] and logged["generated_tokens"] > 0
     assert ask(locked, NARROW).status_code == 200
     assert ask(locked, NARROW, max_tokens=0.5).status_code == 400
     with ThreadPoolExecutor(3) as pool:
@@ -201,8 +201,8 @@ def test_disconnect_frees_the_keys_concurrency_slot_exactly_once(locked: ServerP
 def test_tokens_are_charged_as_in_usage_also_after_a_disconnect(locked: ServerProcess) -> None:
     started_s = time.monotonic()
     leave_a_stream(locked, METERED, "left-in-debt")
-    told = request_logged(locked, "left-in-debt")
-    spent = told["prompt_tokens"] + told["generated_tokens"]
+    logged = request_logged(locked, "left-in-debt")
+    spent = logged["prompt_tokens"] + logged["generated_tokens"]
     for _ in range(20):
         answer = ask(locked, METERED, n=2)
         if answer.status_code == 429:
@@ -244,8 +244,8 @@ def test_child_processes_do_not_inherit_the_key(locked: ServerProcess) -> None:
     children = [*locked.worker_pids(), *locked.sandbox_pids()]
     assert len(children) >= 2, "the worker, and the process that forks sandbox processes"
     for pid in children:
-        told = Path(f"/proc/{pid}/environ").read_bytes() + Path(f"/proc/{pid}/cmdline").read_bytes()
-        assert b"PATH=" in told and b"canary" not in told
+        visible = Path(f"/proc/{pid}/environ").read_bytes() + Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert b"PATH=" in visible and b"canary" not in visible
     assert locked.client.get("/version", headers=bearer(FROM_THE_ENVIRONMENT)).status_code == 200
 
 
@@ -277,16 +277,16 @@ def test_log_contains_no_prompts_answers_or_keys_at_any_level(locked: ServerProc
 def test_sighup_reloads_the_keys_file_and_a_bad_file_changes_nothing(locked: ServerProcess) -> None:
     path = locked.log.parent / "keys.toml"
     assert ask(locked, METERED + "-2").status_code == 401
-    for text, told, statuses in (
+    for text, message, statuses in (
         (KEYS.replace(METERED, METERED + "-2"), "it has 5 API keys", (401, 200)),
         (KEYS + "[[key]]", "the API keys were not changed: ", (401, 200)),
         (KEYS, "it has 5 API keys", (200, 401)),
     ):
-        seen = locked.log.read_text().count(told)
+        seen = locked.log.read_text().count(message)
         path.write_text(text)
         locked.process.send_signal(signal.SIGHUP)
         deadline = time.monotonic() + 5
-        while locked.log.read_text().count(told) == seen:
+        while locked.log.read_text().count(message) == seen:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         asked = (locked.client.get("/version", headers=bearer(key)) for key in (METERED + "-2", METERED))
@@ -322,6 +322,6 @@ def test_bad_keys_file_exits_with_2_and_does_not_print_the_key(tmp_path: Path) -
     command = [sys.executable, "-m", "servekit", "serve", "--api-keys-file", str(path), "--log-format", "json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2
-    (told,) = map(json.loads, done.stderr.splitlines())
-    assert told["message"].startswith(f"{path}: [[key]] 2: key is empty")
+    (logged,) = map(json.loads, done.stderr.splitlines())
+    assert logged["message"].startswith(f"{path}: [[key]] 2: key is empty")
     assert KEY not in done.stderr

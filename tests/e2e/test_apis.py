@@ -155,8 +155,8 @@ def test_native_stream_adds_up(server: ServerProcess, case: Case) -> None:
     assert last["index"] == whole["usage"]["completion_tokens"]
     assert ("tokens" in whole) == (logprobs is not None)
     for event in stream if logprobs is not None else ():
-        told = whole["tokens"][event["index"] - 1]
-        assert close({**event["token"], "text": ""}, {**told, "text": ""})
+        token = whole["tokens"][event["index"] - 1]
+        assert close({**event["token"], "text": ""}, {**token, "text": ""})
 
 
 @every_option
@@ -177,8 +177,8 @@ def test_tgi_stream_adds_up(server: ServerProcess, case: Case) -> None:
         assert last["details"][key] == details[key]
     assert last["index"] == details["generated_tokens"] == len(details["tokens"])
     for event in stream:
-        told, top = details["tokens"][event["index"] - 1], details["top_tokens"][event["index"] - 1]
-        assert close({**event["token"], "text": ""}, {**told, "text": ""})
+        token, top = details["tokens"][event["index"] - 1], details["top_tokens"][event["index"] - 1]
+        assert close({**event["token"], "text": ""}, {**token, "text": ""})
         assert close(event["top_tokens"], top)
 
 
@@ -199,10 +199,10 @@ def test_completion_chunks_add_up(server: ServerProcess, case: Case) -> None:
     }
     whole = ask(server, "/v1/completions", body)
     chunks = follow(server, "/v1/completions", {**body, "stream": True, "stream_options": {"include_usage": True}})
-    told: defaultdict[int, Json] = defaultdict(lambda: {"text": "", "logprobs": defaultdict(list)})
+    streamed: defaultdict[int, Json] = defaultdict(lambda: {"text": "", "logprobs": defaultdict(list)})
     for chunk in chunks[:-1]:
         (choice,) = chunk["choices"]
-        so_far = told[choice["index"]]
+        so_far = streamed[choice["index"]]
         so_far["text"] += choice["text"]
         for key, values in (choice["logprobs"] or {}).items():
             so_far["logprobs"][key] += values or []
@@ -212,9 +212,9 @@ def test_completion_chunks_add_up(server: ServerProcess, case: Case) -> None:
         assert "finish_reason" not in so_far, "nothing comes after the end"
         if choice["finish_reason"] is not None:
             so_far |= {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
-    assert [choice["index"] for choice in whole["choices"]] == list(range(len(prompts) * body["n"])) == sorted(told)
+    assert [choice["index"] for choice in whole["choices"]] == list(range(len(prompts) * body["n"])) == sorted(streamed)
     for choice in whole["choices"]:
-        so_far = told[choice["index"]]
+        so_far = streamed[choice["index"]]
         for key in ("text", "finish_reason", "stop_reason"):
             assert so_far[key] == choice[key]
         if logprobs is not None:
@@ -241,10 +241,10 @@ def test_chat_chunks_add_up(server: ServerProcess, case: Case) -> None:
     }
     whole = ask(server, "/v1/chat/completions", body)
     chunks = follow(server, "/v1/chat/completions", {**body, "stream": True, "stream_options": {"include_usage": True}})
-    told: defaultdict[int, Json] = defaultdict(lambda: {"content": "", "logprobs": []})
+    streamed: defaultdict[int, Json] = defaultdict(lambda: {"content": "", "logprobs": []})
     for chunk in chunks[:-1]:
         (choice,) = chunk["choices"]
-        so_far = told[choice["index"]]
+        so_far = streamed[choice["index"]]
         if "role" in choice["delta"]:
             assert so_far == {"content": "", "logprobs": []}, "the role comes first"
             so_far["role"] = choice["delta"]["role"]
@@ -253,7 +253,7 @@ def test_chat_chunks_add_up(server: ServerProcess, case: Case) -> None:
         if choice["finish_reason"] is not None:
             so_far |= {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
     for choice in whole["choices"]:
-        so_far = told[choice["index"]]
+        so_far = streamed[choice["index"]]
         assert (so_far["role"], so_far["content"]) == ("assistant", choice["message"]["content"])
         assert (so_far["finish_reason"], so_far["stop_reason"]) == (choice["finish_reason"], choice["stop_reason"])
         assert close(so_far["logprobs"], (choice["logprobs"] or {"content": []})["content"])
@@ -530,15 +530,15 @@ def test_v1_ignores_unknown_fields_and_treats_null_as_absent(server: ServerProce
 def test_the_document_has_every_route_and_its_examples_are_answered(server: ServerProcess) -> None:
     api = server.client.get("/openapi.json").json()
     for path, methods in api["paths"].items():
-        for method, told in methods.items():
-            assert told["summary"], f"{method} {path}"
+        for method, operation in methods.items():
+            assert operation["summary"], f"{method} {path}"
             if method == "get":
                 target = path.replace("{model}", "demo")
                 query = {"prompt": "Hello", "max_tokens": 2} if path == "/generate_stream" else {}
                 with server.client.stream("GET", target, params=query) as response:  # one of them never ends
                     assert response.status_code == 200
-            elif "requestBody" in told:
-                example = told["requestBody"]["content"]["application/json"]["example"]
+            elif "requestBody" in operation:
+                example = operation["requestBody"]["content"]["application/json"]["example"]
                 assert server.client.post(path, json=example).status_code == 200
             else:  # a switch that this server does not have
                 assert server.client.post(path).status_code == 409

@@ -274,8 +274,8 @@ def test_memory_of_all_bodies_is_bounded_and_small_bodies_pass_meanwhile(server:
         answers = [threads.submit(hold) for _ in range(60)]
         while not all(answer.done() for answer in answers):
             assert server.client.post("/generate", json={"prompt": "a", "max_tokens": 1}).status_code == 200
-        told = [answer.result() for answer in answers]
-    assert set(told) == {(408, "request_timeout"), (503, "overloaded")}
+        refusals = [answer.result() for answer in answers]
+    assert set(refusals) == {(408, "request_timeout"), (503, "overloaded")}
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{server.process.pid}/status").read_text())
     # Beside the 32 MiB: what 60 connections have on the way to be read, and what the allocator makes of it.
     assert peak is not None and int(peak[1]) / 2**10 - before < 96

@@ -90,7 +90,7 @@ def read_frames(lines: Iterator[str]) -> Iterator[tuple[int, LiveState]]:
         assert next(lines) == ""
 
 
-# -- what is told ------------------------------------------------------------------------------------------------------
+# -- what a frame says -------------------------------------------------------------------------------------------------
 
 
 def test_frames_show_running_and_ended_sequences(watched: ServerProcess) -> None:
@@ -183,16 +183,16 @@ def test_feed_needs_a_key_and_the_console_page_does_not(watched: ServerProcess) 
 def test_frames_are_complete_and_in_order_at_a_bounded_rate(watched: ServerProcess) -> None:
     with streaming(watched, "moving") as lines, watching(watched) as frames:
         next(lines)
-        told = []
+        seen = []
         deadline = time.monotonic() + LIMIT_S
         for number, state in frames:
             assert time.monotonic() < deadline
-            told.append((number, state.now_s, state.num_generated_tokens))
+            seen.append((number, state.now_s, state.num_generated_tokens))
             assert sum(length for _, length in state.cells) == NUM_BLOCKS and state.steps
-            if len(told) >= 5 and told[0][2] < told[-1][2]:
+            if len(seen) >= 5 and seen[0][2] < seen[-1][2]:
                 break
-        assert told == sorted(told) and len({number for number, *_ in told}) == len(told)
-        assert told[-1][1] - told[0][1] >= 0.35, "five a second at most"
+        assert seen == sorted(seen) and len({number for number, *_ in seen}) == len(seen)
+        assert seen[-1][1] - seen[0][1] >= 0.35, "five a second at most"
     wait_for(watched, lambda state: not state.sequences)
 
 
@@ -271,15 +271,15 @@ def test_drain_does_not_wait_for_viewers_that_do_not_read(tmp_path: Path) -> Non
     with ExitStack() as stack:
         server = stack.enter_context(serving(*flags, log=log))
         silent = [stack.enter_context(connect_viewer(server)) for _ in range(4)]
-        told = stack.enter_context(watching(server))
+        frames = stack.enter_context(watching(server))
         with streaming(server, "many", n=64) as lines:
             next(lines)
             num_bytes = 0  # of frames to who reads, which are more than buffers hold for who does not
             while num_bytes < 400_000:
-                num_bytes += len(msgspec.json.encode(next(told)[1]))
+                num_bytes += len(msgspec.json.encode(next(frames)[1]))
         wait_for(server, lambda state: not state.sequences)
         server.process.send_signal(signal.SIGTERM)
-        assert [state.state for _, state in told][-1] == "draining", "who reads is told"
+        assert [state.state for _, state in frames][-1] == "draining", "who reads gets the last frame"
         assert server.process.wait(LIMIT_S) == 0
     said = log.read_text()
     (num_requests,) = re.findall(r"draining: (\d+) requests", said)
@@ -290,11 +290,11 @@ def test_drain_does_not_wait_for_viewers_that_do_not_read(tmp_path: Path) -> Non
 def test_drain_sends_viewers_a_last_frame_and_waits_for_answers_only(tmp_path: Path) -> None:
     """It waits for running answers only, and viewers see that it drains."""
     with serving("--model", MODEL, "--shutdown-timeout", "600", log=tmp_path / "log") as server:
-        with streaming(server, "last", max_tokens=50) as lines, watching(server) as told:
+        with streaming(server, "last", max_tokens=50) as lines, watching(server) as frames:
             next(lines)
-            next(told)
+            next(frames)
             server.process.send_signal(signal.SIGTERM)
-            states = [state.state for _, state in told]
+            states = [state.state for _, state in frames]
             assert states[-1] == "draining", states
             assert any("[DONE]" in line for line in lines)
         assert server.process.wait(60) == 0

@@ -55,16 +55,16 @@ def test_small_kv_cache_gives_the_same_answers(server: ServerProcess) -> None:
 
 def test_a_step_takes_as_long_as_it_should(server: ServerProcess) -> None:
     server.generate(PROMPT, max_tokens=20)
-    told = {name: server.metric(f"servekit_step_duration_seconds_{name}") for name in ("sum", "count")}
-    assert 0.02 <= told["sum"] / told["count"] < 0.03
+    metrics = {name: server.metric(f"servekit_step_duration_seconds_{name}") for name in ("sum", "count")}
+    assert 0.02 <= metrics["sum"] / metrics["count"] < 0.03
 
 
 def test_metrics_of_an_answer_add_up(server: ServerProcess) -> None:
     (*others, last), whole = server.stream(PROMPT, max_tokens=10), server.generate(PROMPT, max_tokens=10)
-    for told in (last["metrics"], whole["metrics"]):
-        assert 0 <= told["queue_time_ms"] <= told["time_to_first_token_ms"] - 20
+    for metrics in (last["metrics"], whole["metrics"]):
+        assert 0 <= metrics["queue_time_ms"] <= metrics["time_to_first_token_ms"] - 20
         # Nine steps of 20 ms, less what the first token was noticed later than the last.
-        assert 170 <= told["total_time_ms"] - told["time_to_first_token_ms"] < 300
+        assert 170 <= metrics["total_time_ms"] - metrics["time_to_first_token_ms"] < 300
     assert not any("metrics" in event for event in others)
 
 

@@ -28,14 +28,16 @@ def errors(kind: type[ServekitError] = ServekitError) -> Iterator[type[ServekitE
 
 
 def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    return ((method, path, told) for path, methods in API["paths"].items() for method, told in methods.items())
+    return (
+        (method, path, operation) for path, methods in API["paths"].items() for method, operation in methods.items()
+    )
 
 
 def test_routes_with_a_body_list_every_error() -> None:
     statuses = {str(kind.status) for kind in errors() if kind not in (ConfigError, ProfilerRefuses)}
-    for _, path, told in operations():
-        if "requestBody" in told:
-            assert told["responses"].keys() == {"200", *statuses}, path
+    for _, path, operation in operations():
+        if "requestBody" in operation:
+            assert operation["responses"].keys() == {"200", *statuses}, path
 
 
 @pytest.mark.parametrize(
@@ -51,13 +53,13 @@ def test_routes_with_a_body_list_every_error() -> None:
     ],
 )
 def test_route_lists_only_errors_that_it_returns(method: str, path: str, known: set[str], unknown: set[str]) -> None:
-    told = API["paths"][path][method]["responses"].keys()
-    assert known <= told and not unknown & told
+    statuses = API["paths"][path][method]["responses"].keys()
+    assert known <= statuses and not unknown & statuses
 
 
 def test_errors_share_one_schema_and_overload_has_retry_after() -> None:
-    for _, path, told in operations():
-        for status, response in told["responses"].items():
+    for _, path, operation in operations():
+        for status, response in operation["responses"].items():
             assert response["description"]
             if status != "200" and "content" in response:
                 assert response["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorResponse"), path
@@ -72,9 +74,9 @@ def test_native_answer_that_also_matches_tgis_schema_is_valid() -> None:
 
 
 def test_object_in_a_query_string_is_json() -> None:
-    parameters = {told["name"]: told for told in API["paths"]["/generate_stream"]["get"]["parameters"]}
-    assert {name for name, told in parameters.items() if "content" in told} == {"logit_bias", "grammar"}
-    assert all(("schema" in told) != ("content" in told) for told in parameters.values())
+    parameters = {parameter["name"]: parameter for parameter in API["paths"]["/generate_stream"]["get"]["parameters"]}
+    assert {name for name, parameter in parameters.items() if "content" in parameter} == {"logit_bias", "grammar"}
+    assert all(("schema" in parameter) != ("content" in parameter) for parameter in parameters.values())
 
 
 def test_live_frame_matches_its_schema() -> None:
@@ -82,9 +84,9 @@ def test_live_frame_matches_its_schema() -> None:
     content = API["paths"]["/ui/state"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
     step, worker = LiveStep(7, 1.0, 5, 3, 4, None), LiveWorker("serving")
     frame = LiveState(1.0, "ready", "serving", "demo", "1.2.3", [worker], steps=[step], cells=[(-1, 4), (0, 2)])
-    told = json.loads(encode(frame))
-    assert told["steps"] == [[7, 1.0, 5, 3, 4, None]] and told["cells"] == [[-1, 4], [0, 2]]
-    jsonschema.validate(told, content | {"components": API["components"]})
+    encoded = json.loads(encode(frame))
+    assert encoded["steps"] == [[7, 1.0, 5, 3, 4, None]] and encoded["cells"] == [[-1, 4], [0, 2]]
+    jsonschema.validate(encoded, content | {"components": API["components"]})
     events = API["paths"]["/ui/events"]["get"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
     assert events == content
 

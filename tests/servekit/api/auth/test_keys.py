@@ -69,7 +69,7 @@ def test_empty_api_key_setting_is_refused(setting: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("toml", "told"),
+    ("toml", "message"),
     [
         ("", "keys.toml: the file must have one or more [[key]] entries"),
         ("key = []", "keys.toml: the file must have one or more [[key]] entries"),
@@ -96,10 +96,10 @@ def test_empty_api_key_setting_is_refused(setting: str) -> None:
         (FILE + f"[[key]]\ntenant = 'b'\nkey = '{SECRET}'", "keys.toml: [[key]] 1 and 3 are the same key"),
     ],
 )
-def test_error_in_the_keys_file_names_the_place_and_never_the_key(toml: str, told: str) -> None:
+def test_error_in_the_keys_file_names_the_place_and_never_the_key(toml: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_keys_file(toml.encode("utf-8", "surrogateescape"), "keys.toml")
-    assert told in refused.value.message
+    assert message in refused.value.message
     assert SECRET not in refused.value.message
 
 

@@ -70,8 +70,8 @@ async def test_root_without_a_key_serves_the_page_to_browsers_only() -> None:
         assert answer.status == (200 if method in ("GET", "HEAD") else 401), method
     for accept in ("*/*", "application/json", ""):
         assert (await ask(app, "GET", "/", ("accept", accept))).status == 401
-    told = await ask(app, "GET", "/", bearer(KEY))
-    assert json.loads(told.body).keys() == {"name", "version"} and told.headers["vary"] == "Accept"
+    answer = await ask(app, "GET", "/", bearer(KEY))
+    assert json.loads(answer.body).keys() == {"name", "version"} and answer.headers["vary"] == "Accept"
     for path in paths_of(app) - {"/", "/health", "/ready"} - {path for _, path in files_of(app)}:
         assert (await ask(app, "GET", path, browser)).status == 401, f"{path} takes a browser for somebody with a key"
 

@@ -88,8 +88,8 @@ async def test_blocked_event_loop_shows_as_lag() -> None:
     await asyncio.sleep(0.05)
     assert next(iter(num_tasks.collect())).samples[0].value == 2  # the test is one itself
     watching.cancel()
-    told = {sample.labels.get("le"): sample.value for sample in next(iter(lag.collect())).samples}
-    assert told["+Inf"] - told["0.1"] == 1
+    counts = {sample.labels.get("le"): sample.value for sample in next(iter(lag.collect())).samples}
+    assert counts["+Inf"] - counts["0.1"] == 1
 
 
 def test_missing_worker_has_no_memory_metric() -> None:

@@ -134,8 +134,8 @@ async def test_server_errors_are_warnings_with_their_code(log: Log) -> None:
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "worker_unavailable"
     assert (end, nothing) == (b"data: end", b"")
     await ask(app, "GET", "/bug", bearer(KEY))
-    told = [(line["level"], line["status"], line["code"]) for line in log.lines if line["message"] == "request"]
-    assert told == [
+    logged = [(line["level"], line["status"], line["code"]) for line in log.lines if line["message"] == "request"]
+    assert logged == [
         ("warning", 503, "worker_unavailable"),
         ("info", 400, "invalid_json"),
         ("warning", 200, "worker_unavailable"),

@@ -41,9 +41,9 @@ async def test_allowed_origin_can_send_preflights_and_read_errors() -> None:
         refused = await ask(app, "GET", "/version", bearer("slow"), origin)
     denied = await ask(app, "GET", "/version", origin)
     assert (refused.status, denied.status) == (429, 401)
-    for told in (refused, denied):
-        assert told.headers["access-control-allow-origin"] == "http://localhost:3000"
-        assert told.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After, X-Should-Retry"
+    for answer in (refused, denied):
+        assert answer.headers["access-control-allow-origin"] == "http://localhost:3000"
+        assert answer.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After, X-Should-Retry"
     stranger = ("origin", "https://b.example")
     assert (await ask(app, "OPTIONS", "/generate", stranger, *PREFLIGHT)).status == 400
     answer = await ask(app, "GET", "/version", bearer(KEY), stranger)
