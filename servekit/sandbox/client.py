@@ -28,8 +28,9 @@ from servekit.sandbox.outcome_cache import OutcomeCache
 
 log = logging.getLogger("servekit")
 
-NUM_QUICK, NUM_SLOW = 2, 2  # processes
-QUANTUM_S = 0.05  # as long as a grammar may take to compile; almost all jobs take less
+NUM_QUICK, NUM_SLOW = 3, 2  # processes
+QUANTUM_S = 0.05  # of processor time: as long as a grammar may take to compile; almost all jobs take less
+LOOK_S = 0.025  # how often the server looks what a job has used
 MAX_WAITING = 512
 MAX_WAIT_S = 10.0
 MAX_JOB_BYTES = 2**24  # more than the largest body that the server reads by default makes
@@ -276,15 +277,16 @@ class Sandbox:
                 await self._fork_server.end(process)
 
     async def _watch(self, job: _Job, process: ForkedProcess, running: asyncio.Task[Outcome]) -> Outcome | None:
-        """Wait for the outcome, and look at the process after each quantum.
+        """Wait for the outcome, and look at the process every some milliseconds.
 
-        The limit is on processor time, because wall time depends on what else the machine does. Returns None if nobody
-        waits any more, or if the job must begin again in the slow lane.
+        The quantum and the limit are of processor time, because wall time depends on what else the machine does: on a
+        busy machine all jobs would take the way through the slow lane. Returns None if nobody waits any more, or if the
+        job must begin again in the slow lane.
         """
         started_s = progress_s = time.monotonic()
         before_s = used_s = process.cpu_s()
         while True:
-            await asyncio.wait((running, job.outcome), timeout=QUANTUM_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((running, job.outcome), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 return running.result()
             if job.outcome.done():
@@ -304,13 +306,12 @@ class Sandbox:
                     f"time in {now_s - started_s:.1f} s. Please try again later.",
                     retry_after_s=5,
                 )
-            if job.ticket.lane is Lane.QUICK:
-                if self._scheduler.is_slow_place_free_for(job.ticket):
-                    self._scheduler.move_to_slow_lane(job.ticket, now_s)
-                    process.lower_priority()
-                    self._start_jobs()
-                elif self._scheduler.is_quick_place_wanted():
+            if job.ticket.lane is Lane.QUICK and used_s - before_s >= QUANTUM_S:
+                if not self._scheduler.is_slow_place_free_for(job.ticket):
                     return None
+                self._scheduler.move_to_slow_lane(job.ticket, now_s)
+                process.lower_priority()
+                self._start_jobs()
 
 
 async def _encode(job: Job, param: str) -> list[bytes]:

@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from servekit.protocol.child_process import die_with_parent, ignore_signals
 from servekit.request import GrammarKind
 from servekit.sandbox.jobs import (
     CompileGrammar,
+    End,
     Ended,
     Fork,
     Forked,
@@ -38,6 +38,7 @@ from servekit.sandbox.jobs import (
 from servekit.sandbox.process import Works, run_jobs
 
 MAX_REQUEST_BYTES = 4096
+REAP_INTERVAL_S = 0.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.collect()
     gc.freeze()  # a collection in a forked process would write to, and so copy, every page that has objects
     _send(control, ForkServerReady(warnings))
-    while message := _receive(control):
+    killed: set[int] = set()  # and not reaped yet
+    while message := _receive(control, killed):
         request, descriptors = message
         if isinstance(request, Fork):
             pid = os.fork()
@@ -74,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.close(descriptors[0])
             _send(control, Forked(pid))
         else:
-            _send(control, Ended(_end(request.pid, request.wait_s)))
+            _send(control, Ended(_end(request, killed)))
     return 0
 
 
@@ -91,25 +93,28 @@ def _be_forked(works: Works, control: socket.socket, channel: int, memory_bytes:
         os._exit(exit_code)
 
 
-def _end(pid: int, wait_s: float) -> int | None:
-    """Wait until a child exits, kill it if it does not, and reap it. Returns its exit code; None if it was killed."""
-    deadline_s = time.monotonic() + wait_s
-    while True:
-        reaped, status = os.waitpid(pid, os.WNOHANG)
-        if reaped:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() >= deadline_s:
-            break
-        time.sleep(0.001)
-    os.kill(pid, signal.SIGKILL)  # it is a child that was not reaped, so no other process has its number
-    os.waitpid(pid, 0)
+def _end(request: End, killed: set[int]) -> int | None:
+    """The exit code of a child, which is reaped; None if it has not exited.
+
+    A child that is killed takes a while to give its memory back. Others are forked meanwhile.
+    """
+    reaped, status = os.waitpid(request.pid, os.WNOHANG)
+    if reaped:
+        return os.waitstatus_to_exitcode(status)
+    if request.kill:
+        os.kill(request.pid, signal.SIGKILL)  # it was not reaped, so no other process has its number
+        killed.add(request.pid)
     return None
 
 
-def _receive(control: socket.socket) -> tuple[ToForkServer, list[int]] | None:
+def _receive(control: socket.socket, killed: set[int]) -> tuple[ToForkServer, list[int]] | None:
     """The next request and the descriptors that came with it; None if the server has closed the socket."""
-    data, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
-    return (_decode(data), descriptors) if data else None
+    while True:
+        killed -= {pid for pid in killed if os.waitpid(pid, os.WNOHANG)[0]}
+        control.settimeout(REAP_INTERVAL_S if killed else None)
+        with contextlib.suppress(TimeoutError):
+            data, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
+            return (_decode(data), descriptors) if data else None
 
 
 def _send(control: socket.socket, message: FromForkServer) -> None:

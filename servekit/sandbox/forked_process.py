@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,8 @@ log = logging.getLogger("servekit")
 
 START_TIMEOUT_S = 60.0  # for imports and for reading a large tokenizer, on a busy machine
 ANSWER_TIMEOUT_S = 5.0  # forking takes milliseconds; a process that does not answer for so long is stopped
-EXIT_WAIT_S = 1.0  # for a process that has closed its channel, so it is exiting
+EXIT_WAIT_S = 2.0  # for a process that is exiting
+EXIT_LOOK_S = 0.005
 MAX_OUTCOME_BYTES = 2**24
 MAX_ANSWER_BYTES = 2**16
 PIECE_BYTES = 2**18  # read or written at a time, so that the event loop is never held for long
@@ -133,15 +135,23 @@ class ForkServer:
             theirs.close()
 
     async def end(self, process: ForkedProcess, is_exiting: bool = False) -> int | None:
-        """End a process. Returns its exit code if it had exited by itself, None if it was killed or is gone."""
+        """Kill a process. Returns its exit code if it had exited by itself, None if not, or if it is gone.
+
+        A process that has closed its channel is exiting. That takes a while, and then its exit code tells why.
+        """
         process.channel.close()
-        async with self._lock:
-            if process.fork_server is not self._process:
-                return None  # it was killed with the process that forked it
-            with contextlib.suppress(ProcessLost):
-                answer = await self._ask(End(process.pid, EXIT_WAIT_S if is_exiting else 0.0), [])
+        deadline_s = time.monotonic() + (EXIT_WAIT_S if is_exiting else 0.0)
+        with contextlib.suppress(ProcessLost):
+            while True:
+                must_exit = time.monotonic() >= deadline_s
+                async with self._lock:
+                    if process.fork_server is not self._process:
+                        return None  # it was killed with the process that forked it
+                    answer = await self._ask(End(process.pid, must_exit), [])
                 assert isinstance(answer, Ended)
-                return answer.exit_code
+                if must_exit or answer.exit_code is not None:
+                    return answer.exit_code
+                await asyncio.sleep(EXIT_LOOK_S)
         return None
 
     def kill(self) -> None:

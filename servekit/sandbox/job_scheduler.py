@@ -1,10 +1,10 @@
 """Decide which job a sandbox runs next: a multilevel feedback queue of two levels, with least attained service first.
 
-Nobody knows beforehand how long a job takes. Each job begins in the quick lane. A job that is still running after a
-quantum is demoted: it continues in the slow lane if that has a place for its tenant, and otherwise is stopped and waits
-for such a place, to begin again. So a slow job holds up others for one quantum at most, and a quick job never waits for
+Nobody knows beforehand how long a job takes. Each job begins in the quick lane. A job that has used up a quantum is
+demoted: it continues in the slow lane if that has a place for its tenant, and otherwise is stopped and waits for such a
+place, to begin again. So a slow job holds up others for one quantum at most, and a quick job never waits for
 a slow one. In each lane the next job is one of the tenant that has used the sandbox least lately, and of this tenant's
-jobs the oldest. In the slow lane each tenant runs one job at a time, so one tenant cannot take all its places.
+jobs the oldest. One place of each lane is always left for another tenant.
 
 What waits is bounded by dynamic thresholds (Choudhury and Hahne, 1998): a tenant may hold no more than what is free. So
 one tenant alone gets half of the room, and there is always room for another one.
@@ -99,10 +99,8 @@ class JobScheduler:
         return None
 
     def is_slow_place_free_for(self, ticket: JobTicket) -> bool:
-        return len(self._running[Lane.SLOW]) < self._places[Lane.SLOW] and not self._runs_slowly(ticket.tenant)
-
-    def is_quick_place_wanted(self) -> bool:
-        return bool(self._waiting[Lane.QUICK])
+        is_free = len(self._running[Lane.SLOW]) < self._places[Lane.SLOW]
+        return is_free and self._may_run_one_more(ticket.tenant, Lane.SLOW)
 
     def move_to_slow_lane(self, ticket: JobTicket, now_s: float) -> None:
         """Let a running job go on in the slow lane, which has a place for it."""
@@ -138,7 +136,7 @@ class JobScheduler:
         """The oldest waiting job of each tenant that may run one more in this lane."""
         oldest: dict[str, JobTicket] = {}
         for ticket in self._waiting[lane]:
-            if ticket.tenant not in oldest and not (lane is Lane.SLOW and self._runs_slowly(ticket.tenant)):
+            if ticket.tenant not in oldest and self._may_run_one_more(ticket.tenant, lane):
                 oldest[ticket.tenant] = ticket
         return oldest
 
@@ -146,8 +144,10 @@ class JobScheduler:
         tenant = min(tickets, key=lambda name: self.service_s(name, now_s), default=None)
         return None if tenant is None else tickets[tenant]
 
-    def _runs_slowly(self, tenant: str) -> bool:
-        return any(each.tenant == tenant for each in self._running[Lane.SLOW])
+    def _may_run_one_more(self, tenant: str, lane: Lane) -> bool:
+        """One tenant never has all places of a lane."""
+        num_running = sum(each.tenant == tenant for each in self._running[lane])
+        return num_running + 1 < self._places[lane]
 
     def _wait(self, ticket: JobTicket) -> None:
         self._waiting[ticket.lane][ticket] = None

@@ -61,10 +61,10 @@ class Fork(Struct, frozen=True, tag="fork"):
 
 
 class End(Struct, frozen=True, tag="end"):
-    """Kill a forked process, unless it exits within `wait_s`, and reap it. The answer is Ended."""
+    """Tell the exit code of a forked process. If it has not exited and `kill` is set, kill it. The answer is Ended."""
 
     pid: int
-    wait_s: float
+    kill: bool
 
 
 class ForkServerReady(Struct, frozen=True, tag="ready"):
@@ -78,7 +78,7 @@ class Forked(Struct, frozen=True, tag="forked"):
 
 
 class Ended(Struct, frozen=True, tag="ended"):
-    """A process has been reaped. `exit_code` is negative for a signal, and None if it was killed for this message."""
+    """`exit_code` is negative for a signal, and None if the process had not exited."""
 
     exit_code: int | None
 

@@ -179,9 +179,9 @@ class FaultInjector:
         if started != expected or len(self._server.worker_pids()) != 1:
             results.violations.append(f"{when}: processes {started}, of which its children are {expected}")
         num_sandboxes = len(self._server.sandbox_pids())
-        if not 1 <= num_sandboxes <= 3:
-            results.violations.append(f"{when}: {num_sandboxes} sandbox processes, where one forks and two may be idle")
-        if not await wait_until(lambda: self._server.num_open_files() <= self._num_files + 4, 5):
+        if not 1 <= num_sandboxes <= 4:
+            results.violations.append(f"{when}: {num_sandboxes} sandbox processes; one forks and three may be idle")
+        if not await wait_until(lambda: self._server.num_open_files() <= self._num_files + 5, 5):
             num_files = self._server.num_open_files()
             results.violations.append(f"{when}: {num_files} open files, {self._num_files} at first")
 

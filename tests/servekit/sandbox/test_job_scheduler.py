@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from servekit.sandbox.job_scheduler import HALF_LIFE_S, JobScheduler, JobTicket, Lane
 
 QUANTUM_S = 0.05
-NUM_QUICK, NUM_SLOW = 2, 2
+NUM_QUICK, NUM_SLOW = 3, 2
 
 
 @dataclass
@@ -45,7 +46,7 @@ class SimulatedSandbox:
                 if event == "end":
                     self._end(ticket)
                 elif ticket.lane is Lane.QUICK:
-                    self._look(ticket, started_s)
+                    self._demote(ticket)
             self._start_jobs()
             self._check()
 
@@ -57,21 +58,19 @@ class SimulatedSandbox:
         self.scheduler.remove(ticket, self.now_s)
         self.ended_s[ticket] = self.now_s
 
-    def _look(self, ticket: JobTicket, started_s: float) -> None:
+    def _demote(self, ticket: JobTicket) -> None:
         if self.scheduler.is_slow_place_free_for(ticket):
             self.scheduler.move_to_slow_lane(ticket, self.now_s)
-        elif self.scheduler.is_quick_place_wanted():
+        else:
             del self._runs[ticket]
             self.scheduler.requeue_in_slow_lane(ticket, self.now_s)
-        else:
-            self._schedule(self.now_s + QUANTUM_S, "look", ticket, started_s)
 
     def _start_jobs(self) -> None:
         while (ticket := self.scheduler.start_next(self.now_s)) is not None:
             self.num_starts += 1
             self._runs[ticket] = self.now_s
             self._schedule(self.now_s + self.durations_s[ticket], "end", ticket, self.now_s)
-            self._schedule(self.now_s + QUANTUM_S, "look", ticket, self.now_s)
+            self._schedule(self.now_s + QUANTUM_S, "demote", ticket, self.now_s)
 
     def _schedule(self, at_s: float, event: str, ticket: JobTicket, started_s: float) -> None:
         heapq.heappush(self._events, (at_s, next(self._numbers), event, ticket, started_s))
@@ -79,8 +78,9 @@ class SimulatedSandbox:
     def _check(self) -> None:
         lanes = [ticket.lane for ticket in self._runs]
         assert lanes.count(Lane.QUICK) <= NUM_QUICK and lanes.count(Lane.SLOW) <= NUM_SLOW
-        slow = [ticket.tenant for ticket in self._runs if ticket.lane is Lane.SLOW]
-        assert len(slow) == len(set(slow)), "one slow job of a tenant at a time"
+        for lane, num_places in ((Lane.QUICK, NUM_QUICK), (Lane.SLOW, NUM_SLOW)):
+            tenants = Counter(ticket.tenant for ticket in self._runs if ticket.lane is lane)
+            assert max(tenants.values(), default=0) < num_places, "one place is left for another tenant"
         assert self.scheduler.num_running == len(self._runs)
 
     def wait_s(self, ticket: JobTicket) -> float:
@@ -88,13 +88,13 @@ class SimulatedSandbox:
         return self.ended_s[ticket] - self.arrived_s[ticket] - self.durations_s[ticket]
 
 
-def test_quick_jobs_of_another_tenant_wait_for_no_more_than_a_quantum() -> None:
+def test_quick_jobs_of_another_tenant_do_not_wait() -> None:
     sandbox = SimulatedSandbox()
     for number in range(200):
         sandbox.arrive(0.01 * number, "attacker", 2.0)
     victims = [sandbox.arrive(0.1 + 0.037 * number, "victim", 0.005) for number in range(100)]
     sandbox.run(until_s=5.0)
-    assert max(map(sandbox.wait_s, victims)) <= QUANTUM_S + 0.005
+    assert max(map(sandbox.wait_s, victims)) < 1e-6
 
 
 def test_quick_jobs_wait_for_no_slow_job_of_their_own_tenant_either() -> None:
@@ -112,7 +112,7 @@ def test_a_slow_job_of_another_tenant_waits_for_no_slow_job_of_one_that_floods()
         sandbox.arrive(0.01 * number, "attacker", 2.0)
     victims = [sandbox.arrive(1.0 + 2.5 * number, "victim", 0.3) for number in range(4)]
     sandbox.run()
-    assert max(map(sandbox.wait_s, victims)) <= 2 * QUANTUM_S + 0.001
+    assert max(map(sandbox.wait_s, victims)) < 1e-6
 
 
 def test_with_more_slow_tenants_than_places_each_is_served_in_turn() -> None:
@@ -137,28 +137,42 @@ def test_every_job_ends_and_begins_twice_at_most() -> None:
 
 
 def test_the_next_job_is_of_the_tenant_that_has_used_the_least_lately() -> None:
-    scheduler = JobScheduler(1, 1, 64, 1000)
-    used = JobTicket("heavy", 1)
-    scheduler.add(used)
-    assert scheduler.start_next(0.0) is used
+    scheduler = JobScheduler(2, 2, 64, 1000)
+    used, other = JobTicket("heavy", 1), JobTicket("other", 1)
+    for ticket in (used, other):
+        scheduler.add(ticket)
+        assert scheduler.start_next(0.0) is ticket
     waiting = [JobTicket("heavy", 1), JobTicket("light", 1), JobTicket("light", 1)]
     for ticket in waiting:
         scheduler.add(ticket)
-    assert scheduler.start_next(1.0) is None
+    assert scheduler.start_next(1.0) is None, "both places are taken"
     scheduler.remove(used, 3.0)
     assert scheduler.service_s("heavy", 3.0) == pytest.approx(3.0)
     assert scheduler.service_s("heavy", 3.0 + HALF_LIFE_S) == pytest.approx(1.5), "long ago counts less"
     order = []
     for number in range(3):
-        ticket = scheduler.start_next(3.0 + number)
-        assert ticket is not None
-        order.append(ticket)
-        scheduler.remove(ticket, 4.0 + number)
+        started = scheduler.start_next(3.0 + number)
+        assert started is not None
+        order.append(started)
+        scheduler.remove(started, 4.0 + number)
     assert order == [waiting[1], waiting[2], waiting[0]], "the oldest of the tenant with less"
 
 
+def test_one_tenant_never_has_all_places_of_a_lane() -> None:
+    scheduler = JobScheduler(3, 2, 64, 1000)
+    for _ in range(4):
+        scheduler.add(JobTicket("a", 1))
+    first, second = scheduler.start_next(0.0), scheduler.start_next(0.0)
+    assert first is not None and second is not None and scheduler.start_next(0.0) is None
+    other = JobTicket("b", 1)
+    scheduler.add(other)
+    assert scheduler.start_next(0.0) is other
+    scheduler.move_to_slow_lane(first, 0.1)
+    assert not scheduler.is_slow_place_free_for(second) and scheduler.is_slow_place_free_for(other)
+
+
 def test_a_flooding_tenant_fills_only_its_own_share() -> None:
-    scheduler = JobScheduler(1, 1, max_waiting=100, max_bytes=10_000)
+    scheduler = JobScheduler(2, 2, max_waiting=100, max_bytes=10_000)
 
     def fill(tenant: str, num_bytes: int) -> int:
         count = 0
@@ -175,7 +189,7 @@ def test_a_flooding_tenant_fills_only_its_own_share() -> None:
 
 
 def test_a_tenants_bytes_are_bounded_while_its_jobs_wait_and_run() -> None:
-    scheduler = JobScheduler(1, 1, max_waiting=100, max_bytes=1000)
+    scheduler = JobScheduler(2, 2, max_waiting=100, max_bytes=1000)
     running = JobTicket("a", 500)
     assert scheduler.has_room("a", 500)
     scheduler.add(running)
@@ -186,7 +200,7 @@ def test_a_tenants_bytes_are_bounded_while_its_jobs_wait_and_run() -> None:
 
 
 def test_a_job_that_is_taken_back_leaves_nothing_behind() -> None:
-    scheduler = JobScheduler(1, 1, 64, 1000)
+    scheduler = JobScheduler(2, 2, 64, 1000)
     waiting, running = JobTicket("a", 10), JobTicket("a", 10)
     scheduler.add(running)
     scheduler.add(waiting)
