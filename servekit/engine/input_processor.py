@@ -120,6 +120,8 @@ class InputProcessor:
                 param="messages",
                 code="chat_template_missing",
             )
+        if template is None:
+            self._check_conversation(messages)
         text = await self._sandbox.run(
             RenderChat(
                 source,
@@ -133,6 +135,16 @@ class InputProcessor:
         )
         assert isinstance(text, str)
         return text
+
+    def _check_conversation(self, messages: list[dict[str, Any]]) -> None:
+        """Refuse a conversation that cannot fit before it is encoded and rendered. Raises ContextTooLong.
+
+        Templates repeat what users, tools and the system say. Of the assistant's turns many leave out the reasoning.
+        """
+        said = [message["content"] for message in messages if message["role"] != "assistant"]
+        min_tokens = sum(map(len, said)) // self._tokenizer.max_token_bytes
+        if min_tokens > self._limits.max_total_tokens:
+            raise prompt_too_long(self._limits.max_total_tokens, min_tokens, "messages")
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
