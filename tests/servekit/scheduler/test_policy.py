@@ -6,6 +6,7 @@ import pytest
 
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.policy import (
+    POLICIES,
     PRIORITY_LEVEL_S,
     SHORT_SHARE,
     Fair,
@@ -15,7 +16,8 @@ from servekit.scheduler.policy import (
     WaitingQueue,
     _KeyedQueue,
 )
-from servekit.scheduler.sequence import Sequence, Status
+from servekit.scheduler.sequence import NEVER, Sequence, Status
+from tests.support.scheduler import add_prompt, make_manager, make_prompt, make_worker
 
 
 def make_sequence(sequence_id: int, length: int = 1, **fields: object) -> Sequence:
@@ -156,3 +158,26 @@ def test_fair_gives_the_short_share_only_to_the_tenant_whose_turn_it_is() -> Non
     first = queue.first(shorter_than=11)
     assert first is not None and first.sequence_id == 0
     queue.discard(make_sequence(2, tenant="c"))
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_deadline_never_moves_a_sequence_in_the_queue(policy: str) -> None:
+    """It ends sequences, and is no way to jump the queue."""
+
+    def order(has_deadlines: bool) -> list[int]:
+        manager = make_manager(scheduling_policy=policy, max_num_seqs=1)
+        worker, ended = make_worker(manager), list[int]()
+        for number in range(12):
+            is_urgent = has_deadlines and number % 3 == 2
+            soon_s = 1e6 - number if is_urgent else NEVER
+            tenant, prompt = "ab"[number % 2], make_prompt(number, 1 + number * 5 % 7)
+            deadlines = {"ttft_deadline_s": soon_s, "deadline_s": soon_s}
+            add_prompt(manager, number, prompt, SamplingParams(max_tokens=3), tenant=tenant, **deadlines)
+        while manager.has_work:
+            plan = manager.plan(0.0)
+            assert plan is not None
+            tokens = manager.commit(worker.execute(plan), 0.0)
+            ended += [token.sequence.sequence_id for token in tokens if token.finish_reason is not None]
+        return ended
+
+    assert order(has_deadlines=True) == order(has_deadlines=False)

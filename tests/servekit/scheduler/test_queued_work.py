@@ -1,0 +1,36 @@
+"""Claims about the count of queued work."""
+
+from __future__ import annotations
+
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.scheduler.queued_work import QueuedWork, WorkCount
+from servekit.scheduler.sequence import FinishReason
+from tests.support.scheduler import add_prompt, assert_idle, make_manager, make_prompt, make_sequence, make_worker, run
+
+
+def test_tenants_are_counted_apart_and_forgotten_when_they_have_nothing_left() -> None:
+    queued = QueuedWork()
+    sequences = [make_sequence(number, prompt_length=number + 1, tenant="aab"[number]) for number in range(3)]
+    for sequence in sequences:
+        queued.add(sequence)
+    assert (queued.of("a"), queued.of("b"), queued.total) == (WorkCount(2, 3), WorkCount(1, 3), WorkCount(3, 6))
+    queued.remove(sequences[2])
+    assert queued.of("b") == queued.of("nobody") == WorkCount()
+    queued.remove(sequences[0])
+    assert queued.of("a") == queued.total == WorkCount(1, 2)
+
+
+def test_a_sequence_is_queued_until_its_first_step_or_its_end() -> None:
+    """A preempted one, or one whose worker was lost, waits again but is not counted again."""
+    manager = make_manager(max_num_seqs=1)
+    for number, tenant in enumerate("abb"):
+        add_prompt(manager, number, make_prompt(number, 5), SamplingParams(max_tokens=4), tenant=tenant)
+    assert manager.queued.of("a") == WorkCount(1, 5) and manager.queued.of("b") == WorkCount(2, 10)
+    manager.plan(0.0)
+    assert manager.queued.of("a") == WorkCount()
+    manager.restart()
+    manager.finish(2, FinishReason.ABORT)
+    assert (manager.num_waiting, manager.queued.total) == (2, WorkCount(1, 5))
+    run(manager, make_worker(manager))
+    assert manager.queued.total == WorkCount()
+    assert_idle(manager)
