@@ -77,6 +77,7 @@ class LLMEngine:
         self._core: EngineCore | None = None
         self._main_loop: asyncio.Task[None] | None = None
         self._is_draining = False
+        self._rejects_requests = False
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -206,9 +207,10 @@ class LLMEngine:
         if self._journal is not None:
             await run_in_daemon_thread(Journal.close, self._journal)
 
-    def drain(self) -> None:
-        """Reject new requests from now on; admitted requests go on."""
+    def drain(self, admits_requests: bool = False) -> None:
+        """The server ends as soon as all is answered. New requests are rejected, or still admitted; others go on."""
         self._is_draining = True
+        self._rejects_requests = not admits_requests
         self.metrics.server.is_draining = True
 
     async def wait_until_failed(self) -> None:
@@ -238,7 +240,7 @@ class LLMEngine:
         that has them is served even if the server begins to drain meanwhile. Raises WorkerNotReady while requests are
         rejected, QueueFull, or InvalidRequest.
         """
-        if self._is_draining:
+        if self._rejects_requests:
             raise shutting_down()
         self._check_outage()
         manager = self._running_core.manager

@@ -16,16 +16,20 @@ tests/servekit/server/test_uvicorn_internals.py.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import resource
 import socket
 import struct
+import sys
+import termios
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import httptools
+from starlette.types import Scope
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -34,6 +38,7 @@ from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.aio.single_waiter_event import SingleWaiterEvent
 from servekit.api.disconnect import disconnect_of
 from servekit.api.responses.http import error_body
+from servekit.api.routes.live import is_viewer
 from servekit.api.schemas.json_body import encode
 from servekit.config import ServeConfig
 from servekit.errors import (
@@ -65,6 +70,9 @@ MAX_LINGERING = 64  # connections; further ones are closed at once
 MAX_UNSENT_BYTES = 2**16
 MIN_BYTES_TAKEN = 2**12  # of an answer, in each send_timeout; a client that takes less counts as not reading
 FINAL_SEND_TIMEOUT_S = 2.0  # the send_timeout when the server ends
+# When the server drains, an idle connection closes after this time without a request. A client that sends requests more
+# often is told by `Connection: close` in its next answer, and never sends one into a connection that is closing.
+DRAIN_IDLE_TIMEOUT_S = 0.5
 RESERVED_FILES = 192  # beside connections: pipes, model files, sandboxes, lingering connections
 LOG_INTERVAL_S = 1.0  # between refusals that are logged at info level; the others are logged at debug level
 
@@ -78,6 +86,8 @@ class ConnectionLimits:
     count_refusal: Callable[[str], None]
     lingering: set[LimitedHttpProtocol] = field(default_factory=set)
     next_info_s: float = 0.0
+    is_draining: bool = False  # each connection closes after its next answer
+    is_refusing: bool = False  # the server drains, and that answer is a refusal
 
     def note_refusal(self, code: str, client: tuple[str, int] | None, reason: str) -> None:
         """Count and log a refusal. There is no request yet that would be logged.
@@ -103,6 +113,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.limits = self.shared.config
         self.timeout_keep_alive = self.limits.keep_alive_timeout  # type: ignore[assignment]  # may be a fraction
         self._answering: RequestResponseCycle | None = None
+        self._is_refusing = False  # the request that is answered came when the server refused all
         self._is_in_head = True
         self._is_upgrade = False  # the head asks for another protocol, which is ignored
         self._num_unreported_bytes = 0  # fed since the parser last reported something that is bounded elsewhere
@@ -148,20 +159,51 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._notify_disconnect(self._answering)
         self.pipeline.clear()
 
+    def drain(self) -> None:
+        """Close after the answer that is being made, or is asked for next; or if no request comes for a while.
+
+        The last answer says so (`Connection: close`). A stream that has begun cannot, so there the next answer does.
+        """
+        assert self.shared.is_draining
+        self.timeout_keep_alive = min(self.timeout_keep_alive, DRAIN_IDLE_TIMEOUT_S)  # type: ignore[assignment]
+        if self._running is not None:
+            self._close_after_last(self._running)
+        elif not self._has_begun_head() and self._linger_timer is None:
+            self._await_request()
+
+    @property
+    def delays_exit(self) -> bool:
+        """Whether a drain waits for this connection: it answers an admitted request, or another one may be coming."""
+        if self._running is not None:
+            return self.is_answering and not self._is_refusing
+        return self.timeout_keep_alive_task is not None and not self.transport.is_closing()
+
     def shutdown(self) -> None:
         """Close when the server ends. An unfinished head gets an error, and a running request its answer."""
         self._send_timeout_s = min(self._send_timeout_s, FINAL_SEND_TIMEOUT_S)
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._await_reader()
-        has_begun_head = self._is_in_head and (self.cycle is not None or self._num_unreported_bytes > 0)
-        if has_begun_head and not self._is_answering() and self._linger_timer is None:
+        if self._linger_timer is not None:
+            self.half_close()
+            self._linger_until_s = time.monotonic() + FINAL_SEND_TIMEOUT_S
+        elif self._has_begun_head() and self._running is None:
             self._refuse(shutting_down())
         else:
             super().shutdown()
 
-    def _is_answering(self) -> bool:
-        return self._answering is not None and not self._answering.response_complete
+    def _has_begun_head(self) -> bool:
+        return self._is_in_head and (self.cycle is not None or self._num_unreported_bytes > 0)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether it answers a request, other than a viewer's."""
+        return self._running is not None and not is_viewer(cast(Scope, self._running.scope))
+
+    @property
+    def _running(self) -> RequestResponseCycle | None:
+        """The request that is being answered."""
+        return None if self._answering is None or self._answering.response_complete else self._answering
 
     @staticmethod
     def _notify_disconnect(cycle: RequestResponseCycle) -> None:
@@ -279,7 +321,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._num_unreported_bytes = 0
         self._stop_lingering()
         super().on_message_complete()
-        self.cycle.transport = self.transport
+        if self.cycle.keep_alive or not self.shared.is_draining:
+            self.cycle.transport = self.transport
         # A large body pauses reading. When it is complete, no handler asks for more, so nothing would resume it, and a
         # disconnect would go unnoticed.
         if self.cycle is self._answering:
@@ -302,7 +345,36 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
+        self._is_refusing = self.shared.is_refusing
+        if self.shared.is_draining:
+            self._close_after_last(cycle)
         super()._start_asgi_task(cycle, app)
+
+    def _close_after_last(self, cycle: RequestResponseCycle) -> None:
+        """Close the connection after this answer, unless more requests wait or it is too late to announce that.
+
+        The client may have sent another request before it knows. So the connection half-closes, and does not reset.
+        """
+        if not self.pipeline and not cycle.response_started:
+            cycle.keep_alive = False
+            cycle.transport = cast(asyncio.Transport, _LingeringTransport(self))
+
+    def _await_request(self) -> None:
+        """Close the connection if no request begins within the keep-alive timeout."""
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close, unless a request has arrived that the event loop has not read yet. Closing would reset its client."""
+        if not self.transport.is_closing() and self._num_unread_bytes():
+            self._await_request()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _num_unread_bytes(self) -> int:
+        """Return how many bytes the kernel has received and the event loop has not read."""
+        unread = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
+        return int.from_bytes(unread, sys.byteorder)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -365,7 +437,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         is_reading_body = self._answering is self.cycle and self.cycle is not None and self.cycle.more_body
         if is_reading_body and not self.cycle.response_started:
             self._notify_disconnect(self.cycle)  # the error is in this request's own body, so this is its answer
-        elif self._is_answering() or self._linger_timer is not None or self.transport.is_closing():
+        elif self._running is not None or self._linger_timer is not None or self.transport.is_closing():
             return
         body = encode(error_body(error))
         head = [
@@ -414,9 +486,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._linger_timer.cancel()
             self._linger_timer = None
             self.shared.lingering.discard(self)
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+            self._await_request()
 
     def _count_discarded(self, num_bytes: int) -> None:
         self._num_discarded_bytes += num_bytes

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -22,7 +22,6 @@ from servekit import __version__
 from servekit.api.app import create_app, replace_keys
 from servekit.api.auth.keys import Key, parse_keys_file
 from servekit.api.middleware.host_check import is_loopback
-from servekit.api.routes.live import Feed
 from servekit.config import ServeConfig, doubts, non_default
 from servekit.engine.caller import ANONYMOUS
 from servekit.engine.llm_engine import LLMEngine
@@ -30,7 +29,8 @@ from servekit.errors import ConfigError, shutting_down
 from servekit.observability.process_metrics import watch_event_loop, watch_processes
 from servekit.protocol.child_process import ignore_signals
 from servekit.protocol.logging import configure_logging, fields, logs_json, num_dropped_lines
-from servekit.server.http_protocol import limited_protocol
+from servekit.server.http_protocol import LimitedHttpProtocol, limited_protocol
+from servekit.server.listener import BACKLOG, bind, stop_connecting, url
 
 if TYPE_CHECKING:
     from servekit.observability.tracing import Tracing
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("servekit")
 
 YOUNG_OBJECTS = 10_000  # after which the garbage collector looks at them; looking takes less than a millisecond
-BACKLOG = 4096  # connections that the kernel holds until they are accepted; Linux's own default limit
+DRAIN_TICK_S = 0.05  # how often a draining server looks whether all is answered
 # To send the last errors, answers and frames when the drain is over. Clients that do not read are cut off earlier.
 FINAL_WRITE_TIMEOUT_S = 5
 
@@ -53,22 +53,10 @@ def serve(config: ServeConfig) -> int:
 async def _serve(config: ServeConfig) -> int:
     keys_of_file = read_keys(config)
     tracing = _connect_tracing(config)
-    listener = _bind(config)
+    listener = bind(config)
     engine = LLMEngine(config)
     app = create_app(engine, keys_of_file, None if tracing is None else tracing.record)
-    server = Server(
-        uvicorn.Config(
-            app,
-            http=limited_protocol(config, engine.metrics.http.request_refused),
-            ws="none",
-            backlog=BACKLOG,
-            lifespan="off",  # the engine is started and stopped here, where its failure has an exit code
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-        ),
-        engine,
-    )
+    server = Server(app, engine)
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup sets this
     if config.api_keys_file is not None or not is_ignored:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, app, server)
@@ -102,7 +90,7 @@ async def _supervise(engine: LLMEngine, server: Server, listener: socket.socket)
         await engine.start()
         _keep_the_collector_short()
         await server.listen()
-        _announce(engine, _url(listener))
+        _announce(engine, url(listener))
         await engine.wait_until_failed()
         assert engine.failure is not None
         raise engine.failure
@@ -127,19 +115,35 @@ class Server(uvicorn.Server):
 
     It listens while the model loads, so that /ready can report that. After the first signal it drains: it admits no
     new requests, but still listens, so that clients get a proper refusal and load balancers see the drain at /ready.
-    It ends when all answers are written, or when `shutdown_timeout` is over and every open request got an error. A
-    second signal ends it at once. It does not wait for viewers of the live feed: they get a last frame.
+    Each connection closes after its next answer, and idle ones after a moment. The drain ends when the admitted
+    requests are answered, however many others are refused meanwhile; or when `shutdown_timeout` is over and every open
+    request got an error. A second signal ends it at once. It does not wait for viewers of the live feed: they get a
+    last frame.
 
     With --reuse-port the kernel distributes connections among servers and does not check readiness. So there it listens
-    only from the moment the model is loaded until the signal, and serves what is connected by then.
+    only from the moment the model is loaded until the signal. It then still admits what clients ask on the connections
+    that they have: another server cannot answer that, and no client should notice that this one ends.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: LLMEngine) -> None:
+    def __init__(self, app: Starlette, engine: LLMEngine) -> None:
+        protocol = limited_protocol(engine.config, engine.metrics.http.request_refused)
+        config = uvicorn.Config(
+            app,
+            http=protocol,
+            ws="none",
+            backlog=BACKLOG,
+            lifespan="off",  # the engine is started and stopped by _serve, where its failure has an exit code
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+        )
         super().__init__(config)
         self._engine = engine
-        self._feed: Feed = config.app.state.feed  # type: ignore[union-attr]
+        self._shared = protocol.shared
         self._loop = asyncio.get_running_loop()
-        self._drains_until_s: float | None = None
+        self._listeners: list[socket.socket] = []
+        self.is_stopping = False  # the first signal has come
+        self._drain_task: asyncio.Task[None] | None = None
         self._shares_port = engine.config.reuse_port
         self._has_loaded = asyncio.Event()  # or loading has failed
         self._is_listening = asyncio.Event()
@@ -158,58 +162,73 @@ class Server(uvicorn.Server):
         """Listen; with --reuse-port only when the model is loaded, and not if a signal came before."""
         if self._shares_port:
             await self._has_loaded.wait()
-        if self._shares_port and (self.should_exit or self._drains_until_s is not None):
+        if self._shares_port and (self.should_exit or self.is_stopping):
             self.servers, self.started = [], True
         else:
             await super().startup(sockets)
+            self._listeners = sockets or []
         self._is_listening.set()
 
-    async def on_tick(self, counter: int) -> bool:
-        """uvicorn calls this ten times a second. It advances the drain."""
-        if self._drains_until_s is not None:
-            if self._shares_port and self.servers:
-                for listening in self.servers:
-                    listening.close()  # open connections stay
-                self.servers = []  # a connection that was accepted last has until the next tick to send its request
-            elif self._engine.state != "draining":
-                self._engine.drain()
-            else:
-                is_late = time.monotonic() >= self._drains_until_s
-                self.should_exit = self.should_exit or is_late or not self._requests()
-        return await super().on_tick(counter)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.is_stopping:
+            self.force_exit = self.should_exit = True
+        else:
+            self.is_stopping = True
+            self._loop.call_soon_threadsafe(self._start_drain)  # the only loop method that a signal handler may call
+
+    def _start_drain(self) -> None:
+        self._has_loaded.set()
+        self._drain_task = self._loop.create_task(self._drain(), name="drain")
+
+    async def _drain(self) -> None:
+        """Let the server exit when the drain is over."""
+        timeout_s = self._engine.config.shutdown_timeout
+        log.info(
+            "draining: %d requests get %g s to finish (shutdown_timeout); a second signal ends them now",
+            sum(connection.is_answering for connection in self._connections()),
+            timeout_s,
+        )
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    if self._shares_port:
+                        # First of all: clients that are told to reconnect must reach another server.
+                        await self._stop_listening()
+                    self._engine.drain(admits_requests=self._shares_port)
+                    self._shared.is_draining, self._shared.is_refusing = True, not self._shares_port
+                    for connection in self._connections():
+                        connection.drain()
+                    while any(each.delays_exit for each in self._connections()):  # noqa: ASYNC110  # many things end that
+                        await asyncio.sleep(DRAIN_TICK_S)
+            await self._stop_listening()
+        finally:
+            self.should_exit = True
+
+    async def _stop_listening(self) -> None:
+        if self._listeners:
+            await stop_connecting(self._listeners)
+        for server in self.servers:
+            server.close()  # this closes the socket; open connections stay
+        self.servers, self._listeners = [], []
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Fail the requests that are left, and close all connections."""
+        if self._drain_task is not None:
+            self._drain_task.cancel()
         self._engine.fail_all(shutting_down())
         # The errors are written at once. This bounds the wait for clients that read slowly.
         self.config.timeout_graceful_shutdown = FINAL_WRITE_TIMEOUT_S
         await super().shutdown(sockets)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._drains_until_s is None:
-            timeout_s = self._engine.config.shutdown_timeout
-            log.info(
-                "draining: %d requests get %g s to finish (shutdown_timeout); a second signal ends them now",
-                len(self._requests()),
-                timeout_s,
-            )
-            if not self._shares_port:
-                self._engine.drain()
-            self._drains_until_s = time.monotonic() + timeout_s
-            self._loop.call_soon_threadsafe(self._has_loaded.set)  # the only loop method that a signal handler may call
-        else:
-            self.force_exit = self.should_exit = True
-
-    def _requests(self) -> set[asyncio.Task[None]]:
-        """Return the tasks of all requests but the viewers of the live feed."""
-        return self.server_state.tasks - self._feed.tasks
+    def _connections(self) -> list[LimitedHttpProtocol]:
+        return [cast(LimitedHttpProtocol, connection) for connection in self.server_state.connections]
 
 
 def _on_hangup(app: Starlette, server: Server) -> None:
     """Handle SIGHUP: read the keys file again. Without a keys file the terminal was closed, and the server drains."""
     engine: LLMEngine = app.state.engine
     if engine.config.api_keys_file is None:
-        if engine.state != "draining":  # the shell and the kernel may each send one; that is no second signal
+        if not server.is_stopping:  # the shell and the kernel may each send one; that is no second signal
             server.handle_exit(signal.SIGHUP, None)
         return
     try:
@@ -262,28 +281,6 @@ def _connect_tracing(config: ServeConfig) -> Tracing | None:
         ) from None
     path = "" if address.path.strip("/") else "/v1/traces"  # as the SDK's own environment variable does
     return Tracing(endpoint.rstrip("/") + path, config.model_name, __version__)
-
-
-def _bind(config: ServeConfig) -> socket.socket:
-    """Bind the address; uvicorn listens on it later. Raises ConfigError."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
-        if not config.reuse_port:
-            return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
-        listener = socket.socket(family)  # create_server would listen
-        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-            listener.setsockopt(socket.SOL_SOCKET, option, 1)
-        listener.bind((config.host, config.port))
-        return listener
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; choose another --port or --host"
-        ) from None
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _announce(engine: LLMEngine, url: str) -> None:

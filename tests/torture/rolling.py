@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import select
 import signal
 import time
 from collections import Counter
@@ -94,7 +95,7 @@ class Client:
         self._close()
 
     async def _ask(self) -> str:
-        if self._streams is not None and self._streams[0].at_eof():
+        if self._streams is not None and _is_readable(self._streams[1]):
             self._close()
             self._results.num_reconnects += 1
         if self._streams is None:
@@ -117,6 +118,11 @@ class Client:
             self._streams = None
 
 
+def _is_readable(writer: asyncio.StreamWriter) -> bool:
+    """Return whether the kernel has something for an idle connection: its end, which asyncio may not have read yet."""
+    return bool(select.select([writer.get_extra_info("socket")], [], [], 0)[0])
+
+
 async def _restart_all(times: int, seed: int) -> tuple[dict[str, Results], list[float]]:
     """Replace the oldest server `times` times. Returns the results by kind, and the seconds that each server took."""
     port, chance, is_over = free_port(), random.Random(seed), asyncio.Event()
@@ -133,7 +139,7 @@ async def _restart_all(times: int, seed: int) -> tuple[dict[str, Results], list[
             stack.callback(server.process.kill)
             stack.callback(server.client.close)
             deadline_s = time.monotonic() + LISTENS_WITHIN_S
-            while num_listening(port) == before:  # noqa: ASYNC110
+            while num_listening(port) == before:
                 assert time.monotonic() < deadline_s and server.process.poll() is None, log.read_text()
                 await asyncio.sleep(0.05)
             return server

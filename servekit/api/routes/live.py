@@ -61,7 +61,6 @@ class Feed:
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
-        self.tasks: set[asyncio.Task[None]] = set()  # of viewers' requests, which a draining server does not wait for
         self._num_viewers: Counter[str] = Counter()  # by tenant
         self._view: LiveView | None = None
         self._frames: dict[str | None, Frame] = {}  # of the view, by tenant; None: without any tenant's request ids
@@ -152,16 +151,13 @@ class _LiveStream(Response):
             await send({"type": "http.response.body", "body": b""})
             return
         self._feed.add_viewer(self._tenant, self._max_of_tenant)
+        scope["state"]["is_viewer"] = True
         try:
             # The stream lasts as long as a page is open. If it took one of the key's concurrent requests, a key that
             # has one could either watch or send requests, but not both.
             running: RunningRequest | None = scope["state"].get("running_request")
             if running is not None:
                 running.end(0, time.monotonic())
-            task = asyncio.current_task()
-            assert task is not None
-            self._feed.tasks.add(task)
-            task.add_done_callback(self._feed.tasks.discard)
             await self._stream(scope, send)
         finally:
             self._feed.remove_viewer(self._tenant)
@@ -173,6 +169,11 @@ class _LiveStream(Response):
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+
+def is_viewer(scope: Scope) -> bool:
+    """Return whether the request is a viewer's stream. A draining server does not wait for these."""
+    return bool(scope.get("state", {}).get("is_viewer"))
 
 
 async def ui_state(request: Request) -> Response:

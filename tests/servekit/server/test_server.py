@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
-
-import uvicorn
 
 from servekit.api.app import create_app
 from servekit.config import ServeConfig
@@ -21,7 +20,7 @@ async def test_hangup_reloads_the_keys_file_and_a_bad_file_changes_nothing(tmp_p
     config = ServeConfig(api_keys_file=str(path), api_key="setting")
     engine = LLMEngine(config)
     app = create_app(engine, read_keys(config))
-    server = Server(uvicorn.Config(app), engine)
+    server = Server(app, engine)
 
     def known() -> list[str]:
         return [key for key in ("setting", "one", "two") if app.state.keyring.find(key.encode())]
@@ -43,9 +42,11 @@ async def test_hangup_reloads_the_keys_file_and_a_bad_file_changes_nothing(tmp_p
 async def test_hangup_without_a_keys_file_drains_and_repeats_count_once() -> None:
     engine = LLMEngine(ServeConfig())
     app = create_app(engine)
-    server = Server(uvicorn.Config(app), engine)
+    server = Server(app, engine)
     _on_hangup(app, server)
     _on_hangup(app, server)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
     assert engine.state == "draining" and not server.force_exit
     server.handle_exit(signal.SIGTERM, None)
     assert server.force_exit

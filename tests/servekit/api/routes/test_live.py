@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-import uvicorn
 from msgspec.structs import replace
 from starlette.types import Message
 
@@ -191,18 +190,17 @@ async def test_stream_begins_with_the_retry_time_and_ends_with_its_client() -> N
         assert headers[b"cache-control"] == b"no-store" and headers[b"x-accel-buffering"] == b"no"
         assert (await sent.get())["body"] == b"retry: 1000\n\n"
         assert parse((await sent.get())["body"])[1]["state"] == "loading"
-        assert len(app.state.feed.tasks) == 1
+        assert app.state.feed._num_viewers.total() == 1
         disconnect_of(scope).happen()
         await stream
     assert app.state.feed._num_viewers.total() == 0
-    await until(lambda: not app.state.feed.tasks)
 
 
 async def test_stream_ends_with_the_last_frame_even_if_the_server_ends_first() -> None:
     """The server may stop its main loop before the viewers' next frame is due."""
     engine = Looks().engine
     app = create_app(engine)
-    server, sent = Server(uvicorn.Config(app), engine), asyncio.Queue[Message]()
+    server, sent = Server(app, engine), asyncio.Queue[Message]()
     with server.capture_signals():  # the server handles SIGTERM, as when it serves
         stream = asyncio.create_task(app(make_scope("GET", "/ui/events"), receive, sent.put))
         async with asyncio.timeout(LIMIT_S):
@@ -259,7 +257,7 @@ async def test_head_request_gets_headers_and_is_no_viewer() -> None:
         answer = await ask(app, "HEAD", path)
         assert answer.status == 200 and answer.headers["content-type"].startswith(kind)
         assert answer.headers["cache-control"] == "no-store"
-    assert not app.state.feed.tasks
+    assert app.state.feed._num_viewers.total() == 0
 
 
 async def test_state_of_a_loading_server_shows_the_stage() -> None:
