@@ -7,7 +7,7 @@ import json
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvicorn
@@ -33,11 +33,22 @@ class Service:
         self.scopes: list[Scope] = []
         self.bodies: list[bytes] = []
         self.has_disconnected = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.state = ServerState()
         self.writers: list[asyncio.StreamWriter] = []
 
     @property
     def num_lingering(self) -> int:
         return len(self.protocol.shared.lingering)
+
+    @property
+    def connections(self) -> list[LimitedHttpProtocol]:
+        return [cast(LimitedHttpProtocol, each) for each in self.state.connections]
+
+    def drain(self, refuses: bool = False) -> None:
+        self.protocol.shared.is_draining, self.protocol.shared.is_refusing = True, refuses
+        for connection in self.connections:
+            connection.drain()
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -45,12 +56,23 @@ class Service:
         return reader, writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """/refuse answers before the body is read; /wait never answers; /echo reads the body first; /large is long."""
+        """/refuse answers before the body is read; /wait never answers; /echo reads the body first; /large is long.
+
+        /late waits for `may_end` before it answers, /stream between the first and the last part of its answer.
+        """
         self.scopes.append(scope)
         if scope["path"] == "/wait":
             disconnect_of(scope).set_callback(self.has_disconnected.set)
             await self.has_disconnected.wait()
             return
+        if scope["path"] == "/stream":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"first", "more_body": True})
+            await self.may_end.wait()
+            await send({"type": "http.response.body", "body": b"last"})
+            return
+        if scope["path"] == "/late":
+            await self.may_end.wait()
         body = bytes(LARGE) if scope["path"] == "/large" else b"refused"
         if scope["path"] == "/echo":
             body = b""
@@ -73,7 +95,7 @@ async def serving(**settings: Any) -> AsyncIterator[Service]:
         service, http=service.protocol, ws="none", interface="asgi3", lifespan="off", log_config=None
     )
     config.load()
-    state = ServerState()
+    state = service.state
     server = await asyncio.get_running_loop().create_server(
         lambda: service.protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
     )
@@ -86,6 +108,7 @@ async def serving(**settings: Any) -> AsyncIterator[Service]:
         for connection in [*state.connections, *service.protocol.shared.lingering]:
             connection.transport.abort()  # type: ignore[attr-defined]
         service.has_disconnected.set()
+        service.may_end.set()
         for writer in service.writers:
             writer.transport.abort()
         await asyncio.sleep(0.01)
@@ -282,6 +305,102 @@ async def test_large_pipelined_body_is_dropped_and_the_first_answer_arrives() ->
         writer.close()
 
 
+# -- draining ----------------------------------------------------------------------------------------------------------
+
+STREAM_END = b"4\r\nlast\r\n0\r\n\r\n"
+
+
+async def test_answer_that_begins_in_a_drain_announces_the_close() -> None:
+    async with serving() as service:
+        reader, writer = await service.connect()
+        writer.write(head("/late", 0))
+        await until(lambda: len(service.scopes) == 1)
+        service.drain()
+        assert all(connection.delays_exit for connection in service.connections)
+        service.may_end.set()
+        answer = await reader.read()
+        assert answer.endswith(b"refused") and answer.count(b"connection: close\r\n") == 1
+        writer.close()
+        await until(lambda: not service.connections)
+
+
+@pytest.mark.parametrize("has_asked", [False, True])
+async def test_idle_connection_closes_after_one_more_answer(has_asked: bool) -> None:
+    async with serving() as service:
+        reader, writer = await service.connect()
+        if has_asked:
+            writer.write(head("/echo", 3) + b"one")
+            assert b"connection: close" not in await reader.readuntil(b"one")
+        await until(lambda: len(service.connections) == 1)
+        service.drain()
+        assert service.connections[0].delays_exit, "a request may be on its way"
+        writer.write(head("/echo", 3) + b"two")
+        answer = await reader.read()
+        assert answer.endswith(b"two") and b"connection: close\r\n" in answer
+        writer.close()
+
+
+@pytest.mark.parametrize("has_asked", [False, True])
+async def test_idle_connection_closes_when_no_request_comes(has_asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "DRAIN_IDLE_TIMEOUT_S", 0.05)
+    async with serving(header_timeout=600, keep_alive_timeout=600) as service:
+        reader, writer = await service.connect()
+        if has_asked:
+            writer.write(head("/echo", 3) + b"one")
+            await reader.readuntil(b"one")
+        await until(lambda: len(service.connections) == 1)
+        service.drain()
+        assert await reader.read() == b""
+        await until(lambda: not service.connections)
+
+
+async def test_request_that_arrives_at_the_moment_of_the_close_is_answered() -> None:
+    """The event loop may have been busy when it arrived."""
+    async with serving() as service:
+        reader, writer = await service.connect()
+        await until(lambda: len(service.connections) == 1)
+        writer.write(head("/echo", 3) + b"abc")  # asyncio sends at once, and has not read it yet
+        service.connections[0].timeout_keep_alive_handler()
+        await reader.readuntil(b"abc")
+
+
+async def test_stream_ends_properly_in_a_drain_and_the_next_answer_announces_the_close() -> None:
+    async with serving() as service:
+        reader, writer = await service.connect()
+        writer.write(head("/stream", 0))
+        assert b"connection: close" not in await reader.readuntil(b"first\r\n")
+        service.drain()
+        service.may_end.set()
+        await reader.readuntil(STREAM_END)
+        assert service.connections[0].delays_exit
+        writer.write(head("/echo", 3) + b"abc")
+        answer = await reader.read()
+        assert answer.endswith(b"abc") and b"connection: close\r\n" in answer
+
+
+async def test_pipelined_requests_are_all_answered_and_the_last_answer_announces_the_close() -> None:
+    async with serving() as service:
+        reader, writer = await service.connect()
+        writer.write(head("/late", 0) + head("/echo", 3) + b"two" + head("/echo", 5) + b"three")
+        await until(lambda: len(service.connections) == 1 and len(service.connections[0].pipeline) == 2)
+        service.drain()
+        service.may_end.set()
+        answers = (await reader.read()).split(b"HTTP/1.1 200")[1:]
+        assert [b"connection: close\r\n" in answer for answer in answers] == [False, False, True]
+        assert service.bodies == [b"two", b"three"]
+
+
+async def test_drain_waits_for_no_refusal() -> None:
+    async with serving() as service:
+        old, new = await service.connect(), await service.connect()
+        old[1].write(head("/late", 0))
+        await until(lambda: len(service.scopes) == 1 and len(service.connections) == 2)
+        service.drain(refuses=True)
+        new[1].write(head("/late", 0))
+        await until(lambda: len(service.scopes) == 2)
+        assert sorted(connection.delays_exit for connection in service.connections) == [False, True]
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -304,8 +423,8 @@ async def test_at_the_end_clients_that_read_get_the_whole_answer_and_others_are_
         slow, silent = await service.connect(), await service.connect()
         for _, writer in (slow, silent):
             writer.write(head("/large", 0))
-        await until(lambda: all(connection._send_timer is not None for connection in _connections(service)))
-        for connection in _connections(service):
+        await until(lambda: all(connection._send_timer is not None for connection in service.connections))
+        for connection in service.connections:
             connection.shutdown()
         received = b""
         while piece := await slow[0].read(2**20):
@@ -315,13 +434,6 @@ async def test_at_the_end_clients_that_read_get_the_whole_answer_and_others_are_
         await until(lambda: service.refusals == ["send_timeout"])
         with pytest.raises(ConnectionResetError):
             await silent[0].readexactly(2 * LARGE)
-
-
-def _connections(service: Service) -> list[LimitedHttpProtocol]:
-    import gc
-
-    # isinstance would read `__class__`, which some objects of torch answer with a warning.
-    return [each for each in gc.get_objects() if issubclass(type(each), service.protocol)]
 
 
 async def test_reset_is_a_disconnect() -> None:
