@@ -43,6 +43,7 @@ PARTS = {
     "workers": Part("workers", 50, "times each"),
     "parent": Part("parent", 50, "times"),
     "drain": Part("drain", 50, "times"),
+    "rolling": Part("rolling", 10, "restarts"),
     "clients": Part("clients", 500, "times each"),
     "raw_http": Part("raw_http", 100_000, "cases"),
     "schemas": Part("schemas", 5_000, "cases for each endpoint"),
