@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import os
 import resource
 import socket
 import struct
@@ -25,6 +26,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -366,15 +368,24 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """Close, unless a request has arrived that the event loop has not read yet. Closing would reset its client."""
-        if not self.transport.is_closing() and self._num_unread_bytes():
+        if self.transport.is_closing():
+            return
+        if self._num_unread_bytes():
             self._await_request()
-        else:
-            super().timeout_keep_alive_handler()
+            return
+        # Tell the client in this very moment. The event loop closes in its next iteration; a request could come before.
+        with suppress(OSError), socket.socket(fileno=os.dup(self._fileno)) as same:
+            same.shutdown(socket.SHUT_WR)
+        super().timeout_keep_alive_handler()
 
     def _num_unread_bytes(self) -> int:
         """Return how many bytes the kernel has received and the event loop has not read."""
-        unread = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
-        return int.from_bytes(unread, sys.byteorder)
+        return int.from_bytes(fcntl.ioctl(self._fileno, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+    @property
+    def _fileno(self) -> int:
+        fileno: int = self.transport.get_extra_info("socket").fileno()
+        return fileno
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
