@@ -51,7 +51,7 @@ format: $(DEVELOPMENT)  ## format the code
 simulate: $(DEVELOPMENT)  ## search for scheduler bugs with new random seeds; SECONDS=60
 	$(BIN)/python -m tests.servekit.simulation.simulate --seconds $(or $(SECONDS),60) $(ARGS)
 
-torture: $(DEVELOPMENT)  ## inject faults and overload into a real server (3 hours); ARGS="workers --scale 0.1"
+torture: $(DEVELOPMENT)  ## inject faults and overload into a real server (4 hours); ARGS="workers --scale 0.1"
 	$(BIN)/python -m tests.torture $(ARGS)
 
 bench: $(DEVELOPMENT)  ## compare output tokens/s with a loop of transformers' generate
