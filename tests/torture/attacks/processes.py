@@ -23,7 +23,7 @@ from tests.torture.streams import Connections, End, RequestSpec, ask
 
 FROZEN_S = 13.0  # longer than --step-timeout, --heartbeat-timeout and --sandbox-timeout
 LONG = RequestSpec(
-    "long", "/generate_stream", {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+    "long", "/generate_stream", {"prompt": "Once upon a time", "max_tokens": 800, "ignore_eos": True, "temperature": 0}
 )
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 # All fit into a pipe's 64 KiB together with 413 lines of log; twice as many do not.
