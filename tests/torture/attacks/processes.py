@@ -65,7 +65,7 @@ def stopped_sandbox(seconds: float, chance: Random) -> list[Claim]:
         return await asyncio.gather(*(post_json(port, BYSTANDER_KEY, "/v1/chat/completions", CHAT) for _ in range(num)))
 
     async def stop_and_kill(server: ServerProcess) -> tuple[list[str], list[str], str]:
-        await wait_until(lambda: bool(server.sandbox_pids()), 20)
+        await chats(server.port, 1)  # so that a sandbox has started
         for pid in server.sandbox_pids():
             os.kill(pid, signal.SIGSTOP)
         stopped = [answer.summary for answer in await chats(server.port, 4)]
