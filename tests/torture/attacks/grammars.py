@@ -150,7 +150,8 @@ def exhaust_shared_schema(seconds: float, chance: Random) -> list[Claim]:
         with suppress(TimeoutError):
             async with asyncio.timeout(MAX_EXHAUSTING_S):
                 for seed in range(4):
-                    attacker.append((await post_json(port, ATTACKER_KEY, "/generate", many | {"seed": seed})).summary)
+                    answer = await post_json(port, ATTACKER_KEY, "/generate", many | {"seed": seed})
+                    attacker.append(answer.summary)
         bystander = [await post_json(port, BYSTANDER_KEY, "/generate", body | {"seed": seed}) for seed in range(10)]
         return attacker or ["none in time"], [each.summary for each in bystander]
 
