@@ -30,6 +30,7 @@ from servekit.sandbox.jobs import (
 log = logging.getLogger("servekit")
 
 START_TIMEOUT_S = 60.0  # for imports and for reading a large tokenizer, on a busy machine
+STALLED_START_S = 5.0  # without any processor time; longer than a slow disk needs for one file
 ANSWER_TIMEOUT_S = 5.0  # forking takes milliseconds; a process that does not answer for so long is stopped
 EXIT_WAIT_S = 2.0  # for a process that is exiting
 EXIT_LOOK_S = 0.005
@@ -90,11 +91,7 @@ class ForkedProcess:
 
     def cpu_s(self) -> float:
         """The processor time that the process has used, in steps of a hundredth of a second; 0 if it is gone."""
-        with contextlib.suppress(OSError):
-            # The name, in parentheses, may contain blanks. utime and stime are fields 14 and 15 of proc_pid_stat(5).
-            fields = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
-        return 0.0
+        return _cpu_s(self.pid)
 
     def lower_priority(self) -> None:
         """Let the model's worker and jobs in the quick lane go first where both want the same core."""
@@ -186,7 +183,11 @@ class ForkServer:
             theirs.close()
         if self._is_stopped:  # while it was created
             self._kill()
-        answer = await self._receive(START_TIMEOUT_S)
+        watching = asyncio.create_task(_kill_if_stopped(self._process))
+        try:
+            answer = await self._receive(START_TIMEOUT_S)
+        finally:
+            watching.cancel()
         assert isinstance(answer, ForkServerReady)
         for warning in answer.warnings:
             log.warning("requests that need this will be refused: %s", warning)
@@ -231,6 +232,25 @@ class ForkServer:
             control.close()
         if process is not None:
             await process.wait()
+
+
+async def _kill_if_stopped(process: Process) -> None:
+    """Kill a process that gets no processor time while it starts, so that it is started again."""
+    last_s = -1.0
+    while (used_s := _cpu_s(process.pid)) > last_s:
+        last_s = used_s
+        await asyncio.sleep(STALLED_START_S)
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+def _cpu_s(pid: int) -> float:
+    """The processor time that a process has used, in steps of a hundredth of a second; 0 if it is gone."""
+    with contextlib.suppress(OSError):
+        # The name, in parentheses, may contain blanks. utime and stime are fields 14 and 15 of proc_pid_stat(5).
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    return 0.0
 
 
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode

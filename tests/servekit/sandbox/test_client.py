@@ -160,7 +160,11 @@ async def test_a_job_whose_process_was_killed_or_stopped_from_outside_runs_again
         assert await sandbox.run(render(f"again {number}"), "messages", "") == f"again {number}"
 
 
-async def test_a_process_that_is_killed_while_it_starts_is_started_again() -> None:
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_process_that_is_killed_or_stopped_while_it_starts_is_started_again(
+    sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked_process, "STALLED_START_S", 1.0)
     sandbox = Sandbox(ARGUMENTS, timeout_s=1.0, memory_bytes=2**27)
     known = set(fork_servers())
     asked = asyncio.create_task(sandbox.run(render("next"), "messages", ""))
@@ -169,7 +173,7 @@ async def test_a_process_that_is_killed_while_it_starts_is_started_again() -> No
         while not started:
             started = set(fork_servers()) - known
             await asyncio.sleep(0.001)
-    os.kill(*started, signal.SIGKILL)
+    os.kill(*started, sent)
     assert await asked == "next"
     await sandbox.stop()
 
