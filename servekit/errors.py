@@ -13,8 +13,10 @@
     │  ├─ UnsupportedEncoding   415  the body is compressed
     │  ├─ RateLimited           429  the API key's own limit is reached
     │  ├─ HeadersTooLarge       431  the headers are over the size limit
+    │  ├─ HttpFeatureUnsupported 501 the request uses a part of HTTP that the server does not implement
     │  ├─ QueueFull             503  the waiting queue is full
     │  ├─ TooManyConnections    503  the maximum number of connections is open
+    │  ├─ HttpVersionUnsupported 505 the request is of another version of HTTP
     │  └─ DeadlineExceeded      504  the request's deadline passed before it could enter the queue
     ├─ WorkerError           a worker process failed
     │  ├─ WorkerNotReady        503  the model is still loading, or the server is shutting down
@@ -130,6 +132,20 @@ class HeadersTooLarge(RequestError):
 
     status = 431
     code = "headers_too_large"
+
+
+class HttpFeatureUnsupported(RequestError):
+    """The request uses a part of HTTP that the server does not implement: a transfer coding."""
+
+    status = 501
+    code = "http_feature_unsupported"
+
+
+class HttpVersionUnsupported(RequestError):
+    """The request line names another version than HTTP/1.0 or HTTP/1.1."""
+
+    status = 505
+    code = "http_version_unsupported"
 
 
 class DeadlineExceeded(RequestError):

@@ -45,6 +45,8 @@ from servekit.api.schemas.json_body import encode
 from servekit.config import ServeConfig
 from servekit.errors import (
     HeadersTooLarge,
+    HttpFeatureUnsupported,
+    HttpVersionUnsupported,
     InvalidRequest,
     RequestTimeout,
     ServekitError,
@@ -278,6 +280,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             self._is_upgrade = True
             return
+        self._check_http()
         self._is_in_head = False
         self._num_unreported_bytes = 0
         if self._head_timer is not None:
@@ -293,6 +296,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.cycle.transport = cast(asyncio.Transport, _LingeringTransport(self))
         # A client that pipelines may disconnect, too, and only a connection that is read notices that.
         self.flow.resume_reading()
+
+    def _check_http(self) -> None:
+        """Refuse another version of HTTP, and transfer codings that would be part of the body (RFC 9112, 6.1)."""
+        version = self.parser.get_http_version()
+        headers = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        codings = [coding.strip(b" \t") for value in headers for coding in value.split(b",")]
+        if version not in ("1.0", "1.1"):
+            self._refuse(HttpVersionUnsupported(f"HTTP/{version} is not supported; use HTTP/1.1"))
+        elif any(coding != b"chunked" for coding in codings):
+            shown = b", ".join(codings).decode("latin-1")[:40]
+            self._refuse(
+                HttpFeatureUnsupported(f"transfer-encoding {shown!r} is not supported; send the body as 'chunked'")
+            )
+        else:
+            return
+        raise ValueError  # stops the parser
 
     def on_chunk_header(self) -> None:
         self._num_chunks += 1
@@ -350,6 +369,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_refusing = self.shared.is_refusing
         if self.shared.is_draining:
             self._close_after_last(cycle)
+        if cycle.scope["http_version"] == "1.0":
+            app = cast(ASGI3Application, _WithoutChunks(app, cycle))
         super()._start_asgi_task(cycle, app)
 
     def _close_after_last(self, cycle: RequestResponseCycle) -> None:
@@ -512,6 +533,31 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.abort()
         else:
             self._linger_timer = self.loop.call_later(close_s - now, self._on_linger_timer)
+
+
+class _WithoutChunks:
+    """An application for an HTTP/1.0 client, which knows no chunks: the close ends an answer without content-length."""
+
+    __slots__ = ("_app", "_cycle")
+
+    def __init__(self, app: ASGI3Application, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        cycle, has_length = self._cycle, False
+
+        async def send_without_chunks(message: Any) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                if not has_length:
+                    cycle.chunked_encoding = False  # otherwise uvicorn chooses it
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn counts down from it
+            await send(message)
+
+        await self._app(scope, receive, send_without_chunks)
 
 
 class _LingeringTransport:

@@ -269,6 +269,82 @@ async def test_a_chain_of_upgrade_requests_is_bounded_like_any_pipeline() -> Non
         writer.close()
 
 
+@pytest.mark.parametrize("protocol", ["h2c", "websocket", "TLS/1.0"])
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_every_upgrade_is_ignored_whatever_the_body(protocol: str, is_chunked: bool) -> None:
+    lines = ["Connection: Upgrade", f"Upgrade: {protocol}", "Expect: 100-continue"]
+    async with serving() as service:
+        reader, writer = await service.connect()
+        if is_chunked:
+            lines.append("Transfer-Encoding: chunked")
+            writer.write("\r\n".join(["POST /echo HTTP/1.1", "Host: a", *lines, "\r\n"]).encode())
+        else:
+            writer.write(head("/echo", 5, *lines))
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"5\r\nhello\r\n0\r\n\r\n" if is_chunked else b"hello")
+        assert (await reader.readuntil(b"hello")).startswith(b"HTTP/1.1 200")
+        writer.write(b"GET /echo HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert service.bodies == [b"hello", b""]
+
+
+# -- versions, codings and connection headers --------------------------------------------------------------------------
+
+
+UNSUPPORTED = "http_feature_unsupported"
+
+
+@pytest.mark.parametrize(
+    ("line", "headers", "status", "code"),
+    [
+        ("GET / HTTP/2.0", [], 505, "http_version_unsupported"),
+        ("GET / HTTP/0.9", [], 505, "http_version_unsupported"),
+        ("POST /echo HTTP/1.1", ["Transfer-Encoding: gzip, chunked"], 501, UNSUPPORTED),
+        (
+            "POST /echo HTTP/1.1",
+            ["Transfer-Encoding: gzip", "Transfer-Encoding: chunked"],
+            501,
+            "http_feature_unsupported",
+        ),
+        ("POST /echo HTTP/1.1", ["Transfer-Encoding: gzip"], 501, UNSUPPORTED),
+        ("POST /echo HTTP/1.1", ["Transfer-Encoding: chunked, chunked"], 400, "invalid_http"),
+    ],
+)
+async def test_what_the_server_does_not_speak_is_refused_and_the_connection_closed(
+    line: str, headers: list[str], status: int, code: str
+) -> None:
+    smuggled = b"0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n"
+    async with serving() as service:
+        reader, writer = await service.connect()
+        writer.write("\r\n".join([line, "Host: a", *headers, "\r\n"]).encode() + smuggled)
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 %d " % status) and answer.count(b"content-length") == 1
+        assert answer.count(b"connection: close\r\n") == 1
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == code
+        assert not service.scopes
+
+
+@pytest.mark.parametrize("value", ["chunked", "CHUNKED", "  chunked "])
+async def test_chunked_alone_is_read(value: str) -> None:
+    async with serving() as service:
+        reader, writer = await service.connect()
+        writer.write(f"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: {value}\r\n\r\n".encode())
+        writer.write(b"3\r\nabc\r\n0\r\n\r\n")
+        await reader.readuntil(b"abc")
+        assert service.bodies == [b"abc"]
+
+
+@pytest.mark.parametrize("path", ["/stream", "/echo"])
+async def test_http_1_0_gets_no_chunks_and_the_close_ends_the_answer(path: str) -> None:
+    async with serving() as service:
+        service.may_end.set()
+        reader, writer = await service.connect()
+        writer.write(f"POST {path} HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: 3\r\n\r\nabc".encode())
+        names, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in names and names.count(b"connection:") == 1 and b"connection: close" in names
+        assert body == {"/stream": b"firstlast", "/echo": b"abc"}[path]
+
+
 # -- pipelined requests ------------------------------------------------------------------------------------------------
 
 

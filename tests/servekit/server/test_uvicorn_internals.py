@@ -53,7 +53,9 @@ PROTOCOL_ATTRIBUTES = [
 ]
 CYCLE_ATTRIBUTES = [
     "body",
+    "chunked_encoding",
     "disconnected",
+    "expected_content_length",
     "keep_alive",
     "message_event",
     "more_body",
@@ -131,6 +133,13 @@ def test_cycle_uses_no_other_method_of_its_transport() -> None:
     source = inspect.getsource(RequestResponseCycle)
     used = {part.split("(")[0] for part in source.split("self.transport.")[1:]}
     assert used == {"write", "close", "is_closing"}, "_LingeringTransport has these three"
+
+
+def test_cycle_without_length_and_chunks_counts_down_from_the_expected_length() -> None:
+    """_WithoutChunks depends on this."""
+    source = inspect.getsource(RequestResponseCycle.send)
+    assert "if self.chunked_encoding is None and self.scope" in source
+    assert "self.expected_content_length -= num_bytes" in source
 
 
 def test_pipelined_requests_wait_in_a_deque_from_the_right() -> None:
