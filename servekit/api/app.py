@@ -101,7 +101,11 @@ class _Handler:
 
 
 def replace_keys(app: Starlette, keys_of_file: Sequence[Key]) -> None:
-    """Use these keys in place of the file's old ones from the next request on. Running requests go on."""
+    """Use these keys in place of the file's old ones from the next request on.
+
+    Running requests go on: their cost is bounded. Viewers of the live feed could stay for ever, so they lose it with
+    their key.
+    """
     assert keys_of_file, "without any key, no key would be needed"
     app.state.keyring.keys = _all_keys(app.state.engine.config, keys_of_file)
 

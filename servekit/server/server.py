@@ -9,7 +9,6 @@ import logging
 import signal
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
@@ -19,17 +18,15 @@ import uvloop
 from starlette.applications import Starlette
 
 from servekit import __version__
-from servekit.api.app import create_app, replace_keys
-from servekit.api.auth.keys import Key, parse_keys_file
-from servekit.api.middleware.host_check import is_loopback
+from servekit.api.app import create_app
 from servekit.config import ServeConfig, doubts, non_default
-from servekit.engine.caller import ANONYMOUS
 from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import ConfigError, shutting_down
 from servekit.observability.process_metrics import watch_event_loop, watch_processes
 from servekit.protocol.child_process import ignore_signals
 from servekit.protocol.logging import configure_logging, fields, logs_json, num_dropped_lines
 from servekit.server.http_protocol import LimitedHttpProtocol, limited_protocol
+from servekit.server.keys_file import KeysReload, read_keys
 from servekit.server.listener import BACKLOG, bind, stop_connecting, url
 
 if TYPE_CHECKING:
@@ -57,11 +54,13 @@ async def _serve(config: ServeConfig) -> int:
     engine = LLMEngine(config)
     app = create_app(engine, keys_of_file, None if tracing is None else tracing.record)
     server = Server(app, engine)
+    reload = KeysReload(app, config)
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup sets this
     if config.api_keys_file is not None or not is_ignored:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, app, server)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, server, reload)
     http = asyncio.create_task(server.serve(sockets=[listener]))
     supervisor = asyncio.create_task(_supervise(engine, server, listener))
+    reloading = asyncio.create_task(reload.run(), name="keys file")
     engine.metrics.watch_log(num_dropped_lines)
     watch_processes(engine.metrics.registry, lambda: engine.worker_pid)
     watching = watch_event_loop(engine.metrics.server.event_loop_lag, engine.metrics.server.event_loop_tasks)
@@ -71,6 +70,7 @@ async def _serve(config: ServeConfig) -> int:
     finally:
         ignore_signals()  # uvicorn has removed its handlers, and the server is ending already
         lag.cancel()
+        reloading.cancel()
         supervisor.cancel()
         await asyncio.wait([supervisor])
         await app.state.body_decoder.stop()
@@ -224,44 +224,12 @@ class Server(uvicorn.Server):
         return [cast(LimitedHttpProtocol, connection) for connection in self.server_state.connections]
 
 
-def _on_hangup(app: Starlette, server: Server) -> None:
+def _on_hangup(server: Server, reload: KeysReload) -> None:
     """Handle SIGHUP: read the keys file again. Without a keys file the terminal was closed, and the server drains."""
-    engine: LLMEngine = app.state.engine
-    if engine.config.api_keys_file is None:
-        if not server.is_stopping:  # the shell and the kernel may each send one; that is no second signal
-            server.handle_exit(signal.SIGHUP, None)
-        return
-    try:
-        keys = read_keys(engine.config)
-    except ConfigError as error:
-        log.error("the API keys were not changed: %s", error.message)
-        return
-    replace_keys(app, keys)
-    log.info("read %s again: it has %d API keys", engine.config.api_keys_file, len(keys))
-
-
-def read_keys(config: ServeConfig) -> list[Key]:
-    """Return the keys in --api-keys-file. Raises ConfigError."""
-    path = config.api_keys_file
-    if path is None:
-        if config.api_key is None and not is_loopback(config.host):
-            log.warning(
-                "no API key is needed: any client that can connect to %s may use this server (set --api-key or "
-                "--api-keys-file)",
-                config.host,
-            )
-        return []
-    try:
-        keys = parse_keys_file(Path(path).read_bytes(), path)
-    except OSError as error:
-        raise ConfigError(f"api_keys_file = {path!r}: {error.strerror}") from None
-    if config.scheduling_policy != "priority" and any(key.min_priority != ANONYMOUS.min_priority for key in keys):
-        log.warning(
-            "%s: min_priority has no effect with --scheduling-policy %r; it needs priority",
-            path,
-            config.scheduling_policy,
-        )
-    return keys
+    if reload.has_file:
+        reload.request()
+    elif not server.is_stopping:  # the shell and the kernel may each send one; that is no second signal
+        server.handle_exit(signal.SIGHUP, None)
 
 
 def _connect_tracing(config: ServeConfig) -> Tracing | None:

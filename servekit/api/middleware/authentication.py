@@ -48,6 +48,7 @@ class Authentication:
             key = self._find_key(scope)
             caller: Caller = scope["state"].get("caller", ANONYMOUS)
             scope["state"]["caller"] = replace(caller, tenant=key.tenant, min_priority=key.min_priority)
+            scope["state"]["api_key"] = key
             if key.only == "metrics" and (scope.get("method"), scope["path"]) not in METRICS_ROUTES:
                 raise Forbidden("this API key may only call GET /metrics (its entry has only = 'metrics')")
             allowance = self._allowance(key)

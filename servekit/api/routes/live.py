@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from servekit.api.auth.keys import Key, Keyring
 from servekit.api.auth.rate_limits import RunningRequest
 from servekit.api.disconnect import disconnect_of
 from servekit.api.endpoint import Endpoint, caller_of
@@ -135,13 +136,17 @@ def _too_many_viewers(reason: str) -> QueueFull:
 
 
 class _LiveStream(Response):
-    """The stream of frames to one viewer. It ends when the server drains or fails, or the client disconnects."""
+    """The stream of frames to one viewer.
 
-    def __init__(self, feed: Feed, tenant: str, max_of_tenant: int) -> None:
+    It ends when the server drains or fails, when the client disconnects, and when its API key is removed or changed.
+    """
+
+    def __init__(self, feed: Feed, keyring: Keyring, tenant: str, max_of_tenant: int) -> None:
         self.status_code = 200
         self.background = None
         self.raw_headers = HEADERS
         self._feed = feed
+        self._keyring = keyring
         self._tenant = tenant
         self._max_of_tenant = max_of_tenant
 
@@ -163,9 +168,14 @@ class _LiveStream(Response):
             self._feed.remove_viewer(self._tenant)
 
     async def _stream(self, scope: Scope, send: Send) -> None:
-        disconnect = disconnect_of(scope)
+        disconnect, keyring = disconnect_of(scope), self._keyring
+        key: Key | None = scope["state"].get("api_key")
+
+        def is_wanted() -> bool:
+            return not disconnect.has_happened and (key is None or key in keyring.keys)
+
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._feed.events(self._tenant, lambda: not disconnect.has_happened)) as events:
+        async with aclosing(self._feed.events(self._tenant, is_wanted)) as events:
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
@@ -188,8 +198,9 @@ async def ui_events(request: Request) -> Response:
 
     A client that reads slowly skips events.
     """
-    max_of_tenant = MAX_VIEWERS_OF_TENANT if request.app.state.keyring.keys else MAX_VIEWERS
-    return _LiveStream(request.app.state.feed, caller_of(request).tenant, max_of_tenant)
+    keyring: Keyring = request.app.state.keyring
+    max_of_tenant = MAX_VIEWERS_OF_TENANT if keyring.keys else MAX_VIEWERS
+    return _LiveStream(request.app.state.feed, keyring, caller_of(request).tenant, max_of_tenant)
 
 
 ENDPOINTS: list[Endpoint] = [

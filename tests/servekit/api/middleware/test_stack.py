@@ -6,7 +6,7 @@ import pytest
 
 from servekit.config import ServeConfig
 from servekit.errors import ConfigError
-from servekit.server.server import read_keys
+from servekit.server.keys_file import read_keys
 from tests.support.asgi import (
     KEY,
     Log,

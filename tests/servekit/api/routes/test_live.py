@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 from starlette.types import Message
 
-from servekit.api.app import create_app
-from servekit.api.auth.keys import DEFAULT_TENANT
+from servekit.api.app import create_app, replace_keys
+from servekit.api.auth.keys import DEFAULT_TENANT, parse_keys_file
 from servekit.api.disconnect import disconnect_of
 from servekit.api.routes.live import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT, PERIOD_S, UNCHANGED_PERIOD_S, Feed
 from servekit.config import ServeConfig
@@ -21,7 +21,7 @@ from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import QueueFull, WorkerNotReady
 from servekit.observability.live_frames import LiveSequence
 from servekit.server.server import Server
-from tests.support.asgi import ask, make_scope
+from tests.support.asgi import FILE, ask, bearer, guarded, make_scope
 
 LIMIT_S = 30
 SEQUENCES = [LiveSequence(number, "decode", 1, 1, 1, 9, 0.0) for number in range(2)]
@@ -214,6 +214,23 @@ async def test_stream_ends_with_the_last_frame_even_if_the_server_ends_first() -
             await stream
     messages = [sent.get_nowait() for _ in range(sent.qsize())]
     assert parse(messages[-2]["body"])[1]["state"] == "draining"
+    assert messages[-1] == {"type": "http.response.body", "body": b""}
+
+
+@pytest.mark.parametrize("kept", ["", '[[key]]\nkey = "narrow"\ntenant = "another"\n'])
+async def test_stream_ends_properly_when_its_key_is_removed_or_changed(kept: str) -> None:
+    other = '[[key]]\nkey = "other"\ntenant = "batch"\n'
+    app, sent = guarded(), asyncio.Queue[Message]()
+    scope = make_scope("GET", "/ui/events", bearer("narrow"))
+    stream = asyncio.create_task(app(scope, receive, sent.put))
+    async with asyncio.timeout(LIMIT_S):
+        for _ in range(3):
+            await sent.get()
+        replace_keys(app, parse_keys_file((FILE + other).encode(), "keys.toml"))
+        assert (await sent.get())["more_body"], "its key is still there"
+        replace_keys(app, parse_keys_file((other + kept).encode(), "keys.toml"))
+        await stream
+    messages = [sent.get_nowait() for _ in range(sent.qsize())]
     assert messages[-1] == {"type": "http.response.body", "body": b""}
 
 
