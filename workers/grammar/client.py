@@ -29,6 +29,9 @@ log = logging.getLogger("servekit.worker")
 
 START_TIMEOUT_S = 60.0  # for imports and a large tokenizer, on a busy machine
 ANSWER_TIMEOUT_S = 10.0  # without any answer, while one is due; a piece of work takes some ten milliseconds
+# What the time between two looks at the process counts at most. When the container is paused, both processes are, and
+# the time that has passed at the next look says nothing about the other one.
+MAX_LOOK_S = 1.0
 MAX_UNREAD_BYTES = 64 * 2**20  # of messages that the process has not read
 MAX_FAILED_STARTS = 3  # in succession; from then on, requests with grammars fail until a start succeeds
 MAX_START_DELAY_S = 30.0
@@ -65,7 +68,8 @@ class MaskProcess:
         self._answers: MessageReceiver[FromMaskProcess]
         self._is_ready = False
         self._due: set[int] = set()  # sequences whose masks are being computed
-        self._silent_since_s = 0.0
+        self._silent_s = 0.0  # while an answer is due, up to the last look
+        self._looked_s = 0.0
         self._num_failed_starts = 0
         self._start_not_before_s = 0.0
         self._refusal = ""  # why the model's tokenizer cannot be used
@@ -121,12 +125,12 @@ class MaskProcess:
         self.incarnation += 1
         self._is_ready = False
         self._due.clear()
-        self._silent_since_s = time.monotonic()
+        self._end_silence()
 
     def ask(self, message: AskMasks) -> None:
         """Send a message, as soon as the process reads it. What is lost with the process is reported by `receive`."""
         if not self._due:
-            self._silent_since_s = time.monotonic()
+            self._end_silence()
         self._due.update(ask.sequence for ask in message.asks)
         with contextlib.suppress(BrokenPipeError):
             self._asks.send_ready(message)
@@ -156,7 +160,7 @@ class MaskProcess:
         return self._answers.fileno() in (descriptor for descriptor, _ in poll.poll(max(0.0, 1e3 * timeout_s)))
 
     def _read(self) -> list[Mask]:
-        self._silent_since_s = time.monotonic()
+        self._end_silence()
         masks: list[Mask] = []
         for message in self._answers.receive_ready():
             if isinstance(message, Ready):
@@ -167,13 +171,18 @@ class MaskProcess:
         self._due.difference_update(mask.sequence for mask in masks)
         return masks
 
+    def _end_silence(self) -> None:
+        self._silent_s, self._looked_s = 0.0, time.monotonic()
+
     def _check(self) -> list[Mask] | Lost:
         """End a process that does not answer."""
-        silent_s = time.monotonic() - self._silent_since_s
-        is_late = bool(self._due) and silent_s > (ANSWER_TIMEOUT_S if self._is_ready else START_TIMEOUT_S)
+        now_s = time.monotonic()
+        self._silent_s += min(now_s - self._looked_s, MAX_LOOK_S)
+        self._looked_s = now_s
+        is_late = bool(self._due) and self._silent_s > (ANSWER_TIMEOUT_S if self._is_ready else START_TIMEOUT_S)
         if not is_late and self._asks.num_unsent < MAX_UNREAD_BYTES:
             return []
-        log.warning("the mask process has not answered for %.0f s", silent_s)
+        log.warning("the mask process has not answered for %.0f s", self._silent_s)
         return self._lose()
 
     def _lose(self) -> Lost:

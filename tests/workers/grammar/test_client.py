@@ -100,6 +100,19 @@ def test_a_process_that_does_not_answer_is_replaced(process: MaskProcess, monkey
     assert isinstance(lost, Lost) and not lost.is_crash and not process.is_running
 
 
+def test_a_pause_of_both_processes_is_no_silence(process: MaskProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock has gone on by an hour at the first look after the pause, and the process has had no time to answer."""
+    os.kill(pid_of(process), signal.SIGSTOP)
+    process.ask(AskMasks((Ask(1, ()),), (Begin(1, 0, "a", 1, 0),), (grammar_of("[0-9]+"),)))
+    paused_s = time.monotonic() + 3600.0
+    monkeypatch.setattr(client.time, "monotonic", lambda: paused_s)
+    assert process.receive(0.0) == []
+    monkeypatch.undo()
+    os.kill(pid_of(process), signal.SIGCONT)
+    (mask,) = receive(process)
+    assert isinstance(mask, Mask) and not mask.error
+
+
 def test_nothing_is_due_for_sequences_that_have_ended(process: MaskProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(process, 1, 0, grammar_of("a+"))
     assert receive(process) == [Mask(1)]
