@@ -182,6 +182,12 @@ def test_a_reservation_replaces_the_one_before_it() -> None:
     assert try_to_reserve(allowance, 2, 1) is not None
 
 
+def test_a_request_does_not_wait_for_what_it_has_reserved_itself() -> None:
+    chat = enter(Allowance(Limits(tokens_per_minute=1000, max_concurrent_sequences=1), now=0.0))
+    chat.reserve(1, 4096, 0, 0.0)
+    chat.reserve(1, 4096, 50, 0.0)
+
+
 def test_a_balance_below_zero_is_waited_for_whatever_is_reserved() -> None:
     allowance = Allowance(Limits(tokens_per_minute=60), now=0.0)
     first, second, third = enter(allowance), enter(allowance), enter(allowance)
