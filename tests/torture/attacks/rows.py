@@ -64,11 +64,11 @@ async def _for_an_interval(attacker: Attacker, max_tokens: int, leaves_after_s: 
 
 
 def logprobs_in_memory(seconds: float, chance: Random) -> list[Claim]:
-    """Ask three times at once for 1,024 answers of 390 tokens, each with the logprobs of 20 tokens."""
-    body = {"prompts": ["a"] * 8, "n": MAX_ANSWERS, "max_tokens": 390, "logprobs": 20}
+    """Ask six times at once for 1,024 answers of 190 tokens, each with the logprobs of 20 tokens."""
+    body = {"prompts": ["a"] * 8, "n": MAX_ANSWERS, "max_tokens": 190, "logprobs": 20}
 
     async def ask(port: int) -> list[str]:
-        answers = await asyncio.gather(*(post_json(port, ATTACKER_KEY, "/generate", body) for _ in range(3)))
+        answers = await asyncio.gather(*(post_json(port, ATTACKER_KEY, "/generate", body) for _ in range(6)))
         return [answer.summary for answer in answers]
 
     async def ask_and_watch() -> tuple[list[str], float, float]:
