@@ -64,10 +64,11 @@ class ForkedProcess:
         """
         loop = asyncio.get_running_loop()
         num_bytes = sum(map(len, pieces))
-        await loop.sock_sendall(self.channel, num_bytes.to_bytes(HEADER_BYTES, "big", signed=True) + pieces[0])
-        for piece in pieces[1:]:
+        await loop.sock_sendall(self.channel, num_bytes.to_bytes(HEADER_BYTES, "big", signed=True))
+        for piece in pieces:
             await loop.sock_sendall(self.channel, piece)
-            await asyncio.sleep(0)
+            if len(pieces) > 1:
+                await asyncio.sleep(0)
         length = frame_length(await self._read(HEADER_BYTES))
         if not 0 <= length <= MAX_OUTCOME_BYTES:
             raise OutcomeTooLarge
