@@ -11,7 +11,7 @@ from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.config import ServeConfig
 from servekit.engine.output_processor import OutputProcessor
 from servekit.engine.request_registry import RequestRegistry
-from servekit.engine.request_state import RequestState
+from servekit.engine.request_state import RequestState, SequenceOutput
 from servekit.errors import InternalError, RequestCrashesWorker, ServekitError, WorkerError, WorkerNotReady
 from servekit.executor.model_executor import ModelExecutor
 from servekit.observability.metrics import SchedulerStats
@@ -70,9 +70,9 @@ class EngineCore:
         for command in commands:
             self.apply(command)
 
-    def add(self, request: RequestState) -> None:
-        """Begin to serve a request whose sequences have been added to the manager."""
-        self._output.add(request)
+    def add(self, request: RequestState, output: SequenceOutput) -> None:
+        """Begin to deliver the tokens of a request's sequence that has been added to the manager."""
+        self._output.add(request, output)
         self._watch_deadlines()
         self.wake()
 

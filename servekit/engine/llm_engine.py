@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from servekit import __version__
 from servekit.aio.daemon_thread import run_in_daemon_thread
@@ -46,6 +46,7 @@ from servekit.scheduler.workload_manager import WorkloadManager
 
 log = logging.getLogger("servekit")
 
+SEQUENCES_PER_SLICE = 16  # that are admitted without a pause; each takes some tens of microseconds
 PROBE_CALLER = Caller(request_id="servekit-probe")
 PROBE_REQUEST = GenerationRequest(
     prompts=[Prompt([0], "prompt")], sampling=Sampling(temperature=0.0, seed=0), max_tokens=1
@@ -260,19 +261,23 @@ class LLMEngine:
         if places is None:
             places = self.reserve(request, caller)
         try:
-            async with asyncio.timeout(self._time_left_s(request, places.arrival_s)):
-                prepared = await self.input_processor.prepare(request, caller.tenant)
-        except TimeoutError:
-            raise DeadlineExceeded("the deadline passed while the prompt or the grammar was prepared") from None
+            prepared = await self._prepare(request, caller, places.arrival_s)
+            self._check_outage()
+            manager = self._running_core.manager
+            num_tokens = sum(len(prompt.token_ids) * len(prompt.sampling) for prompt in prepared)
+            num_waiting, now_s = manager.num_waiting, self._clock()
+            self._queue_limits.check_tokens(num_tokens, caller.tenant, num_waiting, manager.queued, now_s)
+            release = self._reserve_result(caller.tenant, num_logprobs(request, prepared))
+            return await self._admit(request, caller, prepared, places, release)
         finally:
             places.release()
-        # From here on nothing awaits: the places are still free, and the check of the tokens stays valid.
-        self._check_outage()
-        manager = self._running_core.manager
-        num_tokens = sum(len(prompt.token_ids) * len(prompt.sampling) for prompt in prepared)
-        self._queue_limits.check_tokens(num_tokens, caller.tenant, manager.num_waiting, manager.queued, self._clock())
-        release = self._reserve_result(caller.tenant, num_logprobs(request, prepared))
-        return self._admit(request, caller, prepared, places.arrival_s, release)
+
+    async def _prepare(self, request: GenerationRequest, caller: Caller, arrival_s: float) -> list[PreparedPrompt]:
+        try:
+            async with asyncio.timeout(self._time_left_s(request, arrival_s)):
+                return await self.input_processor.prepare(request, caller.tenant)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while the prompt or the grammar was prepared") from None
 
     def _reserve_result(self, tenant: str, num_values: int) -> Callable[[], None]:
         """Count the logprobs of a result, until the function that this returns is called. Raises QueueFull."""
@@ -292,30 +297,54 @@ class LLMEngine:
         deadlines = [each for each in (request.ttft_ms, request.deadline_ms) if each is not None]
         return max(0.0, arrival_s + min(deadlines) / 1e3 - self._clock()) if deadlines else None
 
-    def _admit(
+    async def _admit(
         self,
         request: GenerationRequest,
         caller: Caller,
         prepared: list[PreparedPrompt],
-        arrival_s: float,
-        release_result: Callable[[], None] | None = None,
+        places: QueuePlaces,
+        release_result: Callable[[], None],
     ) -> RequestState:
-        """Add the request's sequences to the workload manager."""
-        core, is_probe = self._running_core, caller is PROBE_CALLER
-        interval = request.stream_interval or self.config.stream_interval
-        queue = ClientQueue(interval)
-        commands: list[AddSequence] = []
-        for prompt in prepared:
-            commands += add_commands(request, caller, prompt.token_ids, prompt.sampling, arrival_s, self._sequence_ids)
-        # All detokenizers exist before the first sequence is added: either all of a request is admitted, or nothing.
-        detokenizers = [self.tokenizer.make_detokenizer(command.sampling) for command in commands]
-        outputs = [
-            SequenceOutput(core.apply(command), index, detokenizer, queue, caller.request_id, is_probe)
-            for index, (command, detokenizer) in enumerate(zip(commands, detokenizers, strict=True))
-        ]
-        state = RequestState(request, caller, outputs, queue, interval, self.abort, release_result)
-        core.add(state)
+        """Add the request's sequences to the workload manager, in slices: a thousand take a tenth of a second.
+
+        Each sequence takes one of the request's places. If the client leaves meanwhile, all of them end. All answers to
+        one prompt are added together, because later ones could not share a prompt whose first answer has ended.
+        """
+        state = self._new_state(request, caller, release_result)
+        num_added = 0
+        try:
+            for prompt in prepared:
+                for command in self._commands(state, prompt, places.arrival_s):
+                    self._add(state, command)
+                places.release(len(prompt.sampling))
+                num_added += len(prompt.sampling)
+                if num_added >= SEQUENCES_PER_SLICE:
+                    await asyncio.sleep(0)
+                    num_added = 0
+        except BaseException:
+            state.abort()
+            state.release_result()
+            raise
         return state
+
+    def _new_state(
+        self, request: GenerationRequest, caller: Caller, release_result: Callable[[], None] | None = None
+    ) -> RequestState:
+        interval = request.stream_interval or self.config.stream_interval
+        return RequestState(request, caller, [], ClientQueue(interval), interval, self.abort, release_result)
+
+    def _commands(self, state: RequestState, prompt: PreparedPrompt, arrival_s: float) -> Iterator[AddSequence]:
+        ids = self._sequence_ids
+        return add_commands(state.request, state.caller, prompt.token_ids, prompt.sampling, arrival_s, ids)
+
+    def _add(self, state: RequestState, command: AddSequence) -> None:
+        """Add one sequence to the workload manager, and deliver its tokens from now on."""
+        core, caller = self._running_core, state.caller
+        detokenizer = self.tokenizer.make_detokenizer(command.sampling)
+        sequence, index = core.apply(command), len(state.outputs)
+        output = SequenceOutput(sequence, index, detokenizer, state.queue, caller.request_id, caller is PROBE_CALLER)
+        state.outputs.append(output)
+        core.add(state, output)
 
     def abort(self, request: RequestState) -> None:
         """End a request early. Does nothing if it has ended."""
@@ -324,7 +353,9 @@ class LLMEngine:
 
     async def _generate_token(self) -> None:
         """Generate one token as for a client, through the waiting queue."""
-        request = self._admit(PROBE_REQUEST, PROBE_CALLER, [PROBE_PROMPT], self._clock())
+        request = self._new_state(PROBE_REQUEST, PROBE_CALLER)
+        for command in self._commands(request, PROBE_PROMPT, self._clock()):
+            self._add(request, command)
         try:
             await request.queue.get()
         finally:

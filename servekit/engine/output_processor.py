@@ -30,13 +30,12 @@ class OutputProcessor:
         self._observers = observers
         self._is_special = is_special  # whether a token id is that of a special token
 
-    def add(self, request: RequestState) -> None:
-        """Deliver the tokens of this request's sequences from now on."""
-        self._registry.add(request)
-        for output in request.outputs:
-            if not output.is_probe:
-                for observer in self._observers:
-                    observer.sequence_admitted(output.sequence)
+    def add(self, request: RequestState, output: SequenceOutput) -> None:
+        """Deliver the tokens of this request's sequence from now on."""
+        self._registry.add(request, output)
+        if not output.is_probe:
+            for observer in self._observers:
+                observer.sequence_admitted(output.sequence)
 
     def process(self, tokens: list[SequenceToken], now_s: float) -> list[Finish]:
         """Deliver the tokens of one commit. Returns commands for sequences that ended at a stop string, or failed."""

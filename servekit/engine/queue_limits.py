@@ -33,19 +33,19 @@ class QueuePlaces:
     __slots__ = ("_limits", "arrival_s", "num_sequences", "tenant")
 
     def __init__(self, limits: QueueLimits, tenant: str, num_sequences: int, arrival_s: float) -> None:
-        self._limits: QueueLimits | None = limits
+        self._limits = limits
         self.tenant = tenant
         self.num_sequences = num_sequences
         self.arrival_s = arrival_s
 
-    def release(self) -> None:
-        """The request is refused, or its sequences wait in the queue themselves. Idempotent."""
-        if self._limits is not None:
-            reserved = self._limits.reserved
-            reserved[self.tenant] -= self.num_sequences
-            if not reserved[self.tenant]:
-                del reserved[self.tenant]
-            self._limits = None
+    def release(self, num_sequences: int | None = None) -> None:
+        """Give back this many places, or all that are left: sequences wait in the queue themselves, or are refused."""
+        num = self.num_sequences if num_sequences is None else min(num_sequences, self.num_sequences)
+        self.num_sequences -= num
+        reserved = self._limits.reserved
+        reserved[self.tenant] -= num
+        if not reserved[self.tenant]:
+            del reserved[self.tenant]
 
 
 class QueueLimits(Observer):

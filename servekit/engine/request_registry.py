@@ -24,12 +24,11 @@ class RequestRegistry:
         """The outputs of unfinished sequences, in order of arrival."""
         return self._outputs.values()
 
-    def add(self, request: RequestState) -> None:
-        """Register a request and all its sequences."""
-        for output in request.outputs:
-            sequence_id = output.sequence.sequence_id
-            self._outputs[sequence_id] = output
-            self._requests[sequence_id] = request
+    def add(self, request: RequestState, output: SequenceOutput) -> None:
+        """Register a sequence and the request that it belongs to."""
+        sequence_id = output.sequence.sequence_id
+        self._outputs[sequence_id] = output
+        self._requests[sequence_id] = request
 
     def output(self, sequence_id: int) -> SequenceOutput | None:
         """The output of an unfinished sequence; None if the sequence has ended."""

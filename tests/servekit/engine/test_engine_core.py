@@ -111,7 +111,8 @@ class Service:
             outputs.append(SequenceOutput(sequence, index, detokenizer, queue, caller.request_id))
         asked = GenerationRequest(prompts=[Prompt("", "prompt")], sampling=Sampling(), n=n, best_of=n)
         state = RequestState(asked, caller, outputs, queue, 1, self.core.abort)
-        self.core.add(state)
+        for output in outputs:
+            self.core.add(state, output)
         return state
 
     def value(self, name: str, **labels: str) -> float | None:

@@ -62,7 +62,8 @@ class Outputs:
             outputs.append(SequenceOutput(sequence, index, detokenizer, queue, f"request-{first_id}", is_probe))
         asked = GenerationRequest(prompts=[Prompt("", "prompt")], sampling=Sampling(), n=n, best_of=n)
         request = RequestState(asked, Caller(), outputs, queue, 1, lambda _: None)
-        self.processor.add(request)
+        for output in request.outputs:
+            self.processor.add(request, output)
         return request
 
     def feed(self, request: RequestState, text: str, now_s: float, last: FinishReason | None = None) -> list[Finish]:
