@@ -129,6 +129,22 @@ def test_idle_connection_stays_open_but_an_unfinished_head_times_out(server: Ser
         assert 0.4 < time.monotonic() - started < 1.5
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_stream_has_one_connection_header_and_chunks_only_if_the_client_knows_them(
+    server: ServerProcess, version: str
+) -> None:
+    request = post("/generate_stream", "Connection: close\r\n", prompt="a", max_tokens=3, ignore_eos=True)
+    with connect(server, timeout_s=30) as client:
+        client.sendall(request.replace(b"HTTP/1.1", b"HTTP/" + version.encode(), 1))
+        received = b""
+        while piece := client.recv(2**16):
+            received += piece
+    names, _, body = received.partition(b"\r\n\r\n")
+    assert names.lower().count(b"\r\nconnection: ") == names.lower().count(b"\r\nconnection: close") == 1
+    assert (b"transfer-encoding: chunked" in names.lower()) == (version == "1.1")
+    assert body.startswith(b"data: ") == (version == "1.0") and body.count(b"data: ") == 3
+
+
 def test_invalid_http_gets_an_error_in_the_error_schema(server: ServerProcess) -> None:
     before = num_refused(server, "invalid_http")
     both = b"POST /generate HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
