@@ -28,7 +28,7 @@ MODEL = "sim:step=2ms"
 REQUEST_TIMEOUT_S = 30.0
 LISTENS_WITHIN_S = 60.0
 UNDISTURBED_S = 0.5  # between two restarts
-NUM_STUBBORN, DRAINS_WITHIN_S = 200, 3.0
+NUM_STUBBORN, DRAINS_WITHIN_S = 200, 5.0
 
 QUESTION = {"prompt": "x", "max_tokens": 4, "ignore_eos": True}
 
