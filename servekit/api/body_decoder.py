@@ -76,13 +76,21 @@ class _Turns:
 
 
 class BodyDecoder:
-    """The process that decodes large bodies. It starts with the first one."""
+    """The process that decodes large bodies. A process that has ended is replaced when the next body comes."""
 
     def __init__(self, memory_bytes: int) -> None:
         self._arguments = ["--memory-bytes", str(memory_bytes), "--parent-pid", str(os.getpid())]
         self._process: Process | None = None
         self._turns = _Turns()
         self._is_stopped = False
+
+    async def start(self) -> None:
+        """Start the process before the first body needs it: the event loop stands still until it is forked."""
+        await self._turns.take("")
+        try:
+            await self._started()
+        finally:
+            self._turns.give()
 
     async def decode(
         self, body: bytes, kinds: Sequence[type[Struct]], max_prompt_tokens: int, tenant: str

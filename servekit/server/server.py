@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 
 from servekit import __version__
 from servekit.api.app import create_app
+from servekit.api.body_decoder import BodyDecoder
 from servekit.config import ServeConfig, doubts, non_default
 from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import ConfigError, shutting_down
@@ -59,7 +60,7 @@ async def _serve(config: ServeConfig) -> int:
     if config.api_keys_file is not None or not is_ignored:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, server, reload)
     http = asyncio.create_task(server.serve(sockets=[listener]))
-    supervisor = asyncio.create_task(_supervise(engine, server, listener))
+    supervisor = asyncio.create_task(_supervise(engine, app.state.body_decoder, server, listener))
     reloading = asyncio.create_task(reload.run(), name="keys file")
     engine.metrics.watch_log(num_dropped_lines)
     watch_processes(engine.metrics.registry, lambda: engine.worker_pid)
@@ -83,11 +84,12 @@ async def _serve(config: ServeConfig) -> int:
     return 0
 
 
-async def _supervise(engine: LLMEngine, server: Server, listener: socket.socket) -> None:
+async def _supervise(engine: LLMEngine, body_decoder: BodyDecoder, server: Server, listener: socket.socket) -> None:
     """Start the engine, and end the server when the engine fails. Raises the engine's failure."""
     try:
         log.info("servekit %s: loading %s", __version__, engine.config.model)
         await engine.start()
+        await body_decoder.start()
         _keep_the_collector_short()
         await server.listen()
         _announce(engine, url(listener))
