@@ -117,6 +117,10 @@ class ServerProcess:
         children = [child for worker in self.worker_pids() for child in _children(worker)]
         return [pid for pid in children if "workers.grammar.process" in _read(f"/proc/{pid}/cmdline")]
 
+    def body_process_pids(self) -> list[int]:
+        """Return the process that decodes large request bodies."""
+        return self.child_pids("servekit.api.body_process")
+
     def sandbox_pids(self) -> list[int]:
         """Return the process that forks sandbox processes, if it runs, and then those that it has forked."""
         fork_servers = self.child_pids("servekit.sandbox.fork_server")

@@ -174,7 +174,7 @@ class FaultInjector:
     async def check_at_rest(self, results: FaultResults, when: str) -> None:
         """Check that no block, process or open file of an ended worker is left."""
         await self._rest(results, when)
-        expected = sorted(self._server.worker_pids() + self._server.sandbox_pids())
+        expected = sorted(self._server.worker_pids() + self._server.sandbox_pids() + self._server.body_process_pids())
         started = sorted(self._server.started_pids())
         if started != expected or len(self._server.worker_pids()) != 1:
             results.violations.append(f"{when}: processes {started}, of which its children are {expected}")
