@@ -3,7 +3,8 @@
 sse-starlette runs four tasks for a stream: they write, ping, and wait for the disconnect and for the server's end. This
 response runs one. The protocol reports a disconnect by a callback, the engine fails open requests when it stops, and
 all streams share one keep-alive timer. With thousands of streams this saves a third of the memory of each:
-docs/performance.md has the figures, and `make bench-streams` repeats them.
+docs/performance.md has the figures, and `make bench-streams` repeats them. Other streams (the live feed) use
+sse-starlette.
 """
 
 from __future__ import annotations

@@ -13,19 +13,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from servekit.api.auth.keys import Key, Keyring
 from servekit.api.auth.rate_limits import RunningRequest
-from servekit.api.disconnect import disconnect_of
 from servekit.api.endpoint import Endpoint, caller_of
-from servekit.api.responses.sse import HEADERS
 from servekit.api.schemas.json_body import encode
 from servekit.engine.live_view import LiveView
 from servekit.engine.llm_engine import LLMEngine
@@ -38,6 +36,7 @@ UNCHANGED_PERIOD_S = 1.0  # between frames that differ in nothing but the time
 MAX_VIEWERS = 32
 MAX_VIEWERS_OF_TENANT = 8  # with API keys: so that one tenant's windows do not use up the places of the others
 RETRY_AFTER_S = 5
+LINE_END = "\n"  # of the events; sse-starlette's own is \r\n
 RECONNECT_AFTER_MS = 1000  # how long a browser's EventSource waits before it connects again
 
 _FINAL_STATES = ("draining", "failed")
@@ -107,12 +106,12 @@ class Feed:
         self._num_viewers[tenant] -= 1
         self._num_viewers += Counter()  # drops zeros: tenants come and go
 
-    async def events(self, tenant: str, is_wanted: Callable[[], bool]) -> AsyncGenerator[bytes]:
+    async def events(self, tenant: str, is_wanted: Callable[[], bool]) -> AsyncIterator[bytes]:
         """Yield frames as server-sent events, at most FRAMES_PER_S a second, until the engine drains or fails.
 
         The events also end within PERIOD_S after `is_wanted` has become false.
         """
-        yield b"retry: %d\n\n" % RECONNECT_AFTER_MS
+        yield ServerSentEvent(retry=RECONNECT_AFTER_MS, sep=LINE_END).encode()
         sent: Frame | None = None
         while is_wanted():
             frame = self.frame(tenant)
@@ -135,25 +134,32 @@ def _too_many_viewers(reason: str) -> QueueFull:
     )
 
 
-class _LiveStream(Response):
+class _LiveStream(EventSourceResponse):
     """The stream of frames to one viewer.
 
-    It ends when the server drains or fails, when the client disconnects, and when its API key is removed or changed.
+    It ends with the last frame when the server drains or fails, when the client disconnects, and when its API key is
+    removed or changed.
     """
 
-    def __init__(self, feed: Feed, keyring: Keyring, tenant: str, max_of_tenant: int) -> None:
-        self.status_code = 200
-        self.background = None
-        self.raw_headers = HEADERS
+    def __init__(self, feed: Feed, keyring: Keyring, request: Request, max_of_tenant: int) -> None:
+        tenant: str = caller_of(request).tenant
+        key: Key | None = request.scope["state"].get("api_key")
+        super().__init__(
+            feed.events(tenant, lambda: key is None or key in keyring.keys),
+            ping=0,  # frames come once a second at least
+            sep=LINE_END,
+            # sse-starlette cancels its streams when it sees that the server ends. That may be before the last frame is
+            # due. So it waits for the stream's own end; the protocol cuts off a client that does not read.
+            shutdown_grace_period=float("inf"),
+        )
+        del self.headers["Connection"]  # the protocol sets it, as the request and a drain want it
         self._feed = feed
-        self._keyring = keyring
         self._tenant = tenant
         self._max_of_tenant = max_of_tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD":
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": b""})
+            await super().__call__(scope, receive, send)
             return
         self._feed.add_viewer(self._tenant, self._max_of_tenant)
         scope["state"]["is_viewer"] = True
@@ -163,22 +169,9 @@ class _LiveStream(Response):
             running: RunningRequest | None = scope["state"].get("running_request")
             if running is not None:
                 running.end(0, time.monotonic())
-            await self._stream(scope, send)
+            await super().__call__(scope, receive, send)
         finally:
             self._feed.remove_viewer(self._tenant)
-
-    async def _stream(self, scope: Scope, send: Send) -> None:
-        disconnect, keyring = disconnect_of(scope), self._keyring
-        key: Key | None = scope["state"].get("api_key")
-
-        def is_wanted() -> bool:
-            return not disconnect.has_happened and (key is None or key in keyring.keys)
-
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._feed.events(self._tenant, is_wanted)) as events:
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
 
 
 def is_viewer(scope: Scope) -> bool:
@@ -200,7 +193,7 @@ async def ui_events(request: Request) -> Response:
     """
     keyring: Keyring = request.app.state.keyring
     max_of_tenant = MAX_VIEWERS_OF_TENANT if keyring.keys else MAX_VIEWERS
-    return _LiveStream(request.app.state.feed, keyring, caller_of(request).tenant, max_of_tenant)
+    return _LiveStream(request.app.state.feed, keyring, request, max_of_tenant)
 
 
 ENDPOINTS: list[Endpoint] = [

@@ -13,7 +13,6 @@ from starlette.types import Message
 
 from servekit.api.app import create_app, replace_keys
 from servekit.api.auth.keys import DEFAULT_TENANT, parse_keys_file
-from servekit.api.disconnect import disconnect_of
 from servekit.api.routes.live import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT, PERIOD_S, UNCHANGED_PERIOD_S, Feed
 from servekit.config import ServeConfig
 from servekit.engine.live_view import LiveView
@@ -173,16 +172,21 @@ async def test_drain_is_the_last_frame_and_admits_no_viewers() -> None:
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
-async def receive() -> Message:
-    """Wait for ever: the live feed reads no body, and the protocol reports a disconnect by a callback."""
-    await asyncio.Event().wait()
-    raise AssertionError
+class Viewer:
+    """A client that sends nothing, and may leave."""
+
+    def __init__(self) -> None:
+        self.has_left = asyncio.Event()
+
+    async def receive(self) -> Message:
+        await self.has_left.wait()
+        return {"type": "http.disconnect"}
 
 
 async def test_stream_begins_with_the_retry_time_and_ends_with_its_client() -> None:
     app = create_app(Looks().engine)
-    scope, sent = make_scope("GET", "/ui/events"), asyncio.Queue[Message](maxsize=100)
-    stream = asyncio.create_task(app(scope, receive, sent.put))
+    viewer, sent = Viewer(), asyncio.Queue[Message](maxsize=100)
+    stream = asyncio.create_task(app(make_scope("GET", "/ui/events"), viewer.receive, sent.put))
     async with asyncio.timeout(LIMIT_S):
         start = await sent.get()
         headers = dict(start["headers"])
@@ -191,7 +195,7 @@ async def test_stream_begins_with_the_retry_time_and_ends_with_its_client() -> N
         assert (await sent.get())["body"] == b"retry: 1000\n\n"
         assert parse((await sent.get())["body"])[1]["state"] == "loading"
         assert app.state.feed._num_viewers.total() == 1
-        disconnect_of(scope).happen()
+        viewer.has_left.set()
         await stream
     assert app.state.feed._num_viewers.total() == 0
 
@@ -202,7 +206,7 @@ async def test_stream_ends_with_the_last_frame_even_if_the_server_ends_first() -
     app = create_app(engine)
     server, sent = Server(app, engine), asyncio.Queue[Message]()
     with server.capture_signals():  # the server handles SIGTERM, as when it serves
-        stream = asyncio.create_task(app(make_scope("GET", "/ui/events"), receive, sent.put))
+        stream = asyncio.create_task(app(make_scope("GET", "/ui/events"), Viewer().receive, sent.put))
         async with asyncio.timeout(LIMIT_S):
             for _ in range(3):
                 await sent.get()
@@ -214,7 +218,7 @@ async def test_stream_ends_with_the_last_frame_even_if_the_server_ends_first() -
             await stream
     messages = [sent.get_nowait() for _ in range(sent.qsize())]
     assert parse(messages[-2]["body"])[1]["state"] == "draining"
-    assert messages[-1] == {"type": "http.response.body", "body": b""}
+    assert messages[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 @pytest.mark.parametrize("kept", ["", '[[key]]\nkey = "narrow"\ntenant = "another"\n'])
@@ -222,7 +226,7 @@ async def test_stream_ends_properly_when_its_key_is_removed_or_changed(kept: str
     other = '[[key]]\nkey = "other"\ntenant = "batch"\n'
     app, sent = guarded(), asyncio.Queue[Message]()
     scope = make_scope("GET", "/ui/events", bearer("narrow"))
-    stream = asyncio.create_task(app(scope, receive, sent.put))
+    stream = asyncio.create_task(app(scope, Viewer().receive, sent.put))
     async with asyncio.timeout(LIMIT_S):
         for _ in range(3):
             await sent.get()
@@ -231,20 +235,20 @@ async def test_stream_ends_properly_when_its_key_is_removed_or_changed(kept: str
         replace_keys(app, parse_keys_file((other + kept).encode(), "keys.toml"))
         await stream
     messages = [sent.get_nowait() for _ in range(sent.qsize())]
-    assert messages[-1] == {"type": "http.response.body", "body": b""}
+    assert messages[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 async def test_client_that_does_not_read_holds_one_frame() -> None:
     looks = Looks()
     app = create_app(looks.engine)
-    scope, may_go_on, sent = make_scope("GET", "/ui/events"), asyncio.Event(), list[Message]()
+    viewer, may_go_on, sent = Viewer(), asyncio.Event(), list[Message]()
 
     async def send(message: Message) -> None:
         sent.append(message)
         if len(sent) == 3:  # its first frame
             await may_go_on.wait()
 
-    stream = asyncio.create_task(app(scope, receive, send))
+    stream = asyncio.create_task(app(make_scope("GET", "/ui/events"), viewer.receive, send))
     await until(lambda: len(sent) == 3)
     quick = frames_of(app.state.feed.events("", always))
     async with asyncio.timeout(LIMIT_S):
@@ -254,7 +258,7 @@ async def test_client_that_does_not_read_holds_one_frame() -> None:
     may_go_on.set()
     await until(lambda: len(sent) > 3)
     assert parse(sent[3]["body"])[0] >= newest
-    disconnect_of(scope).happen()
+    viewer.has_left.set()
     await stream
 
 
