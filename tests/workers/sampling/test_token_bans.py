@@ -14,7 +14,7 @@ from tests.support.inprocess import InProcessEngine
 from tests.workers.sampling.test_logprobs import make_prompts, prepared
 from workers.batch import SamplingRow, SlotTable
 from workers.sampling.sampler import sample
-from workers.sampling.token_bans import ban
+from workers.sampling.token_bans import _padded, ban
 
 INFINITY = float("inf")
 VOCAB = 12
@@ -64,6 +64,16 @@ def test_bans_equal_those_of_transformers_in_any_batch() -> None:
         assert torch.equal(ours[slot : slot + 1], expected)
     assert torch.equal(ban(logits.flip(0), rows[::-1], table), ours.flip(0))
     assert ban(logits, [rows[4]] * 6, table) is logits
+
+
+def test_words_of_all_answers_to_one_request_are_prepared_together() -> None:
+    """128 answers with 64 words each took longer than the model's step, because each word was prepared by itself."""
+    words = ((5, 6, 7), (7, 1))
+    table, rows = make_table([[5, 6]] * 8), [row(slot, 2, bad_words=words) for slot in range(8)]
+    _padded.cache_clear()
+    assert allowed_in(ban(logits_of(8), rows, table)) == [[token for token in range(VOCAB) if token != 7]] * 8
+    calls = _padded.cache_info()
+    assert calls.hits + calls.misses == 1
 
 
 def test_bad_word_may_begin_in_the_prompt_and_needs_its_whole_beginning() -> None:
