@@ -63,6 +63,11 @@ class SequenceState:
     num_consumed: int = 0  # by the grammar's matcher of this sequence, if there is one
     is_waiting: bool = False  # for a mask
 
+    @property
+    def expected_s(self) -> float:
+        """What the next piece of work takes, as far as is known; infinite where the grammar must be compiled first."""
+        return float("inf") if self.grammar.root is None else self.grammar.mask_s
+
 
 class GrammarMatchers:
     """All sequences of a worker that have a grammar.

@@ -14,6 +14,7 @@ import mmap
 import os
 import select
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from workers.grammar.memory import limit_address_space
 from workers.grammar.messages import HEADER_BYTES, AskMasks, FromMaskProcess, Mask, Masks, Ready, mask_bytes
 
 NICE = 5  # where processors are scarce, the model goes first
-CHEAP_S = 0.001  # answers are held back for no longer than this
+HELD_BACK_S = 0.0005  # answers are sent together, but none waits much longer than this
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,16 +73,18 @@ def serve(
     current = ctypes.c_int64.from_buffer(shared)
     matchers = GrammarMatchers(tokenizer, address + HEADER_BYTES, mask_bytes(vocab_size))
     done: list[Mask] = []
+    done_s = 0.0  # when the first of them was
     poll = select.poll()
     poll.register(asks.fileno(), select.POLLIN)
     while True:
         sequence = matchers.next_sequence()
-        if done and (sequence is None or sequence.grammar.mask_s > CHEAP_S or sequence.grammar.root is None):
+        if done and (sequence is None or sequence.expected_s + time.monotonic() - done_s > HELD_BACK_S):
             answers.send(Masks(tuple(done)))
             done.clear()
         if sequence is not None:
             current.value = sequence.number
             if (mask := matchers.advance(sequence)) is not None:
+                done_s = done_s if done else time.monotonic()
                 done.append(mask)
             current.value = 0
         if poll.poll(0 if sequence is not None else None):
