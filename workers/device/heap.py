@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-GROWTH_BYTES = 2**26  # from which a trim is worth its time, some 20 ms
+GROWTH_BYTES = 2**26  # less growth is not worth the time of a trim, about 20 ms
 MIN_INTERVAL_S = 10.0  # steps wait for memory during a trim, and then take its pages again from the kernel
 
 

@@ -1,4 +1,4 @@
-"""What grammars may cost: processor time of a request and of a tenant. Pure: whoever measures passes the times in."""
+"""Limit the processor time that grammars cost a request, and count that of each tenant. Pure: times are arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 # A schema's mask takes 0.01 to 0.4 ms, and a bounded repetition over 128,000 tokens 2 ms.
 BURST_S = 1.0
 TOKEN_S = 0.002
-HALF_LIFE_S = 1.0  # of what tenants have used
+HALF_LIFE_S = 1.0  # of the processor time counted for a tenant
 
 
 @dataclass(slots=True)
@@ -36,19 +36,19 @@ class GroupBudget:
 
 
 class TenantUsage:
-    """How much processor time each tenant has used lately, to let the one that used least go first."""
+    """The processor time that each tenant has used lately. The tenant that has used least goes first."""
 
     def __init__(self) -> None:
         self._used_s: dict[str, float] = {}
-        self._decayed_s = 0.0  # when they were last halved
+        self._decayed_s = 0.0  # when all values were last halved
 
     def charge(self, tenant: str, used_s: float, now_s: float) -> None:
-        """Add to what a tenant has used. Every half-life, all are halved, and small ones are forgotten."""
+        """Add processor time to a tenant's. After each half-life, all are halved, and small ones are removed."""
         if now_s - self._decayed_s >= HALF_LIFE_S:
             self._decayed_s = now_s
             self._used_s = {each: used / 2 for each, used in self._used_s.items() if used > 1e-4}
         self._used_s[tenant] = self._used_s.get(tenant, 0.0) + used_s
 
     def used_s(self, tenant: str) -> float:
-        """What the tenant has used lately."""
+        """The processor time that the tenant has used lately."""
         return self._used_s.get(tenant, 0.0)

@@ -1,7 +1,7 @@
 """The worker's end of the mask process: start it, ask for masks, notice its end.
 
-Nothing in here waits longer than its caller allows. A process that is lost, or does not answer, is replaced; what it
-knew is told to the next one, because it is derived from the token table.
+Nothing in here waits longer than its caller allows. A process that is lost, or does not answer, is replaced. The state
+of the new process is derived again from the token table.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from workers.grammar.messages import HEADER_BYTES, AskMasks, FromMaskProcess, Ma
 log = logging.getLogger("servekit.worker")
 
 START_TIMEOUT_S = 60.0  # for imports and a large tokenizer, on a busy machine
-ANSWER_TIMEOUT_S = 10.0  # without any answer, while one is due; a piece of work takes some ten milliseconds
-# What the time between two looks at the process counts at most. When the container is paused, both processes are, and
-# the time that has passed at the next look says nothing about the other one.
-MAX_LOOK_S = 1.0
+ANSWER_TIMEOUT_S = 10.0  # without any answer, while one is due; a piece of work takes about ten milliseconds
+# The time between two checks of the process counts as this at most. When the container is paused, both processes are.
+# Then the time that has passed at the next check does not mean that the process is silent.
+MAX_CHECK_INTERVAL_S = 1.0
 MAX_UNREAD_BYTES = 64 * 2**20  # of messages that the process has not read
 MAX_FAILED_STARTS = 3  # in succession; from then on, requests with grammars fail until a start succeeds
 MAX_START_DELAY_S = 30.0
@@ -40,14 +40,14 @@ KILLED = -signal.SIGKILL
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A process has ended. `sequence` is the one that it was working on, if it was."""
+    """A process has ended. `sequence` is the one whose work it was doing; None if it was idle."""
 
     sequence: int | None
-    is_crash: bool  # it ended itself; otherwise it was killed from outside, or because it did not answer
+    is_crash: bool  # False: it was killed, from outside or because it did not answer
 
 
 class MaskProcess:
-    """One process at a time. `incarnation` counts them; a new one knows nothing of what the former one was told."""
+    """One process at a time. `incarnation` counts them: a new process has none of the state of the one before it."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...], num_slots: int) -> None:
         self.incarnation = 0
@@ -68,15 +68,15 @@ class MaskProcess:
         self._answers: MessageReceiver[FromMaskProcess]
         self._is_ready = False
         self._due: set[int] = set()  # sequences whose masks are being computed
-        self._silent_s = 0.0  # while an answer is due, up to the last look
-        self._looked_s = 0.0
+        self._silent_s = 0.0  # while an answer is due, up to the last check
+        self._checked_s = 0.0
         self._num_failed_starts = 0
         self._start_not_before_s = 0.0
         self._refusal = ""  # why the model's tokenizer cannot be used
 
     @property
     def refusal(self) -> str:
-        """Why no mask can be computed at present; empty where it can, or where that is not known yet."""
+        """Why no mask can be computed at present; empty if masks can be computed, or if that is not known yet."""
         if self._refusal or self._num_failed_starts < MAX_FAILED_STARTS:
             return self._refusal
         return (
@@ -90,7 +90,7 @@ class MaskProcess:
         return self._process is not None
 
     def ensure_started(self) -> bool:
-        """Start the process if there is none; whether there is one. Does not wait until it is ready."""
+        """Start the process if there is none. Returns whether there is one, without a wait until it is ready."""
         if self._process is None and not self._refusal and time.monotonic() >= self._start_not_before_s:
             self._start()
         return self._process is not None
@@ -128,7 +128,7 @@ class MaskProcess:
         self._end_silence()
 
     def ask(self, message: AskMasks) -> None:
-        """Send a message, as soon as the process reads it. What is lost with the process is reported by `receive`."""
+        """Send a message without waiting until the process reads it. `receive` reports the loss of the process."""
         if not self._due:
             self._end_silence()
         self._due.update(ask.sequence for ask in message.asks)
@@ -136,11 +136,11 @@ class MaskProcess:
             self._asks.send_ready(message)
 
     def forget(self, sequence: int) -> None:
-        """Expect no mask of a sequence. The process forgets it when another one begins in its slot."""
+        """Stop expecting a mask of a sequence. The process drops the sequence when another one begins in its slot."""
         self._due.discard(sequence)
 
     def receive(self, timeout_s: float) -> list[Mask] | Lost:
-        """Return the masks that have arrived, after a wait for the first of them; or that the process is lost."""
+        """Wait for a mask for at most `timeout_s`. Returns the masks that have arrived, or the loss of the process."""
         assert self._process is not None
         try:
             with contextlib.suppress(BrokenPipeError):
@@ -152,7 +152,7 @@ class MaskProcess:
             return self._lose()
 
     def _poll(self, timeout_s: float) -> bool:
-        """Wait for an answer; also end the wait where the process has read, and there is more to be sent to it."""
+        """Wait for an answer, or until unsent bytes can be sent. Returns whether an answer has arrived."""
         poll = select.poll()
         poll.register(self._answers.fileno(), select.POLLIN)
         if self._asks.num_unsent:
@@ -172,25 +172,31 @@ class MaskProcess:
         return masks
 
     def _end_silence(self) -> None:
-        self._silent_s, self._looked_s = 0.0, time.monotonic()
+        self._silent_s, self._checked_s = 0.0, time.monotonic()
 
     def _check(self) -> list[Mask] | Lost:
         """End a process that does not answer."""
         now_s = time.monotonic()
-        self._silent_s += min(now_s - self._looked_s, MAX_LOOK_S)
-        self._looked_s = now_s
+        self._silent_s += min(now_s - self._checked_s, MAX_CHECK_INTERVAL_S)
+        self._checked_s = now_s
         is_late = bool(self._due) and self._silent_s > (ANSWER_TIMEOUT_S if self._is_ready else START_TIMEOUT_S)
         if not is_late and self._asks.num_unsent < MAX_UNREAD_BYTES:
             return []
-        log.warning("the mask process has not answered for %.0f s", self._silent_s)
+        log.warning(
+            "the mask process has not answered for %.0f s, or %d bytes are not sent to it (limits: %g s, %d bytes)",
+            self._silent_s,
+            self._asks.num_unsent,
+            ANSWER_TIMEOUT_S if self._is_ready else START_TIMEOUT_S,
+            MAX_UNREAD_BYTES,
+        )
         return self._lose()
 
     def _lose(self) -> Lost:
-        """Reap the process, and say what it was working on."""
+        """Reap the process. Returns which sequence it was working on, and whether it crashed."""
         process, self._process = self._process, None
         assert process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.1)  # it has closed its pipe, so it is about to exit, and its code tells why
+            process.wait(0.1)  # its pipe is closed, so it is about to exit, and the exit code shows why
         exit_code = process.poll()
         self._end()
         self._asks.close()

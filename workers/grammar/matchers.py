@@ -1,7 +1,7 @@
 """Follow answers in their grammars, one small piece of work after the other, within budgets of time and memory.
 
-A sequence's matcher is derived from its tokens. So compiled grammars and matchers are a cache: whatever is dropped, for
-memory or because a lexer is exhausted, is made again from the grammar's text and the tokens when it is needed.
+A sequence's matcher is derived from its tokens. So compiled grammars and matchers are a cache. They may be dropped, for
+memory or because a lexer is exhausted. When they are needed, they are made again from the grammar's text and tokens.
 
 Copies of a compiled grammar share its lexer, whose states accumulate with what the answers contain. It is shared by
 answers of one tenant only, and replaced by a fresh one when it fails or becomes too large.
@@ -26,8 +26,8 @@ from workers.grammar.messages import Ask, AskMasks, Begin, Mask
 MAX_BYTES = 512 * 2**20  # of all grammars and matchers
 MAX_GRAMMAR_BYTES = 128 * 2**20  # of one compiled grammar and its matchers
 TRIM_BYTES = 32 * 2**20  # freed at once, so much is returned to the system
-SLICE_S = 0.002  # of work on one sequence, before another one may go first; one mask or compilation is not divided
-# Less work than this cannot allocate more than some kilobytes. They count for the next piece of work that is measured.
+SLICE_S = 0.002  # of work on one sequence, before another one is chosen; one mask or compilation is not divided
+# Shorter work cannot allocate more than some kilobytes. They are counted with the next piece of work that is measured.
 MEASURED_S = 20e-6
 
 
@@ -53,7 +53,7 @@ class CompiledGrammar:
 
 @dataclass(eq=False, slots=True)
 class SequenceState:
-    """One answer, as far as it is known here."""
+    """The state of one answer in this process."""
 
     number: int
     slot: int
@@ -154,9 +154,9 @@ class GrammarMatchers:
     # -- the work -------------------------------------------------------------------------------------------------
 
     def next_sequence(self) -> SequenceState | None:
-        """Return whose work is next, and take it from its queue; None if nobody waits.
+        """Take the next sequence to work on from its queue, and return it; None if no sequence waits.
 
-        It is of the tenant that has used least lately; and of that tenant's, the one whose masks are cheapest.
+        The tenant that has used least processor time lately goes first; of its sequences, that with the cheapest masks.
         """
         while self._waiting:
             tenant = min(self._waiting, key=self._usage.used_s) if len(self._waiting) > 1 else next(iter(self._waiting))

@@ -29,8 +29,8 @@ _malloc_trim = _find("malloc_trim")
 def allocated_bytes() -> int:
     """Return how many bytes are allocated. llguidance allocates with malloc, so a difference is exactly what it took.
 
-    It takes a microsecond, and up to half a millisecond after much was freed. Without glibc's `mallinfo2`, it is the
-    resident memory, which does not sink by all that is freed.
+    The call takes a microsecond, and up to half a millisecond after much was freed. Without glibc's `mallinfo2`, this
+    returns the resident memory, which does not decrease by all that is freed.
     """
     if _mallinfo2 is None:
         return _statm(1)
@@ -39,7 +39,7 @@ def allocated_bytes() -> int:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system; malloc keeps it otherwise, where allocated blocks lie behind it."""
+    """Return freed memory to the kernel. Otherwise malloc keeps free memory that lies below allocated blocks."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 

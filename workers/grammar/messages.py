@@ -15,7 +15,7 @@ def mask_bytes(vocab_size: int) -> int:
 
 
 class Begin(Struct, frozen=True, array_like=True, gc=False):
-    """A sequence has the slot from now on; what the slot held before is forgotten."""
+    """A sequence has the slot from here on; the state of the slot's earlier sequence is dropped."""
 
     sequence: int  # a number that the worker gives to no other sequence
     slot: int  # the row of the shared memory for its masks
@@ -25,22 +25,22 @@ class Begin(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ask(Struct, frozen=True, array_like=True, gc=False):
-    """Compute the mask behind these tokens, which follow those of the sequence's messages before."""
+    """Compute the mask for the token after these, which follow the tokens of the sequence's earlier messages."""
 
     sequence: int
     token_ids: tuple[int, ...]
 
 
 class AskMasks(Struct, frozen=True, array_like=True):
-    """What a step asks for. The process answers each `Ask` with one `Mask`, in an order of its own."""
+    """The masks that a step needs. The process answers each `Ask` with one `Mask`, in any order."""
 
     asks: tuple[Ask, ...]
     begins: tuple[Begin, ...] = ()
-    grammars: tuple[str, ...] = ()  # each text once, however many sequences begin with it
+    grammars: tuple[str, ...] = ()  # each text once, also if several sequences begin with it
 
 
 class Mask(Struct, frozen=True, array_like=True, gc=False):
-    """The sequence's mask is in its row of the shared memory; or an error ends the sequence."""
+    """The sequence's mask is in its row of the shared memory; or, with an error, the sequence must end."""
 
     sequence: int
     error: str = ""

@@ -1,8 +1,8 @@
 """`python -m workers.grammar.process`: compute token masks, in a process that may be killed.
 
 A worker starts it, and passes it two pipes and shared memory as open file descriptors. Grammars are text that clients
-wrote, and the library that follows them is native code: whatever it does with memory, time or its stack, it does it
-here, and to one request.
+wrote, and the library that follows them is native code. If that code uses too much memory, time or stack, only this
+process fails, and with it one request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workers.grammar.matchers import MAX_BYTES, GrammarMatchers
 from workers.grammar.memory import limit_address_space
 from workers.grammar.messages import HEADER_BYTES, AskMasks, FromMaskProcess, Mask, Masks, Ready, mask_bytes
 
-NICE = 5  # where processors are scarce, the model goes first
+NICENESS = 5  # where processors are scarce, the model goes first
 HELD_BACK_S = 0.0005  # answers are sent together, but none waits much longer than this
 
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     die_with_parent(arguments.parent_pid)
     ignore_signals()
-    os.nice(NICE)
+    os.nice(NICENESS)
     asks = MessageReceiver[AskMasks](adopt_reader(arguments.ask_fd), AskMasks)
     answers = MessageSender[FromMaskProcess](adopt_writer(arguments.answer_fd))
     try:

@@ -77,7 +77,7 @@ class SampledTokens:
     token_ids: Tensor  # [num_sampled] int64
     logprobs: PendingSampledLogprobs | None  # None where no row asks
     failures: tuple[tuple[int, str], ...]  # (row, error) of grammars
-    deferred: tuple[int, ...]  # rows whose token means nothing, because their grammar's mask was late
+    deferred: tuple[int, ...]  # rows whose token is not valid, because their grammar's mask was late
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
 """Choose tokens from logits: sampling, penalties, banned tokens, grammars, logprobs.
 
-May import batch, device, servekit.protocol.
+May import batch, device, grammar, servekit.protocol.
 """

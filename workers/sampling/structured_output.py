@@ -1,11 +1,12 @@
 """Constrain answers to grammars: which tokens may come next, for the rows whose requests have a grammar.
 
-The masks come from the mask process (workers/grammar/). A step tells it the tokens that it has not seen. It computes
-masks while the device computes the forward pass. A row whose mask is late is deferred: it samples no token in this
-step, and the manager plans its position again. So no grammar delays the other rows by more than a share of a step.
+The masks come from the mask process (workers/grammar/). A step sends the process the tokens that it has not received.
+The process computes masks while the device computes the forward pass. A row whose mask is late is deferred: it samples
+no token in this step, and the manager plans its position again. So a grammar delays the other rows by a share of a step
+at most.
 
-What a matcher knows is derived from the token table like everything else: the tokens that the mask process has not seen
-are that of the step before or, after a preemption and in a new process, the whole answer so far.
+A matcher's state is derived from the token table like everything else. The tokens to send are that of the step before
+or, after a preemption and for a new process, the whole answer so far.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from workers.grammar.client import Lost, MaskProcess
 from workers.grammar.messages import Ask, AskMasks, Begin
 
 INFINITY = float("inf")
-# A step waits for masks for this time; and if that is longer, for a share of what it took until its forward pass ended.
-# It is what a hostile grammar can delay each step of others. Without it, a mask that is late by little would cost its
-# row a whole step; and where processors are scarce, it gives the mask process one.
+# A step waits for masks for MIN_WAIT_S, or for WAIT_SHARE of the time until its forward pass ended, if that is longer.
+# A hostile grammar can delay each step of others by this time. Without the wait, a mask that is a little late would
+# cost its row a whole step. Where processors are scarce, the mask process gets one during the wait.
 MIN_WAIT_S = 0.002
 WAIT_SHARE = 0.25
-MAX_BLAMED = 1024  # groups that are remembered because the mask process was killed while it worked for them
+MAX_SUSPECTS = 1024  # groups that were worked on when the mask process was killed; the oldest are removed
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +42,9 @@ class _GrammarState:
     """One sequence's place in its grammar."""
 
     assignment: SlotAssignment
-    number: int  # the mask process knows the sequence by it
-    incarnation: int = 0  # the mask process that knows it; 0: none
-    num_seen: int = 0  # tokens of the answer that this process knows
+    number: int  # the sequence's number in messages to the mask process
+    incarnation: int = 0  # of the mask process that has the sequence; 0: none
+    num_sent: int = 0  # tokens of the answer that were sent to this process
     is_asked: bool = False  # a mask is being computed
     is_ready: bool = False  # it is in the shared memory
     # The row was deferred with this many tokens in its answer. Until it is planned again, rows that a plan ahead has
@@ -52,16 +53,16 @@ class _GrammarState:
     error: str = ""  # why there is no further mask
 
     def lacks_token(self, row: SamplingRow) -> bool:
-        """Whether the row stands behind a position that was deferred."""
+        """Whether a position before the row's was deferred, so that a token before the row is missing."""
         return self.deferred_at is not None and row.num_outputs != self.deferred_at
 
 
 @dataclass(slots=True)
 class GrammarBatch:
-    """The grammar states of a step's rows, and the tokens that the mask process has not seen, on their way to it."""
+    """The grammar states of a step's rows, and the tokens that are to be sent to the mask process."""
 
     states: dict[int, _GrammarState]  # by row
-    unseen: list[tuple[_GrammarState, int]]  # whose masks are to be asked for, and how many tokens were not seen
+    unsent: list[tuple[_GrammarState, int]]  # states whose masks are to be asked for, and how many tokens to send
     token_ids: Tensor | None  # [sum of these] int32, once `arrival` is complete; None if there are none
     arrival: DeviceEvent
     asked_s: float = 0.0
@@ -89,7 +90,7 @@ class GrammarMasks:
         self._states: dict[int, _GrammarState] = {}  # by slot
         self._by_number: dict[int, _GrammarState] = {}  # the same
         self._numbers = count(1)
-        self._blamed: OrderedDict[int, None] = OrderedDict()  # groups
+        self._suspects: OrderedDict[int, None] = OrderedDict()  # groups, the oldest first
 
     def warm_up(self) -> None:
         """Start the process before the first request: for a large vocabulary, it needs seconds to be ready.
@@ -119,7 +120,7 @@ class GrammarMasks:
             self._receive(0.0)
         # Nearly always each lacks one token, the newest; after a preemption, the whole answer; and none where a step
         # is executed again in parts.
-        unseen: list[tuple[_GrammarState, int]] = []
+        unsent: list[tuple[_GrammarState, int]] = []
         cells = []
         is_running = bool(states) and self._process.ensure_started()
         for i, state in states.items():
@@ -127,16 +128,16 @@ class GrammarMasks:
             if not is_running or state.is_asked or state.is_ready or state.error or state.lacks_token(row):
                 continue
             if state.incarnation != self._process.incarnation:
-                state.num_seen = 0
-            num_unseen = max(0, row.num_outputs - state.num_seen)
+                state.num_sent = 0
+            num_unsent = max(0, row.num_outputs - state.num_sent)
             end = row.slot * table.row_length + row.position
-            cells.append(np.arange(end - num_unseen, end))
-            unseen.append((state, num_unseen))
+            cells.append(np.arange(end - num_unsent, end))
+            unsent.append((state, num_unsent))
         token_ids = None
-        if any(num_unseen for _, num_unseen in unseen):
+        if any(num_unsent for _, num_unsent in unsent):
             (indices,) = to_device([np.concatenate(cells)], table.token_ids.device)
             token_ids = to_host(table.token_ids.index_select(0, indices))
-        batch = GrammarBatch(states, unseen, token_ids, DeviceEvent(table.token_ids.device))
+        batch = GrammarBatch(states, unsent, token_ids, DeviceEvent(table.token_ids.device))
         if table.token_ids.device.type == "cpu":
             self._ask(batch)
         return batch
@@ -147,7 +148,7 @@ class GrammarMasks:
         token_ids = iter([] if batch.token_ids is None else batch.token_ids.tolist())
         begins, asks = [], []
         grammars: dict[str, int] = {}
-        for state, num_unseen in batch.unseen:
+        for state, num_unsent in batch.unsent:
             if state.incarnation != self._process.incarnation:
                 assignment = state.assignment
                 grammar = assignment.sampling.grammar
@@ -155,8 +156,8 @@ class GrammarMasks:
                 index = grammars.setdefault(grammar, len(grammars))
                 begins.append(Begin(state.number, assignment.slot, assignment.tenant, assignment.group_id, index))
                 state.incarnation = self._process.incarnation
-            asks.append(Ask(state.number, tuple(islice(token_ids, num_unseen))))
-            state.num_seen += num_unseen
+            asks.append(Ask(state.number, tuple(islice(token_ids, num_unsent))))
+            state.num_sent += num_unsent
             state.is_asked = True
         batch.asked_s = time.monotonic()
         if asks:
@@ -176,7 +177,7 @@ class GrammarMasks:
             self._receive(deadline_s - now_s)
 
     def _receive(self, timeout_s: float) -> None:
-        """Take what the process has answered, after a wait for the first answer; or notice that it is lost."""
+        """Take the answers of the process, after a wait for the first one. Also handles the loss of the process."""
         if not self._process.is_running:
             return
         received = self._process.receive(timeout_s)
@@ -189,26 +190,27 @@ class GrammarMasks:
                 state.is_asked, state.is_ready, state.error = False, not mask.error, mask.error
 
     def _lose(self, lost: Lost) -> None:
-        """Forget what the process knew. Fail the request that it was working for, if that is to blame.
+        """Expect no more masks from the process. Fail the request whose work it was doing, if that caused the loss.
 
-        A crash is the request's fault. A process that was killed may have been killed for its memory; but an operator
-        may have done it as well, so only the second time counts.
+        A crash is caused by the request. A kill may be due to the request's memory or to an operator. So the first one
+        makes the request a suspect, and the second one ends it.
         """
         for state in self._states.values():
             state.is_asked = False
-        guilty = None if lost.sequence is None else self._by_number.get(lost.sequence)
-        if guilty is None:
+        suspect = None if lost.sequence is None else self._by_number.get(lost.sequence)
+        if suspect is None:
             return
-        group_id = guilty.assignment.group_id
-        if not lost.is_crash and group_id not in self._blamed:
-            self._blamed[group_id] = None
-            while len(self._blamed) > MAX_BLAMED:
-                self._blamed.popitem(last=False)
+        group_id = suspect.assignment.group_id
+        if not lost.is_crash and group_id not in self._suspects:
+            self._suspects[group_id] = None
+            while len(self._suspects) > MAX_SUSPECTS:
+                self._suspects.popitem(last=False)
             return
         for state in self._states.values():
             if state.assignment.group_id == group_id:
                 state.error = (
-                    "it ended the process that follows grammars, by its memory or its nesting: make it simpler"
+                    "the grammar ended the process that computes token masks, by its memory or its nesting: make it "
+                    "simpler"
                 )
 
     def constrain(

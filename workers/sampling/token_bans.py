@@ -90,8 +90,8 @@ class _BadWords(NamedTuple):
 def _bad_words(rows: list[SamplingRow], vocab_size: int, row_length: int) -> _BadWords:
     """Return the bad words that may be complete with the next token.
 
-    The answers to one request have the same words, up to 64 each. So rows are taken together by their words: one by
-    one, 128 rows would take longer than the model's step.
+    The answers to one request have the same words, at most 64. So rows with the same words are computed together. One
+    by one, 128 rows would take longer than the model's step.
     """
     rows_of: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for index, row in enumerate(rows):

@@ -223,18 +223,18 @@ def test_a_grammar_that_crashes_its_process_fails_all_answers_of_its_request_and
     grammar = compile_one(GrammarKind.JSON_SCHEMA, ENDLESS)
     engine = InProcessEngine(demo, num_blocks=400)
     leader = engine.add(prompt_of(1), grammar=grammar, max_tokens=30)
-    guilty = [leader, engine.add(prompt_of(1), leader=leader, grammar=grammar, max_tokens=30)]
+    ended = [leader, engine.add(prompt_of(1), leader=leader, grammar=grammar, max_tokens=30)]
     other = engine.add(prompt_of(2), grammar=grammar, max_tokens=30)
-    while guilty[1].num_output_tokens < 5:
+    while ended[1].num_output_tokens < 5:
         engine.step()
     states = engine.runner.grammars._states
-    number = next(state.number for state in states.values() if state.assignment.slot == guilty[1].slot)
+    number = next(state.number for state in states.values() if state.assignment.slot == ended[1].slot)
     os.kill(mask_process(engine), signal.SIGSTOP)
     engine.runner.grammars._process._current[0] = number  # as the process does while it works on the sequence
     os.kill(mask_process(engine), signal.SIGSEGV)
     os.kill(mask_process(engine), signal.SIGCONT)
     engine.run()
-    assert [each.finish_reason for each in guilty] == [FinishReason.ERROR] * 2
+    assert [each.finish_reason for each in ended] == [FinishReason.ERROR] * 2
     assert other.finish_reason is FinishReason.LENGTH
 
 
