@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _open_standard_streams() -> None:
     """Open /dev/null in the place of each closed file descriptor 0, 1 and 2, before anything else is opened.
 
-    Otherwise a socket or a file gets the number, and what is written to standard error goes there. libuv, which refuses
-    to close these numbers, would abort.
+    Otherwise a socket or a file gets the number, and text for standard error is written into it. libuv refuses to close
+    these numbers, and would abort.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:

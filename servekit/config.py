@@ -148,8 +148,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Meta(
             ge=2**22,
             le=2**40,
-            description="maximum logprobs in the answers to all requests together, each counted as long as it may "
-            "become; the server refuses more with 503",
+            description="maximum logprobs in the answers to all requests together, counted for the longest answers "
+            "that they allow; the server refuses more with 503",
         ),
     ] = 2**23
     max_connections: Annotated[
@@ -243,7 +243,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     cache_dir: Annotated[
         str | None,
         Meta(
-            description="directory for everything that the server writes without being asked: downloaded models, "
+            description="directory for all files that the server writes by itself: downloaded models, "
             "compiled kernels, temporary files; by default the user's cache directory and the system's temporary one"
         ),
     ] = None

@@ -1,4 +1,4 @@
-"""Add to asyncio an event with one waiter, blocking work in a daemon thread, and a timer that tolerates pauses.
+"""Extend asyncio: an event with one waiter, work in a daemon thread, a timer that tolerates pauses, work in slices.
 
 May import nothing of servekit.
 """

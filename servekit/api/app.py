@@ -3,7 +3,7 @@
 To add a route, add a handler to a module of servekit/api/routes/ and a line to that module's ENDPOINTS; a new module is
 also added to the list here.
 
-This is not in the package's `__init__`: the process that decodes large bodies imports the schemas, and no engine.
+This code is not in the package's `__init__`: the process that decodes large bodies imports the schemas, but no engine.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class _Handler:
 def replace_keys(app: Starlette, keys_of_file: Sequence[Key]) -> None:
     """Use these keys in place of the file's old ones from the next request on.
 
-    Running requests go on: their cost is bounded. Viewers of the live feed could stay for ever, so they lose it with
-    their key.
+    Running requests continue: their cost is bounded. A stream of the live feed has no bound, so it ends when its key is
+    removed.
     """
     assert keys_of_file, "without any key, no key would be needed"
     app.state.keyring.keys = _all_keys(app.state.engine.config, keys_of_file)

@@ -26,7 +26,7 @@ from servekit.scheduler.scheduler_config import SchedulerConfig
 
 MAX_BAD_WORD_TOKENS = 1024
 TOKENS_PER_SLICE = 2**15  # of prompts; checking them takes about a millisecond
-TOKENS_PER_ANSWER = 2**10  # what takes as long as the parameters of an answer
+TOKENS_PER_ANSWER = 2**10  # checking these takes as long as preparing the parameters of one answer
 MAX_LOGPROBS = 2**22  # values in the answers to one request; in JSON, each takes about 60 bytes
 # Variables that the server sets, from fields of their own or not at all. A request's chat_template_kwargs may not.
 RESERVED_TEMPLATE_VARIABLES = {
@@ -139,10 +139,11 @@ class InputProcessor:
     def _check_conversation(self, messages: list[dict[str, Any]]) -> None:
         """Refuse a conversation that cannot fit before it is encoded and rendered. Raises ContextTooLong.
 
-        Templates repeat what users, tools and the system say. Of the assistant's turns many leave out the reasoning.
+        Templates contain all text of users, tools and the system. The assistant's text is not counted, because many
+        templates leave out its reasoning.
         """
-        said = [message["content"] for message in messages if message["role"] != "assistant"]
-        min_tokens = sum(map(len, said)) // self._tokenizer.max_token_bytes
+        contents = [message["content"] for message in messages if message["role"] != "assistant"]
+        min_tokens = sum(map(len, contents)) // self._tokenizer.max_token_bytes
         if min_tokens > self._limits.max_total_tokens:
             raise prompt_too_long(self._limits.max_total_tokens, min_tokens, "messages")
 
@@ -199,7 +200,7 @@ class InputProcessor:
         except TooManyTokens as error:
             of_texts = [prompt for prompt in request.prompts if isinstance(prompt.content, str)]
             self._check_fits(error.num_tokens, request.max_tokens or 1, of_texts[error.index].param)
-            raise AssertionError("it does not fit") from None
+            raise AssertionError("a prompt with too many tokens fits") from None
         prompts = [next(encoded) if isinstance(prompt.content, str) else prompt.content for prompt in request.prompts]
         return [token_ids[-truncate:] for token_ids in prompts] if truncate else prompts
 

@@ -46,7 +46,7 @@ from servekit.scheduler.workload_manager import WorkloadManager
 
 log = logging.getLogger("servekit")
 
-SEQUENCES_PER_SLICE = 16  # that are admitted without a pause; each takes some tens of microseconds
+SEQUENCES_PER_SLICE = 16  # admitted without a pause; each takes some tens of microseconds
 PROBE_CALLER = Caller(request_id="servekit-probe")
 PROBE_REQUEST = GenerationRequest(
     prompts=[Prompt([0], "prompt")], sampling=Sampling(temperature=0.0, seed=0), max_tokens=1
@@ -209,7 +209,7 @@ class LLMEngine:
             await run_in_daemon_thread(Journal.close, self._journal)
 
     def drain(self, admits_requests: bool = False) -> None:
-        """The server ends as soon as all is answered. New requests are rejected, or still admitted; others go on."""
+        """Begin to drain: admitted requests continue, and new ones are rejected unless `admits_requests` is set."""
         self._is_draining = True
         self._rejects_requests = not admits_requests
         self.metrics.server.is_draining = True
@@ -256,7 +256,7 @@ class LLMEngine:
     ) -> RequestState:
         """Admit all prompts of a request, or none. Raises RequestError or WorkerError.
 
-        `places` are those that `reserve` returned for the request, if it was called. Deadlines count from then.
+        `places` are those that `reserve` returned for the request, if it was called. Deadlines count from that call.
         """
         if places is None:
             places = self.reserve(request, caller)
@@ -280,11 +280,11 @@ class LLMEngine:
             raise DeadlineExceeded("the deadline passed while the prompt or the grammar was prepared") from None
 
     def _reserve_result(self, tenant: str, num_values: int) -> Callable[[], None]:
-        """Count the logprobs of a result, until the function that this returns is called. Raises QueueFull."""
+        """Reserve the logprobs of a result. Returns the function that releases them. Raises QueueFull."""
         budget = self._result_budget
         if num_values and not budget.has_room(tenant, num_values):
             raise QueueFull(
-                f"the request asks for up to {num_values} logprobs, and the answers to others may take "
+                f"the request asks for up to {num_values} logprobs, and the requests before it may take "
                 f"{budget.total}{budget.share_of(tenant)}; the limit is {budget.limit} (max_total_logprobs). Please "
                 "try again later.",
                 retry_after_s=RETRY_AFTER_S,

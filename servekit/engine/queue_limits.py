@@ -2,7 +2,7 @@
 
 Sequences and their prompt tokens are both limited: a hundred long prompts can be more work than thousands of short
 ones. A request takes its places when it arrives, before anything is computed for it. So a request that cannot be
-admitted costs nothing, and one that has a place is not refused for want of it after its prompt was prepared.
+admitted costs nothing, and a request that has its places is not refused for a full queue after it was prepared.
 
 Under the policy `fair` a tenant may hold as much of a limit as stays free for the others, and a single place if any is
 free. One tenant alone fills half of the queue; if T tenants flood it, each comes to 1 / (T + 1) of it, and as much
@@ -39,7 +39,7 @@ class QueuePlaces:
         self.arrival_s = arrival_s
 
     def release(self, num_sequences: int | None = None) -> None:
-        """Give back this many places, or all that are left: sequences wait in the queue themselves, or are refused."""
+        """Give back this many places, or all that are left: the sequences are in the queue, or were refused."""
         num = self.num_sequences if num_sequences is None else min(num_sequences, self.num_sequences)
         self.num_sequences -= num
         reserved = self._limits.reserved
@@ -91,7 +91,7 @@ class QueueLimits(Observer):
                 "(max_num_queued_reqs). Please try again later.",
                 retry_after_s=self.retry_after_s(num_missing, now_s),
             )
-        # Each answer has one prompt token at least. So while the tokens are used up, no prompt is prepared in vain.
+        # Each answer has one prompt token at least. So while all tokens are in use, no prompt is prepared.
         self.check_tokens(num_answers, tenant, num_waiting, queued, now_s)
         self.reserved[tenant] += num_answers
         return QueuePlaces(self, tenant, num_answers, now_s)
@@ -137,7 +137,7 @@ class QueueLimits(Observer):
             )
 
     def _num_missing(self, num_added: int, own: int, total: int, limit: int) -> int:
-        """How much must leave the queue until a tenant that holds `own` of `total` may add this; 0 if it may."""
+        """Return how much must leave the queue before a tenant with `own` of `total` may add this; 0 if it may."""
         num_free = limit - total - num_added  # afterwards
         if num_free < 0:
             return -num_free
@@ -152,7 +152,7 @@ class QueueLimits(Observer):
         return "of one tenant, half of the limit with scheduling_policy fair " if self._is_shared else ""
 
     def _for_tenant(self, own: int, total: int, limit: int, unit: str) -> str:
-        """What a refusal says if others are still let in."""
+        """Return the part of a refusal that gives the tenant's share; empty if the queue is full for all tenants."""
         if not self._is_shared or total >= limit:
             return ""
         return f" for your tenant, which has {own} {unit} in it and may have as many as stay free"

@@ -119,7 +119,7 @@ class RequestState:
         self._abort(self)
 
     def release_result(self) -> None:
-        """Give back the memory that the result may take: the answer is written, or nobody wants it. Idempotent."""
+        """Give back the memory that the result may take: the answer is written, or there will be none. Idempotent."""
         release, self._release_result = self._release_result, None
         if release is not None:
             release()

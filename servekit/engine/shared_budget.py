@@ -6,7 +6,7 @@ from collections import Counter
 
 
 class SharedBudget:
-    """An amount, and who holds how much of it. One tenant may hold as much as it leaves free for the others.
+    """An amount, and how much of it each tenant holds. A tenant may hold as much as it leaves free for the others.
 
     So a tenant that is alone gets half of it, two get a third each, and the next one finds room. This is the dynamic
     threshold that switches use for the queues of their ports (Choudhury and Hahne, 1998). Requests without an API key
@@ -19,7 +19,7 @@ class SharedBudget:
         self._held: Counter[str] = Counter()
 
     def share_of(self, tenant: str) -> str:
-        """Say how much the tenant holds, for errors; "" without a tenant."""
+        """Return the part of an error message that gives the tenant's share; "" without a tenant."""
         if not tenant:
             return ""
         return f", {self._held[tenant]} of them for your API key, which may hold as many as it leaves free"

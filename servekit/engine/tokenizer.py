@@ -27,7 +27,7 @@ _METASPACE = "▁"
 
 Result = TypeVar("Result")
 
-LONG_TEXT = 2**15  # characters, from which on texts are encoded in threads of their own
+LONG_TEXT = 2**15  # characters; texts of this length and more are encoded in threads of their own
 MAX_SPANS = 2**17  # tokens with positions; making more of them holds the interpreter's lock for long
 
 
@@ -96,9 +96,9 @@ class Tokenizer:
         return [(await self._encode_tail(text, add_special_tokens, num_tokens))[-num_tokens:] for text in texts]
 
     async def _encode_tail(self, text: str, add_special_tokens: bool, num_tokens: int) -> list[int]:
-        """Encode as much of the text's end as has twice the tokens, because a cut moves the borders of tokens.
+        """Encode an end of the text that has twice the tokens, because a cut in the text moves the borders of tokens.
 
-        The whole text could have a million times as many.
+        The whole text could have a million times as many tokens.
         """
         num_characters = 4 * num_tokens + 64
         while True:

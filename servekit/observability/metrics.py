@@ -291,7 +291,9 @@ class ServerMetrics:
 
     def __init__(self, metrics: _MetricFactory, config: ServeConfig, version: str) -> None:
         self.is_draining = False  # a plain field: a signal handler sets it, and must not wait for a metric's lock
-        draining = metrics.gauge("draining", "1 while the server drains: it ends when all is answered.")
+        draining = metrics.gauge(
+            "draining", "1 while the server drains: it exits when all admitted requests are answered."
+        )
         draining.set_function(lambda: float(self.is_draining))
         self.event_loop_lag = metrics.histogram(
             "api_event_loop_lag_seconds", "How late a timer of the event loop fires.", _STEP_BUCKETS

@@ -1,7 +1,7 @@
-"""Write log lines to standard error in a thread, so that a reader that stops reading stops nothing else.
+"""Write log lines to standard error in a thread, so that nothing else waits when standard error is not read.
 
-Standard error is often a pipe. When nobody reads it, it is full after 64 KiB, and the next write waits for as long as
-the reader likes. On the event loop's thread all clients would wait with it.
+Standard error is often a pipe. When no process reads it, it is full after 64 KiB, and the next write waits without
+limit. If the event loop's thread did that write, all clients would wait.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from queue import SimpleQueue
 STANDARD_ERROR = 2
 MAX_QUEUED_BYTES = 2**20  # some 8,000 lines; a burst of a second is below a tenth of it
 MAX_BATCH_BYTES = 2**16  # the usual size of a pipe; lines that are queued together are written together
-FLUSH_TIMEOUT_S = 1.0  # at exit: to write a whole queue to a reader that reads takes milliseconds
+FLUSH_TIMEOUT_S = 1.0  # at exit; if standard error is read, writing a whole queue takes milliseconds
 
 
 class LogWriter(logging.Handler):
@@ -34,7 +34,7 @@ class LogWriter(logging.Handler):
     def __init__(self, file_descriptor: int = STANDARD_ERROR) -> None:
         super().__init__()
         self._file_descriptor = file_descriptor
-        # What callers count, and what the thread counts, since the start.
+        # Counters since the start. Callers write those of the first line, and the thread those of the second.
         self._num_refused = self._num_queued_bytes = 0
         self._num_failed = self._num_finished_bytes = self._num_reported = 0
         self._lines: SimpleQueue[tuple[int, bytes]] = SimpleQueue()  # lines refused before this one; the line

@@ -28,7 +28,7 @@ _WORD = re.compile(r'[^\s"=\\]+')
 def configure_logging(level: str, log_format: str = "text") -> None:
     """Write log lines to standard error, including Python warnings and uncaught exceptions.
 
-    A log call never waits for whoever reads standard error.
+    A log call never waits, also if standard error is not read.
     """
     handler = LogWriter()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())

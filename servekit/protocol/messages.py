@@ -161,7 +161,9 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):
     """The model's log-probabilities for one token: natural logarithms of its softmax, before any sampling parameter."""
 
     logprob: float
-    packed_top: bytes = b""  # of the likeliest tokens, the likeliest first; as objects it would take ten times as much
+    packed_top: bytes = (
+        b""  # of the likeliest tokens, the likeliest first; as objects they would take ten times as much
+    )
 
     @classmethod
     def of(cls, logprob: float, token_ids: Sequence[int], logprobs: Sequence[float]) -> TokenLogprobs:
@@ -192,8 +194,8 @@ class StepResult(Struct, frozen=True, tag="step_result"):
     A worker may defer such a chunk: it samples no token, because what it needs for that is not ready (the mask of a
     grammar), and the other chunks must not wait. The manager then schedules the chunk's last position again. Until that
     comes, the worker has no token for the chunks of the same slot behind it. It still appends their blocks to the
-    slot's block table; what it computes and reports for them is ignored. The next step follows at once: a worker that
-    defers all tokens of a step should wait a little first, and none may be deferred for ever.
+    slot's block table; what it computes and reports for them is ignored. The next step follows at once. So a
+    worker that defers all tokens of a step should wait a little first. It must bound how often it defers a token.
     """
 
     epoch: int

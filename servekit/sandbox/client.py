@@ -2,8 +2,8 @@
 
 Chat templates are programs and grammars can be enormous, so neither is processed in the server's own process.
 `JobScheduler` decides which job runs when. Each running job has a process of its own, which is used again if the job
-was quick. A job is refused for what it did itself: it used up its processor time or its memory. If its process was
-stopped or killed from outside, that is the server's failure, and the job runs once more.
+was quick. A job is refused if it used up its processor time or its memory. If its process was stopped or killed from
+outside, that is the server's failure, and the job runs once more.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ log = logging.getLogger("servekit")
 
 NUM_QUICK, NUM_SLOW = 3, 2  # processes
 QUANTUM_S = 0.05  # of processor time: as long as a grammar may take to compile; almost all jobs take less
-LOOK_S = 0.025  # how often the server looks what a job has used
+POLL_INTERVAL_S = 0.025  # how often the server reads how much processor time a job has used
 MAX_WAITING = 512
 MAX_WAIT_S = 10.0
 MAX_JOB_BYTES = 2**24  # more than the largest body that the server reads by default makes
 MAX_BYTES = 2**26  # of all jobs that wait or run
 MAX_CACHE_BYTES = 2**25
 MAX_CACHED_JOB_BYTES = 2**18  # a digest of a larger job would hold the event loop; such jobs always run
-REMEMBERED_S = 300.0  # a refusal; on a busy machine a job can take more processor time than it takes later
+REFUSAL_TTL_S = 300.0  # in the cache; on a busy machine a job can take more processor time than it takes later
 MAX_ATTEMPTS = 2
-# A job that gets less than a tenth of a core is given up, so that each request is answered in bounded time.
+# A job that gets less than a tenth of a core is ended, so that each request is answered in bounded time.
 MAX_SLOWDOWN = 10.0
 MAX_REUSED_BYTES = 2**20  # a process that handled more is not used again, because its memory is limited
 
 
 class _Job:
-    """One job, and those who wait for its outcome."""
+    """One job, and the number of requests that wait for its outcome."""
 
     def __init__(self, pieces: list[bytes], ticket: JobTicket, loop: asyncio.AbstractEventLoop) -> None:
         self.pieces = pieces
         self.ticket = ticket
         self.num_waiters = 0
         self.outcome: asyncio.Future[Outcome] = loop.create_future()
-        # Retrieve the exception, or asyncio logs it when nobody waits any more.
+        # Retrieve the exception. Otherwise asyncio logs it when no request waits for it.
         self.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.waiting: asyncio.TimerHandle | None = None  # ends the wait for a place
 
@@ -143,15 +143,16 @@ class Sandbox:
             raise shutting_down()
         if not self._scheduler.has_room(tenant, num_bytes):
             raise QueueFull(
-                "too many of your chat templates or grammars wait already: they may take no more than what is free of "
-                f"{MAX_WAITING} places and {MAX_BYTES} bytes. Please try again later.",
+                f"the queue for chat templates and grammars has {self._scheduler.num_waiting} jobs, and with the "
+                f"running ones {self._scheduler.num_bytes} bytes; the limits are {MAX_WAITING} jobs and {MAX_BYTES} "
+                "bytes, and one tenant may have as much as stays free. Please try again later.",
                 retry_after_s=1,
             )
 
     def _share(self, running: _Job, job: Job, tenant: str, digest: bytes) -> None:
         """Let equal jobs of the tenant join this one, and remember its outcome.
 
-        Jobs of other tenants do not join: they would wait where this tenant's other jobs let this one wait.
+        Equal jobs of other tenants do not join: they would wait for this tenant's turn.
         """
         self._shared[tenant, digest] = running
 
@@ -162,8 +163,8 @@ class Sandbox:
                 return
             outcome = future.result()
             if isinstance(outcome, Refused):
-                self._cache.put(digest, tenant, outcome, time.monotonic() + REMEMBERED_S)
-            elif isinstance(outcome, Done) and isinstance(job, CompileGrammar):  # conversations seldom come again
+                self._cache.put(digest, tenant, outcome, time.monotonic() + REFUSAL_TTL_S)
+            elif isinstance(outcome, Done) and isinstance(job, CompileGrammar):  # equal conversations are rare
                 self._cache.put(digest, tenant, outcome, float("inf"))
 
         running.outcome.add_done_callback(remember)
@@ -173,7 +174,8 @@ class Sandbox:
             _fail(
                 job,
                 QueueFull(
-                    f"other chat templates or grammars took longer than {MAX_WAIT_S:g} s. Please try again later.",
+                    f"the chat template or grammar waited {MAX_WAIT_S:g} s for others, which is the limit. Please "
+                    "try again later.",
                     retry_after_s=5,
                 ),
             )
@@ -182,7 +184,7 @@ class Sandbox:
         job.waiting = asyncio.get_running_loop().call_later(MAX_WAIT_S, expire)
 
     def _stop_waiting(self, job: _Job) -> None:
-        """Remove a job that nobody waits for, unless it runs: then its task removes it."""
+        """Remove a job that no request waits for, unless it runs: then its task removes it."""
         if job.waiting is not None:
             job.waiting.cancel()
             job.waiting = None
@@ -204,7 +206,7 @@ class Sandbox:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    # -- while it has one ---------------------------------------------------------------------------------------------
+    # -- while a job has a place ---------------------------------------------------------------------------------------
 
     async def _run(self, job: _Job) -> None:
         """Run a job that has just got a place, and give its place back."""
@@ -223,7 +225,7 @@ class Sandbox:
         self._remove(job)
 
     async def _attempts(self, job: _Job) -> Outcome | None:
-        """Return the job's outcome; None if nobody waits for it, or if it must begin again in the slow lane."""
+        """Return the job's outcome; None if no request waits for it, or if it must begin again in the slow lane."""
         reason = ""
         for attempt in range(MAX_ATTEMPTS):
             try:
@@ -258,11 +260,11 @@ class Sandbox:
                 is_reusable = job.ticket.num_bytes + _num_bytes(running.result()) <= MAX_REUSED_BYTES
             return outcome
         except OutcomeTooLarge:
-            return Refused(f"the result is larger than {MAX_OUTCOME_BYTES} bytes; make it shorter")
+            return Refused(f"the result is larger than {MAX_OUTCOME_BYTES} bytes, which is the limit; make it shorter")
         except (EOFError, OSError):
             is_ended = True
             exit_code = await self._fork_server.end(process, is_exiting=True)
-            if exit_code is None or exit_code == -signal.SIGKILL:  # by the kernel for lack of memory, or by a person
+            if exit_code is None or exit_code == -signal.SIGKILL:  # by the kernel for lack of memory, or by an operator
                 raise ProcessLost("it was killed") from None
             return Refused(
                 "it is nested too deeply, or takes more memory than a request may have (sandbox_memory_bytes); make it "
@@ -277,16 +279,16 @@ class Sandbox:
                 await self._fork_server.end(process)
 
     async def _watch(self, job: _Job, process: ForkedProcess, running: asyncio.Task[Outcome]) -> Outcome | None:
-        """Wait for the outcome, and look at the process every some milliseconds.
+        """Wait for the outcome, and read the job's processor time at each interval.
 
-        The quantum and the limit are of processor time, because wall time depends on what else the machine does: on a
-        busy machine all jobs would take the way through the slow lane. Returns None if nobody waits any more, or if the
-        job must begin again in the slow lane.
+        The quantum and the limit are of processor time. Wall time depends on what else the machine does: on a busy
+        machine all jobs would end in the slow lane. Returns None if no request waits any more, or if the job must begin
+        again in the slow lane.
         """
         started_s = progress_s = time.monotonic()
         before_s = used_s = process.cpu_s()
         while True:
-            await asyncio.wait((running, job.outcome), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((running, job.outcome), timeout=POLL_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 return running.result()
             if job.outcome.done():
@@ -303,7 +305,7 @@ class Sandbox:
             if now_s - started_s >= self._timeout_s * MAX_SLOWDOWN:
                 raise SandboxUnavailable(
                     f"the server is too busy: this chat template or grammar got {used_s - before_s:.1f} s of processor "
-                    f"time in {now_s - started_s:.1f} s. Please try again later.",
+                    f"time in {now_s - started_s:.1f} s, and needs a tenth of a core. Please try again later.",
                     retry_after_s=5,
                 )
             if job.ticket.lane is Lane.QUICK and used_s - before_s >= QUANTUM_S:

@@ -28,7 +28,7 @@ JSON_STYLE: JsonCompileOptions = {
     "key_separator": ": ",
     "lenient": False,
 }
-# The mask process compiles it again, and computes no mask meanwhile: all answers with a grammar wait, others do not.
+# The mask process compiles the grammar again, and computes no mask meanwhile. All answers with a grammar wait for it.
 MAX_COMPILE_S = 0.05
 
 
@@ -49,7 +49,7 @@ def compile_grammar(job: CompileGrammar, tokenizer: LLTokenizer) -> Outcome:
     elapsed_s = time.process_time() - started_s
     if elapsed_s > MAX_COMPILE_S:
         return Refused(
-            f"it takes {1e3 * elapsed_s:.0f} ms to compile, while others with a grammar would wait; the limit is "
+            f"it takes {1e3 * elapsed_s:.0f} ms to compile, and other answers with a grammar would wait; the limit is "
             f"{1e3 * MAX_COMPILE_S:.0f} ms: make it simpler"
         )
     return Done(grammar)

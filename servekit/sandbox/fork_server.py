@@ -35,14 +35,14 @@ from servekit.sandbox.jobs import (
     RenderChat,
     ToForkServer,
 )
-from servekit.sandbox.process import Works, run_jobs
+from servekit.sandbox.process import Handlers, run_jobs
 
 MAX_REQUEST_BYTES = 4096
 REAP_INTERVAL_S = 0.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer messages on standard input, a socket that keeps their borders, until the server closes it."""
+    """Answer messages on standard input, a SOCK_SEQPACKET socket, until the server closes it."""
     parser = argparse.ArgumentParser(
         prog="python -m servekit.sandbox.fork_server", description="Fork processes that run what clients wrote."
     )
@@ -55,24 +55,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     die_with_parent(arguments.parent_pid)
     ignore_signals()
     control = socket.socket(fileno=os.dup(sys.stdin.fileno()))
-    works: Works = {}
+    handlers: Handlers = {}
     warnings = []
-    for kind, make in ((RenderChat, _chat_work), (CompileGrammar, _grammar_work)):
+    for kind, make in ((RenderChat, _chat_handler), (CompileGrammar, _grammar_handler)):
         try:
-            works[kind] = make(arguments)
+            handlers[kind] = make(arguments)
         except Exception as error:  # of any library; the message is for people
-            works[kind] = _refusing(str(error))
+            handlers[kind] = _refusing(str(error))
             warnings.append(str(error))
     gc.collect()
-    gc.freeze()  # a collection in a forked process would write to, and so copy, every page that has objects
+    gc.freeze()  # a collection in a forked process would write to every page with objects, and so copy these pages
     _send(control, ForkServerReady(warnings))
-    killed: set[int] = set()  # and not reaped yet
+    killed: set[int] = set()  # pids that are not reaped yet
     while message := _receive(control, killed):
         request, descriptors = message
         if isinstance(request, Fork):
             pid = os.fork()
             if pid == 0:
-                _be_forked(works, control, descriptors[0], arguments.memory_bytes)
+                _run_child(handlers, control, descriptors[0], arguments.memory_bytes)
             os.close(descriptors[0])
             _send(control, Forked(pid))
         else:
@@ -80,21 +80,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _be_forked(works: Works, control: socket.socket, channel: int, memory_bytes: int) -> None:
-    """Run jobs in this process, which has just been forked, and exit without what the parent would do at its end."""
+def _run_child(handlers: Handlers, control: socket.socket, channel: int, memory_bytes: int) -> None:
+    """Run jobs in this process, which has just been forked. Its exit runs none of the parent's cleanup code."""
     exit_code = 1
     try:
         parent_pid = os.getppid()
         control.close()
         os.close(sys.stdin.fileno())
-        run_jobs(works, channel, parent_pid, memory_bytes)
+        run_jobs(handlers, channel, parent_pid, memory_bytes)
         exit_code = 0
     finally:
         os._exit(exit_code)
 
 
 def _end(request: End, killed: set[int]) -> int | None:
-    """The exit code of a child, which is reaped; None if it has not exited.
+    """Return the exit code of a child, which is reaped; None if it has not exited.
 
     A child that is killed takes a while to give its memory back. Others are forked meanwhile.
     """
@@ -108,7 +108,7 @@ def _end(request: End, killed: set[int]) -> int | None:
 
 
 def _receive(control: socket.socket, killed: set[int]) -> tuple[ToForkServer, list[int]] | None:
-    """The next request and the descriptors that came with it; None if the server has closed the socket."""
+    """Return the next request and its file descriptors; None if the server has closed the socket."""
     while True:
         killed -= {pid for pid in killed if os.waitpid(pid, os.WNOHANG)[0]}
         control.settimeout(REAP_INTERVAL_S if killed else None)
@@ -122,15 +122,15 @@ def _send(control: socket.socket, message: FromForkServer) -> None:
         control.send(msgspec.msgpack.encode(message))
 
 
-def _chat_work(_: argparse.Namespace) -> Callable[[RenderChat], Outcome]:
+def _chat_handler(_: argparse.Namespace) -> Callable[[RenderChat], Outcome]:
     from servekit.sandbox.chat_template import render_chat
 
-    # The first conversation imports more and fills caches. Forked processes have all that from the beginning.
+    # The first conversation imports more modules and fills caches. After this one, forked processes share them.
     render_chat(RenderChat("{{ messages[0].content }}", True, False, {}, [{"role": "user", "content": "x"}]))
     return render_chat
 
 
-def _grammar_work(arguments: argparse.Namespace) -> Callable[[CompileGrammar], Outcome]:
+def _grammar_handler(arguments: argparse.Namespace) -> Callable[[CompileGrammar], Outcome]:
     from servekit.protocol.grammar_matcher import grammar_tokenizer
     from servekit.sandbox.compile_grammar import compile_grammar
 

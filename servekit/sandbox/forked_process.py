@@ -31,18 +31,18 @@ log = logging.getLogger("servekit")
 
 START_TIMEOUT_S = 60.0  # for imports and for reading a large tokenizer, on a busy machine
 STALLED_START_S = 5.0  # without any processor time; longer than a slow disk needs for one file
-ANSWER_TIMEOUT_S = 5.0  # forking takes milliseconds; a process that does not answer for so long is stopped
+ANSWER_TIMEOUT_S = 5.0  # forking takes milliseconds; a process that does not answer in this time was stopped
 EXIT_WAIT_S = 2.0  # for a process that is exiting
-EXIT_LOOK_S = 0.005
+EXIT_POLL_INTERVAL_S = 0.005
 MAX_OUTCOME_BYTES = 2**24
 MAX_ANSWER_BYTES = 2**16
 PIECE_BYTES = 2**18  # read or written at a time, so that the event loop is never held for long
-NICENESS = 5  # of a job in the slow lane: it gets a third of what another process gets where both want the same core
+NICENESS = 5  # of a job in the slow lane: on a shared core it gets a third of the time of another process
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ProcessLost(Exception):
-    """A sandbox process ended, or does not answer, for a reason that is not in its job."""
+    """A sandbox process ended, or does not answer, and its job is not the cause."""
 
 
 class OutcomeTooLarge(Exception):
@@ -60,7 +60,7 @@ class ForkedProcess:
     async def run(self, pieces: Sequence[bytes]) -> Outcome:
         """Run a job, which is encoded as these pieces.
 
-        Raises OutcomeTooLarge, and EOFError or ConnectionError if the process exits. It runs no job after these.
+        Raises OutcomeTooLarge, and EOFError or ConnectionError if the process exits. Then it runs no other job.
         """
         loop = asyncio.get_running_loop()
         num_bytes = sum(map(len, pieces))
@@ -95,7 +95,7 @@ class ForkedProcess:
         return _cpu_s(self.pid)
 
     def lower_priority(self) -> None:
-        """Let the model's worker and jobs in the quick lane go first where both want the same core."""
+        """Let the model's worker and jobs in the quick lane go first on a shared core."""
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self.pid, NICENESS)
 
@@ -133,9 +133,9 @@ class ForkServer:
             theirs.close()
 
     async def end(self, process: ForkedProcess, is_exiting: bool = False) -> int | None:
-        """Kill a process. Returns its exit code if it had exited by itself, None if not, or if it is gone.
+        """Kill a process. Returns its exit code if it had exited by itself; None if not, or if it is gone.
 
-        A process that has closed its channel is exiting. That takes a while, and then its exit code tells why.
+        A process that has closed its channel is exiting. That takes a while; then its exit code gives the reason.
         """
         process.channel.close()
         deadline_s = time.monotonic() + (EXIT_WAIT_S if is_exiting else 0.0)
@@ -149,11 +149,11 @@ class ForkServer:
                 assert isinstance(answer, Ended)
                 if must_exit or answer.exit_code is not None:
                     return answer.exit_code
-                await asyncio.sleep(EXIT_LOOK_S)
+                await asyncio.sleep(EXIT_POLL_INTERVAL_S)
         return None
 
     def kill(self) -> None:
-        """Kill the process, and by that all that it has forked, and start no other one."""
+        """Kill the process, and with it all that it has forked. It is not started again."""
         self._is_stopped = True
         self._kill()
 
@@ -191,7 +191,7 @@ class ForkServer:
             watching.cancel()
         assert isinstance(answer, ForkServerReady)
         for warning in answer.warnings:
-            log.warning("requests that need this will be refused: %s", warning)
+            log.warning("the sandbox refuses all requests of one kind (chats or grammars): %s", warning)
 
     async def _ask(self, request: ToForkServer, descriptors: list[int]) -> FromForkServer:
         """Send a request and return the answer. Requires the lock. Raises ProcessLost."""

@@ -1,15 +1,15 @@
 """Decide which job a sandbox runs next: a multilevel feedback queue of two levels, with least attained service first.
 
-Nobody knows beforehand how long a job takes. Each job begins in the quick lane. A job that has used up a quantum is
-demoted: it continues in the slow lane if that has a place for its tenant, and otherwise is stopped and waits for such a
-place, to begin again. So a slow job holds up others for one quantum at most, and a quick job never waits for
-a slow one. In each lane the next job is one of the tenant that has used the sandbox least lately, and of this tenant's
-jobs the oldest. One place of each lane is always left for another tenant.
+The time of a job is not known before it runs. Each job begins in the quick lane. A job that has used up a quantum is
+demoted. If the slow lane has a place for its tenant, it continues there. Otherwise it is stopped, waits for such a
+place, and begins again. So a slow job delays others by one quantum at most, and a quick job never waits for a slow one.
+In each lane the next job is the oldest one of the tenant that has used the sandbox least lately. One place of each lane
+is always left for another tenant.
 
 What waits is bounded by dynamic thresholds (Choudhury and Hahne, 1998): a tenant may hold no more than what is free. So
 one tenant alone gets half of the room, and there is always room for another one.
 
-This module is pure: times are given to it.
+This module is pure: times are arguments.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class JobScheduler:
         return is_short and mine.num_bytes + num_bytes <= self._max_bytes - self.num_bytes
 
     def add(self, ticket: JobTicket) -> None:
-        """Add a job, which waits. The caller asked `has_room` before."""
+        """Add a job, which waits. Requires `has_room`."""
         tenant = self._tenants.setdefault(ticket.tenant, _Tenant())
         tenant.num_bytes += ticket.num_bytes
         self._wait(ticket)
@@ -109,13 +109,13 @@ class JobScheduler:
         self._run(ticket, Lane.SLOW, now_s)
 
     def requeue_in_slow_lane(self, ticket: JobTicket, now_s: float) -> None:
-        """Take a running job's place. It waits for one in the slow lane, to begin again."""
+        """Take the place of a running job, which then waits for a place in the slow lane, to begin again."""
         self._stop_running(ticket, now_s)
         ticket.lane, ticket.started_s = Lane.SLOW, None
         self._wait(ticket)
 
     def remove(self, ticket: JobTicket, now_s: float) -> None:
-        """Remove a job that has ended, or that nobody waits for any more."""
+        """Remove a job that has ended, or that no request waits for."""
         if ticket.started_s is None:
             self._stop_waiting(ticket)
         else:
@@ -123,7 +123,7 @@ class JobScheduler:
         self._tenants[ticket.tenant].num_bytes -= ticket.num_bytes
 
     def service_s(self, tenant: str, now_s: float) -> float:
-        """What a tenant has used lately, in seconds, with the time of its running jobs."""
+        """Return a tenant's attained service in seconds, including the time of its running jobs."""
         known = self._tenants.get(tenant)
         running_s = [
             now_s - ticket.started_s
@@ -162,7 +162,7 @@ class JobScheduler:
         self._running[lane][ticket] = None
 
     def _stop_running(self, ticket: JobTicket, now_s: float) -> None:
-        """Take the job's place, and count the time that it had it."""
+        """Take the job's place, and count the time for which the job had it."""
         assert ticket.started_s is not None
         del self._running[ticket.lane][ticket]
         tenant = self._tenants[ticket.tenant]

@@ -1,10 +1,10 @@
 """Remember the outcomes of jobs, within a bound of bytes that tenants share.
 
 A grammar that was compiled is not compiled again, and a job that was refused is refused again at once. When the cache
-is full, the tenant whose entries take the most bytes loses the one that it used least recently. So a tenant that sends
-ever new grammars replaces its own, and entries of others stay as long as each holds less than it.
+is full, the tenant whose entries take the most bytes loses its least recently used one. So a tenant that always sends
+new grammars replaces its own entries, and the entries of tenants that hold less stay.
 
-This module is pure: times are given to it.
+This module is pure: times are arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENTRY_BYTES = 512  # of an entry besides its text, about
 @dataclass(frozen=True, slots=True)
 class _Entry:
     outcome: Done | Refused
-    tenant: str  # who asked for it first
+    tenant: str  # of the first such job
     num_bytes: int
     expires_s: float
 

@@ -17,13 +17,13 @@ from servekit.sandbox.jobs import Job, Outcome, Refused
 # Smaller than the worker's: a grammar that overflows a stack overflows this one, before the worker's.
 STACK_BYTES = 4 * 2**20
 
-Works = dict[type[Any], Callable[[Any], Outcome]]  # what runs each kind of job
+Handlers = dict[type[Any], Callable[[Any], Outcome]]  # the function that runs each kind of job
 
 
-def run_jobs(works: Works, channel: int, parent_pid: int, memory_bytes: int) -> None:
-    """Run one job after the other, until the server closes the channel, a socket of which this is the descriptor."""
+def run_jobs(handlers: Handlers, channel: int, parent_pid: int, memory_bytes: int) -> None:
+    """Run one job after the other, until the server closes the socket whose file descriptor is `channel`."""
     die_with_parent(parent_pid)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a dump of half a gigabyte would keep the server waiting
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the server would wait for a dump of half a gigabyte
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
     limit_memory(memory_bytes)
     jobs = MessageReceiver[Job](adopt_reader(channel), Job)
@@ -31,7 +31,7 @@ def run_jobs(works: Works, channel: int, parent_pid: int, memory_bytes: int) -> 
     while True:
         try:
             job = jobs.receive()
-            outcome = works[type(job)](job)
+            outcome = handlers[type(job)](job)
         except EOFError:
             return
         except MemoryError:

@@ -1,6 +1,6 @@
 """Count the sequences that wait for their first step, and their prompt tokens, for each tenant.
 
-A preempted sequence waits again, but it is not counted: it was admitted, and has its place in the server.
+A preempted sequence waits again, but it is not counted, because it was admitted before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class WorkCount(Struct, gc=False):
 
 
 class QueuedWork:
-    """What was added and has never been in a step, in all and by tenant."""
+    """The sequences that were added and have never been in a step: in total and by tenant."""
 
     def __init__(self) -> None:
         self.total = WorkCount()

@@ -141,8 +141,8 @@ class Sequence:
         # Tokens to compute, as far as was known when it was queued or admitted.
         self.num_missing = self.prompt_length
         self.num_preemptions = 0
-        # Counts how often its computation went back: to nothing when its slot and blocks were taken away, or to its
-        # last known position when the worker deferred its token. So results of an earlier incarnation are ignored.
+        # Counts how often its computation was set back: to the start when its slot and blocks were taken away, or to
+        # its last known position when the worker deferred its token. Results of an earlier incarnation are ignored.
         self.incarnation = -1
         self.kv = SequenceBlocks()
         self.reset_computation()
@@ -157,7 +157,7 @@ class Sequence:
         self.last_step_id = -1  # the newest step that reads or writes its blocks
 
     def rewind(self) -> None:
-        """Back to its last known position, from which a token is to be sampled again.
+        """Set it back to its last known position, from which a token is to be sampled again.
 
         Slot and blocks stay, and so does `first_sampled_step_id`: that step did compute the prompt. The last position's
         KV is written a second time, with the same tokens before it, so the block may be in the prefix cache already.

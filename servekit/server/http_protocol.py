@@ -75,7 +75,7 @@ MAX_UNSENT_BYTES = 2**16
 MIN_BYTES_TAKEN = 2**12  # of an answer, in each send_timeout; a client that takes less counts as not reading
 FINAL_SEND_TIMEOUT_S = 2.0  # the send_timeout when the server ends
 # When the server drains, an idle connection closes after this time without a request. A client that sends requests more
-# often is told by `Connection: close` in its next answer, and never sends one into a connection that is closing.
+# often gets `Connection: close` in its next answer, so it never sends a request into a connection that is closing.
 DRAIN_IDLE_TIMEOUT_S = 0.5
 RESERVED_FILES = 192  # beside connections: pipes, model files, sandboxes, lingering connections
 LOG_INTERVAL_S = 1.0  # between refusals that are logged at info level; the others are logged at debug level
@@ -117,7 +117,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.limits = self.shared.config
         self.timeout_keep_alive = self.limits.keep_alive_timeout  # type: ignore[assignment]  # may be a fraction
         self._answering: RequestResponseCycle | None = None
-        self._is_refusing = False  # the request that is answered came when the server refused all
+        self._is_refusing = False  # the server refused all requests when the one that is answered came
         self._is_in_head = True
         self._is_upgrade = False  # the head asks for another protocol, which is ignored
         self._num_unreported_bytes = 0  # fed since the parser last reported something that is bounded elsewhere
@@ -164,7 +164,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.pipeline.clear()
 
     def drain(self) -> None:
-        """Close after the answer that is being made, or is asked for next; or if no request comes for a while.
+        """Close after the current answer, or after the next one, or when no request comes for a while.
 
         The last answer says so (`Connection: close`). A stream that has begun cannot, so there the next answer does.
         """
@@ -394,7 +394,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._num_unread_bytes():
             self._await_request()
             return
-        # Tell the client in this very moment. The event loop closes in its next iteration; a request could come before.
+        # Send the FIN at once. The event loop closes the socket in its next iteration; a request could come before.
         with suppress(OSError), socket.socket(fileno=os.dup(self._fileno)) as same:
             same.shutdown(socket.SHUT_WR)
         super().timeout_keep_alive_handler()

@@ -36,7 +36,7 @@ class KeysReload:
         return self._config.api_keys_file is not None
 
     def request(self) -> None:
-        """Have `run` read the file. Several requests during one reading are one more reading."""
+        """Make `run` read the file. Several requests during one read cause one more read."""
         self._is_requested.set()
 
     async def run(self) -> None:
@@ -52,13 +52,17 @@ class KeysReload:
             except ConfigError as error:
                 log.error("the API keys were not changed: %s", error.message)
             except TimeoutError:
-                log.error("the API keys were not changed: the file could not be read within %g s", RELOAD_TIMEOUT_S)
+                log.error(
+                    "the API keys were not changed: the file could not be read within %g s; check its file system, and "
+                    "send SIGHUP again",
+                    RELOAD_TIMEOUT_S,
+                )
             else:
                 log.info("read %s again: it has %d API keys", self._config.api_keys_file, len(keys))
 
 
 def _read_again(config: ServeConfig) -> list[Key]:
-    """Read the file if it is a regular one. Another one (a pipe) has no end, or another content at each reading."""
+    """Read the file if it is a regular one. Other files (a pipe) may have no end, or other content at each read."""
     path = config.api_keys_file
     assert path is not None
     try:
@@ -66,7 +70,9 @@ def _read_again(config: ServeConfig) -> list[Key]:
     except OSError as error:
         raise ConfigError(f"api_keys_file = {path!r}: {error.strerror}") from None
     if not is_regular:
-        raise ConfigError(f"api_keys_file = {path!r} is not a regular file, and can be read at the start only")
+        raise ConfigError(
+            f"api_keys_file = {path!r} is not a regular file, and can be read at the start only; restart the server"
+        )
     return read_keys(config)
 
 

@@ -21,8 +21,8 @@ from servekit.errors import ConfigError
 log = logging.getLogger("servekit")
 
 BACKLOG = 4096  # connections that the kernel holds until they are accepted; Linux's own default limit
-# A handshake that has begun takes one round trip to the client. Longer, and more clients wait a second for their next
-# SYN; shorter, and clients with a slower network are reset.
+# A handshake that has begun takes one round trip to the client. With a larger value, more clients wait a
+# second for their next SYN. With a smaller one, clients with a slower network are reset.
 HANDSHAKE_TIMEOUT_S = 0.3
 ACCEPT_TICK_S = 0.01
 MAX_ACCEPT_TICKS = 100  # without a socket filter, clients may connect faster than the server accepts
@@ -72,7 +72,10 @@ async def stop_connecting(listeners: Sequence[socket.socket]) -> None:
         for listener in listeners:
             drop_syns(listener)
     except OSError as error:  # a kernel, or a sandbox around it, without socket filters
-        log.warning("clients that connect right now may be reset: no socket filter: %s", error.strerror)
+        log.warning(
+            "the kernel refuses a socket filter (%s), so clients that connect while the port closes may be reset",
+            error.strerror,
+        )
     await asyncio.sleep(HANDSHAKE_TIMEOUT_S)
     for _ in range(MAX_ACCEPT_TICKS):  # if the loop was busy
         if not any(map(num_to_accept, listeners)):
@@ -81,7 +84,7 @@ async def stop_connecting(listeners: Sequence[socket.socket]) -> None:
 
 
 def drop_syns(listener: socket.socket) -> None:
-    """Have the kernel drop the packet with which a client begins to connect. Raises OSError."""
+    """Make the kernel drop SYNs, the packets with which clients begin to connect. Raises OSError."""
     instructions = b"".join(struct.pack("=HBBI", *each) for each in _DROP_SYNS)
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
     program = struct.pack("@HP", len(_DROP_SYNS), ctypes.addressof(buffer))

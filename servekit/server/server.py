@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("servekit")
 
-YOUNG_OBJECTS = 10_000  # after which the garbage collector looks at them; looking takes less than a millisecond
-DRAIN_TICK_S = 0.05  # how often a draining server looks whether all is answered
+GC_THRESHOLD = 10_000  # new objects between two collections of the youngest; one takes less than a millisecond
+DRAIN_TICK_S = 0.05  # how often a draining server checks whether all requests are answered
 # To send the last errors, answers and frames when the drain is over. Clients that do not read are cut off earlier.
 FINAL_WRITE_TIMEOUT_S = 5
 
@@ -90,7 +90,7 @@ async def _supervise(engine: LLMEngine, body_decoder: BodyDecoder, server: Serve
         log.info("servekit %s: loading %s", __version__, engine.config.model)
         await engine.start()
         await body_decoder.start()
-        _keep_the_collector_short()
+        _tune_garbage_collector()
         await server.listen()
         _announce(engine, url(listener))
         await engine.wait_until_failed()
@@ -100,16 +100,16 @@ async def _supervise(engine: LLMEngine, body_decoder: BodyDecoder, server: Serve
         server.end()
 
 
-def _keep_the_collector_short() -> None:
+def _tune_garbage_collector() -> None:
     """Keep the garbage collector from holding the event loop: what was made at the start is never looked at again.
 
     A full collection would look at a hundred thousand objects of the imported modules, each time that a request makes
-    some ten thousand. Few objects of requests are in cycles, so that the youngest may become more until they are
-    looked at.
+    some ten thousand. Few objects of requests are in cycles, so the youngest generation may become larger before it is
+    collected.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS)
+    gc.set_threshold(GC_THRESHOLD)
 
 
 class Server(uvicorn.Server):
@@ -194,7 +194,7 @@ class Server(uvicorn.Server):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     if self._shares_port:
-                        # First of all: clients that are told to reconnect must reach another server.
+                        # This comes first: clients that are made to reconnect must reach another server.
                         await self._stop_listening()
                     self._engine.drain(admits_requests=self._shares_port)
                     self._shared.is_draining, self._shared.is_refusing = True, not self._shares_port

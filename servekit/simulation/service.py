@@ -51,7 +51,7 @@ class Arrival(Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     crashes_at: int | None = None  # a worker that computes this position crashes
-    deferred_percent: int = 0  # how many of the steps in which its turn is to sample a token defer that
+    deferred_percent: int = 0  # of the steps that would sample a token for it, how many defer the token
 
 
 class Fault(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -124,7 +124,7 @@ class SimulatedWorker:
                 known.update(enumerate(chunk.token_ids, start=start))
             is_behind = start not in known  # a token that was deferred; the manager did not know that in time
             if is_behind:
-                # As a real worker does, it writes what nobody may read, and reports a token that nobody may take.
+                # Like a real worker, it writes KV that must never be read, and reports a token that must never be used.
                 pages[table[start // block_size]][start % block_size] = GARBAGE
                 if plan.step_id % 2:
                     deferred.append(len(sampled))

@@ -1,7 +1,8 @@
 """Limit what one API key may use: requests and sequences at the same time, and requests and tokens per minute.
 
 A request counts from its headers on. What it asks for is known when its body is read: from then on its sequences count,
-and the tokens that it may take are reserved. When it ends, it is charged the tokens that it took, and the rest is free.
+and the tokens that it may take are reserved. When the request ends, the tokens that it used are charged to the key, and
+the rest is released.
 
 The caller passes the time, in seconds on a clock that never goes back.
 """
@@ -60,7 +61,7 @@ class TokenBucket:
 
 
 class Reservation(Struct, frozen=True):
-    """What a running request counts for until it ends."""
+    """The sequences and tokens that are reserved for a running request until it ends."""
 
     num_sequences: int = 0
     num_tokens: int = 0
@@ -88,8 +89,8 @@ class Allowance:
             waits.append((1.0, f"{limits.max_concurrent_requests} concurrent requests (max_concurrent_requests)"))
         if self._requests is not None and (wait_s := self._requests.wait_s(1.0, now)):
             waits.append((wait_s, f"{limits.requests_per_minute} requests per minute (requests_per_minute)"))
-        # What requests used is charged when they end. That may take the balance below zero; while it is, no other
-        # request is admitted. What they have reserved is left out here, because many requests generate nothing.
+        # Requests are charged when they end, which may take the balance below zero. While it is, no other request is
+        # admitted. Reservations are not counted here, because many requests generate no tokens.
         if self._tokens is not None and (wait_s := self._tokens.wait_s(0.0, now)):
             waits.append((wait_s, f"{limits.tokens_per_minute} tokens per minute (tokens_per_minute)"))
         _refuse(waits)
@@ -98,10 +99,10 @@ class Allowance:
         self.num_running += 1
 
     def reserve(self, wanted: Reservation, now: float, held: Reservation = NOTHING) -> Reservation:
-        """Count a running request's sequences and tokens, in place of those that it holds. Returns what is counted.
+        """Reserve sequences and tokens for a running request, in place of those that it holds. Returns the reservation.
 
         Raises InvalidRequest for more than the key may ever have, and RateLimited for more than is left; then nothing
-        changes. A request with one answer is not refused for the length of that: it counts for the whole limit.
+        changes. A request with one answer is not refused for the length of the answer: it reserves the whole limit.
         """
         limits, num_tokens = self.limits, wanted.num_tokens
         if limits.max_concurrent_sequences is not None and wanted.num_sequences > limits.max_concurrent_sequences:
@@ -135,10 +136,10 @@ class Allowance:
         return [(1.0, f"{most} answers at the same time (max_concurrent_sequences)")]
 
     def _token_waits(self, num_reserved: int, now: float) -> list[tuple[float, str]]:
-        """How long to wait until a token is left beside those that other requests have reserved.
+        """Return how long to wait until one token is neither charged nor reserved.
 
-        Whoever comes while one is left gets all that it asks for, so what is reserved exceeds the limit by one request
-        at most.
+        A request that comes while one token is left may reserve all that it asks for. So the reservations exceed the
+        limit by one request at most.
         """
         if self._tokens is None:
             return []
@@ -146,7 +147,7 @@ class Allowance:
         if wait_s := self._tokens.wait_s(0.0, now):
             return [(wait_s, limit)]
         if num_reserved and self._tokens.wait_s(num_reserved + 1.0, now):
-            # When a running request ends, it gives back what it has not used, so this asks for one second.
+            # When a running request ends, its unused tokens are released. That may be soon, so the wait is one second.
             return [(1.0, f"{limit}: its running requests may still take {num_reserved}")]
         return []
 
@@ -155,7 +156,7 @@ class Allowance:
         self._num_reserved += wanted.num_tokens - held.num_tokens
 
     def leave(self, num_tokens: int, now: float, held: Reservation = NOTHING) -> None:
-        """A request has ended, in whatever way, and used this many tokens. What it held is free again."""
+        """Charge a request that has ended, for any reason, with the tokens that it used, and release what it held."""
         assert self.num_running, "more requests have ended than were admitted"
         self.num_running -= 1
         self._count(NOTHING, held)
@@ -184,7 +185,7 @@ class RunningRequest:
         self._held = NOTHING
 
     def reserve(self, num_sequences: int, max_tokens: int | None, num_prompt_tokens: int, now: float) -> None:
-        """Count the answers that it asks for, and the tokens that it may take, in place of those counted before.
+        """Reserve the answers that it asks for and the tokens that it may use, in place of an earlier reservation.
 
         `max_tokens` is the bound of each answer, if the client set one. Raises InvalidRequest or RateLimited.
         """
@@ -194,7 +195,7 @@ class RunningRequest:
             self._held = self._allowance.reserve(wanted, now, self._held)
 
     def end(self, num_tokens: int, now: float) -> None:
-        """Charge the tokens, and free what it held for other requests. Idempotent."""
+        """Charge the tokens, and release what the request held. Idempotent."""
         if self._allowance is not None:
             self._allowance.leave(num_tokens, now, self._held)
             self._allowance = None

@@ -26,7 +26,7 @@ from servekit.request import GenerationRequest
 
 Result = TypeVar("Result")
 
-CHARACTERS_PER_TOKEN = 4  # of English, about; what a prompt really had is charged in the end
+CHARACTERS_PER_TOKEN = 4  # an estimate, for English; at the end the exact number of a prompt's tokens is charged
 
 
 class ResponseBuilder(EventFormat, Protocol):
@@ -46,9 +46,9 @@ async def submit(
 ) -> RequestState:
     """Admit the request with its caller's tenant and priority.
 
-    `render` makes the text of the prompt; without it, `wanted` has it already. It is called when the request has its
-    places in the queue and within the limits of its key: what cannot be admitted is refused before anything is computed
-    for it. Raises RequestError, WorkerError, or ClientDisconnect if the client leaves meanwhile.
+    `render` returns the text of the prompt; without it, `wanted` has the text. It is called when the request has its
+    places in the queue and is within the limits of its key. So a request that cannot be admitted is refused before
+    anything is computed for it. Raises RequestError, WorkerError, or ClientDisconnect if the client leaves meanwhile.
     """
     engine, caller = engine_of(request), caller_of(request)
     if engine.config.scheduling_policy == "priority" and wanted.priority < caller.min_priority:

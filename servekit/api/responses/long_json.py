@@ -1,8 +1,8 @@
 """Encode an answer of many megabytes in pieces of some kilobytes.
 
 One call that encodes a whole answer holds the interpreter's lock for as long as it takes, and its objects take four
-times the memory of the JSON. So the items of long lists are made and encoded some at a time. In their place, the answer
-has marks, where the pieces are put in the end.
+times the memory of the JSON. So the items of long lists are made and encoded ITEMS_PER_PIECE at a time. The answer has
+marks in their place, which the encoded pieces replace at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ITEMS_PER_PIECE = 64  # tokens with 20 logprobs each take 80 kB
 MIN_PIECE_BYTES = 2**16  # of what is sent at once
 _MARK = b"\0"  # JSON cannot contain it: in texts it is escaped
 
-# Returns the items as a list, as they are or as marks for encoded pieces. For builders of answers.
+# Returns the items as a list, either unchanged or as marks for encoded pieces. Response builders call it.
 ItemList = Callable[[Iterable[Any]], list[Any]]
 
 
@@ -30,7 +30,7 @@ class LongJson:
         self._pieces: list[bytes] = []
 
     def items(self, items: Iterable[Any]) -> list[Any]:
-        """Encode the items of a list, and return what stands for them in the answer."""
+        """Encode the items of a list, and return the marks that take their place in the answer."""
         remaining, marks = iter(items), []
         while some := list(islice(remaining, ITEMS_PER_PIECE)):
             inner = encode(some)[1:-1]  # it may contain marks of its own

@@ -148,11 +148,12 @@ class _LiveStream(EventSourceResponse):
             feed.events(tenant, lambda: key is None or key in keyring.keys),
             ping=0,  # frames come once a second at least
             sep=LINE_END,
-            # sse-starlette cancels its streams when it sees that the server ends. That may be before the last frame is
-            # due. So it waits for the stream's own end; the protocol cuts off a client that does not read.
+            # By default sse-starlette cancels its streams when the server begins to end, which may be before the last
+            # frame is due. With this, it waits for the stream's own end. http_protocol.py bounds the wait for a client
+            # that does not read.
             shutdown_grace_period=float("inf"),
         )
-        del self.headers["Connection"]  # the protocol sets it, as the request and a drain want it
+        del self.headers["Connection"]  # http_protocol.py sets it: it depends on the request and on a drain
         self._feed = feed
         self._tenant = tenant
         self._max_of_tenant = max_of_tenant

@@ -24,7 +24,7 @@ from servekit.engine.tokenizer import MAX_SPANS, TooManyTokens
 from servekit.errors import InvalidRequest
 
 MAX_TOKENS = 2**19  # of a text; making a longer list holds the interpreter's lock for more than some milliseconds
-TOKENS_PER_SLICE = 2**12  # of /detokenize, between which the event loop runs everything else
+TOKENS_PER_SLICE = 2**12  # of /detokenize; between two slices the event loop runs everything else
 
 
 async def tokenize(request: Request, wanted: TokenizeRequest) -> Response:
@@ -79,7 +79,8 @@ async def detokenize(request: Request) -> Response:
         text += b"".join(map(token_bytes, token_ids))
         if len(text) > limit:
             raise InvalidRequest(
-                f"the text of these tokens is longer than {limit} bytes (max_body_bytes); send fewer", param="tokens"
+                f"the text of these tokens is longer than {limit} bytes (max_body_bytes); send fewer tokens",
+                param="tokens",
             )
         await asyncio.sleep(0)
     return await respond_at_length(
@@ -90,7 +91,8 @@ async def detokenize(request: Request) -> Response:
 
 def _too_many_tokens(error: TooManyTokens, limit: int, param: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{param} has {error.num_tokens} tokens; the limit is {limit} here: send the text in parts", param=param
+        f"{param} has {error.num_tokens} tokens; the limit of this route is {limit}: send the text in parts",
+        param=param,
     )
 
 

@@ -62,4 +62,4 @@ async def test_a_kernel_without_socket_filters_is_told_and_survived(
     monkeypatch.setattr(listener, "ACCEPT_TICK_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()[:2]):
         await stop_connecting([listening])  # nobody accepts the connection, and yet it ends
-    assert "may be reset: no socket filter: Protocol not available" in caplog.text
+    assert "the kernel refuses a socket filter (Protocol not available)" in caplog.text
