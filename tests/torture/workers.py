@@ -180,7 +180,8 @@ class FaultInjector:
             results.violations.append(f"{when}: processes {started}, of which its children are {expected}")
         num_sandboxes = len(self._server.sandbox_pids())
         if not 1 <= num_sandboxes <= 4:
-            results.violations.append(f"{when}: {num_sandboxes} sandbox processes; one forks and three may be idle")
+            allowed = "1 to 4 are allowed: the fork server and at most three idle ones"
+            results.violations.append(f"{when}: {num_sandboxes} sandbox processes; {allowed}")
         if not await wait_until(lambda: self._server.num_open_files() <= self._num_files + 5, 5):
             num_files = self._server.num_open_files()
             results.violations.append(f"{when}: {num_files} open files, {self._num_files} at first")

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from tests.torture.attacks.tenants import ATTACKER_KEY
 
-PAUSE_S = 0.05  # of a client that was refused: it does not give up, and it does not measure the cost of a refusal
+PAUSE_S = 0.05  # after a refusal, so that the attack does not only measure the cost of refusals
 
 
 class Attacker:

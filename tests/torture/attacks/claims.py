@@ -1,4 +1,4 @@
-"""Hold what an attack may change and what it did change."""
+"""The demands on the server under an attack, and the figures that were measured."""
 
 from __future__ import annotations
 

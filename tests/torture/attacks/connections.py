@@ -1,4 +1,4 @@
-"""Requests of ordinary HTTP clients that must not fail because they offer another protocol."""
+"""Requests of ordinary HTTP clients that offer another protocol, and must not fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.torture.streams import RequestSpec
 SHORT = RequestSpec("short", "/generate_stream", {"prompt": "a", "max_tokens": 4})
 UPGRADE = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA")
 
-# Java's HttpClient offers an upgrade with each request unless it is told not to.
+# By default, Java's HttpClient offers an upgrade with each request.
 JAVA = """
 import java.net.URI;
 import java.net.http.*;

@@ -1,4 +1,4 @@
-"""What happens to the server's processes: they are frozen, stopped or killed, and nobody reads their log."""
+"""Faults of the server's processes: they are frozen, stopped or killed, or their log is not read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def freeze(seconds: float, chance: Random) -> list[Claim]:
 
 
 def stopped_sandbox(seconds: float, chance: Random) -> list[Claim]:
-    """Stop the sandboxes, and then kill each one while it starts. That is not the fault of who asks."""
+    """Stop the sandboxes, and then kill each one while it starts. No request is the cause, so none may get a 400."""
 
     async def chats(port: int, num: int) -> list[Answer]:
         return await asyncio.gather(*(post_json(port, BYSTANDER_KEY, "/v1/chat/completions", CHAT) for _ in range(num)))
@@ -126,7 +126,7 @@ def _is_ready(client: httpx2.Client, process: subprocess.Popen[bytes]) -> bool:
 
 
 def unread_log(seconds: float, chance: Random) -> list[Claim]:
-    """Start a server whose log is a pipe that nobody reads."""
+    """Start a server whose log is a pipe that no process reads."""
     num_answered = 0
     with _started("SERVE") as (client, process):
         assert _is_ready(client, process)

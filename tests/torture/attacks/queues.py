@@ -1,4 +1,4 @@
-"""Attacks on places in the queue: a flood of one tenant, and more answers than its quota."""
+"""Attacks on the waiting queue: a flood of one tenant, and requests for more answers than its quota allows."""
 
 from __future__ import annotations
 
