@@ -122,7 +122,7 @@ class SimulatedWorker:
             start, stop = chunk.start, chunk.start + chunk.num_tokens
             if chunk.token_ids:
                 known.update(enumerate(chunk.token_ids, start=start))
-            is_behind = start not in known  # a token that was deferred; the manager did not know that in time
+            is_behind = start not in known  # behind a deferred token; the manager planned this before it knew that
             if is_behind:
                 # Like a real worker, it writes KV that must never be read, and reports a token that must never be used.
                 pages[table[start // block_size]][start % block_size] = GARBAGE

@@ -1,4 +1,4 @@
-"""Measure the effect of other tenants on one tenant: streams, chats, new grammars, and probes of /health."""
+"""Measure what one tenant notices of the others: a few streams, chats, new grammars, and probes of /health."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Bystander:
         else:
             code = reply.error["code"] if reply.error else reply.end
             self.window.others.append(f"{asked.name}: {reply.status} {code}")
-            await asyncio.sleep(0.1)  # otherwise a server that refuses would get requests in a tight loop
+            await asyncio.sleep(0.1)  # no tight loop against a server that refuses
 
 
 class HealthProbe:

@@ -15,7 +15,7 @@ from tests.torture.attacks.rows import MAX_ANSWERS, plain_rows
 from tests.torture.attacks.tenants import (
     ATTACKER_KEY,
     BYSTANDER_KEY,
-    STOPS_AT_MIB,
+    GIVES_UP_AT_MIB,
     LARGE_POOL,
     MAX_MORE_MIB,
     MEMORY_INTERVAL_S,
@@ -113,7 +113,7 @@ def fill_memory(seconds: float, chance: Random) -> list[Claim]:
         def is_over() -> bool:
             nonlocal most
             most = max(most, sum(memory_mib(server).values()) - sum(before.values()))
-            return sending.done() or most > STOPS_AT_MIB
+            return sending.done() or most > GIVES_UP_AT_MIB
 
         await wait_until(is_over, MAX_FILLING_S, pause_s=MEMORY_INTERVAL_S)
         sending.cancel()

@@ -19,7 +19,7 @@ SMALL_POOL = ("--num-kv-blocks", "1024")
 LARGE_POOL = ("--num-kv-blocks", "8192")
 
 MAX_MORE_MIB = 1024  # memory that one tenant may take, in all processes together
-STOPS_AT_MIB = 4 * MAX_MORE_MIB  # the attack has succeeded, and is ended before this machine has no memory left
+GIVES_UP_AT_MIB = 4 * MAX_MORE_MIB  # the attack has succeeded, and this machine has to survive it
 MEMORY_INTERVAL_S = 0.25  # between two looks
 
 

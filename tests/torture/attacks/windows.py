@@ -14,7 +14,7 @@ from tests.support.server_process import ServerProcess
 from tests.torture.attacks.attacker import Attack, AttackerProcess
 from tests.torture.attacks.bystander import NUM_STREAMS, Bystander, Window
 from tests.torture.attacks.claims import Claim, counts
-from tests.torture.attacks.tenants import MAX_MORE_MIB, MEMORY_INTERVAL_S, STOPS_AT_MIB, memory_mib, serving_tenants
+from tests.torture.attacks.tenants import GIVES_UP_AT_MIB, MAX_MORE_MIB, MEMORY_INTERVAL_S, memory_mib, serving_tenants
 from tests.torture.report import percentile
 
 MAX_RATIO = 2.0
@@ -97,7 +97,7 @@ async def _compare(server: ServerProcess, attack: Attack, seconds: float, seed: 
 
 async def _watch(server: ServerProcess, memory: Memory) -> None:
     """Follow the memory; return when it has grown so much that the attack must end."""
-    while memory.more_mib < STOPS_AT_MIB:
+    while memory.more_mib < GIVES_UP_AT_MIB:
         await asyncio.sleep(MEMORY_INTERVAL_S)
         now = memory_mib(server)
         if sum(now.values()) > sum(memory.most.values()):
@@ -105,7 +105,7 @@ async def _watch(server: ServerProcess, memory: Memory) -> None:
 
 
 async def _until_at_rest(server: ServerProcess) -> None:
-    """Wait until only the bystander's requests are left, for AT_REST_WITHIN_S at most."""
+    """Wait until only the bystander's requests are left, for a limited time."""
     with suppress(TimeoutError):
         async with asyncio.timeout(AT_REST_WITHIN_S):
             await asyncio.sleep(0.5)
