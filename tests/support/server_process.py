@@ -158,10 +158,14 @@ def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def serving(
-    *arguments: str, log: Path, environment: dict[str, str] | None = None, port: int | None = None
+    *arguments: str,
+    log: Path,
+    environment: dict[str, str] | None = None,
+    port: int | None = None,
+    prefix: list[str] | None = None,
 ) -> Iterator[ServerProcess]:
     """Yield a server that is ready, and end it afterwards in any case."""
-    server = ServerProcess(*arguments, log=log, environment=environment, port=port)
+    server = ServerProcess(*arguments, log=log, environment=environment, port=port, prefix=prefix)
     try:
         server.wait_until_ready()
         yield server

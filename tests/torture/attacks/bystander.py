@@ -144,9 +144,8 @@ class Bystander:
 class HealthProbe:
     """Asks /health again and again on one connection: a long answer means that the event loop did not run."""
 
-    def __init__(self, port: int, interval_s: float = HEALTH_INTERVAL_S) -> None:
+    def __init__(self, port: int) -> None:
         self._port = port
-        self._interval_s = interval_s
         self._times_s: list[float] = []
         self._asked_s: float | None = None
 
@@ -162,10 +161,10 @@ class HealthProbe:
                 try:
                     while True:
                         await self._ask(reader, writer)
-                        await asyncio.sleep(self._interval_s)
+                        await asyncio.sleep(HEALTH_INTERVAL_S)
                 finally:
                     writer.close()
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(HEALTH_INTERVAL_S)
 
     async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._asked_s = time.monotonic()

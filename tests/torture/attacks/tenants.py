@@ -25,9 +25,13 @@ MEMORY_INTERVAL_S = 0.25  # between two looks
 
 @contextmanager
 def serving_tenants(
-    name: str, *flags: str, limits: str = "", environment: dict[str, str] | None = None
+    name: str,
+    *flags: str,
+    limits: str = "",
+    environment: dict[str, str] | None = None,
+    prefix: list[str] | None = None,
 ) -> Iterator[ServerProcess]:
-    """Yield a server that is ready. `limits` are lines of TOML for the attacker's key."""
+    """Yield a server that is ready. `limits` are lines of TOML for the attacker's key; `prefix` executes the server."""
     BUILD.mkdir(parents=True, exist_ok=True)
     keys = BUILD / f"attack-{name}.toml"
     keys.write_text(
@@ -38,7 +42,7 @@ def serving_tenants(
     pool = () if "--num-kv-blocks" in flags else SMALL_POOL
     arguments = (*pool, *flags, "--api-keys-file", str(keys))
     log = BUILD / f"attack-{name}.log"
-    with serving(*arguments, log=log, environment=ONE_THREAD | (environment or {})) as server:
+    with serving(*arguments, log=log, environment=ONE_THREAD | (environment or {}), prefix=prefix) as server:
         server.client.headers["X-API-Key"] = _OBSERVER_KEY  # for ServerProcess.metric
         yield server
 
