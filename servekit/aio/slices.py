@@ -14,7 +14,9 @@ async def text_of(utf8: memoryview) -> str:
     for start in range(0, len(utf8), SLICE_BYTES):
         pieces.append(decode(utf8[start : start + SLICE_BYTES]))
         await asyncio.sleep(0)
-    return "".join(pieces)
+    text = "".join(pieces)
+    await asyncio.sleep(0)  # joining 8 MB takes some milliseconds, and what comes next takes more
+    return text
 
 
 async def integers_of(int32: memoryview) -> list[int]:

@@ -93,7 +93,7 @@ class BodyDecoder:
             self._turns.give()
 
     async def decode(
-        self, body: bytes, kinds: Sequence[type[Struct]], max_prompt_tokens: int, tenant: str
+        self, body: bytes | bytearray, kinds: Sequence[type[Struct]], max_prompt_tokens: int, tenant: str
     ) -> PackedBody | Refusal:
         """Decode and check a body in the process.
 
@@ -121,7 +121,7 @@ class BodyDecoder:
         self._is_stopped = True
         await self._end()
 
-    async def _run(self, job: DecodeBody, body: bytes) -> bytes:
+    async def _run(self, job: DecodeBody, body: bytes | bytearray) -> bytes:
         for _ in range(MAX_ATTEMPTS):
             if self._is_stopped:
                 raise shutting_down()
@@ -154,7 +154,7 @@ class BodyDecoder:
             await process.communicate()  # read its pipes to the end and reap it; after SIGKILL this is immediate
 
 
-async def _exchange(process: Process, job: DecodeBody, body: bytes) -> bytes:
+async def _exchange(process: Process, job: DecodeBody, body: bytes | bytearray) -> bytes:
     """Send a job with its body, in slices, and return what comes back."""
     assert process.stdin is not None and process.stdout is not None
     head = msgspec.msgpack.encode(job)

@@ -72,8 +72,8 @@ class BodyBudget:
         return more
 
 
-async def read_body(request: Request) -> bytes:
-    """Return the whole body.
+async def read_body(request: Request) -> bytearray:
+    """Return the whole body. It is not copied: copying 8 MB holds the event loop for 5 ms.
 
     Raises RequestTooLarge as soon as the declared or received length is over the limit, QueueFull if all bodies
     together are over theirs, UnsupportedEncoding for a compressed body, and RequestTimeout for a slow one.
@@ -111,9 +111,10 @@ async def read_chat(request: Request) -> tuple[ChatCompletionRequest, list[dict[
 async def _read(request: Request, kinds: list[type[Struct]]) -> tuple[Any, list[dict[str, Any]] | None]:
     body = await read_body(request)
     if len(body) <= MAX_INLINE_BYTES:
-        kind = choose_kind(body, kinds)
+        small = bytes(body)
+        kind = choose_kind(small, kinds)
         _note_kind(request, kind)
-        return decode_kind(body, kind), None
+        return decode_kind(small, kind), None
     decoder: BodyDecoder = request.app.state.body_decoder
     max_prompt_tokens = engine_of(request).scheduler_config.max_total_tokens
     work = decoder.decode(body, kinds, max_prompt_tokens, caller_of(request).tenant)
@@ -129,7 +130,7 @@ def _note_kind(request: Request, kind: type[Struct]) -> None:
         use_tgi_errors(request)
 
 
-async def _read_up_to(limit: int, request: Request) -> bytes:
+async def _read_up_to(limit: int, request: Request) -> bytearray:
     declared = request.headers.get("content-length", "0")
     budget: BodyBudget = request.state.body_budget
     body = bytearray()
@@ -142,7 +143,7 @@ async def _read_up_to(limit: int, request: Request) -> bytes:
             if len(body) > limit:
                 break
         else:
-            return bytes(body)
+            return body
     raise RequestTooLarge(
         f"the request body is larger than {limit} bytes (max_body_bytes); send fewer or shorter prompts"
     )

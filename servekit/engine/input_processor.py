@@ -122,7 +122,7 @@ class InputProcessor:
             )
         if template is None:
             self._check_conversation(messages)
-        text = await self._sandbox.run(
+        return await self._sandbox.run(
             RenderChat(
                 source,
                 add_generation_prompt and not continue_final_message,
@@ -133,8 +133,6 @@ class InputProcessor:
             "messages" if template is None else "chat_template",
             tenant,
         )
-        assert isinstance(text, str)
-        return text
 
     def _check_conversation(self, messages: list[dict[str, Any]]) -> None:
         """Refuse a conversation that cannot fit before it is encoded and rendered. Raises ContextTooLong.
@@ -241,9 +239,7 @@ class InputProcessor:
                 f"{grammar.param} has {len(grammar.text)} characters; the limit is {MAX_GRAMMAR_CHARACTERS}",
                 param=grammar.param,
             )
-        compiled = await self._sandbox.run(CompileGrammar(grammar.kind, grammar.text), grammar.param, tenant)
-        assert isinstance(compiled, str)
-        return compiled
+        return await self._sandbox.run(CompileGrammar(grammar.kind, grammar.text), grammar.param, tenant)
 
     def _prepare(
         self,

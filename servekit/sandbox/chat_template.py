@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from servekit.sandbox.jobs import Done, Outcome, Refused, RenderChat
+from servekit.sandbox.jobs import DoneLong, Outcome, Refused, RenderChat
 
 
 def render_chat(job: RenderChat) -> Outcome:
@@ -24,6 +24,6 @@ def render_chat(job: RenderChat) -> Outcome:
             continue_final_message=job.continue_final_message,
             **job.variables,
         )
+        return DoneLong(memoryview(rendered[0][0].encode()))
     except (jinja2.TemplateError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
         return Refused(f"the chat template refuses these messages: {error}")
-    return Done(rendered[0][0])

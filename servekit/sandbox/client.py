@@ -14,6 +14,7 @@ import logging
 import signal
 import time
 
+from servekit.aio.slices import text_of
 from servekit.errors import InvalidRequest, QueueFull, SandboxUnavailable, ServekitError, shutting_down
 from servekit.sandbox.forked_process import (
     MAX_OUTCOME_BYTES,
@@ -23,7 +24,7 @@ from servekit.sandbox.forked_process import (
     ProcessLost,
 )
 from servekit.sandbox.job_scheduler import JobScheduler, JobTicket, Lane
-from servekit.sandbox.jobs import CompileGrammar, Done, DoneBytes, Job, Outcome, Refused, encode_job
+from servekit.sandbox.jobs import CompileGrammar, Done, DoneLong, Job, Outcome, Refused, encode_job
 from servekit.sandbox.outcome_cache import OutcomeCache
 
 log = logging.getLogger("servekit")
@@ -47,7 +48,7 @@ MAX_REUSED_BYTES = 2**20  # a process that handled more is not used again, becau
 class _Job:
     """One job, and the number of requests that wait for its outcome."""
 
-    def __init__(self, pieces: list[bytes], ticket: JobTicket, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, pieces: list[bytes | bytearray], ticket: JobTicket, loop: asyncio.AbstractEventLoop) -> None:
         self.pieces = pieces
         self.ticket = ticket
         self.num_waiters = 0
@@ -75,7 +76,7 @@ class Sandbox:
         """Start the process that forks the others, before the first job needs it. Raises ProcessLost."""
         await self._fork_server.start()
 
-    async def run(self, job: Job, param: str, tenant: str) -> str | bytes:
+    async def run(self, job: Job, param: str, tenant: str) -> str:
         """Return the result of a job of a tenant.
 
         Raises InvalidRequest about `param` if the job's input is invalid, or if the job exceeds its time or memory;
@@ -85,8 +86,8 @@ class Sandbox:
         match outcome:
             case Done():
                 return outcome.text
-            case DoneBytes():
-                return outcome.payload
+            case DoneLong():
+                return await text_of(outcome.utf8)
             case Refused():
                 raise InvalidRequest(f"{param}: {outcome.message}", param=param, code=outcome.code)
 
@@ -129,7 +130,7 @@ class Sandbox:
                 running.outcome.cancel()  # its task ends its process
                 self._stop_waiting(running)
 
-    def _add(self, pieces: list[bytes], num_bytes: int, tenant: str) -> _Job:
+    def _add(self, pieces: list[bytes | bytearray], num_bytes: int, tenant: str) -> _Job:
         self._check_room(tenant, num_bytes)
         job = _Job(pieces, JobTicket(tenant, num_bytes), asyncio.get_running_loop())
         self._jobs[job.ticket] = job
@@ -316,9 +317,10 @@ class Sandbox:
                 self._start_jobs()
 
 
-async def _encode(job: Job, param: str) -> list[bytes]:
+async def _encode(job: Job, param: str) -> list[bytes | bytearray]:
     """Encode a job in pieces. Raises InvalidRequest about `param`."""
-    pieces, num_bytes = [], 0
+    pieces: list[bytes | bytearray] = []
+    num_bytes = 0
     try:
         for piece in encode_job(job):
             pieces.append(piece)
@@ -334,7 +336,7 @@ async def _encode(job: Job, param: str) -> list[bytes]:
     return pieces
 
 
-def _digest(pieces: list[bytes]) -> bytes:
+def _digest(pieces: list[bytes | bytearray]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for piece in pieces:
         digest.update(piece)
@@ -345,8 +347,8 @@ def _num_bytes(outcome: Outcome) -> int:
     match outcome:
         case Done():
             return len(outcome.text)
-        case DoneBytes():
-            return len(outcome.payload)
+        case DoneLong():
+            return len(outcome.utf8)
         case Refused():
             return len(outcome.message)
 

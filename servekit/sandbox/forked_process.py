@@ -57,7 +57,7 @@ class ForkedProcess:
         self.channel = channel
         self.fork_server = fork_server
 
-    async def run(self, pieces: Sequence[bytes]) -> Outcome:
+    async def run(self, pieces: Sequence[bytes | bytearray]) -> Outcome:
         """Run a job, which is encoded as these pieces.
 
         Raises OutcomeTooLarge, and EOFError or ConnectionError if the process exits. Then it runs no other job.

@@ -11,6 +11,7 @@ from msgspec import Struct
 from servekit.request import GrammarKind
 
 MESSAGES_PER_PIECE = 64
+PIECE_CHARACTERS = 2**15  # of one text; encoding them takes a tenth of a millisecond
 
 
 class RenderChat(Struct, frozen=True, tag="render_chat"):
@@ -31,15 +32,15 @@ class CompileGrammar(Struct, frozen=True, tag="compile_grammar"):
 
 
 class Done(Struct, frozen=True, tag="done"):
-    """The result of a job that makes text."""
+    """The result of a job that makes a short text."""
 
     text: str
 
 
-class DoneBytes(Struct, frozen=True, tag="done_bytes"):
-    """The result of a job that makes bytes. Only the code that gave the job knows their format."""
+class DoneLong(Struct, frozen=True, tag="done_long"):
+    """The result of a job that makes text of any length. The event loop decodes it in slices."""
 
-    payload: bytes
+    utf8: memoryview
 
 
 class Refused(Struct, frozen=True, tag="refused"):
@@ -50,7 +51,7 @@ class Refused(Struct, frozen=True, tag="refused"):
 
 
 Job = RenderChat | CompileGrammar
-Outcome = Done | DoneBytes | Refused
+Outcome = Done | DoneLong | Refused
 
 
 # -- between the server and the process that forks the others ----------------------------------------------------------
@@ -87,17 +88,46 @@ ToForkServer = Fork | End
 FromForkServer = ForkServerReady | Forked | Ended
 
 
-def encode_job(job: Job) -> Iterator[bytes]:
+def encode_job(job: Job) -> Iterator[bytes | bytearray]:
     """Encode a job in pieces, so that the event loop is free between them. Raises ValueError, OverflowError, TypeError.
 
     A long conversation takes 30 ms and more to encode. msgpack writes an array as the number of its elements and the
-    elements, and a Struct as its fields in order. So an array that comes last can be appended in pieces.
+    elements, and a Struct as its fields in order. So an array that comes last can be appended in pieces. All pieces
+    together are the job: the length of a long text is filled in when the text is encoded.
     """
-    if not isinstance(job, RenderChat) or len(job.messages) <= MESSAGES_PER_PIECE:
+    if not isinstance(job, RenderChat):
         yield msgspec.msgpack.encode(job)
         return
     head = msgspec.msgpack.encode(msgspec.structs.replace(job, messages=[]))
     assert head.endswith(b"\x90"), "an empty array"
-    yield head[:-1] + b"\xdd" + len(job.messages).to_bytes(4, "big")
-    for first in range(0, len(job.messages), MESSAGES_PER_PIECE):
-        yield b"".join(map(msgspec.msgpack.encode, job.messages[first : first + MESSAGES_PER_PIECE]))
+    piece, num_messages = bytearray(head[:-1] + b"\xdd" + len(job.messages).to_bytes(4, "big")), 0
+    for message in job.messages:
+        if any(isinstance(value, str) and len(value) > PIECE_CHARACTERS for value in message.values()):
+            yield piece
+            yield from _pieces_of_long(message)
+            piece, num_messages = bytearray(), 0
+            continue
+        piece += msgspec.msgpack.encode(message)
+        num_messages += 1
+        if num_messages == MESSAGES_PER_PIECE or len(piece) >= PIECE_CHARACTERS:
+            yield piece
+            piece, num_messages = bytearray(), 0
+    if piece:
+        yield piece
+
+
+def _pieces_of_long(message: dict[str, Any]) -> Iterator[bytes | bytearray]:
+    """Encode a message with long texts, a map whose entries keep their order: templates may show it."""
+    yield b"\xdf" + len(message).to_bytes(4, "big")
+    for key, value in message.items():
+        yield msgspec.msgpack.encode(key)
+        if not isinstance(value, str):
+            yield msgspec.msgpack.encode(value)
+            continue
+        length, num_bytes = bytearray(b"\xdb\0\0\0\0"), 0
+        yield length
+        for start in range(0, len(value), PIECE_CHARACTERS):
+            utf8 = value[start : start + PIECE_CHARACTERS].encode()
+            num_bytes += len(utf8)
+            yield utf8
+        length[1:] = num_bytes.to_bytes(4, "big")
