@@ -94,7 +94,7 @@ class References:
 class Tally:
     """Counts of how requests ended."""
 
-    COLUMNS = ("lost", "duplicated", "wrong", "told an error", "refused", "stuck")
+    COLUMNS = ("lost", "duplicated", "wrong", "answered with an error", "refused", "stuck")
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -126,7 +126,7 @@ def _word(expected: list[Any], reply: Reply) -> str:
         case End.STUCK:
             return "stuck"
         case End.ERROR_EVENT:
-            return "told an error"
+            return "answered with an error"
         case End.REFUSED | End.UNREACHED:
             return "refused"
         case End.CUT | End.UNANSWERED:

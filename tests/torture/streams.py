@@ -20,7 +20,7 @@ class End(StrEnum):
     """How a reply ended."""
 
     WHOLE = "whole"  # complete by the protocol
-    ERROR_EVENT = "told"  # the last event of a stream is an error of the documented form
+    ERROR_EVENT = "error event"  # the last event of a stream is an error of the documented form
     REFUSED = "refused"  # a status other than 200, with a body of the documented form
     CUT = "cut"  # the connection ended in the middle of an answer
     UNANSWERED = "unanswered"  # the connection ended before the answer began
