@@ -35,21 +35,21 @@ from servekit.api.schemas.packed_body import (
 from servekit.errors import ContextTooLong, InvalidRequest, QueueFull, WorkerNotReady, shutting_down
 from servekit.protocol.framing import HEADER_BYTES, frame_length
 
-# Until a body is decoded: the limit of its turns, and of the process's start on a busy machine.
+# Until a body is decoded, including the wait for others and a start of the process on a busy machine.
 DECODE_TIMEOUT_S = 60.0
 MAX_ATTEMPTS = 2  # the process may be killed from outside
 
 
-class _Turns:
+class _RoundRobinLock:
     """A lock that tenants get in turns, and the requests of one tenant in order."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the tenant whose turn is next comes first
-        self._is_taken = False
+        self._is_locked = False
 
-    async def take(self, tenant: str) -> None:
-        if not self._is_taken:
-            self._is_taken = True
+    async def acquire(self, tenant: str) -> None:
+        if not self._is_locked:
+            self._is_locked = True
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
@@ -57,11 +57,11 @@ class _Turns:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():
-                self.give()  # it was this request's turn already
+                self.release()  # the lock was passed to this request already
             raise
 
-    def give(self) -> None:
-        """Let the next one go on."""
+    def release(self) -> None:
+        """Pass the lock to the next tenant's oldest request, or unlock it."""
         while self._waiting:
             tenant = next(iter(self._waiting))
             turns = self._waiting.pop(tenant)
@@ -72,7 +72,7 @@ class _Turns:
                 if turns:
                     self._waiting[tenant] = turns  # behind the other tenants
                 return
-        self._is_taken = False
+        self._is_locked = False
 
 
 class BodyDecoder:
@@ -81,16 +81,16 @@ class BodyDecoder:
     def __init__(self, memory_bytes: int) -> None:
         self._arguments = ["--memory-bytes", str(memory_bytes), "--parent-pid", str(os.getpid())]
         self._process: Process | None = None
-        self._turns = _Turns()
+        self._lock = _RoundRobinLock()  # held by the task that uses the process
         self._is_stopped = False
 
     async def start(self) -> None:
         """Start the process before the first body needs it: the event loop stands still until it is forked."""
-        await self._turns.take("")
+        await self._lock.acquire("")
         try:
             await self._started()
         finally:
-            self._turns.give()
+            self._lock.release()
 
     async def decode(
         self, body: bytes | bytearray, kinds: Sequence[type[Struct]], max_prompt_tokens: int, tenant: str
@@ -102,11 +102,11 @@ class BodyDecoder:
         job = DecodeBody([kind.__name__ for kind in kinds], max_prompt_tokens, memoryview(b""))
         try:
             async with asyncio.timeout(DECODE_TIMEOUT_S):
-                await self._turns.take(tenant)
+                await self._lock.acquire(tenant)
                 try:
                     payload = await self._run(job, body)
                 finally:
-                    self._turns.give()
+                    self._lock.release()
         except TimeoutError:
             raise QueueFull(
                 f"a request body of {len(body)} bytes was not decoded within {DECODE_TIMEOUT_S:g} s, because others "
