@@ -263,6 +263,7 @@ async def test_traces_without_a_working_collector_cost_no_time_and_bounded_memor
     with collecting() as collector:
         collector.hangs.set()
         tracing = Tracing(collector.url, "demo", "0")
+        num_slow = 0
         for _ in range(MAX_QUEUED_SPANS + 1000):
             started = now = time.perf_counter()
             tracing.record(
@@ -270,7 +271,8 @@ async def test_traces_without_a_working_collector_cost_no_time_and_bounded_memor
                     method="POST", route="/", status=200, headers={}, request_id="", started_s=now, ended_s=now
                 )
             )
-            assert time.perf_counter() - started < 0.5
+            num_slow += time.perf_counter() - started > DELIVERY_TIMEOUT_S / 2
+        assert num_slow < 10, "no request waits for the collector; other programs may delay a few"
         queue = tracing._provider._active_span_processor._span_processors[0]._batch_processor._queue
         assert MAX_QUEUED_SPANS - 500 < len(queue) <= MAX_QUEUED_SPANS
         collector.hangs.clear()

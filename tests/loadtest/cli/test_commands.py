@@ -236,7 +236,8 @@ def test_find_max_writes_the_highest_rate(
     assert "200 requests/s meet ttft:20s for 50" in capsys.readouterr().out
     found = msgspec.json.decode((tmp_path / "find-max.json").read_bytes(), type=search.Result)
     assert found.rate == 200.0 and [each.rate for each in found.probed] == [100.0, 200.0, 200.0]
-    assert sum((path / SUMMARY).exists() for path in tmp_path.iterdir()) == 3
+    # On a busy machine a probe may decide nothing, and is repeated in a folder of its own.
+    assert sum((path / SUMMARY).exists() for path in tmp_path.iterdir()) >= 3
 
 
 def test_find_max_does_not_blame_the_client_if_the_server_refuses_all(
