@@ -94,6 +94,8 @@ def parse_keys_file(toml: bytes, path: str) -> list[Key]:
         # The error's own text may quote the file, so only its position is shown.
         place = re.search(r"line \d+, column \d+", str(error))
         raise ConfigError(f"{path}: not a valid TOML file" + (f" ({place[0]})" if place else "")) from None
+    except (ValueError, RecursionError):  # by int(), and by the parser, which calls itself
+        raise ConfigError(f"{path}: a number has too many digits, or values are nested too deeply") from None
     entries = table.get("key")
     if set(table) != {"key"} or not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path}: the file must have one or more [[key]] entries and nothing else")

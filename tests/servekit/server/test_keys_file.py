@@ -55,11 +55,15 @@ async def test_reload_replaces_the_keys_and_a_bad_file_changes_nothing(
         assert known(app) == ["setting", "one"]
         reload.request()
         await until(lambda: known(app) == ["setting", "two"])
-        for number, wrong in enumerate(("", KEYS[:-5], KEYS + KEYS, None), 1):
+        too_long, too_deep = f"{KEYS}min_priority = {'9' * 5000}", f"{KEYS}x = {'[' * 50_000}{']' * 50_000}"
+        for number, wrong in enumerate(("", KEYS[:-5], KEYS + KEYS, too_long, too_deep, None), 1):
             path.unlink() if wrong is None else path.write_text(wrong)
             reload.request()
             await until(lambda number=number: caplog.text.count("were not changed") == number)  # type: ignore[misc]
             assert known(app) == ["setting", "two"]
+        path.write_text(KEYS)
+        reload.request()
+        await until(lambda: known(app) == ["setting", "one"])
 
 
 async def test_pipe_in_place_of_the_file_is_refused_and_nothing_waits_for_it(
