@@ -81,7 +81,8 @@ class BodyDecoder:
     def __init__(self, memory_bytes: int) -> None:
         self._arguments = ["--memory-bytes", str(memory_bytes), "--parent-pid", str(os.getpid())]
         self._process: Process | None = None
-        self._lock = _RoundRobinLock()  # held by the task that uses the process
+        self._lock = _RoundRobinLock()  # held while the process is used
+        self._running: asyncio.Task[bytes] | None = None  # uses the process
         self._is_stopped = False
 
     async def start(self) -> None:
@@ -103,10 +104,11 @@ class BodyDecoder:
         try:
             async with asyncio.timeout(DECODE_TIMEOUT_S):
                 await self._lock.acquire(tenant)
-                try:
-                    payload = await self._run(job, body)
-                finally:
-                    self._lock.release()
+                # If the client leaves, its body is decoded all the same, which takes less than a second. Ending the
+                # process instead would make the bodies of others wait for the start of a new one.
+                self._running = asyncio.create_task(self._run_and_release(job, body))
+                self._running.add_done_callback(lambda task: task.cancelled() or task.exception())
+                payload = await asyncio.shield(self._running)
         except TimeoutError:
             raise QueueFull(
                 f"a request body of {len(body)} bytes was not decoded within {DECODE_TIMEOUT_S:g} s, because others "
@@ -120,6 +122,15 @@ class BodyDecoder:
         """Fail all bodies and end the process."""
         self._is_stopped = True
         await self._end()
+        if self._running is not None:
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def _run_and_release(self, job: DecodeBody, body: bytes | bytearray) -> bytes:
+        try:
+            async with asyncio.timeout(DECODE_TIMEOUT_S):
+                return await self._run(job, body)
+        finally:
+            self._lock.release()
 
     async def _run(self, job: DecodeBody, body: bytes | bytearray) -> bytes:
         for _ in range(MAX_ATTEMPTS):
@@ -131,10 +142,10 @@ class BodyDecoder:
                 payload = await _exchange(process, job, body)
                 is_answered = True
                 return payload
-            except (asyncio.IncompleteReadError, ConnectionError):
+            except (asyncio.IncompleteReadError, OSError):  # it was ended, or could not be started
                 continue
             finally:
-                if not is_answered:  # also when the caller was cancelled: the next body must not get this one's result
+                if not is_answered:  # also after a timeout: the next body must not get this one's result
                     await self._end()
         raise WorkerNotReady("the process that decodes request bodies ended; please send the request again")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -189,6 +190,9 @@ async def test_body_is_decoded_although_the_process_is_killed_meanwhile(decoder:
 
 
 async def test_cancelled_body_leaves_no_result_for_the_next_one(decoder: BodyDecoder) -> None:
+    await decoder.start()
+    assert decoder._process is not None
+    pid = decoder._process.pid
     first = asyncio.create_task(decoder.decode(encoded({"prompt": TEXT}, COMPLETION), COMPLETION, MAX_TOKENS, ""))
     await asyncio.sleep(0)
     first.cancel()
@@ -197,6 +201,24 @@ async def test_cancelled_body_leaves_no_result_for_the_next_one(decoder: BodyDec
     packed = await decoder.decode(encoded({"prompt": "second"}, COMPLETION), COMPLETION, MAX_TOKENS, "")
     assert isinstance(packed, PackedBody)
     assert (await unpack(packed))[0].prompt == "second"
+    assert decoder._process.pid == pid, "a client that leaves costs the others no start of a process"
+
+
+async def test_process_that_cannot_be_started_is_a_server_error_and_the_next_body_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = BodyDecoder(2**29)
+
+    async def fail(*command: str, **options: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    text = encoded({"prompt": "a"}, COMPLETION)
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "create_subprocess_exec", fail)
+        with pytest.raises(WorkerNotReady):
+            await decoder.decode(text, COMPLETION, MAX_TOKENS, "")
+    assert isinstance(await decoder.decode(text, COMPLETION, MAX_TOKENS, ""), PackedBody)
+    await decoder.stop()
 
 
 async def test_body_that_needs_too_much_memory_is_refused_and_the_next_one_is_decoded() -> None:
