@@ -11,13 +11,13 @@ import contextlib
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from servekit.aio.round_robin_semaphore import RoundRobinSemaphore
 from servekit.aio.slices import SLICE_BYTES, integers_of, text_of
 from servekit.api.schemas.packed_body import (
     KINDS,
@@ -40,48 +40,13 @@ DECODE_TIMEOUT_S = 60.0
 MAX_ATTEMPTS = 2  # the process may be killed from outside
 
 
-class _RoundRobinLock:
-    """A lock that tenants get in turns, and the requests of one tenant in order."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the tenant whose turn is next comes first
-        self._is_locked = False
-
-    async def acquire(self, tenant: str) -> None:
-        if not self._is_locked:
-            self._is_locked = True
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():
-                self.release()  # the lock was passed to this request already
-            raise
-
-    def release(self) -> None:
-        """Pass the lock to the next tenant's oldest request, or unlock it."""
-        while self._waiting:
-            tenant = next(iter(self._waiting))
-            turns = self._waiting.pop(tenant)
-            while turns and turns[0].cancelled():
-                turns.popleft()
-            if turns:
-                turns.popleft().set_result(None)
-                if turns:
-                    self._waiting[tenant] = turns  # behind the other tenants
-                return
-        self._is_locked = False
-
-
 class BodyDecoder:
     """The process that decodes large bodies. A process that has ended is replaced when the next body comes."""
 
     def __init__(self, memory_bytes: int) -> None:
         self._arguments = ["--memory-bytes", str(memory_bytes), "--parent-pid", str(os.getpid())]
         self._process: Process | None = None
-        self._lock = _RoundRobinLock()  # held while the process is used
+        self._lock = RoundRobinSemaphore(1)  # held while the process is used
         self._running: asyncio.Task[bytes] | None = None  # uses the process
         self._is_stopped = False
 
@@ -91,7 +56,7 @@ class BodyDecoder:
         try:
             await self._started()
         finally:
-            self._lock.release()
+            self._lock.release("")
 
     async def decode(
         self, body: bytes | bytearray, kinds: Sequence[type[Struct]], max_prompt_tokens: int, tenant: str
@@ -106,7 +71,7 @@ class BodyDecoder:
                 await self._lock.acquire(tenant)
                 # If the client leaves, its body is decoded all the same, which takes less than a second. Ending the
                 # process instead would make the bodies of others wait for the start of a new one.
-                self._running = asyncio.create_task(self._run_and_release(job, body))
+                self._running = asyncio.create_task(self._run_and_release(job, body, tenant))
                 self._running.add_done_callback(lambda task: task.cancelled() or task.exception())
                 payload = await asyncio.shield(self._running)
         except TimeoutError:
@@ -125,12 +90,12 @@ class BodyDecoder:
         if self._running is not None:
             await asyncio.gather(self._running, return_exceptions=True)
 
-    async def _run_and_release(self, job: DecodeBody, body: bytes | bytearray) -> bytes:
+    async def _run_and_release(self, job: DecodeBody, body: bytes | bytearray, tenant: str) -> bytes:
         try:
             async with asyncio.timeout(DECODE_TIMEOUT_S):
                 return await self._run(job, body)
         finally:
-            self._lock.release()
+            self._lock.release(tenant)
 
     async def _run(self, job: DecodeBody, body: bytes | bytearray) -> bytes:
         for _ in range(MAX_ATTEMPTS):

@@ -150,9 +150,9 @@ class InputProcessor:
     async def prepare(self, request: GenerationRequest, tenant: str) -> list[PreparedPrompt]:
         """Prepare all prompts of a request. Raises InvalidRequest or ContextTooLong."""
         self._check_options(request)
-        prompts = await self._encode(request)
+        prompts = await self._encode(request, tenant)
         grammar = None if request.grammar is None else await self._compile(request.grammar, tenant)
-        bad_words = await self._encode_bad_words(request.sampling.bad_words or [])
+        bad_words = await self._encode_bad_words(request.sampling.bad_words or [], tenant)
         prepared, num_tokens = [], 0
         for prompt, token_ids in zip(request.prompts, prompts, strict=True):
             prepared.append(self._prepare(request, prompt, token_ids, grammar, bad_words))
@@ -183,7 +183,7 @@ class InputProcessor:
                 param="priority",
             )
 
-    async def _encode(self, request: GenerationRequest) -> list[list[int]]:
+    async def _encode(self, request: GenerationRequest, tenant: str) -> list[list[int]]:
         """Return the token ids of every prompt, truncated if the request asks for it."""
         for prompt in request.prompts:
             self._check_length(prompt, request.truncate)
@@ -192,9 +192,10 @@ class InputProcessor:
         limit, truncate = self._limits.max_total_tokens, request.truncate
         try:
             if truncate is None:
-                encoded = iter(await self._tokenizer.encode(texts, special, limit) if texts else [])
+                encoded = iter(await self._tokenizer.encode(tenant, texts, special, limit) if texts else [])
             else:  # a prompt with one token more than the limit is refused below
-                encoded = iter(await self._tokenizer.encode_tails(texts, special, min(truncate, limit + 1)))
+                num_tokens = min(truncate, limit + 1)
+                encoded = iter(await self._tokenizer.encode_tails(tenant, texts, special, num_tokens))
         except TooManyTokens as error:
             of_texts = [prompt for prompt in request.prompts if isinstance(prompt.content, str)]
             self._check_fits(error.num_tokens, request.max_tokens or 1, of_texts[error.index].param)
@@ -213,12 +214,12 @@ class InputProcessor:
         if min_tokens > limit and truncate is None:
             raise prompt_too_long(limit, min_tokens, prompt.param)
 
-    async def _encode_bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+    async def _encode_bad_words(self, words: list[str], tenant: str) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word at the start of a text, and after a space, which are different tokens."""
         if not words:
             return ()
         variants = [variant for word in words for variant in (word, " " + word.lstrip())]
-        encoded = await self._tokenizer.encode(variants, add_special_tokens=False)
+        encoded = await self._tokenizer.encode(tenant, variants, add_special_tokens=False)
         num_tokens = sum(map(len, encoded))
         if num_tokens > MAX_BAD_WORD_TOKENS:
             raise InvalidRequest(

@@ -6,9 +6,7 @@ streamed pieces that add up to the whole text.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -18,8 +16,9 @@ import msgspec
 from tokenizers import Encoding
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
+from servekit.aio.round_robin_executor import ExecutorShutDown, RoundRobinExecutor
 from servekit.engine.detokenizer import Detokenizer
-from servekit.errors import ConfigError
+from servekit.errors import ConfigError, QueueFull, shutting_down
 from servekit.protocol.sampling_params import SamplingParams
 
 # The space character of SentencePiece vocabularies.
@@ -28,6 +27,7 @@ _METASPACE = "▁"
 Result = TypeVar("Result")
 
 LONG_TEXT = 2**15  # characters; texts of this length and more are encoded in threads of their own
+MAX_LONG_WAITING = 16  # of one tenant; `check_queue` refuses more
 MAX_SPANS = 2**17  # tokens with positions; making more of them holds the interpreter's lock for long
 
 
@@ -64,22 +64,24 @@ class Tokenizer:
         )
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._first_ids = tuple(tokenizer.encode("").ids)  # special tokens that every prompt begins with
-        # A long text takes seconds. So that it does not delay short ones, they have threads of their own.
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
-        self._threads_for_long = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer-long")
+        # A long text takes seconds. So that it does not delay short ones, they have threads of their own. And a tenant
+        # has one long text encoded at a time, so that a thread is left for another tenant. It is fast enough for one:
+        # a thread encodes several times as many tokens a second as a model computes.
+        self._threads = RoundRobinExecutor("tokenizer", num_threads=2, max_submitted=8, max_per_tenant=7)
+        self._threads_for_long = RoundRobinExecutor("tokenizer-long", num_threads=2, max_submitted=2, max_per_tenant=1)
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)  # bounded by the vocabulary
         self.token_bytes_with_special = lru_cache(maxsize=None)(self._token_bytes_with_special)
         self.max_token_bytes = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
     async def encode(
-        self, texts: list[str], add_special_tokens: bool = True, max_tokens: int | None = None
+        self, tenant: str, texts: list[str], add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[list[int]]:
         """Return the token ids of each text, with the special tokens that the model expects around it.
 
         Raises TooManyTokens for a text with more than `max_tokens`.
         """
         arguments = texts, add_special_tokens, max_tokens
-        return await self._in_thread(sum(map(len, texts)), lambda: self.encode_blocking(*arguments))
+        return await self._in_thread(tenant, sum(map(len, texts)), lambda: self.encode_blocking(*arguments))
 
     def encode_blocking(
         self, texts: list[str], add_special_tokens: bool = True, max_tokens: int | None = None
@@ -91,23 +93,25 @@ class Tokenizer:
                 _check_length(encoding, index, max_tokens)
         return [self._without_doubled_start(encoding.ids) for encoding in encodings]
 
-    async def encode_tails(self, texts: list[str], add_special_tokens: bool, num_tokens: int) -> list[list[int]]:
+    async def encode_tails(
+        self, tenant: str, texts: list[str], add_special_tokens: bool, num_tokens: int
+    ) -> list[list[int]]:
         """Return the last `num_tokens` token ids of each text."""
-        return [(await self._encode_tail(text, add_special_tokens, num_tokens))[-num_tokens:] for text in texts]
+        return [(await self._encode_tail(tenant, text, add_special_tokens, num_tokens))[-num_tokens:] for text in texts]
 
-    async def _encode_tail(self, text: str, add_special_tokens: bool, num_tokens: int) -> list[int]:
+    async def _encode_tail(self, tenant: str, text: str, add_special_tokens: bool, num_tokens: int) -> list[int]:
         """Encode an end of the text that has twice the tokens, because a cut in the text moves the borders of tokens.
 
         The whole text could have a million times as many tokens.
         """
         num_characters = 4 * num_tokens + 64
         while True:
-            (token_ids,) = await self.encode([text[-num_characters:]], add_special_tokens)
+            (token_ids,) = await self.encode(tenant, [text[-num_characters:]], add_special_tokens)
             if len(token_ids) >= 2 * num_tokens + 64 or num_characters >= len(text):
                 return token_ids
             num_characters *= 4
 
-    async def spans(self, text: str, add_special_tokens: bool) -> list[tuple[int, int, int]]:
+    async def spans(self, tenant: str, text: str, add_special_tokens: bool) -> list[tuple[int, int, int]]:
         """(token id, start, stop) of each token of the text. Positions count characters.
 
         Raises TooManyTokens for a text with more than MAX_SPANS.
@@ -121,11 +125,27 @@ class Tokenizer:
             tokens = zip(token_ids, encoding.offsets, strict=True)
             return [(token_id, *span) for token_id, span in islice(tokens, num_doubled, None)]
 
-        return await self._in_thread(len(text), encode)
+        return await self._in_thread(tenant, len(text), encode)
 
-    async def _in_thread(self, num_characters: int, work: Callable[[], Result]) -> Result:
+    def check_queue(self, tenant: str, text: str) -> None:
+        """Raise QueueFull for a long text of a tenant that has too many waiting.
+
+        For callers without a queue of their own. The number of prompts that wait is bounded before they are encoded.
+        """
+        num_waiting = self._threads_for_long.num_waiting(tenant)
+        if len(text) >= LONG_TEXT and num_waiting >= MAX_LONG_WAITING:
+            raise QueueFull(
+                f"{num_waiting} texts of {LONG_TEXT} and more characters wait for the tokenizer; the limit is "
+                f"{MAX_LONG_WAITING} for each tenant. Please try again later.",
+                retry_after_s=5,
+            )
+
+    async def _in_thread(self, tenant: str, num_characters: int, work: Callable[[], Result]) -> Result:
         threads = self._threads if num_characters < LONG_TEXT else self._threads_for_long
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
+        try:
+            return await threads.run(tenant, work)
+        except ExecutorShutDown:
+            raise shutting_down() from None
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of tokens. It equals the concatenated text of a stream of them."""
@@ -144,8 +164,8 @@ class Tokenizer:
         return Detokenizer(token_bytes, sampling.stop, sampling.include_stop, sampling.min_tokens)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._threads_for_long.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
+        self._threads_for_long.shutdown()
 
     def _without_doubled_start(self, token_ids: list[int]) -> list[int]:
         """Drop a repeated start token: a prompt that a chat template rendered contains one already."""

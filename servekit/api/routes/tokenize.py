@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.endpoint import Endpoint, engine_of
+from servekit.api.endpoint import Endpoint, caller_of, engine_of
 from servekit.api.request_body import read
 from servekit.api.responses.http import respond_at_length
 from servekit.api.responses.long_json import ItemList
@@ -21,20 +23,25 @@ from servekit.api.schemas.tokens import (
     TokenizeResponse,
 )
 from servekit.engine.tokenizer import MAX_SPANS, TooManyTokens
-from servekit.errors import InvalidRequest
+from servekit.errors import InvalidRequest, QueueFull
 
 MAX_TOKENS = 2**19  # of a text; making a longer list holds the interpreter's lock for more than some milliseconds
 TOKENS_PER_SLICE = 2**12  # of /detokenize; between two slices the event loop runs everything else
+ENCODE_TIMEOUT_S = 60.0  # of a text, including the wait for others
+
+Result = TypeVar("Result")
 
 
 async def tokenize(request: Request, wanted: TokenizeRequest) -> Response:
     """Return the token ids of a text, in vLLM's format."""
     engine = engine_of(request)
     check_model(engine.config, wanted.model)
+    tenant, special = caller_of(request).tenant, wanted.add_special_tokens is not False
     engine.input_processor.check_text(wanted.prompt, "prompt")
+    engine.tokenizer.check_queue(tenant, wanted.prompt)
     try:
-        special = wanted.add_special_tokens is not False
-        (token_ids,) = await engine.tokenizer.encode([wanted.prompt], special, MAX_TOKENS)
+        encoding = engine.tokenizer.encode(tenant, [wanted.prompt], special, MAX_TOKENS)
+        (token_ids,) = await _in_time(encoding)
     except TooManyTokens as error:
         raise _too_many_tokens(error, MAX_TOKENS, "prompt") from None
     limit, decode_one = engine.scheduler_config.max_total_tokens, engine.tokenizer.decode
@@ -49,10 +56,11 @@ async def tokenize(request: Request, wanted: TokenizeRequest) -> Response:
 async def tokenize_for_tgi(request: Request, wanted: TgiTokenizeRequest) -> Response:
     """Return the tokens of a text and the characters that each covers, in TGI's format."""
     engine = engine_of(request)
-    text = wanted.inputs
+    text, tenant = wanted.inputs, caller_of(request).tenant
     engine.input_processor.check_text(text, "inputs")
+    engine.tokenizer.check_queue(tenant, text)
     try:
-        spans = await engine.tokenizer.spans(text, wanted.add_special_tokens is not False)
+        spans = await _in_time(engine.tokenizer.spans(tenant, text, wanted.add_special_tokens is not False))
     except TooManyTokens as error:
         raise _too_many_tokens(error, MAX_SPANS, "inputs") from None
     return await respond_at_length(
@@ -87,6 +95,18 @@ async def detokenize(request: Request) -> Response:
         lambda _: DetokenizeResponse(text.decode("utf-8", "replace")),
         len(wanted.tokens),
     )
+
+
+async def _in_time(encoding: Awaitable[Result]) -> Result:
+    try:
+        async with asyncio.timeout(ENCODE_TIMEOUT_S):
+            return await encoding
+    except TimeoutError:
+        raise QueueFull(
+            f"the text was not encoded within {ENCODE_TIMEOUT_S:g} s, because others were encoded before it; try again "
+            "later, or send shorter texts",
+            retry_after_s=5,
+        ) from None
 
 
 def _too_many_tokens(error: TooManyTokens, limit: int, param: str) -> InvalidRequest:

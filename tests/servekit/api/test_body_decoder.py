@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from msgspec import Struct
 
-from servekit.api.body_decoder import BodyDecoder, _RoundRobinLock, error_of, unpack
+from servekit.api.body_decoder import BodyDecoder, error_of, unpack
 from servekit.api.schemas.native import GenerateRequest
 from servekit.api.schemas.openai import MAX_MESSAGES, ChatCompletionRequest, CompletionRequest
 from servekit.api.schemas.packed_body import (
@@ -232,21 +232,3 @@ async def test_body_that_needs_too_much_memory_is_refused_and_the_next_one_is_de
         await decoder.stop()
     with pytest.raises(WorkerNotReady):
         await decoder.decode(encoded({"prompt": "a"}, COMPLETION), COMPLETION, MAX_TOKENS, "")
-
-
-async def test_tenants_get_the_lock_in_turns() -> None:
-    lock, order = _RoundRobinLock(), list[str]()
-
-    async def work(tenant: str) -> None:
-        await lock.acquire(tenant)
-        order.append(tenant)
-        await asyncio.sleep(0)
-        lock.release()
-
-    tasks = [asyncio.create_task(work(tenant)) for tenant in ("a", "a", "a", "a", "b", "b")]
-    await asyncio.sleep(0)
-    tasks[1].cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert order == ["a", "a", "b", "a", "b"], "the second of a has left"
-    await lock.acquire("c")
-    lock.release()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from servekit.engine.detokenizer import Detokenizer
-from servekit.engine.tokenizer import Tokenizer, load_tokenizer
-from servekit.errors import ConfigError
+from servekit.engine.tokenizer import LONG_TEXT, MAX_LONG_WAITING, Tokenizer, load_tokenizer
+from servekit.errors import ConfigError, QueueFull, WorkerNotReady
 
 TEXT = ["hello world", "grüße aus Köln", "日本語 テスト", "naïve café 🦊🦊", "the cat sat on the mat"] * 3
 
@@ -91,12 +94,12 @@ async def test_spans_cover_the_characters_of_each_token() -> None:
     ours = Tokenizer(BYTE_LEVEL, {"type": "ByteLevel"})
     for text in ("hello world", "grüße 🦊", ""):
         (token_ids,) = ours.encode_blocking([text])
-        (_, *spans), without = await ours.spans(text, True), await ours.spans(text, False)
+        (_, *spans), without = await ours.spans("", text, True), await ours.spans("", text, False)
         assert spans == without
         assert [0, *(token_id for token_id, _, _ in spans)] == token_ids
         assert all(0 <= start < stop <= len(text) for _, start, stop in spans)
         assert {place for _, start, stop in spans for place in range(start, stop)} == set(range(len(text)))
-    assert [text[start:stop] for text in ["hello the"] for _, start, stop in await ours.spans(text, False)] == [
+    assert [text[start:stop] for text in ["hello the"] for _, start, stop in await ours.spans("", text, False)] == [
         ours.decode([token_id]) for token_id in ours.encode_blocking(["hello the"], add_special_tokens=False)[0]
     ]
     ours.close()
@@ -148,5 +151,105 @@ def test_a_tokenizer_that_cannot_be_streamed_exactly_is_refused(tmp_path: Path) 
 async def test_encoding_in_threads_keeps_the_order(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save(BYTE_LEVEL, tmp_path))
     texts = [random.Random(i).choice(TEXT) * (i % 5) for i in range(50)]
-    assert [decode(tokenizer, token_ids) for token_ids in await tokenizer.encode(texts)] == texts
+    assert [decode(tokenizer, token_ids) for token_ids in await tokenizer.encode("", texts)] == texts
     tokenizer.close()
+
+
+class GatedEncoder:
+    """Takes the place of the library. It encodes a text when the test says so, and records what is encoded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
+        self.begun, self.ended = asyncio.Queue[str](), list[str]()
+        self._gates = dict[str, threading.Event]()
+        self._loop = asyncio.get_running_loop()
+        monkeypatch.setattr(tokenizer, "encode_blocking", self._encode)
+
+    def let_end(self, name: str) -> None:
+        self._gates[name].set()
+
+    def text(self, name: str) -> str:
+        self._gates[name] = threading.Event()
+        return name.ljust(LONG_TEXT)
+
+    def _encode(self, texts: list[str], *_: object) -> list[list[int]]:
+        name = texts[0].strip()
+        self._loop.call_soon_threadsafe(self.begun.put_nowait, name)
+        assert self._gates[name].wait(60)
+        self.ended.append(name)
+        return [[0]]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Iterator[Tokenizer]:
+    tokenizer = load_tokenizer(save(byte_level(), tmp_path))
+    yield tokenizer
+    tokenizer.close()
+
+
+async def test_a_long_text_does_not_wait_for_those_of_another_tenant(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    encoder = GatedEncoder(monkeypatch, tokenizer)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        names = [f"a{number}" for number in range(4)]
+        for name in names:
+            tasks.create_task(tokenizer.encode("a", [encoder.text(name)]))
+        assert await encoder.begun.get() == "a0"
+        of_b = tasks.create_task(tokenizer.encode("b", [encoder.text("b")]))
+        assert await encoder.begun.get() == "b"
+        encoder.let_end("b")
+        await of_b
+        assert encoder.ended == ["b"]
+        for name in names:
+            encoder.let_end(name)
+    assert encoder.ended == ["b", *names], "the texts of one tenant are encoded in order"
+
+
+async def test_a_cancelled_text_gives_its_place_back_when_its_thread_is_free(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    encoder = GatedEncoder(monkeypatch, tokenizer)
+    async with asyncio.timeout(60):
+        texts = [asyncio.create_task(tokenizer.encode("a", [encoder.text(f"a{number}")])) for number in range(3)]
+        assert await encoder.begun.get() == "a0"
+        for task in texts[:2]:
+            task.cancel()
+        await asyncio.wait(texts[:2])
+        assert encoder.begun.empty(), "the first text cannot be stopped"
+        encoder.let_end("a0")
+        assert await encoder.begun.get() == "a2"
+        encoder.let_end("a2")
+        await texts[2]
+
+
+async def test_a_tenant_has_a_bounded_number_of_long_texts_waiting(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    encoder = GatedEncoder(monkeypatch, tokenizer)
+    names = [f"a{number}" for number in range(1 + MAX_LONG_WAITING)]
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        for name in names:
+            text = encoder.text(name)
+            tokenizer.check_queue("a", text)
+            tasks.create_task(tokenizer.encode("a", [text]))
+            await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match=str(MAX_LONG_WAITING)):
+            tokenizer.check_queue("a", text)
+        tokenizer.check_queue("a", "a short text")
+        tokenizer.check_queue("b", text)
+        for name in names:
+            encoder.let_end(name)
+
+
+async def test_a_text_that_waits_is_answered_when_the_server_stops(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    encoder = GatedEncoder(monkeypatch, tokenizer)
+    async with asyncio.timeout(60):
+        first, second = (asyncio.create_task(tokenizer.encode("a", [encoder.text(name)])) for name in ("a0", "a1"))
+        assert await encoder.begun.get() == "a0"
+        tokenizer.close()
+        encoder.let_end("a0")
+        assert await first == [[0]]
+        with pytest.raises(WorkerNotReady):
+            await second
