@@ -23,7 +23,7 @@
     │  ├─ WorkerLost            503  the worker process ended, and no other replaced it in time
     │  ├─ WorkerTimeout         503  the worker process did not answer in time
     │  └─ RequestCrashesWorker  500  workers ended repeatedly while they computed this request
-    ├─ SandboxUnavailable    503  the process that renders chats and compiles grammars was stopped or killed, twice
+    ├─ SandboxUnavailable    503  the process that renders chats and compiles grammars failed twice
     ├─ ConfigError           a setting is wrong, or does not fit the model; the process exits with code 2
     ├─ RequestFailed         in servekit.terminal: the server refused a request of a terminal client, or did not answer
     ├─ StandardStreamFailed  in servekit.terminal: standard input or output cannot be used

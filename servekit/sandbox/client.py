@@ -15,7 +15,7 @@ import signal
 import time
 
 from servekit.aio.slices import text_of
-from servekit.errors import InvalidRequest, QueueFull, SandboxUnavailable, ServekitError, shutting_down
+from servekit.errors import InternalError, InvalidRequest, QueueFull, SandboxUnavailable, ServekitError, shutting_down
 from servekit.sandbox.forked_process import (
     MAX_OUTCOME_BYTES,
     ForkedProcess,
@@ -73,7 +73,7 @@ class Sandbox:
         self._is_stopped = False
 
     async def start(self) -> None:
-        """Start the process that forks the others, before the first job needs it. Raises ProcessLost."""
+        """Start the process that forks the others, before the first job needs it. Raises ProcessLost or OSError."""
         await self._fork_server.start()
 
     async def run(self, job: Job, param: str, tenant: str) -> str:
@@ -210,20 +210,28 @@ class Sandbox:
     # -- while a job has a place ---------------------------------------------------------------------------------------
 
     async def _run(self, job: _Job) -> None:
-        """Run a job that has just got a place, and give its place back."""
+        """Run a job that has just got a place, and give its place back, whatever happens."""
+        must_begin_again = False
         try:
             outcome = await self._attempts(job)
+            if not job.outcome.done():
+                if outcome is None:
+                    must_begin_again = True
+                else:
+                    job.outcome.set_result(outcome)
         except ServekitError as error:
             _fail(job, error)
-        else:
-            if outcome is None and not job.outcome.done():
+        except Exception as error:
+            log.exception("a bug in servekit failed a chat template or grammar")
+            _fail(job, InternalError(f"internal error ({type(error).__name__}); the server's log has the details"))
+        finally:
+            if must_begin_again:
                 self._scheduler.requeue_in_slow_lane(job.ticket, time.monotonic())
                 self._limit_wait(job)
                 self._start_jobs()
-                return
-            if outcome is not None and not job.outcome.done():
-                job.outcome.set_result(outcome)
-        self._remove(job)
+            else:
+                job.outcome.cancel()  # if it is not done, this task was cancelled
+                self._remove(job)
 
     async def _attempts(self, job: _Job) -> Outcome | None:
         """Return the job's outcome; None if no request waits for it, or if it must begin again in the slow lane."""
@@ -232,7 +240,7 @@ class Sandbox:
             try:
                 process = (self._take_idle() if attempt == 0 else None) or await self._fork_server.fork()
                 return await self._attempt(job, process)
-            except ProcessLost as error:
+            except (ProcessLost, OSError) as error:  # an OSError: there was no descriptor, process or memory for it
                 if job.outcome.done():
                     return None
                 reason = str(error)

@@ -38,6 +38,7 @@ MAX_OUTCOME_BYTES = 2**24
 MAX_ANSWER_BYTES = 2**16
 PIECE_BYTES = 2**18  # read or written at a time, so that the event loop is never held for long
 NICENESS = 5  # of a job in the slow lane: on a shared core it gets a third of the time of another process
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError)  # what msgspec's decoders raise
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -60,7 +61,8 @@ class ForkedProcess:
     async def run(self, pieces: Sequence[bytes | bytearray]) -> Outcome:
         """Run a job, which is encoded as these pieces.
 
-        Raises OutcomeTooLarge, and EOFError or ConnectionError if the process exits. Then it runs no other job.
+        Raises OutcomeTooLarge, EOFError or ConnectionError if the process exits, and ProcessLost if what it sends is
+        not an outcome. Then it runs no other job.
         """
         loop = asyncio.get_running_loop()
         num_bytes = sum(map(len, pieces))
@@ -72,7 +74,11 @@ class ForkedProcess:
         length = frame_length(await self._read(HEADER_BYTES))
         if not 0 <= length <= MAX_OUTCOME_BYTES:
             raise OutcomeTooLarge
-        outcome: Outcome = _decode_outcome(await self._read(length))
+        data = await self._read(length)
+        try:
+            outcome: Outcome = _decode_outcome(data)
+        except UNDECODABLE as error:
+            raise ProcessLost(f"it sent {length} bytes that are not an outcome: {error}") from None
         return outcome
 
     async def _read(self, num_bytes: int) -> bytearray:
@@ -111,12 +117,12 @@ class ForkServer:
         self._is_stopped = False
 
     async def start(self) -> None:
-        """Start the process if it is not running. Raises ProcessLost."""
+        """Start the process if it is not running. Raises ProcessLost, or OSError as `fork` does."""
         async with self._lock:
             await self._ensure_started()
 
     async def fork(self) -> ForkedProcess:
-        """Fork a process for jobs. Raises ProcessLost."""
+        """Fork a process for jobs. Raises ProcessLost, or OSError for lack of descriptors, processes or memory."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         try:
@@ -214,7 +220,7 @@ class ForkServer:
             answer: FromForkServer = _decode_answer(data)
             is_received = True
             return answer
-        except (TimeoutError, OSError, EOFError) as error:
+        except (TimeoutError, OSError, EOFError, *UNDECODABLE) as error:
             raise ProcessLost(f"the process that forks sandbox processes failed: {type(error).__name__}") from None
         finally:
             if not is_received:  # also when this task was cancelled: the next answer would be this request's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import os
@@ -19,12 +20,12 @@ from transformers import AutoTokenizer
 
 import servekit.sandbox.client as sandbox_module
 from servekit.engine.model_files import DEMO_MODEL_PATH, find_chat_template
-from servekit.errors import InvalidRequest, QueueFull, SandboxUnavailable, WorkerNotReady
+from servekit.errors import InternalError, InvalidRequest, QueueFull, SandboxUnavailable, WorkerNotReady
 from servekit.request import GrammarKind
 from servekit.sandbox import forked_process
 from servekit.sandbox.client import MAX_WAITING, NUM_QUICK, Sandbox
-from servekit.sandbox.forked_process import ForkedProcess
-from servekit.sandbox.jobs import CompileGrammar, Job, Outcome, RenderChat, encode_job
+from servekit.sandbox.forked_process import ForkedProcess, ForkServer
+from servekit.sandbox.jobs import CompileGrammar, Done, Job, Outcome, RenderChat, encode_job
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -187,6 +188,65 @@ async def test_a_process_that_is_killed_each_time_is_the_servers_error(
     assert (failure.value.status, failure.value.retry_after_s) == (503, 1)
     monkeypatch.undo()
     assert await sandbox.run(render("next"), "messages", "") == "next"
+
+
+async def test_a_process_that_cannot_be_forked_is_the_servers_error_and_no_place_is_lost(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fork(_: ForkServer) -> ForkedProcess:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Sandbox, "_take_idle", lambda _: None)
+    monkeypatch.setattr(ForkServer, "fork", fork)
+    async with asyncio.timeout(30):
+        for number in range(NUM_QUICK):
+            with pytest.raises(SandboxUnavailable, match="Too many open files") as failure:
+                await sandbox.run(render("x"), "messages", f"tenant {number}")
+            assert (failure.value.status, failure.value.retry_after_s) == (503, 1)
+    monkeypatch.undo()
+    assert await sandbox.run(render("next"), "messages", "another") == "next"
+
+
+async def test_a_fork_server_that_cannot_be_started_is_started_for_the_next_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def create(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    sandbox = Sandbox(ARGUMENTS, timeout_s=1.0, memory_bytes=2**27)
+    num_descriptors = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+    async with asyncio.timeout(30):
+        for number in range(NUM_QUICK):
+            with pytest.raises(SandboxUnavailable, match="Resource temporarily unavailable"):
+                await sandbox.run(render("x"), "messages", f"tenant {number}")
+    assert len(os.listdir("/proc/self/fd")) <= num_descriptors + 1, "the next start closes the last one's channel"
+    monkeypatch.undo()
+    assert await sandbox.run(render("next"), "messages", "another") == "next"
+    await sandbox.stop()
+
+
+@pytest.mark.parametrize("sent", [b"", b"\xc1", msgspec.msgpack.encode(Done("abc")).replace(b"abc", b"\xff" * 3)])
+async def test_a_job_whose_process_sends_no_outcome_runs_again(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    decode, answers = forked_process._decode_outcome, iter([sent])
+    monkeypatch.setattr(forked_process, "_decode_outcome", lambda data: decode(next(answers, data)))
+    async with asyncio.timeout(30):
+        assert await sandbox.run(render(f"again {sent!r}"), "messages", "") == f"again {sent!r}"
+
+
+async def test_a_bug_fails_its_job_is_logged_and_no_place_is_lost(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ForkedProcess, "cpu_s", lambda _: 1 // 0)
+    async with asyncio.timeout(30):
+        for number in range(NUM_QUICK):
+            with pytest.raises(InternalError, match="ZeroDivisionError"):
+                await sandbox.run(render("x"), "messages", f"tenant {number}")
+    assert caplog.text.count("Traceback") == NUM_QUICK
+    monkeypatch.undo()
+    assert await sandbox.run(render("next"), "messages", "another") == "next"
 
 
 async def killed_meanwhile(process: ForkedProcess, pieces: object) -> None:
