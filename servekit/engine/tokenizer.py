@@ -65,8 +65,8 @@ class Tokenizer:
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._first_ids = tuple(tokenizer.encode("").ids)  # special tokens that every prompt begins with
         # A long text takes seconds. So that it does not delay short ones, they have threads of their own. And a tenant
-        # has one long text encoded at a time, so that a thread is left for another tenant. It is fast enough for one:
-        # a thread encodes several times as many tokens a second as a model computes.
+        # has one long text encoded at a time, so that a thread is left for another tenant. Trade-off: a tenant alone
+        # uses one of these threads, and without API keys all clients are one tenant.
         self._threads = RoundRobinExecutor("tokenizer", num_threads=2, max_submitted=8, max_per_tenant=7)
         self._threads_for_long = RoundRobinExecutor("tokenizer-long", num_threads=2, max_submitted=2, max_per_tenant=1)
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)  # bounded by the vocabulary
