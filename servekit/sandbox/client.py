@@ -114,7 +114,7 @@ class Sandbox:
         pieces = await _encode(job, param)
         num_bytes = sum(map(len, pieces))
         digest = _digest(pieces) if num_bytes <= MAX_CACHED_JOB_BYTES else None
-        if digest is not None and (known := self._cache.get(digest, time.monotonic())) is not None:
+        if digest is not None and (known := self._cache.get(tenant, digest, time.monotonic())) is not None:
             return known
         running = None if digest is None else self._shared.get((tenant, digest))
         if running is None or running.outcome.done():
@@ -164,9 +164,9 @@ class Sandbox:
                 return
             outcome = future.result()
             if isinstance(outcome, Refused):
-                self._cache.put(digest, tenant, outcome, time.monotonic() + REFUSAL_TTL_S)
+                self._cache.put(tenant, digest, outcome, time.monotonic() + REFUSAL_TTL_S)
             elif isinstance(outcome, Done) and isinstance(job, CompileGrammar):  # equal conversations are rare
-                self._cache.put(digest, tenant, outcome, float("inf"))
+                self._cache.put(tenant, digest, outcome, float("inf"))
 
         running.outcome.add_done_callback(remember)
 
