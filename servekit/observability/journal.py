@@ -112,7 +112,9 @@ class Journal:
                 self._has_checkpoint_pending = True
                 self.is_checkpoint_due = self.is_checkpoint_overdue = False
         self._pending.append(record)
-        if len(self._pending) > MAX_PENDING_RECORDS:
+        if not self.is_recording:  # the thread has stopped meanwhile, and may have emptied the queue already
+            self._pending.clear()
+        elif len(self._pending) > MAX_PENDING_RECORDS:
             self._stop(f"writing does not keep up: {MAX_PENDING_RECORDS} records are waiting")
 
     def fail(self, error: Exception) -> None:
