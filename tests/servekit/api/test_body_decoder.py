@@ -10,11 +10,13 @@ import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 from msgspec import Struct
 
 from servekit.api.body_decoder import BodyDecoder, error_of, unpack
+from servekit.api.schemas import packed_body
 from servekit.api.schemas.native import GenerateRequest
 from servekit.api.schemas.openai import MAX_MESSAGES, ChatCompletionRequest, CompletionRequest
 from servekit.api.schemas.packed_body import (
@@ -22,10 +24,12 @@ from servekit.api.schemas.packed_body import (
     MAX_INLINE_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_SHORT_BYTES,
+    DecodeBody,
     PackedBody,
     Refusal,
     choose_kind,
     decode_kind,
+    pack,
 )
 from servekit.api.schemas.tgi import TgiRequest
 from servekit.api.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
@@ -43,11 +47,30 @@ TEXT = '漢字, "quoted" and \\ escaped; 😀 ' * 4000
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def decoder() -> AsyncIterator[BodyDecoder]:
+async def body_process() -> AsyncIterator[BodyDecoder]:
     decoder = BodyDecoder(2**29)
     async with asyncio.timeout(120):
         yield decoder
     await decoder.stop()
+
+
+class InThisProcess:
+    """What the body process does, without the process."""
+
+    async def decode(self, body: bytes, kinds: Kinds, max_tokens: int, tenant: str) -> PackedBody | Refusal:
+        packed = pack(DecodeBody([kind.__name__ for kind in kinds], max_tokens, memoryview(body)))
+        received: PackedBody | Refusal = msgspec.msgpack.decode(
+            msgspec.msgpack.encode(packed), type=PackedBody | Refusal
+        )
+        return received
+
+
+Decoder = BodyDecoder | InThisProcess
+
+
+@pytest.fixture(params=["in the body process", "in this process"])
+def decoder(request: pytest.FixtureRequest, body_process: BodyDecoder) -> Decoder:
+    return body_process if request.param == "in the body process" else InThisProcess()
 
 
 def encoded(body: Any, kinds: Kinds) -> bytes:
@@ -71,7 +94,7 @@ VALID: list[tuple[Kinds, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kinds", "body"), VALID)
-async def test_large_body_decodes_as_a_small_one_does(decoder: BodyDecoder, kinds: Kinds, body: dict[str, Any]) -> None:
+async def test_large_body_decodes_as_a_small_one_does(decoder: Decoder, kinds: Kinds, body: dict[str, Any]) -> None:
     text = encoded(body, kinds)
     packed = await decoder.decode(text, kinds, MAX_TOKENS, "")
     assert isinstance(packed, PackedBody)
@@ -79,7 +102,7 @@ async def test_large_body_decodes_as_a_small_one_does(decoder: BodyDecoder, kind
     assert wanted == decode_kind(text, choose_kind(text, kinds)) and conversation is None
 
 
-async def test_large_chat_has_the_conversation_that_a_small_one_has(decoder: BodyDecoder) -> None:
+async def test_large_chat_has_the_conversation_that_a_small_one_has(decoder: Decoder) -> None:
     call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         {"role": "user", "content": TEXT},
@@ -115,9 +138,7 @@ INVALID: list[tuple[Kinds, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kinds", "body"), INVALID)
-async def test_large_body_is_refused_as_a_small_one_is(
-    decoder: BodyDecoder, kinds: Kinds, body: dict[str, Any]
-) -> None:
+async def test_large_body_is_refused_as_a_small_one_is(decoder: Decoder, kinds: Kinds, body: dict[str, Any]) -> None:
     text = encoded(body, kinds)
     try:
         wanted = decode_kind(text, choose_kind(text, kinds))
@@ -137,13 +158,13 @@ async def test_large_body_is_refused_as_a_small_one_is(
     assert (told.message, told.param, told.answer_code) == (expected.message, expected.param, expected.answer_code)
 
 
-async def refused(decoder: BodyDecoder, body: dict[str, Any], kinds: Kinds, max_tokens: int = MAX_TOKENS) -> str:
+async def refused(decoder: Decoder, body: dict[str, Any], kinds: Kinds, max_tokens: int = MAX_TOKENS) -> str:
     refusal = await decoder.decode(encoded(body, kinds), kinds, max_tokens, "")
     assert isinstance(refusal, Refusal)
     return f"{refusal.code}: {refusal.message}"
 
 
-async def test_what_the_event_loop_would_decode_in_one_piece_is_bounded(decoder: BodyDecoder) -> None:
+async def test_what_the_event_loop_would_decode_in_one_piece_is_bounded(decoder: Decoder) -> None:
     schema = {f"{number}": 1 for number in range(100_000)}
     message = await refused(decoder, {"prompt": "a", "guided_json": schema}, COMPLETION)
     assert "beside prompt" in message and str(MAX_SHORT_BYTES) in message
@@ -151,7 +172,7 @@ async def test_what_the_event_loop_would_decode_in_one_piece_is_bounded(decoder:
     assert "messages[0]" in message and str(MAX_MESSAGE_BYTES) in message
 
 
-async def test_token_ids_beyond_the_context_are_refused_before_the_event_loop_sees_them(decoder: BodyDecoder) -> None:
+async def test_token_ids_beyond_the_context_are_refused_before_the_event_loop_sees_them(decoder: Decoder) -> None:
     for prompt, param in ((list(range(30_000)), "prompt"), ([[1], list(range(30_000))], "prompt[1]")):
         refusal = await decoder.decode(encoded({"prompt": prompt}, COMPLETION), COMPLETION, 1000, "")
         assert isinstance(refusal, Refusal) and refusal.param == param
@@ -163,7 +184,7 @@ async def test_token_ids_beyond_the_context_are_refused_before_the_event_loop_se
     assert (await unpack(packed))[0].prompt == [29_997, 29_998, 29_999]
 
 
-async def test_loop_runs_between_the_slices_of_a_large_prompt(decoder: BodyDecoder) -> None:
+async def test_loop_runs_between_the_slices_of_a_large_prompt(decoder: Decoder) -> None:
     packed = await decoder.decode(encoded({"prompt": "ü" * 2**20}, COMPLETION), COMPLETION, MAX_TOKENS, "")
     assert isinstance(packed, PackedBody)
     num_turns = 0
@@ -180,28 +201,28 @@ async def test_loop_runs_between_the_slices_of_a_large_prompt(decoder: BodyDecod
     assert wanted.prompt == "ü" * 2**20 and num_turns >= 2**21 // 2**16
 
 
-async def test_body_is_decoded_although_the_process_is_killed_meanwhile(decoder: BodyDecoder) -> None:
+async def test_body_is_decoded_although_the_process_is_killed_meanwhile(body_process: BodyDecoder) -> None:
     text = encoded({"prompt": "a"}, COMPLETION)
-    await decoder.decode(text, COMPLETION, MAX_TOKENS, "")
-    assert decoder._process is not None
-    os.kill(decoder._process.pid, signal.SIGKILL)
-    packed = await decoder.decode(text, COMPLETION, MAX_TOKENS, "")
+    await body_process.decode(text, COMPLETION, MAX_TOKENS, "")
+    assert body_process._process is not None
+    os.kill(body_process._process.pid, signal.SIGKILL)
+    packed = await body_process.decode(text, COMPLETION, MAX_TOKENS, "")
     assert isinstance(packed, PackedBody)
 
 
-async def test_cancelled_body_leaves_no_result_for_the_next_one(decoder: BodyDecoder) -> None:
-    await decoder.start()
-    assert decoder._process is not None
-    pid = decoder._process.pid
-    first = asyncio.create_task(decoder.decode(encoded({"prompt": TEXT}, COMPLETION), COMPLETION, MAX_TOKENS, ""))
+async def test_cancelled_body_leaves_no_result_for_the_next_one(body_process: BodyDecoder) -> None:
+    await body_process.start()
+    assert body_process._process is not None
+    pid = body_process._process.pid
+    first = asyncio.create_task(body_process.decode(encoded({"prompt": TEXT}, COMPLETION), COMPLETION, MAX_TOKENS, ""))
     await asyncio.sleep(0)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
-    packed = await decoder.decode(encoded({"prompt": "second"}, COMPLETION), COMPLETION, MAX_TOKENS, "")
+    packed = await body_process.decode(encoded({"prompt": "second"}, COMPLETION), COMPLETION, MAX_TOKENS, "")
     assert isinstance(packed, PackedBody)
     assert (await unpack(packed))[0].prompt == "second"
-    assert decoder._process.pid == pid, "a client that leaves costs the others no start of a process"
+    assert body_process._process.pid == pid, "a client that leaves costs the others no start of a process"
 
 
 async def test_process_that_cannot_be_started_is_a_server_error_and_the_next_body_is_decoded(
@@ -232,3 +253,12 @@ async def test_body_that_needs_too_much_memory_is_refused_and_the_next_one_is_de
         await decoder.stop()
     with pytest.raises(WorkerNotReady):
         await decoder.decode(encoded({"prompt": "a"}, COMPLETION), COMPLETION, MAX_TOKENS, "")
+
+
+async def test_body_that_takes_too_much_memory_is_refused_as_the_clients_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(body: bytes, kind: type[Struct]) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(packed_body, "decode_kind", fail)
+    message = await refused(InThisProcess(), {"prompt": "a"}, COMPLETION)
+    assert "takes more memory than one may take" in message

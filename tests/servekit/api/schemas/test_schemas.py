@@ -904,3 +904,16 @@ def test_answers_are_compact_json() -> None:
 )
 def test_bodies_of_other_huggingface_tasks_are_recognized(body: bytes, task: str | None) -> None:
     assert tgi.other_task(body) == task
+
+
+@pytest.mark.parametrize(
+    ("body", "task"),
+    [
+        (b'{"inputs": {"context": "a", "question": "b"}}', "question_answering"),
+        (b'{"inputs": "a", "parameters": {"candidate_labels": ["b"]}}', "zero_shot_classification"),
+        (b'{"inputs": ["a"]}', "feature_extraction"),
+    ],
+)
+def test_bodies_of_other_tasks_are_refused_by_the_name_of_the_task(body: bytes, task: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"for the task {task};"):
+        tgi.decode_tgi(body)
