@@ -193,6 +193,7 @@ def test_after_a_killed_worker_a_stream_continues_token_for_token(tmp_path: Path
         assert server.metric("servekit_worker_restarts_total") == 1
 
 
+@pytest.mark.long
 def test_the_server_exits_with_1_when_no_replacement_worker_starts(tmp_path: Path) -> None:
     """The supervisor gets the exit code, and each client the reason."""
     model = tmp_path / "model"
@@ -348,6 +349,7 @@ def test_it_serves_with_standard_streams_closed(redirections: str, tmp_path: Pat
         process.wait()
 
 
+@pytest.mark.long
 def test_it_serves_without_docstrings_and_assertions(tmp_path: Path) -> None:
     """The server, its worker and its sandboxes, as under `python -OO`."""
     environment = {"PYTHONOPTIMIZE": "2"}

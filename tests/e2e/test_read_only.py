@@ -34,6 +34,7 @@ def in_read_only_root(cache: str) -> list[str]:
     return prefix
 
 
+@pytest.mark.long
 def test_it_serves_with_a_read_only_root_and_one_writable_directory(tmp_path: Path) -> None:
     """Compiled kernels, a chat's template and a grammar included."""
     cache = tmp_path / "cache"

@@ -28,6 +28,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
         yield server
 
 
+@pytest.mark.long
 def test_only_the_request_that_crashes_workers_fails(poisoned: ServerProcess) -> None:
     fields = {"max_tokens": 300, "ignore_eos": True, "temperature": 0.0}
     prompts = [f"Count from {number}." for number in range(6)]
