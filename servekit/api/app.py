@@ -21,7 +21,7 @@ from servekit.api.auth.keys import Key, Keyring, parse_api_key
 from servekit.api.body_decoder import BodyDecoder
 from servekit.api.endpoint import Endpoint
 from servekit.api.error_handlers import exception_handlers
-from servekit.api.middleware.metrics import HttpMetrics
+from servekit.api.middleware.metrics import RequestMetrics
 from servekit.api.middleware.stack import add_access_layers
 from servekit.api.responses.sse import KeepAlive
 from servekit.api.routes import console, health, live, native, openai, profile, shared_paths, tgi, tokenize
@@ -70,7 +70,7 @@ def create_app(
     app.state.keyring = keyring
     app.state.created_s = int(time.time())  # `created` of the model at /v1/models
     # These layers are outside Starlette's own middleware, so that its 404 and 500 answers pass through them, too.
-    app.middleware_stack = HttpMetrics(
+    app.middleware_stack = RequestMetrics(
         add_access_layers(
             app.build_middleware_stack(),
             config,

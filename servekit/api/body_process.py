@@ -12,9 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from servekit.api.schemas.packed_body import DecodeBody, PackedBody, Refusal, pack
-from servekit.protocol.child_process import die_with_parent, ignore_signals
+from servekit.protocol.child_process import die_with_parent, ignore_signals, limit_address_space
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
-from servekit.sandbox.process import limit_memory
 
 DESCRIPTION = "Decode large request bodies for the server."
 
@@ -27,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     die_with_parent(arguments.parent_pid)
     ignore_signals()
-    limit_memory(arguments.memory_bytes)
+    limit_address_space(arguments.memory_bytes)
     gc.disable()  # values from JSON have no cycles, and looking for them takes three times as long as decoding
     jobs = MessageReceiver[DecodeBody](adopt_reader(sys.stdin.fileno()), DecodeBody)
     results = MessageSender[PackedBody | Refusal](adopt_writer(sys.stdout.fileno()))

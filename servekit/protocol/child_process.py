@@ -1,4 +1,4 @@
-"""Prepare a child process of the server: its end, its signals, and what it writes when it crashes."""
+"""Prepare a child process of the server: its end, its signals, its memory, and what it writes when it crashes."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ def ignore_signals() -> None:
     """Ignore SIGINT and SIGTERM. Supervisors signal every process of a service, but the server ends its children."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def limit_address_space(extra_bytes: int) -> None:
+    """Let allocations fail that exceed the present address space by more than `extra_bytes`, or the inherited limit."""
+    with open("/proc/self/statm") as file:
+        present_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    limit, (_, inherited) = present_bytes + extra_bytes, resource.getrlimit(resource.RLIMIT_AS)
+    if inherited != resource.RLIM_INFINITY:
+        limit = min(limit, inherited)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def dump_stacks_on_crash() -> None:

@@ -10,7 +10,7 @@ import resource
 from collections.abc import Callable
 from typing import Any
 
-from servekit.protocol.child_process import die_with_parent
+from servekit.protocol.child_process import die_with_parent, limit_address_space
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
 from servekit.sandbox.jobs import Job, Outcome, Refused
 
@@ -25,7 +25,7 @@ def run_jobs(handlers: Handlers, channel: int, parent_pid: int, memory_bytes: in
     die_with_parent(parent_pid)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the server would wait for a dump of half a gigabyte
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
-    limit_memory(memory_bytes)
+    limit_address_space(memory_bytes)
     jobs = MessageReceiver[Job](adopt_reader(channel), Job)
     outcomes = MessageSender[Outcome](adopt_writer(channel))
     while True:
@@ -41,11 +41,3 @@ def run_jobs(handlers: Handlers, channel: int, parent_pid: int, memory_bytes: in
         except Exception as error:
             outcome = Refused(f"{type(error).__name__}: {error}")
         outcomes.send(outcome)
-
-
-def limit_memory(extra_bytes: int) -> None:
-    """Limit the address space of this process to its present size plus `extra_bytes`."""
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[0])
-    limit = pages * resource.getpagesize() + extra_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -69,6 +69,3 @@ class Restart(Operation[list[Sequence]], frozen=True, tag="restart"):
     """Forget what the worker held. The answer is the sequences that crash workers; the caller finishes them."""
 
     is_out_of_memory: bool = False
-
-
-Command = AddSequence | Plan | Commit | Expire | Finish | Restart

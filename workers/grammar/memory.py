@@ -33,7 +33,7 @@ def allocated_bytes() -> int:
     returns the resident memory, which does not decrease by all that is freed.
     """
     if _mallinfo2 is None:
-        return _statm(1)
+        return _resident_bytes()
     info = _mallinfo2()
     return int(info.uordblks) + int(info.hblkhd)
 
@@ -44,14 +44,6 @@ def return_freed_memory() -> None:
         _malloc_trim(0)
 
 
-def limit_address_space(extra_bytes: int) -> None:
-    """Let allocations fail that exceed the present address space by more than `extra_bytes`."""
-    limit, (_, inherited) = _statm(0) + extra_bytes, resource.getrlimit(resource.RLIMIT_AS)
-    if inherited != resource.RLIM_INFINITY:
-        limit = min(limit, inherited)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _statm(column: int) -> int:
+def _resident_bytes() -> int:
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[column]) * resource.getpagesize()
+        return int(file.read().split()[1]) * resource.getpagesize()

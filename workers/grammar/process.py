@@ -20,11 +20,10 @@ from pathlib import Path
 
 from llguidance import LLTokenizer
 
-from servekit.protocol.child_process import die_with_parent, ignore_signals
+from servekit.protocol.child_process import die_with_parent, ignore_signals, limit_address_space
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
 from servekit.protocol.grammar_matcher import grammar_tokenizer
 from workers.grammar.matchers import MAX_BYTES, GrammarMatchers
-from workers.grammar.memory import limit_address_space
 from workers.grammar.messages import HEADER_BYTES, AskMasks, FromMaskProcess, Mask, Masks, Ready, mask_bytes
 
 NICENESS = 5  # where processors are scarce, the model goes first

@@ -21,7 +21,7 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 OTHER = "other"
 
 
-class HttpMetrics:
+class RequestMetrics:
     """Count requests by route, method and status, and record a trace of those that were for the model.
 
     `record` receives the trace; None records nothing.

@@ -1,6 +1,6 @@
 """Put the layers of the HTTP application in order, around Starlette's router.
 
-    HttpMetrics      counts every request, and records its trace
+    RequestMetrics   counts every request, and records its trace
     RequestLog       gives a request its id, and logs it when it has ended
     HostCheck        refuses requests whose Host header names another server
     CORSMiddleware   Starlette's: answers the preflight requests of browsers, which carry no key

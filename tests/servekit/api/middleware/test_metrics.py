@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from servekit.api.app import create_app
 from servekit.api.disconnect import disconnect_of
-from servekit.api.middleware.metrics import METHODS, HttpMetrics
+from servekit.api.middleware.metrics import METHODS, RequestMetrics
 from servekit.config import ServeConfig
 from servekit.engine.llm_engine import LLMEngine
 from servekit.observability.process_metrics import watch_event_loop, watch_processes
@@ -68,7 +68,7 @@ async def test_request_without_an_answer_counts_as_499_or_500(has_left: bool, st
 
     engine = LLMEngine(ServeConfig())
     with pytest.raises(RuntimeError):
-        await HttpMetrics(app, engine, [])(make_scope("GET", "/"), gone, nowhere)
+        await RequestMetrics(app, engine, [])(make_scope("GET", "/"), gone, nowhere)
     assert [labels["status"] for labels in counted(engine)] == [status]
 
 
