@@ -422,9 +422,16 @@ async def processes_at_rest(sandbox: Sandbox) -> tuple[int, list[int]]:
 
 
 def fork_servers() -> list[int]:
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(os.getpid())}
-    return [pid for pid, command in commands.items() if "servekit.sandbox.fork_server" in command]
+    return [pid for pid in children(os.getpid()) if "servekit.sandbox.fork_server" in read_if_alive(pid, "cmdline")]
 
 
 def children(pid: int) -> list[int]:
-    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    return list(map(int, read_if_alive(pid, f"task/{pid}/children").split()))
+
+
+def read_if_alive(pid: int, name: str) -> str:
+    """A file of /proc/PID, or "" if the process has ended: it may end between two reads."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
