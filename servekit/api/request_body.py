@@ -17,8 +17,8 @@ from servekit.api.schemas.openai import ChatCompletionRequest
 from servekit.api.schemas.packed_body import KINDS, MAX_INLINE_BYTES, TGI_KINDS, Refusal, choose_kind, decode_kind
 from servekit.engine.caller import ANONYMOUS
 from servekit.engine.request_state import RequestState
-from servekit.engine.shared_budget import SharedBudget
 from servekit.errors import QueueFull, RequestTimeout, RequestTooLarge, UnsupportedEncoding
+from servekit.shared_budget import SharedBudget
 
 # The first bytes of each body are not counted. When large bodies fill the budget, small requests still pass; what the
 # uncounted bytes add up to is bounded by max_connections.

@@ -28,7 +28,6 @@ from servekit.engine.queue_limits import QueueLimits, QueuePlaces
 from servekit.engine.readiness_probe import ReadinessProbe
 from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput, add_commands
-from servekit.engine.shared_budget import SharedBudget
 from servekit.engine.tokenizer import Tokenizer, load_tokenizer
 from servekit.errors import DeadlineExceeded, QueueFull, ServekitError, WorkerNotReady, shutting_down
 from servekit.executor.model_executor import ModelExecutor, load_model_message
@@ -43,6 +42,7 @@ from servekit.request import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.commands import AddSequence
 from servekit.scheduler.scheduler_config import SchedulerConfig, scheduler_config
 from servekit.scheduler.workload_manager import WorkloadManager
+from servekit.shared_budget import SharedBudget
 
 log = logging.getLogger("servekit")
 
@@ -268,7 +268,7 @@ class LLMEngine:
             manager = self._running_core.manager
             num_tokens = sum(len(prompt.token_ids) * len(prompt.sampling) for prompt in prepared)
             num_waiting, now_s = manager.num_waiting, self._clock()
-            self._queue_limits.check_tokens(num_tokens, caller.tenant, num_waiting, manager.queued, now_s)
+            self._queue_limits.reserve_tokens(places, num_tokens, num_waiting, manager.queued, now_s)
             release = self._reserve_result(caller.tenant, num_logprobs(request, prepared))
             return await self._admit(request, caller, prepared, places, release)
         finally:
@@ -318,7 +318,7 @@ class LLMEngine:
             for prompt in prepared:
                 for command in self._commands(state, prompt, places.arrival_s):
                     self._add(state, command)
-                places.release(len(prompt.sampling))
+                places.release(len(prompt.sampling), len(prompt.token_ids) * len(prompt.sampling))
                 num_tokens += len(prompt.token_ids) + TOKENS_PER_ANSWER * len(prompt.sampling)
                 if num_tokens >= TOKENS_PER_SLICE:
                     await asyncio.sleep(0)

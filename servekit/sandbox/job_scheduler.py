@@ -6,8 +6,7 @@ place, and begins again. So a slow job delays others by one quantum at most, and
 In each lane the next job is the oldest one of the tenant that has used the sandbox least lately. One place of each lane
 is always left for another tenant.
 
-What waits is bounded by dynamic thresholds (Choudhury and Hahne, 1998): a tenant may hold no more than what is free. So
-one tenant alone gets half of the room, and there is always room for another one.
+What waits, and the bytes of all jobs, are bounded, and shared among the tenants (`SharedBudget`).
 
 This module is pure: times are arguments.
 """
@@ -17,6 +16,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+
+from servekit.shared_budget import SharedBudget
 
 HALF_LIFE_S = 10.0  # attained service counts half after this time
 
@@ -37,15 +38,13 @@ class JobTicket:
 
 
 @dataclass(slots=True)
-class _Tenant:
-    """What a tenant has in the sandbox, and its attained service as it was at `counted_s`."""
+class _AttainedService:
+    """How long a tenant's jobs have had places, as it was at `counted_s`."""
 
-    num_waiting: int = 0
-    num_bytes: int = 0  # of waiting and running jobs
     service_s: float = 0.0
     counted_s: float = 0.0
 
-    def service_at(self, now_s: float) -> float:
+    def at(self, now_s: float) -> float:
         return self.service_s * math.pow(0.5, (now_s - self.counted_s) / HALF_LIFE_S)
 
 
@@ -57,15 +56,15 @@ class JobScheduler:
 
     def __init__(self, num_quick: int, num_slow: int, max_waiting: int, max_bytes: int) -> None:
         self._places = {Lane.QUICK: num_quick, Lane.SLOW: num_slow}
-        self._max_waiting = max_waiting
-        self._max_bytes = max_bytes
+        self._num_waiting = SharedBudget(max_waiting)
+        self._num_bytes = SharedBudget(max_bytes)  # of waiting and running jobs
         self._waiting: dict[Lane, dict[JobTicket, None]] = {lane: {} for lane in Lane}  # oldest first
         self._running: dict[Lane, dict[JobTicket, None]] = {lane: {} for lane in Lane}
-        self._tenants: dict[str, _Tenant] = {}  # all since the start: no more than the keys files have named
+        self._attained: dict[str, _AttainedService] = {}  # by tenant; as many as the keys files have named
 
     @property
     def num_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return self._num_waiting.total
 
     @property
     def num_running(self) -> int:
@@ -73,18 +72,15 @@ class JobScheduler:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tenant.num_bytes for tenant in self._tenants.values())
+        return self._num_bytes.total
 
     def has_room(self, tenant: str, num_bytes: int) -> bool:
         """Whether a tenant may add a job of this size."""
-        mine = self._tenants.get(tenant, _Tenant())
-        is_short = mine.num_waiting < self._max_waiting - self.num_waiting
-        return is_short and mine.num_bytes + num_bytes <= self._max_bytes - self.num_bytes
+        return self._num_waiting.has_room(tenant, 1) and self._num_bytes.has_room(tenant, num_bytes)
 
     def add(self, ticket: JobTicket) -> None:
         """Add a job, which waits. Requires `has_room`."""
-        tenant = self._tenants.setdefault(ticket.tenant, _Tenant())
-        tenant.num_bytes += ticket.num_bytes
+        self._num_bytes.take(ticket.tenant, ticket.num_bytes)
         self._wait(ticket)
 
     def start_next(self, now_s: float) -> JobTicket | None:
@@ -120,17 +116,17 @@ class JobScheduler:
             self._stop_waiting(ticket)
         else:
             self._stop_running(ticket, now_s)
-        self._tenants[ticket.tenant].num_bytes -= ticket.num_bytes
+        self._num_bytes.release(ticket.tenant, ticket.num_bytes)
 
     def service_s(self, tenant: str, now_s: float) -> float:
         """Return a tenant's attained service in seconds, including the time of its running jobs."""
-        known = self._tenants.get(tenant)
+        attained = self._attained.get(tenant)
         running_s = [
             now_s - ticket.started_s
             for ticket in (*self._running[Lane.QUICK], *self._running[Lane.SLOW])
             if ticket.tenant == tenant and ticket.started_s is not None
         ]
-        return sum(running_s) + (0.0 if known is None else known.service_at(now_s))
+        return sum(running_s) + (0.0 if attained is None else attained.at(now_s))
 
     def _eligible(self, lane: Lane) -> dict[str, JobTicket]:
         """The oldest waiting job of each tenant that may run one more in this lane."""
@@ -151,11 +147,11 @@ class JobScheduler:
 
     def _wait(self, ticket: JobTicket) -> None:
         self._waiting[ticket.lane][ticket] = None
-        self._tenants[ticket.tenant].num_waiting += 1
+        self._num_waiting.take(ticket.tenant, 1)
 
     def _stop_waiting(self, ticket: JobTicket) -> None:
         del self._waiting[ticket.lane][ticket]
-        self._tenants[ticket.tenant].num_waiting -= 1
+        self._num_waiting.release(ticket.tenant, 1)
 
     def _run(self, ticket: JobTicket, lane: Lane, now_s: float) -> None:
         ticket.lane, ticket.started_s = lane, now_s
@@ -165,6 +161,6 @@ class JobScheduler:
         """Take the job's place, and count the time for which the job had it."""
         assert ticket.started_s is not None
         del self._running[ticket.lane][ticket]
-        tenant = self._tenants[ticket.tenant]
-        tenant.service_s = tenant.service_at(now_s) + now_s - ticket.started_s
-        tenant.counted_s = now_s
+        attained = self._attained.setdefault(ticket.tenant, _AttainedService())
+        attained.service_s = attained.at(now_s) + now_s - ticket.started_s
+        attained.counted_s = now_s

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any, cast
+
 import pytest
 
 from servekit.config import ServeConfig
+from servekit.engine.input_processor import PreparedPrompt
 from servekit.engine.llm_engine import LLMEngine
 from servekit.engine.request_state import RequestState
 from servekit.errors import QueueFull, WorkerNotReady
 from servekit.protocol.messages import ModelInfo, TokenLogprobs, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
+from servekit.request import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.scheduler_config import scheduler_config
 from tests.support.scheduler import add_prompt, make_manager
 
@@ -37,6 +42,40 @@ def test_forks_that_wait_for_their_leaders_prompt_count_as_deferred() -> None:
     for sequence_id, leader_id in ((0, None), (1, 0)):
         add_prompt(manager, sequence_id, range(5), SamplingParams(max_tokens=2), leader_id=leader_id)
     assert manager.num_waiting == 2 and manager.num_followers == 1
+
+
+class StandIns:
+    """Stands in for the parts of an engine: requests have a hundred prompts of 500 tokens, and are never computed."""
+
+    outage = None
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.manager = make_manager(num_blocks=512)
+        self.apply = self.manager.apply
+        self.max_num_tokens = 0
+        engine._core = engine._main_loop = engine._tokenizer = engine._input_processor = cast(Any, self)
+
+    async def prepare(self, *_: Any) -> list[PreparedPrompt]:
+        return [PreparedPrompt([1] * 500, [SamplingParams(max_tokens=1)]) for _ in range(100)]
+
+    def add(self, *_: Any) -> None:
+        self.max_num_tokens = max(self.max_num_tokens, self.manager.queued.total.num_tokens)
+
+    def make_detokenizer(self, _: Any) -> None:
+        return None
+
+    def done(self) -> bool:
+        return False
+
+
+async def test_requests_that_come_together_do_not_exceed_the_queue_together() -> None:
+    """Sequences are added in slices. Meanwhile other requests come."""
+    engine = LLMEngine(ServeConfig(max_num_queued_tokens=60_000))
+    parts = StandIns(engine)
+    request = GenerationRequest(prompts=[Prompt("a", "prompt")] * 100, sampling=Sampling())
+    outcomes = await asyncio.gather(*[engine.submit(request) for _ in range(4)], return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [RequestState, QueueFull, QueueFull, QueueFull]
+    assert parts.max_num_tokens == 50_000
 
 
 def test_results_of_all_requests_together_are_bounded_and_shared_among_tenants() -> None:

@@ -84,13 +84,38 @@ def test_a_request_that_exceeds_an_empty_queue_is_invalid(request_: GenerationRe
     reserve(limits, make_request(num_prompts=5))
 
 
+def reserve_tokens(
+    limits: QueueLimits, num_tokens: int, tenant: str = "a", queued: QueuedWork | None = None
+) -> QueuePlaces:
+    """A request with one answer to a prompt of this length."""
+    queued = queued or QueuedWork()
+    places = reserve(limits, tenant=tenant, queued=queued)
+    try:
+        limits.reserve_tokens(places, num_tokens, queued.total.num_sequences, queued, now_s=0.0)
+    except (QueueFull, InvalidRequest):
+        places.release()
+        raise
+    return places
+
+
 def test_queued_prompt_tokens_are_bounded() -> None:
     limits, queued = make_limits(max_num_queued_tokens=1000), queue_of(a=80)
-    limits.check_tokens(600, "a", 80, queued, now_s=0.0)
+    reserve_tokens(limits, 600, queued=queued).release()
     with pytest.raises(QueueFull, match="400 prompt tokens are queued and the request adds 601; the limit is 1000"):
-        limits.check_tokens(601, "a", 80, queued, now_s=0.0)
+        reserve_tokens(limits, 601, queued=queued)
     with pytest.raises(InvalidRequest, match="the request has 1001 prompt tokens"):
-        limits.check_tokens(1001, "a", 0, QueuedWork(), now_s=0.0)
+        reserve_tokens(limits, 1001)
+    assert limits.tokens.total == limits.sequences.total == 0
+
+
+def test_requests_that_are_prepared_together_do_not_pass_the_limit_together() -> None:
+    limits = make_limits(max_num_queued_tokens=1000)
+    first, second = reserve(limits), reserve(limits)
+    limits.reserve_tokens(first, 600, 0, QueuedWork(), now_s=0.0)
+    with pytest.raises(QueueFull, match="600 prompt tokens are queued and the request adds 600"):
+        limits.reserve_tokens(second, 600, 0, QueuedWork(), now_s=0.0)
+    first.release(1, 600)
+    limits.reserve_tokens(second, 600, 0, QueuedWork(), now_s=0.0)
 
 
 def test_places_are_counted_while_a_request_is_prepared_and_given_back_once() -> None:
@@ -104,7 +129,7 @@ def test_places_are_counted_while_a_request_is_prepared_and_given_back_once() ->
     with pytest.raises(QueueFull):
         reserve(limits)
     again.release()
-    assert limits.reserved.total() == 2
+    assert limits.sequences.total == 2
 
 
 def test_without_room_for_a_prompt_token_nothing_is_prepared() -> None:
@@ -149,12 +174,19 @@ def test_one_request_may_ask_for_half_of_a_shared_queue(num_places: int, most: i
 def test_the_prompt_tokens_of_a_queue_are_shared_in_the_same_way() -> None:
     limits = make_limits(max_num_queued_tokens=1000, scheduling_policy="fair")
     queued = queue_of(flood=60)  # 300 tokens
-    limits.check_tokens(200, "flood", 60, queued, now_s=0.0)
+    reserve_tokens(limits, 200, "flood", queued).release()
     with pytest.raises(QueueFull, match="for your tenant, which has 300 prompt tokens in it"):
-        limits.check_tokens(201, "flood", 60, queued, now_s=0.0)
-    limits.check_tokens(350, "modest", 60, queued, now_s=0.0)
+        reserve_tokens(limits, 201, "flood", queued)
+    reserve_tokens(limits, 350, "modest", queued).release()
     with pytest.raises(InvalidRequest, match="the queue holds 500 of one tenant"):
-        limits.check_tokens(501, "modest", 0, QueuedWork(), now_s=0.0)
+        reserve_tokens(limits, 501, "modest")
+
+
+def test_without_keys_there_is_no_other_tenant_to_leave_a_share_to() -> None:
+    limits = make_limits(max_num_queued_reqs=64, scheduling_policy="fair")
+    reserve(limits, make_request(n=64), tenant="")
+    with pytest.raises(QueueFull, match="the queue is full: 64 sequences"):
+        reserve(limits, tenant="")
 
 
 @given(
@@ -173,10 +205,10 @@ def test_the_queue_is_never_overfull_and_a_single_place_is_never_withheld(
                 places.release()
                 held.remove(places)
             continue
-        own, total = limits.reserved[tenant], limits.reserved.total()
+        own, total = limits.sequences.held(tenant), limits.sequences.total
         try:
             held.append(reserve(limits, make_request(n=number), tenant))
         except (QueueFull, InvalidRequest):
             assert (own, number) != (0, 1) or total == num_places
-        assert limits.reserved.total() <= num_places
-        assert sum(places.num_sequences for places in held) == limits.reserved.total()
+        assert limits.sequences.total <= num_places
+        assert sum(places.num_sequences for places in held) == limits.sequences.total

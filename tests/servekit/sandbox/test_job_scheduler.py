@@ -183,7 +183,7 @@ def test_a_flooding_tenant_fills_only_its_own_share() -> None:
 
     assert fill("a", 1) == 50, "half of what is free"
     assert fill("b", 1) == 25
-    assert fill("c", 1) == 13
+    assert fill("c", 1) == 12
     assert scheduler.has_room("d", 1)
     assert not scheduler.has_room("a", 1)
 
