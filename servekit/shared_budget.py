@@ -44,7 +44,7 @@ class SharedBudget:
         return f", {self._held[tenant]} of them for your API key, which may hold as many as it leaves free"
 
     def num_missing(self, tenant: str, amount: int, held_elsewhere: int = 0, total_elsewhere: int = 0) -> int:
-        """Return how much must be released before the tenant may take this amount; 0 if it may take it now.
+        """Return how much must be released at least before the tenant may take this amount; 0 if it may take it now.
 
         What is counted elsewhere is added: what this tenant holds of it, and the total.
         """
