@@ -573,11 +573,13 @@ def doubts(config: ServeConfig) -> list[str]:
             f"{config.max_num_seqs}: a step computes at most {config.max_num_batched_tokens} sequences, and the other "
             "running sequences wait for a later step"
         )
-    if config.max_total_body_bytes < config.max_body_bytes:
+    has_keys = config.api_key is not None or config.api_keys_file is not None
+    most = config.max_total_body_bytes // (2 if has_keys else 1)
+    if most < config.max_body_bytes:
+        of_tenant = ", half of it for one tenant" if has_keys else ""
         found.append(
-            f"max_total_body_bytes = {config.max_total_body_bytes} is less than max_body_bytes = "
-            f"{config.max_body_bytes}: every request body over {config.max_total_body_bytes} bytes is refused with "
-            "503, also on an idle server"
+            f"max_total_body_bytes = {config.max_total_body_bytes}{of_tenant} is less than max_body_bytes = "
+            f"{config.max_body_bytes}: request bodies over {most} bytes are refused with 413"
         )
     if config.scheduling_policy == "fair" and config.api_keys_file is None:
         found.append("scheduling_policy = 'fair' has no effect without api_keys_file: all requests have one tenant")

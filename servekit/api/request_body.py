@@ -53,16 +53,25 @@ class BodyBudget:
                 request_state.release_result()
 
     def reserve(self, request: Request, length: int) -> None:
-        """Count the request's body, which now has `length` bytes. Raises QueueFull and then counts nothing more."""
+        """Count the request's body, which now has `length` bytes. Raises as `check` does, and then counts no more."""
         more = self.check(request, length)
         if more > 0:
             self.budget.take(caller_of(request).tenant, more)
             request.state.num_body_bytes += more
 
     def check(self, request: Request, length: int) -> int:
-        """Return how many bytes `reserve` would count. Raises QueueFull if they have no room."""
-        more: int = length - UNCOUNTED_BODY_BYTES - request.state.num_body_bytes
+        """Return how many bytes `reserve` would count.
+
+        Raises RequestTooLarge for more than the tenant may ever hold, and QueueFull for more than it may hold now.
+        """
         budget, tenant = self.budget, caller_of(request).tenant
+        most = UNCOUNTED_BODY_BYTES + budget.share(tenant)
+        if length > most:
+            raise RequestTooLarge(
+                f"the request body has {length} bytes or more; the bodies of one tenant may have {most} bytes (as "
+                f"max_total_body_bytes = {budget.limit} is shared); send fewer or shorter prompts"
+            )
+        more: int = length - UNCOUNTED_BODY_BYTES - request.state.num_body_bytes
         if more > 0 and not budget.has_room(tenant, more):
             raise QueueFull(
                 f"request bodies hold {budget.total} bytes of memory{budget.share_of(tenant)}; the limit is "
@@ -75,8 +84,8 @@ class BodyBudget:
 async def read_body(request: Request) -> bytearray:
     """Return the whole body. It is not copied: copying 8 MB holds the event loop for 5 ms.
 
-    Raises RequestTooLarge as soon as the declared or received length is over the limit, QueueFull if all bodies
-    together are over theirs, UnsupportedEncoding for a compressed body, and RequestTimeout for a slow one.
+    Raises RequestTooLarge as soon as the declared or received length is over a limit, QueueFull if all bodies together
+    are over theirs, UnsupportedEncoding for a compressed body, and RequestTimeout for a slow one.
     """
     config = engine_of(request).config
     encoding = request.headers.get("content-encoding", "identity")

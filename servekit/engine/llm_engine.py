@@ -29,7 +29,7 @@ from servekit.engine.readiness_probe import ReadinessProbe
 from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput, add_commands
 from servekit.engine.tokenizer import Tokenizer, load_tokenizer
-from servekit.errors import DeadlineExceeded, QueueFull, ServekitError, WorkerNotReady, shutting_down
+from servekit.errors import DeadlineExceeded, InvalidRequest, QueueFull, ServekitError, WorkerNotReady, shutting_down
 from servekit.executor.model_executor import ModelExecutor, load_model_message
 from servekit.observability.journal import Journal, JournalCollector, open_journal
 from servekit.observability.live_frames import LiveState, LiveWorker
@@ -282,8 +282,18 @@ class LLMEngine:
             raise DeadlineExceeded("the deadline passed while the prompt or the grammar was prepared") from None
 
     def _reserve_result(self, tenant: str, num_values: int) -> Callable[[], None]:
-        """Reserve the logprobs of a result. Returns the function that releases them. Raises QueueFull."""
+        """Reserve the logprobs of a result. Returns the function that releases them.
+
+        Raises InvalidRequest for more than the tenant may ever hold, and QueueFull for more than it may hold now.
+        """
         budget = self._result_budget
+        if num_values > budget.share(tenant):
+            raise InvalidRequest(
+                f"the request asks for up to {num_values} logprobs, over all its answers; one tenant may hold "
+                f"{budget.share(tenant)}, half of {budget.limit} (max_total_logprobs): lower max_tokens, or ask for "
+                "fewer logprobs",
+                param="logprobs",
+            )
         if num_values and not budget.has_room(tenant, num_values):
             raise QueueFull(
                 f"the request asks for up to {num_values} logprobs, and the requests before it may take "

@@ -21,7 +21,7 @@ from servekit.api.responses.http import refuse
 from servekit.config import ServeConfig, doubts
 from servekit.engine.caller import Caller
 from servekit.engine.llm_engine import LLMEngine
-from servekit.errors import ServekitError
+from servekit.errors import QueueFull, RequestTooLarge, ServekitError
 from tests.support.asgi import make_scope
 
 MAX_BYTES = 10**6
@@ -172,12 +172,13 @@ async def test_application_has_a_body_budget() -> None:
         sent.append(message)
 
     await app(make_scope("POST", "/tokenize"), receive, send)
-    assert sent[0]["status"] == 503 and b"overloaded" in sent[1]["body"]
+    assert sent[0]["status"] == 413 and b"max_total_body_bytes = 100000" in sent[1]["body"]
 
 
 def test_budget_smaller_than_one_body_gives_a_warning() -> None:
     assert "max_total_body_bytes = 5 is less" in doubts(ServeConfig(max_total_body_bytes=5))[0]
-    assert not doubts(ServeConfig())
+    assert not doubts(ServeConfig()) and not doubts(ServeConfig(max_total_body_bytes=2**23))
+    assert "half of it for one tenant" in doubts(ServeConfig(max_total_body_bytes=2**23, api_key="k"))[0]
 
 
 def make_request(budget: BodyBudget, tenant: str) -> Request:
@@ -226,3 +227,14 @@ async def test_result_is_released_when_the_answer_has_ended() -> None:
     with pytest.raises(ValueError):
         await BodyBudget(app, MAX_BYTES)(make_scope("POST", "/"), asyncio.Queue().get, asyncio.Queue().put)
     assert released == [True]
+
+
+@pytest.mark.parametrize(("tenant", "most"), [("", MAX_BYTES), ("a", MAX_BYTES // 2)])
+async def test_a_body_that_can_never_be_admitted_is_too_large(tenant: str, most: int) -> None:
+    """To try again later, as a 503 asks, would be in vain."""
+    budget = make_budget()
+    budget.budget.take("other", MAX_BYTES // 4)
+    with pytest.raises(RequestTooLarge, match=f"may have {most + UNCOUNTED_BODY_BYTES} bytes .*max_total_body_bytes"):
+        budget.check(make_request(budget, tenant), most + UNCOUNTED_BODY_BYTES + 1)
+    with pytest.raises(QueueFull):
+        budget.check(make_request(budget, tenant), most + UNCOUNTED_BODY_BYTES)

@@ -11,7 +11,7 @@ from servekit.config import ServeConfig
 from servekit.engine.input_processor import PreparedPrompt
 from servekit.engine.llm_engine import LLMEngine
 from servekit.engine.request_state import RequestState
-from servekit.errors import QueueFull, WorkerNotReady
+from servekit.errors import InvalidRequest, QueueFull, WorkerNotReady
 from servekit.protocol.messages import ModelInfo, TokenLogprobs, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest, Prompt, Sampling
@@ -88,6 +88,16 @@ def test_results_of_all_requests_together_are_bounded_and_shared_among_tenants()
     engine._reserve_result("b", 2**20)
     release()
     engine._reserve_result("a", 2**20)
+
+
+def test_a_result_that_can_never_be_admitted_is_invalid() -> None:
+    """To try again later, as a 503 asks, would be in vain."""
+    engine = LLMEngine(ServeConfig(max_total_logprobs=2**22))
+    with pytest.raises(InvalidRequest, match=f"{2**21 + 1} logprobs.* may hold {2**21}, .*max_total_logprobs"):
+        engine._reserve_result("a", 2**21 + 1)
+    engine._reserve_result("a", 2**21)
+    with pytest.raises(QueueFull):
+        engine._reserve_result("", 2**22)
 
 
 def test_result_is_released_once() -> None:
