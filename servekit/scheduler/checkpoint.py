@@ -138,22 +138,14 @@ class ManagerState(Struct, frozen=True, array_like=True):
     crashes: list[tuple[int, int, int]]  # (sequence id, number of crashes, tokens known at the last one)
     recent_lengths: list[int]
     safety_factor: float
+    mean_length: float
     prefill_limiter: list[float]
     num_deferrals: int = 0
 
 
-# The fields of PrefillLimiter that it learns, in the order of ManagerState.prefill_limiter.
-_LEARNED = (
-    "_margin",
-    "_slope_s",
-    "_base_s",
-    "_largest_chunk",
-    "_weight",
-    "_tokens",
-    "_seconds",
-    "_tokens_squared",
-    "_tokens_seconds",
-)
+# What PrefillLimiter and its StepTimes learn, in the order of ManagerState.prefill_limiter.
+_LEARNED = ("_margin", "_largest_chunk")
+_LEARNED_STEP_TIMES = ("slope_s", "base_s", "_weight", "_tokens", "_seconds", "_tokens_squared", "_tokens_seconds")
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -196,7 +188,8 @@ def save_manager(manager: WorkloadManager) -> ManagerState:
         ],
         recent_lengths=list(manager.output_lengths._recent),
         safety_factor=manager.output_lengths.safety_factor,
-        prefill_limiter=[getattr(manager.prefill_limiter, name) for name in _LEARNED],
+        mean_length=manager.output_lengths.mean_length,
+        prefill_limiter=_save_limiter(manager.prefill_limiter),
         num_deferrals=manager.num_deferrals,
     )
 
@@ -280,6 +273,12 @@ def summarize_result(result: StepResult, sampled: SampledSequences) -> ResultSta
     )
 
 
+def _save_limiter(limiter: PrefillLimiter) -> list[float]:
+    step_times = limiter.step_times
+    learned = [getattr(limiter, name) for name in _LEARNED]
+    return learned + [getattr(step_times, name) for name in _LEARNED_STEP_TIMES]
+
+
 def _save_queue(manager: WorkloadManager) -> QueueState:
     queue = manager.waiting_queue
     if isinstance(queue, Shortest):
@@ -323,6 +322,7 @@ def restore_manager(
     for sequence in sequences.values():
         if sequence.first_scheduled_s is None:
             manager.queued.add(sequence)
+    manager.num_prefill_tokens = sum(map(manager.prefill_left, sequences.values()))
     manager.next_step_id = state.next_step_id
     manager._last_commit_s = state.last_commit_s
     manager._sequences = sequences
@@ -342,6 +342,7 @@ def restore_manager(
     manager.output_lengths._recent.extend(state.recent_lengths)
     manager.output_lengths._update()
     manager.output_lengths.safety_factor = state.safety_factor
+    manager.output_lengths.mean_length = state.mean_length
     _restore_limiter(manager.prefill_limiter, state.prefill_limiter)
     _restore_pool(manager.kv_cache, state.pool, manager._running)
     _restore_queue(manager, state)
@@ -436,8 +437,10 @@ def _find(sequences: dict[int, Sequence], sequence_id: int, incarnation: int, pr
 
 
 def _restore_limiter(limiter: PrefillLimiter, learned: list[float]) -> None:
-    for name, value in zip(_LEARNED, learned, strict=True):
+    for name, value in zip(_LEARNED, learned, strict=False):
         setattr(limiter, name, value)
+    for name, value in zip(_LEARNED_STEP_TIMES, learned[len(_LEARNED) :], strict=True):
+        setattr(limiter.step_times, name, value)
 
 
 def _restore_pool(kv_cache: KVCacheManager, state: PoolState, running: list[Sequence]) -> None:

@@ -43,6 +43,7 @@ class OutputLengthPredictor:
     NUM_REMEMBERED = 128
     MAX_SAFETY_FACTOR = 16.0
     RECOVERY = 0.98  # the safety factor is multiplied by it when a sequence ends
+    MEAN_DECAY = 0.98  # the weight of an answer in `mean_length`, once another one has ended
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -50,6 +51,7 @@ class OutputLengthPredictor:
         self._lengths: list[int] = []  # the same, sorted
         self._sums: list[int] = []  # of `_lengths` from each index to the end
         self.safety_factor = 1.0
+        self.mean_length = 0.0  # of recent answers, whether bounded or not, in tokens; 0 until one has ended
 
     def tokens_to_come(self, sequence: Sequence) -> int:
         # The last output token is never fed back, so it needs no KV position.
@@ -70,6 +72,8 @@ class OutputLengthPredictor:
     def record_end(self, sequence: Sequence) -> None:
         """Learn from a sequence that came to its own end."""
         self.safety_factor = max(1.0, self.safety_factor * self.RECOVERY)
+        weight = 1.0 - self.MEAN_DECAY if self.mean_length else 1.0
+        self.mean_length += weight * (sequence.num_output_tokens - self.mean_length)
         if not sequence.has_length_bound:
             self._recent.append(sequence.num_output_tokens)
             self._update()

@@ -12,9 +12,10 @@ copied; a duplicate that was computed at the same time stays unpublished and is 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as TokenSequence
 from hashlib import blake2b
+from itertools import takewhile
 
 from servekit.scheduler.block_pool import BlockPool
 
@@ -37,6 +38,17 @@ def salt_hash(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"servekit salt").digest()
 
 
+def prompt_hashes(token_ids: TokenSequence[int], num_blocks: int, block_size: int, tenant: str) -> list[bytes]:
+    """The chain of a prompt's first `num_blocks` blocks, as `chain_hash` computes it block by block."""
+    content = array("I", token_ids[: num_blocks * block_size]).tobytes()
+    num_bytes = len(content) // num_blocks if num_blocks else 0
+    hashes, previous = [], salt_hash(tenant)
+    for start in range(0, len(content), num_bytes or 1):
+        previous = blake2b(previous + content[start : start + num_bytes], digest_size=HASH_BYTES).digest()
+        hashes.append(previous)
+    return hashes
+
+
 class PrefixCache:
     """An index of the pool's published blocks. The pool decides which of them survive."""
 
@@ -54,6 +66,10 @@ class PrefixCache:
                 break
             blocks.append(block)
         return blocks
+
+    def num_published(self, hashes: Iterable[bytes]) -> int:
+        """How many blocks at the beginning of this chain are published. Some may be fenced: `find` finds them soon."""
+        return sum(1 for _ in takewhile(self._block_of.__contains__, hashes))
 
     def publish(self, block: int, block_hash: bytes) -> None:
         """Make a leased block findable. Of several blocks with one hash, the first one stays the one that is found."""

@@ -79,6 +79,9 @@ class WorkloadManager:
         self.num_cached_tokens = 0  # of these: found
         self.num_stale_results = 0
         self.num_deferrals = 0  # times that the worker sampled no token for a sequence, to do it in a later step
+        # What must be computed before all waiting sequences, and all running ones in their prompts, sample a token. Of
+        # waiting ones, as far as was known when they were queued. Steps in flight count as done.
+        self.num_prefill_tokens = 0
         self.queued = QueuedWork()  # sequences that were never admitted
         self._sequences: dict[int, Sequence] = {}  # alive: running, queued, or waiting for their leader
         self._running: list[Sequence] = []  # by rank
@@ -110,6 +113,22 @@ class WorkloadManager:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def num_prefill_tokens_in_flight(self) -> int:
+        """How many tokens of prompts the steps in flight compute."""
+        return sum(step.num_prefill_tokens for step in self._in_flight)
+
+    def find(self, sequence_id: int) -> Sequence | None:
+        """The sequence with this id; None if it has ended, or was never here."""
+        return self._sequences.get(sequence_id)
+
+    @staticmethod
+    def prefill_left(sequence: Sequence) -> int:
+        """What a sequence contributes to `num_prefill_tokens`."""
+        if sequence.status is Status.WAITING:
+            return sequence.num_missing
+        return sequence.num_needed if sequence.first_sampled_step_id is None else 0
 
     @property
     def has_work(self) -> bool:
@@ -174,6 +193,7 @@ class WorkloadManager:
         self._sequences[sequence.sequence_id] = sequence
         self._deadlines.add(sequence)
         self.queued.add(sequence)
+        sequence.num_missing = 0  # until it is in the queue; before that, its leader's prompt is counted
         if leader is not None and leader.first_sampled_step_id is None:
             self._followers[leader.sequence_id].append(sequence)
         else:
@@ -242,6 +262,8 @@ class WorkloadManager:
         if sequence is None:
             return False
         was_running = sequence.status is Status.RUNNING
+        if not was_running:
+            self.num_prefill_tokens -= sequence.num_missing
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.leader = None  # otherwise forks of forks would keep all their ancestors
@@ -276,11 +298,11 @@ class WorkloadManager:
         self._free_slots = list(range(self.config.max_num_seqs - 1, -1, -1))
         displaced, self._running = self._running, []
         for sequence in displaced:
+            self.num_prefill_tokens -= self.prefill_left(sequence)
             self.kv_cache.forget(sequence)
             sequence.reset_computation()
-            if sequence in self.quarantine:
-                sequence.status = Status.WAITING
-            else:
+            sequence.status, sequence.num_missing = Status.WAITING, 0
+            if sequence not in self.quarantine:
                 self._enqueue(sequence)
         return failed
 
@@ -416,6 +438,7 @@ class WorkloadManager:
         step.chunks.append(ScheduledChunk(sequence.slot, start, num_tokens, known, tuple(new_blocks), samples))
         step.budget -= num_tokens
         step.num_prefill_tokens += num_tokens
+        self.num_prefill_tokens -= num_tokens
         sequence.num_computed = stop
         sequence.last_step_id = step.step_id
         if samples:
@@ -492,6 +515,7 @@ class WorkloadManager:
             if sequence.leader is None and self.config.enable_prefix_caching:
                 self.num_prompt_tokens += sequence.prompt_length
                 self.num_cached_tokens += match.num_tokens
+        self.num_prefill_tokens += sequence.num_needed - sequence.num_missing
         sequence.num_missing = sequence.num_needed
         sequence.slot = self._free_slots.pop()
         sequence.status = Status.RUNNING
@@ -517,6 +541,7 @@ class WorkloadManager:
         """Take slot and blocks from a sequence. Results in flight for it will be ignored."""
         in_flight = self._in_flight and sequence.last_step_id >= self._in_flight[0].step_id
         self.kv_cache.release(sequence, self._in_flight[-1].step_id if in_flight else None)
+        self.num_prefill_tokens -= self.prefill_left(sequence)
         assert sequence.slot is not None
         # The slot needs no fence: the worker executes steps in order, and a slot assignment resets the slot.
         self._free_slots.append(sequence.slot)
@@ -537,6 +562,7 @@ class WorkloadManager:
         sequence.status = Status.WAITING
         found = self.kv_cache.find_prefix_match(sequence, self.next_step_id)
         sequence.num_missing = sequence.num_tokens - found.num_tokens
+        self.num_prefill_tokens += sequence.num_missing
         self.waiting_queue.push(sequence)
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -585,5 +611,6 @@ class WorkloadManager:
         assert len(waiting) + len(running) == len(self._sequences), "a sequence is neither running nor waiting"
         queued = [sequence for sequence in waiting if sequence.first_scheduled_s is None]
         assert self.queued.total.num_sequences == len(queued), "queued sequences are not counted right"
+        assert self.num_prefill_tokens == sum(map(self.prefill_left, self._sequences.values()))
         for sequence in waiting:
             assert sequence.slot is None and not sequence.kv.table and not sequence.num_pending

@@ -477,7 +477,11 @@ class _Promise:
                     raise Violation(f"{last} was admitted before {sequence}")
 
     def _check_overtaking(self, admitted: list[Sequence], waiting: list[Sequence]) -> None:
-        oldest = min(waiting, key=lambda sequence: sequence.sequence_id)
+        # Forks that wait for their leader's prompt are not in the queue: they have nothing to compute yet.
+        queued = [sequence for sequence in waiting if sequence.num_missing]
+        if not queued:
+            return
+        oldest = min(queued, key=lambda sequence: sequence.sequence_id)
         if oldest is not self._oldest:
             self._oldest, self._num_overtaking, self._longest = oldest, 0, 0
         lengths = [sequence.num_missing for sequence in admitted if sequence.sequence_id > oldest.sequence_id]

@@ -1,0 +1,140 @@
+"""What the router knows of one replica: its workload manager, its load, and what was sent there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import takewhile
+
+from msgspec import Struct
+
+from servekit.scheduler.workload_manager import WorkloadManager
+
+
+class Speed(Struct, frozen=True, gc=False):
+    """What steps take, in seconds."""
+
+    slope_s: float  # for each token of a prompt
+    base_s: float  # for a step without prompts, at the present number of running sequences
+
+
+class Sent(Struct, gc=False):
+    """The answers to one prompt that were sent to a replica."""
+
+    sequence_ids: tuple[int, ...]  # the leader first
+    hashes: list[bytes]  # of the prompt's full blocks
+    num_tokens: int  # of the prompt
+    num_found: int  # blocks of `hashes` that were in the prefix cache
+    is_moved: bool = False  # it came from another replica's queue
+
+
+class Load(Struct, gc=False):
+    """What a replica has to do, as far as it matters to the next sequence."""
+
+    num_running: int
+    num_waiting: int
+    num_prefill_tokens: int  # to be computed for the prompts that wait or run
+    num_queued_tokens: int  # of the prompts that wait, cached or not
+    num_tokens_in_flight: int  # of prompts, in steps that the worker executes
+    num_steps_in_flight: int
+    num_free_blocks: int
+    num_leased_blocks: int
+
+    def add(self, num_sequences: int, num_tokens: int, num_missing: int) -> None:
+        """Count the answers to one more prompt, or with negative numbers less."""
+        self.num_waiting += num_sequences
+        self.num_queued_tokens += num_tokens
+        self.num_prefill_tokens += num_missing
+
+
+class Replica:
+    """One workload manager, seen from the router."""
+
+    def __init__(self, replica_id: int, manager: WorkloadManager) -> None:
+        self.replica_id = replica_id
+        self.manager = manager
+        self.is_available = True
+        # Blocks that the prompts sent here will publish: the leader of each, by the block's hash. It may have ended.
+        self._expected: dict[bytes, int] = {}
+        self._sent: deque[Sent] = deque()  # in no order; some of them are computed, or have ended
+
+    def speed(self) -> Speed | None:
+        """How fast the replica is; None until it has computed a prompt."""
+        step_times = self.manager.prefill_limiter.step_times
+        return Speed(step_times.slope_s, step_times.base_s) if step_times.slope_s else None
+
+    def load(self) -> Load:
+        """The load at this moment."""
+        manager, pool = self.manager, self.manager.kv_cache.pool
+        return Load(
+            manager.num_running,
+            manager.num_waiting,
+            manager.num_prefill_tokens,
+            manager.queued.total.num_tokens,
+            manager.num_prefill_tokens_in_flight,
+            manager.num_in_flight,
+            pool.num_available,
+            pool.num_leased,
+        )
+
+    # -- prefixes -----------------------------------------------------------------------------------------------------
+
+    def num_found(self, hashes: Iterable[bytes]) -> int:
+        """How many blocks at the beginning of this chain are in the prefix cache."""
+        return self.manager.kv_cache.prefixes.num_published(hashes)
+
+    def num_expected(self, hashes: list[bytes], start: int) -> int:
+        """How many blocks from `start` on are computed here before the next sequence, because prompts have them."""
+        if start == len(hashes) or hashes[start] not in self._expected:
+            return 0
+        expected, find = self._expected, self.manager.find
+        leaders: dict[int, bool] = {}
+
+        def is_alive(block_hash: bytes) -> bool:
+            leader_id = expected.get(block_hash, -1)
+            if leader_id not in leaders:
+                leaders[leader_id] = find(leader_id) is not None
+            return leaders[leader_id]
+
+        return sum(1 for _ in takewhile(is_alive, hashes[start:]))
+
+    # -- what was sent ------------------------------------------------------------------------------------------------
+
+    def add(self, sent: Sent) -> None:
+        """Remember what was sent. Takes constant time: two older entries are looked at, and forgotten if computed."""
+        for _ in range(min(2, len(self._sent))):
+            older = self._sent.popleft()
+            if self._is_computed(older):
+                self._forget(older)
+            else:
+                self._sent.append(older)
+        self._sent.append(sent)
+        leader_id = sent.sequence_ids[0]
+        for block_hash in sent.hashes[sent.num_found :]:
+            self._expected[block_hash] = leader_id
+
+    def remove(self, sent: Sent) -> None:
+        """Forget what moves to another replica."""
+        self._sent.remove(sent)
+        self._forget(sent)
+
+    def waiting(self) -> list[Sent]:
+        """What was sent and has not begun, the newest first; without what came from another replica."""
+        find = self.manager.find
+        found = []
+        for sent in self._sent:
+            sequences = [find(sequence_id) for sequence_id in sent.sequence_ids]
+            if not sent.is_moved and all(each is not None and each.first_scheduled_s is None for each in sequences):
+                found.append(sent)
+        return sorted(found, key=lambda sent: sent.sequence_ids[0], reverse=True)
+
+    def _is_computed(self, sent: Sent) -> bool:
+        """Whether the prefix cache has the prompt, or nobody will compute it."""
+        leader = self.manager.find(sent.sequence_ids[0])
+        return leader is None or leader.first_sampled_step_id is not None
+
+    def _forget(self, sent: Sent) -> None:
+        leader_id = sent.sequence_ids[0]
+        for block_hash in sent.hashes[sent.num_found :]:
+            if self._expected.get(block_hash) == leader_id:
+                del self._expected[block_hash]

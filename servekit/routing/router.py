@@ -1,0 +1,192 @@
+"""Choose the replica for each new sequence, and the waiting sequences that should move to another one.
+
+All workload managers are in this process, so the router knows the state of every replica exactly: it asks the managers
+when it decides, and what was added a moment ago is in their answers. It remembers only one thing that they do not know:
+which blocks the prompts will publish that were sent and are not computed yet.
+
+The replica with the lowest cost is chosen (`Router._cost_s`). A conversation stays on its replica because its prefix is
+cached there, and leaves it when waiting there costs more than computing the prefix again elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import ceil
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from servekit.routing.replica import Load, Replica, Sent, Speed
+from servekit.scheduler.commands import AddSequence
+from servekit.scheduler.prefix_cache import prompt_hashes
+from servekit.scheduler.workload_manager import WorkloadManager
+
+# A second of computing delays this sequence, and then those that come after it.
+RECOMPUTE_WEIGHT = 2.0
+NUM_EARLY_TOKENS = 16  # the time between tokens counts as if the client waited for so many of them
+MIN_GAIN_S = 0.05  # a move must pay at least so much
+MIN_GAIN_RATIO = 0.5  # and at least this part of what is left to wait after it
+UNKNOWN_SPEED = Speed(50e-6, 10e-3)  # until a replica has computed a prompt
+
+
+class Route(Struct, frozen=True):
+    """The replica for a prompt, and what was expected there."""
+
+    replica_id: int
+    num_cached_tokens: int  # in the prefix cache, or about to be computed for an earlier sequence
+    ttft_s: float  # predicted time to the first token
+
+
+class Move(Struct, frozen=True):
+    """Waiting answers to one prompt that should move together."""
+
+    sequence_ids: tuple[int, ...]  # the leader first
+    source_id: int
+    target_id: int
+
+
+class Router:
+    """Routes sequences to replicas, which have the same model and the same size of blocks."""
+
+    def __init__(self, block_size: int) -> None:
+        self.replicas: dict[int, Replica] = {}
+        self._block_size = block_size
+
+    def add_replica(self, replica_id: int, manager: WorkloadManager) -> None:
+        """Begin to send sequences to a replica."""
+        assert manager.config.block_size == self._block_size, "all replicas have blocks of the same size"
+        assert replica_id not in self.replicas, f"replica id {replica_id} is in use"
+        self.replicas[replica_id] = Replica(replica_id, manager)
+
+    def remove_replica(self, replica_id: int) -> None:
+        """Forget a replica."""
+        del self.replicas[replica_id]
+
+    def set_available(self, replica_id: int, is_available: bool) -> None:
+        """Say whether a replica may take sequences. One that is lost, loads its model or is about to leave may not."""
+        self.replicas[replica_id].is_available = is_available
+
+    def route(self, commands: Sequence[AddSequence]) -> Route | None:
+        """Choose the replica for all answers to one prompt, the first of which is the leader of the others.
+
+        The caller gives the commands to that replica's manager before it calls the router again. None if no replica is
+        available.
+        """
+        leader, num_sequences = commands[0], len(commands)
+        replicas = self._available()
+        if not replicas:
+            return None
+        prompt, num_tokens = leader.prompt_token_ids, len(leader.prompt_token_ids)
+        hashes: list[bytes] = []
+        if leader.sampling.prompt_logprobs is None:  # otherwise all positions must be computed
+            # Without the last token, whose logits are needed.
+            hashes = prompt_hashes(prompt, (num_tokens - 1) // self._block_size, self._block_size, leader.tenant)
+        speeds = self._speeds(replicas)
+        best, best_cost = None, (0.0, 0)
+        for replica in replicas:
+            load, speed = replica.load(), speeds[replica.replica_id]
+            num_found = replica.num_found(hashes)
+            num_cached = num_found + replica.num_expected(hashes, num_found)
+            num_missing = num_tokens - num_cached * self._block_size
+            ttft_s = predicted_ttft_s(replica, load, speed, num_sequences, num_missing)
+            cost_s = ttft_s + self._cost_to_others_s(speed, num_missing)
+            cost = cost_s, load.num_running + load.num_waiting
+            if best is None or cost < best_cost:
+                best, best_cost = (replica, num_found, num_cached, ttft_s), cost
+        assert best is not None
+        replica, num_found, num_cached, ttft_s = best
+        ids = tuple(command.sequence_id for command in commands)
+        replica.add(Sent(ids, hashes, num_tokens, num_found))
+        return Route(replica.replica_id, num_cached * self._block_size, ttft_s)
+
+    @staticmethod
+    def _cost_to_others_s(speed: Speed, num_missing: int) -> float:
+        """What a sequence costs beside its own time to the first token."""
+        return (RECOMPUTE_WEIGHT - 1.0) * num_missing * speed.slope_s + NUM_EARLY_TOKENS * speed.base_s
+
+    def rebalance(self, max_moves: int) -> list[Move]:
+        """Choose waiting sequences that should move to another replica, and note that they are there.
+
+        A sequence moves if its time to the first token is predicted to become much shorter, and only once. So a call
+        proposes nothing if nothing has changed since the call before it, and no sequence goes back and forth.
+        """
+        replicas = self._available()
+        speeds = self._speeds(replicas)
+        loads = {replica.replica_id: replica.load() for replica in replicas}
+        moves: list[Move] = []
+        for source in sorted(replicas, key=lambda each: loads[each.replica_id].num_prefill_tokens, reverse=True):
+            if not loads[source.replica_id].num_waiting:
+                continue
+            ahead = replace(loads[source.replica_id])  # of the entry that is looked at: the newest one waits for all
+            for sent in source.waiting()[: 2 * max_moves]:
+                if len(moves) == max_moves:
+                    return moves
+                target = self._better_replica(sent, source, ahead, loads, speeds)
+                if target is not None:
+                    moves.append(Move(sent.sequence_ids, source.replica_id, target.replica_id))
+        return moves
+
+    def _better_replica(
+        self, sent: Sent, source: Replica, ahead: Load, loads: dict[int, Load], speeds: dict[int, Speed]
+    ) -> Replica | None:
+        """Move one entry to the replica where it is computed much sooner, and return that; None if there is none."""
+        num_sequences = len(sent.sequence_ids)
+        missing_here = sent.num_tokens - source.num_found(sent.hashes) * self._block_size
+        ahead.add(-num_sequences, -sent.num_tokens, -missing_here)
+        here_s = predicted_ttft_s(source, ahead, speeds[source.replica_id], num_sequences, missing_here)
+        best: tuple[float, Replica, int] | None = None
+        for replica_id, load in loads.items():
+            replica = self.replicas[replica_id]
+            num_found = replica.num_found(sent.hashes)
+            num_cached = num_found + replica.num_expected(sent.hashes, num_found)
+            num_missing = sent.num_tokens - num_cached * self._block_size
+            ttft_s = predicted_ttft_s(replica, load, speeds[replica_id], num_sequences, num_missing)
+            if replica is not source and (best is None or ttft_s < best[0]):
+                best = ttft_s, replica, num_missing
+        if best is None or here_s - best[0] <= max(MIN_GAIN_S, MIN_GAIN_RATIO * best[0]):
+            return None
+        _, target, num_missing = best
+        loads[source.replica_id].add(-num_sequences, -sent.num_tokens, -missing_here)
+        loads[target.replica_id].add(num_sequences, sent.num_tokens, num_missing)
+        source.remove(sent)
+        num_found = target.num_found(sent.hashes)
+        target.add(Sent(sent.sequence_ids, sent.hashes, sent.num_tokens, num_found, is_moved=True))
+        return target
+
+    def _available(self) -> list[Replica]:
+        return [replica for replica in self.replicas.values() if replica.is_available]
+
+    def _speeds(self, replicas: Iterable[Replica]) -> dict[int, Speed]:
+        """The speed of each replica; of one that has not been measured, the mean of the others."""
+        measured = {replica.replica_id: replica.speed() for replica in replicas}
+        known = [speed for speed in measured.values() if speed is not None]
+        mean = UNKNOWN_SPEED
+        if known and len(known) < len(measured):
+            mean = Speed(
+                sum(speed.slope_s for speed in known) / len(known), sum(speed.base_s for speed in known) / len(known)
+            )
+        return {replica_id: speed or mean for replica_id, speed in measured.items()}
+
+
+def predicted_ttft_s(replica: Replica, load: Load, speed: Speed, num_sequences: int, num_missing: int) -> float:
+    """The time until answers that are added now have their first tokens.
+
+    The steps in flight come first. Then the prompts before them must be computed; and if there are too few slots or
+    blocks, running sequences must end first. Both go on at the same time, so the longer one counts.
+    """
+    manager, config = replica.manager, replica.manager.config
+    slope_s, base_s = speed.slope_s, speed.base_s
+    in_flight_s = load.num_tokens_in_flight * slope_s + load.num_steps_in_flight * base_s
+    limit = max(1, min(manager.prefill_limiter.prefill_limit(), manager.step_token_limit - load.num_running))
+    queue_s = load.num_prefill_tokens * (slope_s + base_s / limit)
+    own_s = num_missing * slope_s + ceil(num_missing / limit) * base_s
+    # How many running sequences must end, and how often one does.
+    num_ends = load.num_waiting + load.num_running + num_sequences - config.max_num_seqs
+    num_blocks = (load.num_queued_tokens + num_missing) / config.block_size - load.num_free_blocks
+    if num_blocks > 0 and load.num_leased_blocks:
+        num_ends = max(num_ends, ceil(num_blocks * load.num_running / load.num_leased_blocks))
+    if num_ends > 0 and load.num_running:
+        step_s = base_s + slope_s * min(limit, load.num_prefill_tokens)
+        end_s = manager.output_lengths.mean_length * step_s / load.num_running
+        queue_s = max(queue_s, num_ends * end_s)
+    return in_flight_s + queue_s + own_s
