@@ -289,6 +289,7 @@ def test_what_runs_stays_and_so_does_what_is_found_sooner_where_it_waits() -> No
 
 def test_nothing_moves_twice_and_nothing_moves_without_a_reason() -> None:
     """Random joins, arrivals and steps: no sequence is moved twice, and a second call in a row finds less to move."""
+    num_moved = 0
     for seed in range(8):
         rng = random.Random(seed)
         fleet = measured_fleet(3, max_num_seqs=4)
@@ -305,4 +306,6 @@ def test_nothing_moves_twice_and_nothing_moves_without_a_reason() -> None:
                     moved.update(set(manager._sequences) - before[i])
         for manager in fleet.managers.values():
             manager.check()
-        assert moved and max(moved.values()) == 1
+        assert max(moved.values(), default=0) <= 1
+        num_moved += len(moved)
+    assert num_moved > 20
