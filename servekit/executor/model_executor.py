@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from servekit.config import ServeConfig
 from servekit.errors import ServekitError, WorkerLost, WorkerNotReady
 from servekit.executor.step_timeout import StepTimeout, backoff_s
+from servekit.executor.worker_connection import WorkerConnection
 from servekit.executor.worker_process import WorkerProcess
 from servekit.protocol.messages import (
     LoadModel,
@@ -39,7 +40,7 @@ class ModelExecutor:
         self._config = config
         self._on_loss = on_loss
         self._model: LoadModel | None = None
-        self._process: WorkerProcess | None = None
+        self._worker: WorkerConnection | None = None
         self._is_ready = False
         self._timeout = StepTimeout(config.step_timeout)
         self._in_flight: dict[tuple[int, int], int] = {}  # number of tokens by (epoch, step_id), oldest first
@@ -54,32 +55,33 @@ class ModelExecutor:
     @property
     def stage(self) -> str:
         """What a worker that is not ready is doing, as text for people."""
-        if self._process is None:
+        if self._worker is None:
             return "reading the model's configuration"
-        return self._process.stage if self._process.loss is None else "replacing the worker"
+        return self._worker.stage if self._worker.loss is None else "replacing the worker"
 
     @property
     def pid(self) -> int | None:
         """The worker's process id; None before the first start."""
-        return None if self._process is None else self._process.pid
+        return None if self._worker is None else self._worker.pid
 
     @property
     def loss(self) -> ServekitError | None:
         """Why the worker is lost; None if it is not."""
-        return None if self._process is None else self._process.loss
+        return None if self._worker is None else self._worker.loss
 
     @property
     def cause(self) -> str:
         """The reason for the loss as a metric's label value."""
-        return "other" if self._process is None else self._process.cause
+        return "other" if self._worker is None else self._worker.cause
 
     async def start(self, model: LoadModel) -> WorkerReady:
         """Start a worker and load the model. Raises ConfigError, WorkerLost or WorkerTimeout."""
         self._model = model
         arguments = ["--log-level", self._config.log_level, "--log-format", self._config.log_format]
-        self._process = WorkerProcess(arguments, self._config.heartbeat_timeout, self._on_loss)
-        self._process.send(model)
-        message = await self._process.receive(self._config.load_timeout)
+        process = WorkerProcess(arguments)
+        self._worker = WorkerConnection(process, self._config.heartbeat_timeout, self._on_loss)
+        self._worker.send(model)
+        message = await self._worker.receive(self._config.load_timeout)
         if not isinstance(message, WorkerReady):
             raise self.mark_lost(f"answered {type(message).__name__} to its first message")
         self.ready = self.ready or message
@@ -92,18 +94,18 @@ class ModelExecutor:
 
     def send(self, plan: StepPlan) -> None:
         """Send a step to the worker. Does not wait."""
-        assert self._process is not None
+        assert self._worker is not None
         self._in_flight[plan.epoch, plan.step_id] = plan.num_tokens
-        self._process.send(plan.pack_grammars())
+        self._worker.send(plan.pack_grammars())
 
     async def receive(self) -> StepResult | StepFailed:
         """The next result, normally of the oldest step in flight. Raises WorkerLost or WorkerTimeout.
 
         A worker may repeat a result; the workload manager decides whether a result is still expected.
         """
-        assert self._process is not None and self.ready is not None
+        assert self._worker is not None and self.ready is not None
         oldest = next(iter(self._in_flight.values()), 1)
-        message = await self._process.receive(self._timeout.limit_s(oldest))
+        message = await self._worker.receive(self._timeout.limit_s(oldest))
         if not isinstance(message, StepResult | StepFailed):
             raise self.mark_lost(f"answered {type(message).__name__} to a step plan")
         num_tokens = self._in_flight.pop((message.epoch, message.step_id), None)
@@ -123,16 +125,16 @@ class ModelExecutor:
 
         Raises WorkerNotReady, WorkerLost or WorkerTimeout.
         """
-        if self._process is None or not self.is_ready:
+        if self._worker is None or not self.is_ready:
             raise WorkerNotReady(f"no model worker is ready: {self.stage}", retry_after_s=5)
-        return await self._process.ask(request)
+        return await self._worker.ask(request)
 
     async def replace(self, on_failed_start: Callable[[], None]) -> None:
         """End the current worker, and start new ones until one is ready.
 
         Raises WorkerLost after `max_worker_restarts` failed starts in a row.
         """
-        assert self._process is not None and self._model is not None and self.ready is not None
+        assert self._worker is not None and self._model is not None and self.ready is not None
         self._is_ready = False
         if asyncio.get_running_loop().time() - self._ready_s > STABLE_AFTER_S:
             self._num_losses = 0
@@ -141,7 +143,7 @@ class ModelExecutor:
         max_attempts = self._config.max_worker_restarts
         for attempt in range(1, max_attempts + 1):
             self._in_flight.clear()
-            await self._process.end()
+            await self._worker.end()
             self._num_losses += 1
             await asyncio.sleep(backoff_s(self._num_losses))
             try:
@@ -157,7 +159,7 @@ class ModelExecutor:
                     delay_s,
                     error,
                 )
-        await self._process.end()
+        await self._worker.end()
         # Clients get this message. The reasons are in the log only, because they name files of the server.
         raise WorkerLost(
             f"the model worker was lost, and {max_attempts} replacements in a row did not start (max_worker_restarts)"
@@ -166,16 +168,16 @@ class ModelExecutor:
     async def stop(self, graceful: bool = True) -> None:
         """End the worker. If graceful, a ready worker is asked to exit before it is killed."""
         is_ready, self._is_ready = self._is_ready, False
-        if self._process is not None:
-            await self._process.end(graceful and is_ready)  # a worker that is loading does not read messages
-            self._process = None
+        if self._worker is not None:
+            await self._worker.end(graceful and is_ready)  # a worker that is loading does not read messages
+            self._worker = None
 
     def mark_lost(self, what: str) -> ServekitError:
         """Declare the worker lost because of what it did. Returns the loss, for callers that raise it."""
-        assert self._process is not None
-        self._process.mark_lost(WorkerLost(f"the model worker {what}"), "garbage")
-        assert self._process.loss is not None
-        return self._process.loss
+        assert self._worker is not None
+        self._worker.mark_lost(WorkerLost(f"the model worker {what}"), "garbage")
+        assert self._worker.loss is not None
+        return self._worker.loss
 
 
 def _top_tokens_exist(result: StepResult, vocab_size: int) -> Iterator[bool]:

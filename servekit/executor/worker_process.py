@@ -1,7 +1,4 @@
-"""Run one worker process: start it, exchange messages over two pipes, watch its heartbeats, and end it.
-
-The pipes live exactly as long as the process, so a message of one worker can never be taken for one of its successor.
-"""
+"""Run one worker as a child process: start it, carry bytes through its two pipes, and end it."""
 
 from __future__ import annotations
 
@@ -12,43 +9,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable
-from functools import partial
 
-import msgspec
-
-from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
-from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerTimeout
+from servekit.executor.byte_stream import OnBytes, OnEnd
 from servekit.protocol.child_process import DUMP_SIGNAL
-from servekit.protocol.framing import MessageReceiver, MessageSender, make_pipe
-from servekit.protocol.messages import (
-    HEARTBEAT_S,
-    FromWorker,
-    Heartbeat,
-    Loading,
-    Profiled,
-    Shutdown,
-    StartProfile,
-    StopProfile,
-    ToWorker,
-    WorkerFailed,
-    WorkerReady,
-)
+from servekit.protocol.framing import PIPE_BYTES, PipeWriter, make_pipe
 
 log = logging.getLogger("servekit")
 
-# How long a worker that was asked to shut down may take before it is killed. It holds no state worth waiting for.
-STOP_TIMEOUT_S = 2.0
 # Writing the stacks of a hung worker takes milliseconds. After this time it is killed without them.
 DUMP_TIMEOUT_S = 0.3
 # The kernel ends a killed process at once, unless the process is stuck in a driver.
 REAP_TIMEOUT_S = 10.0
-
-SLOW_PHASE_FACTOR = 10  # multiplies heartbeat_timeout while the model loads or a profile is written
-PROFILE_TIMEOUT_S = 120.0  # to start or stop the profiler, and for a step that waits behind either
-
-MAX_PENDING_MESSAGES = 64  # each message answers one of ours, and few are in flight; more is a malfunction
 
 # Variables of the worker's environment, unless the operator has set them.
 WORKER_ENVIRONMENT = {
@@ -81,30 +52,14 @@ def worker_environment() -> dict[str, str]:
 
 
 class WorkerProcess:
-    """One worker process, from its start to its end. A lost worker stays lost; the first reason counts.
+    """One worker process, from its start to its end: a `ByteStream` of two pipes.
 
     Create it and call it on the event loop's thread, which must be the main thread: the process asks the kernel to be
-    killed when the thread that started it ends. `on_loss` is called when it is lost, even while no call waits for it.
+    killed when the thread that started it ends.
     """
 
-    def __init__(self, arguments: list[str], heartbeat_timeout_s: float, on_loss: Callable[[], None]) -> None:
-        self.loss: ServekitError | None = None
-        self.cause = "other"  # the reason for the loss: ended, step_timeout, silence, garbage, failed, other
-        self.stage = "starting the worker"
-        self._on_loss = on_loss
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._has_sent_message = False
-        self._is_ready = False
-        self._inbox: asyncio.Queue[FromWorker | None] = asyncio.Queue(maxsize=MAX_PENDING_MESSAGES)
-        # Requests that are not steps and have no answer yet, oldest first.
-        self._requests: deque[asyncio.Future[Profiled]] = deque()
-        self._num_requests = 0  # since the start
-        self._num_silent_ticks = 0
-        self._loop = asyncio.get_running_loop()
-        self._start(arguments)
-        self._ticker = self._loop.call_later(HEARTBEAT_S, self._tick)
-
-    def _start(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str]) -> None:
+        """Start it. It reads nothing and is not watched before `start`."""
         task_reader, task_writer = make_pipe()
         result_reader, result_writer = make_pipe()
         command = [
@@ -127,109 +82,74 @@ class WorkerProcess:
         result_writer.close()
         os.set_blocking(task_writer.fileno(), False)
         os.set_blocking(result_reader.fileno(), False)
-        self._tasks = MessageSender[ToWorker](task_writer)
-        self._results = MessageReceiver[FromWorker](result_reader, FromWorker)
-        self._ended = asyncio.Event()
-        self._is_ending = self._is_closed = False
+        self._tasks = PipeWriter(task_writer)
+        self._results = result_reader
         # The reliable sign of its end: a child that the worker left behind may hold its end of a pipe open.
         self._process_fd = os.pidfd_open(self._process.pid)
-        self._loop.add_reader(self._process_fd, self._on_end)
-        self._loop.add_reader(self._results.fileno(), self._on_readable)
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._is_stopped = False
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, message: ToWorker) -> None:
-        """Send a message. What does not fit into the pipe now is sent when there is room."""
-        if self.loss is not None:
-            return  # `receive` and `ask` raise the loss
-        try:
-            if not self._tasks.send_ready(message):
-                self._loop.add_writer(self._tasks.fileno(), self._on_writable)
-        except BrokenPipeError:
-            pass  # the process has ended; the result pipe and the pidfd are about to report it
+    @property
+    def name(self) -> str:
+        return f"process {self.pid}"
 
-    async def receive(self, timeout_s: float) -> FromWorker:
-        """Its next answer. Raises the loss: WorkerLost, WorkerTimeout, or ConfigError before it was ready."""
-        message = None
-        if self.loss is None or not self._inbox.empty():
-            num_answered = self._num_requests - len(self._requests)
-            self._answer_timer = PauseTolerantTimer(timeout_s, partial(self._on_late_answer, timeout_s, num_answered))
-            try:
-                message = await self._inbox.get()
-            finally:
-                self._answer_timer.cancel()
-        if message is None:
-            assert self.loss is not None
-            raise self.loss
-        return message
+    def start(self, on_bytes: OnBytes, on_end: OnEnd) -> None:
+        self._on_bytes, self._on_end = on_bytes, on_end
+        self._loop.add_reader(self._process_fd, self._on_exit)
+        self._loop.add_reader(self._results.fileno(), self._on_readable)
 
-    def _on_late_answer(self, timeout_s: float, num_requests: int) -> None:
-        """Declare the worker lost, unless more than `num_requests` requests were sent: then the step waits for them."""
-        if self._num_requests > num_requests:
-            again = partial(self._on_late_answer, timeout_s, self._num_requests)
-            self._answer_timer = PauseTolerantTimer(PROFILE_TIMEOUT_S, again)
-        else:
-            self.mark_lost(WorkerTimeout(f"the model worker did not answer within {timeout_s:.3g} s"), "step_timeout")
-
-    async def ask(self, request: StartProfile | StopProfile) -> Profiled:
-        """Send a request and return its answer, also while steps are in flight. Raises the loss like `receive`."""
-        if self.loss is not None:
-            raise self.loss
-        answer: asyncio.Future[Profiled] = self._loop.create_future()
-        self._requests.append(answer)  # stays in the queue if the caller is cancelled, because the answer still comes
-        self._num_requests += 1
-        self.send(request)
-        what = f"the model worker did not answer {type(request).__name__} within {PROFILE_TIMEOUT_S:g} s"
-        timer = PauseTolerantTimer(PROFILE_TIMEOUT_S, lambda: self.mark_lost(WorkerTimeout(what), "step_timeout"))
-        try:
-            return await answer
-        finally:
-            timer.cancel()
-
-    async def end(self, graceful: bool = False) -> None:
-        """End the process, if it has not exited by itself. A hung worker writes its stacks first. Idempotent."""
-        if self._is_closed:
+    def write(self, data: bytes) -> None:
+        """Send bytes. What does not fit into the pipe is sent when there is room."""
+        if self._is_stopped:
             return
-        self._is_ending = True
-        if graceful and self.loss is None:
-            self.send(Shutdown())
-            await self._wait_for_exit(STOP_TIMEOUT_S)
-        self.mark_lost(WorkerLost("the model worker was stopped"), "other")
-        if isinstance(self.loss, WorkerTimeout) and not self._ended.is_set():
+        # A broken pipe means that the process has ended. The result pipe and the pidfd are about to report it.
+        with contextlib.suppress(BrokenPipeError):
+            if not self._tasks.write_ready(data):
+                self._loop.add_writer(self._tasks.fileno(), self._on_writable)
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        self._loop.remove_reader(self._results.fileno())
+        self._loop.remove_writer(self._tasks.fileno())
+
+    async def wait_ended(self, timeout_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
+        return self._ended.is_set()
+
+    async def end(self, is_hung: bool) -> None:
+        """End the process, if it has not exited by itself. A hung one writes its stacks first."""
+        self.stop()
+        if is_hung and not self._ended.is_set():
             log.warning(
                 "dumping the stacks of worker process %d; no stacks below means it is stopped or blocked in the kernel",
                 self.pid,
             )
-            self._signal(DUMP_SIGNAL)
-            await self._wait_for_exit(DUMP_TIMEOUT_S)
-        self._signal(signal.SIGKILL)
-        if not await self._wait_for_exit(REAP_TIMEOUT_S):
+            self.signal(DUMP_SIGNAL)
+            await self.wait_ended(DUMP_TIMEOUT_S)
+        self.signal(signal.SIGKILL)
+        if not await self.wait_ended(REAP_TIMEOUT_S):
             log.error(
                 "worker process %d did not exit within %g s after SIGKILL; its device may hang, check the kernel log",
                 self.pid,
                 REAP_TIMEOUT_S,
             )
-        self._is_closed = True
         self._loop.remove_reader(self._process_fd)
         os.close(self._process_fd)
         self._process.poll()
         self._tasks.close()
         self._results.close()
 
-    async def _wait_for_exit(self, timeout_s: float) -> bool:
-        """Wait for the process to exit; returns False if it has not exited by then."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._ended.wait()
-        return self._ended.is_set()
-
-    def _signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, unless it has exited."""
         if not self._ended.is_set():
             self._process.send_signal(number)
-
-    # -- messages, silence and exit -----------------------------------------------------------------------------------
 
     def _on_writable(self) -> None:
         try:
@@ -240,91 +160,38 @@ class WorkerProcess:
             self._loop.remove_writer(self._tasks.fileno())
 
     def _on_readable(self) -> bool:
-        """Read what has arrived: any number of messages, or a part of one. Returns False if there was nothing."""
+        """Deliver what has arrived. Returns False if there was nothing."""
         try:
-            messages = self._results.receive_ready()
-            self._num_silent_ticks = 0
-            self._has_sent_message = True
-            for message in messages:
-                self._handle(message)
-            return True
+            data = os.read(self._results.fileno(), PIPE_BYTES)
         except BlockingIOError:
             return False
-        except (EOFError, OSError) as error:
-            self.mark_lost(WorkerLost(f"the model worker {self._describe_exit(error)}"), "ended")
-        except asyncio.QueueFull:
-            what = f"sent more than {MAX_PENDING_MESSAGES} messages that no request asked for"
-            self.mark_lost(WorkerLost(f"the model worker {what}"), "garbage")
-        except (ValueError, msgspec.DecodeError) as error:
-            what = f"sent an invalid message ({type(error).__name__}: {error})"
-            self.mark_lost(WorkerLost(f"the model worker {what}"), "garbage")
+        except OSError as error:
+            self._report_end(error)
+            return True
+        if data:
+            self._on_bytes(data)
+        else:
+            self._report_end(EOFError())
         return True
 
-    def _handle(self, message: FromWorker) -> None:
-        if isinstance(message, Heartbeat):
-            return
-        if isinstance(message, Loading):
-            self.stage = message.stage
-        elif isinstance(message, WorkerFailed):
-            kind = ConfigError if message.is_config_error and not self._is_ready else WorkerLost
-            self.mark_lost(kind(message.message), "failed")
-        elif isinstance(message, Profiled):
-            if not self._requests:
-                raise ValueError("a Profiled message without a request for it")
-            answer = self._requests.popleft()
-            if not answer.done():
-                answer.set_result(message)
-        else:
-            self._is_ready = self._is_ready or isinstance(message, WorkerReady)
-            self._inbox.put_nowait(message)
-
-    def _on_end(self) -> None:
+    def _on_exit(self) -> None:
         """The process has exited. Messages that it sent before still count."""
         self._loop.remove_reader(self._process_fd)
         self._ended.set()
-        while self.loss is None and self._on_readable():
+        while not self._is_stopped and self._on_readable():
             pass  # read to EOF, or until the pipe is empty if a child of the worker holds it open
-        self.mark_lost(WorkerLost(f"the model worker {self._describe_exit(None)}"), "ended")
+        self._report_end(None)
+
+    def _report_end(self, error: Exception | None) -> None:
+        if not self._is_stopped:
+            self.stop()
+            self._on_end(self._describe_exit(error))
 
     def _describe_exit(self, error: Exception | None) -> str:
-        what = f"closed its result pipe ({type(error).__name__})"
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(timeout=0.05)
-            what = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        return what if self._is_ready else f"{what} before the model was loaded; see its log lines above"
-
-    def _tick(self) -> None:
-        """Count the intervals without a message.
-
-        It counts ticks instead of measuring time: if this process itself was stopped for a while, a long time has
-        passed although the worker is healthy.
-        """
-        self._num_silent_ticks += 1
-        # Before its first message it imports libraries in its only thread, which has no limit here. While the model
-        # loads, a library may hold the interpreter's lock for longer than any step does, and so may torch's profiler.
-        limit_s = self._heartbeat_timeout_s * (1 if self._is_ready and not self._requests else SLOW_PHASE_FACTOR)
-        if self._has_sent_message and self._num_silent_ticks * HEARTBEAT_S > limit_s:
-            what = f"sent no heartbeat for {limit_s:g} s (heartbeat_timeout)"
-            self.mark_lost(WorkerTimeout(f"the model worker {what}"), "silence")
-        if self.loss is None:
-            self._ticker = self._loop.call_later(HEARTBEAT_S, self._tick)
-
-    def mark_lost(self, error: ServekitError, cause: str) -> None:
-        """Declare the worker lost. Only the first reason counts."""
-        if self.loss is not None:
-            return
-        self.loss, self.cause = error, cause
-        if self._is_ready and not self._is_ending:  # before it was ready, `receive` reports the loss to the caller
-            log.error("worker process %d: %s", self.pid, error.message)
-        self._ticker.cancel()
-        self._loop.remove_reader(self._results.fileno())
-        self._loop.remove_writer(self._tasks.fileno())
-        with contextlib.suppress(asyncio.QueueFull):
-            self._inbox.put_nowait(None)  # wakes a waiting `receive`
-        for answer in self._requests:
-            if not answer.done():
-                answer.set_exception(error)
-        self._on_loss()
+            return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        return f"closed its result pipe ({type(error).__name__})"
 
 
 def _signal_name(number: int) -> str:

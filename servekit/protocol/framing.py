@@ -28,24 +28,54 @@ HEADER_BYTES = 4
 Message = TypeVar("Message")
 
 
-class MessageSender(Generic[Message]):
-    """The writing end of a pipe."""
+class FrameCodec:
+    """Frames in a stream of bytes: the length of each, and then its payload. Pure: it reads and writes nothing.
+
+    The payload of a frame is at most `max_bytes`. Of a frame that has not arrived completely, what has arrived is kept.
+    """
+
+    def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._partial = bytearray()
+
+    def encode(self, payload: bytes) -> bytes:
+        """The frame of a payload."""
+        return add_header(payload)
+
+    def decode(self, data: bytes) -> list[bytes]:
+        """The payloads that are complete with the next piece of the stream. Raises ValueError for an invalid length."""
+        self._partial += data
+        payloads = []
+        while (end := self._end_of_frame()) is not None:
+            payloads.append(bytes(self._partial[HEADER_BYTES:end]))
+            del self._partial[:end]
+        return payloads
+
+    def _end_of_frame(self) -> int | None:
+        """Where the first frame ends, if it has arrived completely."""
+        if len(self._partial) < HEADER_BYTES:
+            return None
+        length = frame_length(self._partial[:HEADER_BYTES])
+        if not 0 <= length <= self._max_bytes:
+            raise ValueError(f"the length of a message is {length} bytes; the limit is {self._max_bytes}")
+        end = HEADER_BYTES + length
+        return end if len(self._partial) >= end else None
+
+
+class PipeWriter:
+    """The writing end of a pipe that must not block. What does not fit into the pipe is kept."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection = connection
-        self._encode = msgspec.msgpack.Encoder().encode
         self._unsent = bytearray()
 
-    def send(self, message: Message) -> None:
-        """Write one message; blocks until it is written. Raises BrokenPipeError if the reader has exited."""
-        self._connection.send_bytes(self._encode(message))
+    def write_ready(self, data: bytes) -> bool:
+        """Write as much as fits into the pipe, without blocking. Returns True if all was written.
 
-    def send_ready(self, message: Message) -> bool:
-        """Write as much of a message as fits into the pipe, without blocking. Returns True if all was written.
-
-        The pipe must be non-blocking. Call `flush` to write the rest when there is room. Raises like `send`.
+        The pipe must be non-blocking. Call `flush` to write the rest when there is room. Raises BrokenPipeError if the
+        reader has exited.
         """
-        self._unsent += add_header(self._encode(message))
+        self._unsent += data
         return self.flush()
 
     def flush(self) -> bool:
@@ -57,7 +87,7 @@ class MessageSender(Generic[Message]):
 
     @property
     def num_unsent(self) -> int:
-        """How many bytes `send_ready` and `flush` have not written."""
+        """How many bytes have not been written."""
         return len(self._unsent)
 
     def fileno(self) -> int:
@@ -67,13 +97,29 @@ class MessageSender(Generic[Message]):
         self._connection.close()
 
 
+class MessageSender(PipeWriter, Generic[Message]):
+    """The writing end of a pipe, for messages."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        super().__init__(connection)
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def send(self, message: Message) -> None:
+        """Write one message; blocks until it is written. Raises BrokenPipeError if the reader has exited."""
+        self._connection.send_bytes(self._encode(message))
+
+    def send_ready(self, message: Message) -> bool:
+        """Write as much of a message as fits into the pipe, like `write_ready`."""
+        return self.write_ready(add_header(self._encode(message)))
+
+
 class MessageReceiver(Generic[Message]):
     """The reading end of a pipe. It decodes and validates messages."""
 
     def __init__(self, connection: Connection[Any, Any], message_type: Any) -> None:
         self._connection = connection
         self._decode = msgspec.msgpack.Decoder(message_type).decode
-        self._partial = bytearray()  # bytes of a message that has not arrived completely
+        self._frames = FrameCodec()
 
     def receive(self) -> Message:
         """Wait for one message. Raises EOFError if the writer has exited, ValueError for invalid bytes."""
@@ -94,23 +140,7 @@ class MessageReceiver(Generic[Message]):
         piece = os.read(self._connection.fileno(), PIPE_BYTES)
         if not piece:
             raise EOFError
-        self._partial += piece
-        messages = []
-        while (end := self._end_of_frame()) is not None:
-            message: Message = self._decode(bytes(self._partial[HEADER_BYTES:end]))
-            messages.append(message)
-            del self._partial[:end]
-        return messages
-
-    def _end_of_frame(self) -> int | None:
-        """Where the first frame ends, if it has arrived completely."""
-        if len(self._partial) < HEADER_BYTES:
-            return None
-        length = frame_length(self._partial[:HEADER_BYTES])
-        if not 0 <= length <= MAX_MESSAGE_BYTES:
-            raise ValueError(f"the length of a message is {length} bytes; the limit is {MAX_MESSAGE_BYTES}")
-        end = HEADER_BYTES + length
-        return end if len(self._partial) >= end else None
+        return [self._decode(payload) for payload in self._frames.decode(piece)]
 
     def fileno(self) -> int:
         return self._connection.fileno()

@@ -1,0 +1,46 @@
+"""What carries bytes to and from a worker: the pipes of a child process, or a socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+OnBytes = Callable[[bytes], None]
+OnEnd = Callable[[str], None]
+
+
+class ByteStream(Protocol):
+    """Bytes to and from one worker, for exactly as long as it lives. All methods are called on the event loop's thread.
+
+    So a message of one worker can never be taken for one of its successor.
+    """
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id, if it is a process of this machine that this process started."""
+
+    @property
+    def name(self) -> str:
+        """What people call the worker in log lines: its process id, or its address."""
+
+    def start(self, on_bytes: OnBytes, on_end: OnEnd) -> None:
+        """Begin to deliver what arrives, in pieces of any size.
+
+        When the worker has ended, `on_end` is called once, after the last bytes, with what happened: "was killed by
+        SIGKILL". `on_bytes` may call `stop`.
+        """
+
+    def write(self, data: bytes) -> None:
+        """Send bytes. What cannot be sent at once is kept, and sent later. Ignored when the worker has ended."""
+
+    def stop(self) -> None:
+        """Deliver nothing more, and send nothing more. Idempotent."""
+
+    async def wait_ended(self, timeout_s: float) -> bool:
+        """Wait until the worker has ended; returns False if it has not by then."""
+
+    async def end(self, is_hung: bool) -> None:
+        """End the worker, or at least the connection to it, and free what it holds here. Called once.
+
+        A worker that `is_hung` reports first what it is doing, if it can.
+        """
