@@ -1,4 +1,4 @@
-"""A timer that a pause of this process does not use up.
+"""A timer and a timeout that a pause of this process does not use up.
 
 A container can be frozen, a process group stopped, a laptop put to sleep. Meanwhile the clock goes on, but neither this
 process nor its children run. A timeout in seconds of the clock expires at the moment of waking, before a healthy child
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 MAX_TICK_S = 1.0
 MIN_TICKS = 3  # a pause takes one of them at most, and the others are left for the answer
@@ -41,3 +42,14 @@ class PauseTolerantTimer:
     def cancel(self) -> None:
         """Stop the timer. Idempotent; without effect after the call."""
         self._handle.cancel()
+
+
+@asynccontextmanager
+async def pause_tolerant_timeout(delay_s: float) -> AsyncIterator[None]:
+    """Raise TimeoutError when this process has run for `delay_s` seconds inside the block; like `asyncio.timeout`."""
+    async with asyncio.timeout(None) as timeout:
+        timer = PauseTolerantTimer(delay_s, lambda: timeout.reschedule(0.0))
+        try:
+            yield
+        finally:
+            timer.cancel()

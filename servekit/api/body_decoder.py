@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.aio.round_robin_semaphore import RoundRobinSemaphore
 from servekit.aio.slices import SLICE_BYTES, integers_of, text_of
 from servekit.api.schemas.packed_body import (
@@ -67,7 +68,7 @@ class BodyDecoder:
         """
         job = DecodeBody([kind.__name__ for kind in kinds], max_prompt_tokens, memoryview(b""))
         try:
-            async with asyncio.timeout(DECODE_TIMEOUT_S):
+            async with pause_tolerant_timeout(DECODE_TIMEOUT_S):
                 await self._lock.acquire(tenant)
                 # If the client leaves, its body is decoded all the same, which takes less than a second. Ending the
                 # process instead would make the bodies of others wait for the start of a new one.
@@ -92,7 +93,7 @@ class BodyDecoder:
 
     async def _run_and_release(self, job: DecodeBody, body: bytes | bytearray, tenant: str) -> bytes:
         try:
-            async with asyncio.timeout(DECODE_TIMEOUT_S):
+            async with pause_tolerant_timeout(DECODE_TIMEOUT_S):
                 return await self._run(job, body)
         finally:
             self._lock.release(tenant)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, TypeVar, cast
 
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.api.body_decoder import BodyDecoder, error_of, unpack
 from servekit.api.endpoint import caller_of, engine_of
 from servekit.api.responses.generation import unless_disconnected
@@ -94,7 +94,7 @@ async def read_body(request: Request) -> bytearray:
             f"content-encoding {encoding[:40]!r} is not supported; send the body uncompressed", param="content-encoding"
         )
     try:
-        async with asyncio.timeout(config.body_timeout):
+        async with pause_tolerant_timeout(config.body_timeout):
             return await _read_up_to(config.max_body_bytes, request)
     except TimeoutError:
         raise RequestTimeout(

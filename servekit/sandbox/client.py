@@ -14,6 +14,7 @@ import logging
 import signal
 import time
 
+from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.aio.slices import text_of
 from servekit.errors import InternalError, InvalidRequest, QueueFull, SandboxUnavailable, ServekitError, shutting_down
 from servekit.sandbox.forked_process import (
@@ -32,6 +33,7 @@ log = logging.getLogger("servekit")
 NUM_QUICK, NUM_SLOW = 3, 2  # processes
 QUANTUM_S = 0.05  # of processor time: as long as a grammar may take to compile; almost all jobs take less
 POLL_INTERVAL_S = 0.025  # how often the server reads how much processor time a job has used
+MAX_LOOK_S = 0.25  # what the time between two of these readings counts at most: server and job may have been paused
 MAX_WAITING = 512
 MAX_WAIT_S = 10.0
 MAX_JOB_BYTES = 2**24  # more than the largest body that the server reads by default makes
@@ -55,7 +57,7 @@ class _Job:
         self.outcome: asyncio.Future[Outcome] = loop.create_future()
         # Retrieve the exception. Otherwise asyncio logs it when no request waits for it.
         self.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self.waiting: asyncio.TimerHandle | None = None  # ends the wait for a place
+        self.waiting: PauseTolerantTimer | None = None  # ends the wait for a place
 
 
 class Sandbox:
@@ -182,7 +184,7 @@ class Sandbox:
             )
             self._stop_waiting(job)
 
-        job.waiting = asyncio.get_running_loop().call_later(MAX_WAIT_S, expire)
+        job.waiting = PauseTolerantTimer(MAX_WAIT_S, expire)
 
     def _stop_waiting(self, job: _Job) -> None:
         """Remove a job that no request waits for, unless it runs: then its task removes it."""
@@ -294,7 +296,7 @@ class Sandbox:
         machine all jobs would end in the slow lane. Returns None if no request waits any more, or if the job must begin
         again in the slow lane.
         """
-        started_s = progress_s = time.monotonic()
+        looked_s, running_s, stalled_s = time.monotonic(), 0.0, 0.0
         before_s = used_s = process.cpu_s()
         while True:
             await asyncio.wait((running, job.outcome), timeout=POLL_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -307,14 +309,15 @@ class Sandbox:
                 return Refused(
                     f"not done within {self._timeout_s:g} s of processor time (sandbox_timeout); make it simpler"
                 )
-            if used_s > last_s:
-                progress_s = now_s
-            if now_s - progress_s >= self._timeout_s:
+            passed_s, looked_s = min(now_s - looked_s, MAX_LOOK_S), now_s
+            running_s += passed_s
+            stalled_s = 0.0 if used_s > last_s else stalled_s + passed_s
+            if stalled_s >= self._timeout_s:
                 raise ProcessLost(f"it got no processor time for {self._timeout_s:g} s")
-            if now_s - started_s >= self._timeout_s * MAX_SLOWDOWN:
+            if running_s >= self._timeout_s * MAX_SLOWDOWN:
                 raise SandboxUnavailable(
                     f"the server is too busy: this chat template or grammar got {used_s - before_s:.1f} s of processor "
-                    f"time in {now_s - started_s:.1f} s, and needs a tenth of a core. Please try again later.",
+                    f"time in {running_s:.1f} s, and needs a tenth of a core. Please try again later.",
                     retry_after_s=5,
                 )
             if job.ticket.lane is Lane.QUICK and used_s - before_s >= QUANTUM_S:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.protocol.framing import HEADER_BYTES, frame_length
 from servekit.sandbox.jobs import (
     End,
@@ -213,7 +214,7 @@ class ForkServer:
         assert self._control is not None
         is_received = False
         try:
-            async with asyncio.timeout(timeout_s):
+            async with pause_tolerant_timeout(timeout_s):
                 data = await asyncio.get_running_loop().sock_recv(self._control, MAX_ANSWER_BYTES)
             if not data:
                 raise EOFError

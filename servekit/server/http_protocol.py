@@ -127,7 +127,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._num_discarded_bytes = 0
         self._last_discard_s = 0.0
         self._linger_until_s = 0.0
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._head_timer: PauseTolerantTimer | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._send_timer: PauseTolerantTimer | None = None
         self._send_timeout_s = self.limits.send_timeout
@@ -351,7 +351,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _arm_head_timer(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.limits.header_timeout, self._on_head_timeout)
+            self._head_timer = PauseTolerantTimer(self.limits.header_timeout, self._on_head_timeout)
 
     def _on_head_timeout(self) -> None:
         self._head_timer = None

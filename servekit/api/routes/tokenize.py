@@ -9,6 +9,7 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.api.endpoint import Endpoint, caller_of, engine_of
 from servekit.api.request_body import read
 from servekit.api.responses.http import respond_at_length
@@ -99,7 +100,7 @@ async def detokenize(request: Request) -> Response:
 
 async def _in_time(encoding: Awaitable[Result]) -> Result:
     try:
-        async with asyncio.timeout(ENCODE_TIMEOUT_S):
+        async with pause_tolerant_timeout(ENCODE_TIMEOUT_S):
             return await encoding
     except TimeoutError:
         raise QueueFull(

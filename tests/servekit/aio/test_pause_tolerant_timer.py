@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
+from servekit.aio.pause_tolerant_timer import PauseTolerantTimer, pause_tolerant_timeout
+from tests.support.pauses import pause
 
 
 class Clock:
@@ -86,3 +87,20 @@ async def test_a_cancelled_timer_does_not_fire(run_for: Callable[[float], None])
     run_for(10.0)
     run_for(10.0)
     assert not fired
+
+
+async def test_a_timeout_ends_what_takes_longer_and_nothing_else() -> None:
+    async with pause_tolerant_timeout(60.0):
+        await asyncio.sleep(0)
+    with pytest.raises(TimeoutError):
+        async with pause_tolerant_timeout(0.01):
+            await asyncio.Event().wait()
+    with pytest.raises(KeyError):
+        async with pause_tolerant_timeout(60.0):
+            raise KeyError
+
+
+async def test_a_timeout_outlasts_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pause_tolerant_timeout(60.0):
+        pause(monkeypatch, 3600.0)
+        await asyncio.sleep(0.01)

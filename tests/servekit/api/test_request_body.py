@@ -23,6 +23,7 @@ from servekit.engine.caller import Caller
 from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import QueueFull, RequestTooLarge, ServekitError
 from tests.support.asgi import make_scope
+from tests.support.pauses import pause
 
 MAX_BYTES = 10**6
 BODY = b" " * (4 * 10**5 + UNCOUNTED_BODY_BYTES)  # two fit at the same time, three do not
@@ -147,6 +148,17 @@ async def test_incomplete_body_is_released_when_its_request_ends(
     await end(conversation)
     await asyncio.wait([conversation.task], timeout=5)
     assert conversation.task.done() and budget.budget.total == 0
+
+
+async def test_a_pause_of_the_server_is_not_the_clients_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    conversation = Conversation(make_budget(body_timeout=30.0))
+    await conversation.send_body(PIECES, is_whole=False)
+    pause(monkeypatch, 3600.0)
+    await conversation.send_body([], is_whole=True)
+    await conversation.wait_until_read()
+    conversation.ends.set_result(None)
+    await conversation.task
+    assert conversation.status == 200
 
 
 @pytest.mark.parametrize("end", [_cancel, _fail])

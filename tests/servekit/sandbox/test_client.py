@@ -26,6 +26,7 @@ from servekit.sandbox import forked_process
 from servekit.sandbox.client import MAX_WAITING, NUM_QUICK, Sandbox
 from servekit.sandbox.forked_process import ForkedProcess, ForkServer
 from servekit.sandbox.jobs import CompileGrammar, Done, Job, Outcome, Refused, RenderChat, encode_job
+from tests.support.pauses import pause
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -272,6 +273,30 @@ async def test_a_job_is_refused_for_its_own_processor_time_only(
         await sandbox.run(render(endless(7).template + message), "messages", "")
     monkeypatch.undo()
     assert await sandbox.run(render("next"), "messages", "") == "next"
+
+
+async def test_a_pause_of_server_and_sandbox_together_fails_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the one that runs in the slow lane nor those that wait for a place there."""
+    paused = Sandbox(ARGUMENTS, timeout_s=60.0, memory_bytes=2**28)
+    await paused.start()
+    num_attempts = 0
+    attempt = paused._attempt
+
+    async def count_attempts(*arguments: Any) -> Outcome | None:
+        nonlocal num_attempts
+        num_attempts += 1
+        return await attempt(*arguments)
+
+    monkeypatch.setattr(paused, "_attempt", count_attempts)
+    jobs = [asyncio.create_task(paused.run(endless(i), "messages", "")) for i in range(4)]
+    while (paused._scheduler.num_running, paused._scheduler.num_waiting) != (1, 3) or num_attempts < 4:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    num_before = num_attempts
+    pause(monkeypatch, 3600.0)
+    await asyncio.sleep(0.2)
+    assert not any(job.done() for job in jobs) and num_attempts == num_before
+    await paused.stop()
+    await asyncio.gather(*jobs, return_exceptions=True)
 
 
 async def test_the_processor_time_of_a_process_is_measured(sandbox: Sandbox) -> None:

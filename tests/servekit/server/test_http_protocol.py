@@ -18,6 +18,7 @@ from servekit.api.disconnect import disconnect_of
 from servekit.config import ServeConfig
 from servekit.server import http_protocol
 from servekit.server.http_protocol import LimitedHttpProtocol, limited_protocol
+from tests.support.pauses import pause
 
 LIMIT_S = 30
 LARGE = 2**24  # bytes, more than the kernel holds for a client that does not read
@@ -428,6 +429,19 @@ async def test_idle_connection_closes_when_no_request_comes(has_asked: bool, mon
         service.drain()
         assert await reader.read() == b""
         await until(lambda: not service.connections)
+
+
+async def test_a_pause_of_the_server_is_not_the_clients_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(header_timeout=5) as service:
+        reader, writer = await service.connect()
+        whole = head("/echo", 3) + b"abc"
+        writer.write(whole[:10])
+        await until(lambda: len(service.connections) == 1 and service.connections[0]._has_begun_head())
+        pause(monkeypatch, 6)
+        await asyncio.sleep(0.05)
+        writer.write(whole[10:])
+        await reader.readuntil(b"abc")
+        assert not service.refusals
 
 
 async def test_request_that_arrives_at_the_moment_of_the_close_is_answered() -> None:
