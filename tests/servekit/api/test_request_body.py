@@ -154,6 +154,7 @@ async def test_a_pause_of_the_server_is_not_the_clients_delay(monkeypatch: pytes
     conversation = Conversation(make_budget(body_timeout=30.0))
     await conversation.send_body(PIECES, is_whole=False)
     pause(monkeypatch, 3600.0)
+    await asyncio.sleep(0.05)
     await conversation.send_body([], is_whole=True)
     await conversation.wait_until_read()
     conversation.ends.set_result(None)
