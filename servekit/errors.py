@@ -22,6 +22,7 @@
     │  ├─ WorkerNotReady        503  the model is still loading, or the server is shutting down
     │  ├─ WorkerLost            503  the worker process ended, and no other replaced it in time
     │  ├─ WorkerTimeout         503  the worker process did not answer in time
+    │  ├─ HandshakeFailed       503  in servekit.protocol.handshake: a worker and a server do not accept each other
     │  └─ RequestCrashesWorker  500  workers ended repeatedly while they computed this request
     ├─ SandboxUnavailable    503  the process that renders chats and compiles grammars failed twice
     ├─ ConfigError           a setting is wrong, or does not fit the model; the process exits with code 2

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 import time
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from servekit.errors import ConfigError
 from servekit.protocol.framing import MessageReceiver, MessageSender
@@ -132,6 +135,13 @@ class ModelWorker:
                 return self._stop_profile()
 
     def _load(self, settings: LoadModel) -> WorkerReady:
+        fingerprint = _fingerprint(settings)
+        if settings.fingerprint not in ("", fingerprint):
+            raise ConfigError(
+                f"the model in {settings.model_path} on {socket.gethostname()} is not the one that the server's other "
+                f"workers have loaded: its fingerprint is {fingerprint[:16]}, theirs {settings.fingerprint[:16]}; copy "
+                "the same files there"
+            )
         if is_simulated(settings.model_path):
             from workers.runner.simulated_runner import load
         else:
@@ -139,7 +149,7 @@ class ModelWorker:
                 compile_ahead("float32" if settings.dtype == "auto" else settings.dtype)
             from workers.runner.model_runner import load  # type: ignore[assignment]  # and torch, which takes seconds
         self._runner, ready = load(settings, lambda stage: self._send(Loading(stage)))
-        return ready
+        return replace(ready, model=replace(ready.model, fingerprint=fingerprint))
 
     def _begin(self, plan: StepPlan, runner: Runner) -> Pending[StepResult] | Pending[StepFailed]:
         """Launch a step; after an OutOfMemory, this step and all later ones of its epoch fail."""
@@ -168,3 +178,12 @@ class ModelWorker:
             )
         profiler, self._profiler = self._profiler, None
         return profiler.end()
+
+
+def _fingerprint(settings: LoadModel) -> str:
+    """Identify the model that `settings` name: its files, or the specification of a simulated one."""
+    if is_simulated(settings.model_path):
+        return settings.model_path
+    from workers.loading.fingerprint import fingerprint  # which a simulated model does without
+
+    return fingerprint(Path(settings.model_path), has_weights=settings.load_format != "dummy")

@@ -32,13 +32,22 @@ STABLE_AFTER_S = 10.0  # a worker that was ready for this long does not count as
 
 
 class ModelExecutor:
-    """Runs steps in one worker at a time. All methods must be called on the event loop's thread, the main thread."""
+    """Runs steps in one worker at a time. All methods must be called on the event loop's thread, the main thread.
 
-    def __init__(self, config: ServeConfig, on_loss: Callable[[], None]) -> None:
-        """`on_loss` is called when the worker is lost, even while no call waits for a result."""
+    The worker is either a child process (`start`), which `replace` can replace, or it has joined by itself (`adopt`).
+    """
+
+    def __init__(
+        self, config: ServeConfig, on_loss: Callable[[], None], on_leaving: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_loss` is called when the worker is lost, even while no call waits for a result.
+
+        `on_leaving` is called when a worker that has joined wants to leave (`is_leaving`).
+        """
         self.ready: WorkerReady | None = None  # what the first worker reported; its replacements must report the same
         self._config = config
         self._on_loss = on_loss
+        self._on_leaving = on_leaving
         self._model: LoadModel | None = None
         self._worker: WorkerConnection | None = None
         self._is_ready = False
@@ -70,6 +79,11 @@ class ModelExecutor:
         return None if self._worker is None else self._worker.loss
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether the worker wants to leave: send it no more steps, receive those in flight, and `stop` it."""
+        return self._worker is not None and self._worker.is_leaving
+
+    @property
     def cause(self) -> str:
         """The reason for the loss as a metric's label value."""
         return "other" if self._worker is None else self._worker.cause
@@ -91,6 +105,16 @@ class ModelExecutor:
         self._is_ready = True
         self._ready_s = asyncio.get_running_loop().time()
         return message
+
+    def adopt(self, worker: WorkerConnection, ready: WorkerReady) -> None:
+        """Run steps in a worker that has joined and loaded the model. When it is lost, `replace` raises the loss.
+
+        The worker may be lost or leaving already; `loss` and `is_leaving` say so.
+        """
+        assert self._worker is None
+        self.ready, self._worker, self._is_ready = ready, worker, True
+        self._ready_s = asyncio.get_running_loop().time()
+        worker.on_loss, worker.on_leaving = self._on_loss, self._on_leaving
 
     def send(self, plan: StepPlan) -> None:
         """Send a step to the worker. Does not wait."""
@@ -132,10 +156,15 @@ class ModelExecutor:
     async def replace(self, on_failed_start: Callable[[], None]) -> None:
         """End the current worker, and start new ones until one is ready.
 
-        Raises WorkerLost after `max_worker_restarts` failed starts in a row.
+        Raises WorkerLost after `max_worker_restarts` failed starts in a row, and the loss at once for a worker that had
+        joined: it comes back by itself, as another worker.
         """
-        assert self._worker is not None and self._model is not None and self.ready is not None
+        assert self._worker is not None and self.ready is not None
         self._is_ready = False
+        if self._model is None:
+            await self._worker.end()
+            assert self._worker.loss is not None
+            raise self._worker.loss
         if asyncio.get_running_loop().time() - self._ready_s > STABLE_AFTER_S:
             self._num_losses = 0
         # Keep the number of blocks. Measuring again could give less: the old process's memory may not be free yet.

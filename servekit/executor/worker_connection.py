@@ -14,11 +14,12 @@ import msgspec
 from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerTimeout
 from servekit.executor.byte_stream import ByteStream
-from servekit.protocol.framing import FrameCodec
+from servekit.protocol.frames import FrameCodec
 from servekit.protocol.messages import (
     HEARTBEAT_S,
     FromWorker,
     Heartbeat,
+    Leaving,
     Loading,
     Profiled,
     Shutdown,
@@ -58,11 +59,13 @@ class WorkerConnection:
         self.loss: ServekitError | None = None
         self.cause = "other"  # the reason for the loss: ended, step_timeout, silence, garbage, failed, other
         self.stage = "starting the worker"
+        self.is_leaving = False  # it has asked to be sent no more steps, and to be shut down
+        self.on_loss = on_loss  # both may be replaced
+        self.on_leaving: Callable[[], None] = lambda: None
         self._stream = stream
         self._frames = frames or FrameCodec()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder[FromWorker](FromWorker).decode
-        self._on_loss = on_loss
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._has_sent_message = False
         self._is_ready = False
@@ -152,7 +155,7 @@ class WorkerConnection:
         for answer in self._requests:
             if not answer.done():
                 answer.set_exception(error)
-        self._on_loss()
+        self.on_loss()
 
     # -- messages, silence and end ------------------------------------------------------------------------------------
 
@@ -175,6 +178,10 @@ class WorkerConnection:
             return
         if isinstance(message, Loading):
             self.stage = message.stage
+        elif isinstance(message, Leaving):
+            if not self.is_leaving:
+                self.is_leaving = True
+                self.on_leaving()
         elif isinstance(message, WorkerFailed):
             kind = ConfigError if message.is_config_error and not self._is_ready else WorkerLost
             self.mark_lost(kind(message.message), "failed")

@@ -31,6 +31,8 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     gpu_memory_utilization: float
     load_format: str = "auto"  # dummy: random weights
     kv_cache_dtype: str = "auto"  # the model's own
+    # Of the files that other workers have loaded: others are refused before they are loaded. "" accepts any.
+    fingerprint: str = ""
 
 
 class ModelInfo(Struct, frozen=True):
@@ -44,6 +46,7 @@ class ModelInfo(Struct, frozen=True):
     default_temperature: float
     default_top_k: int
     default_top_p: float
+    fingerprint: str = ""  # of the model's files: workers with the same one compute the same
 
 
 class WorkerReady(Struct, frozen=True, tag="worker_ready"):
@@ -78,6 +81,10 @@ class WorkerFailed(Struct, frozen=True, tag="worker_failed"):
 
     message: str
     is_config_error: bool = False
+
+
+class Leaving(Struct, frozen=True, tag="leaving"):
+    """The worker is about to leave. It answers the steps that were sent to it, and waits for Shutdown."""
 
 
 class SlotAssignment(Struct, frozen=True, array_like=True, gc=False):
@@ -242,4 +249,4 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
 
 
 ToWorker = LoadModel | StepPlan | StartProfile | StopProfile | Shutdown
-FromWorker = Loading | WorkerReady | WorkerFailed | Heartbeat | StepResult | StepFailed | Profiled
+FromWorker = Loading | WorkerReady | WorkerFailed | Leaving | Heartbeat | StepResult | StepFailed | Profiled

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
-from servekit.protocol.framing import HEADER_BYTES, frame_length
+from servekit.protocol.frames import HEADER_BYTES, frame_length
 from servekit.sandbox.jobs import (
     End,
     Ended,

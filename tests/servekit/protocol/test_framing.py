@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servekit.protocol.framing import MAX_MESSAGE_BYTES, MessageReceiver, MessageSender, make_pipe
+from servekit.protocol.frames import MAX_MESSAGE_BYTES
+from servekit.protocol.framing import MessageReceiver, MessageSender, make_pipe
 from servekit.protocol.messages import FromWorker, StepResult
 
 
