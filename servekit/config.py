@@ -71,6 +71,15 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             "GPU"
         ),
     ] = "auto"
+    tensor_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="processes that compute each step together, each with a part of every layer; on GPUs, each on "
+            "a device of its own",
+        ),
+    ] = 1
     load_format: Annotated[
         Literal["auto", "dummy"],
         Meta(description="auto reads the weights of the model; dummy uses random weights, for benchmarks"),
@@ -421,16 +430,20 @@ RENAMED_SETTINGS = {
     "model_id": "model",
     "model_path": "model",
     "num_gpu_blocks_override": "num_kv_blocks",
+    "num_shard": "tensor_parallel_size",
     "otlp_traces_endpoint": "otlp_endpoint",
     "page_size": "block_size",
     "payload_limit": "max_body_bytes",
     "prefix_caching": "enable_prefix_caching",
     "schedule_policy": "scheduling_policy",
+    "sharded": "tensor_parallel_size",
+    "tp": "tensor_parallel_size",
+    "tp_size": "tensor_parallel_size",
     "uvicorn_log_level": "log_level",
 }
 
 _ONE_DEVICE = (
-    "a model runs on one device, tensor and pipeline parallelism are not supported yet; "
+    "--tensor-parallel-size divides a model among devices; pipeline and expert parallelism are not supported yet, and "
     "several servers (--device cuda:0, cuda:1 and so on) can share a port with --reuse-port"
 )
 _QUANTIZATION = (
@@ -496,7 +509,6 @@ EXPLAINED_SETTINGS = {
     "max_loras": _LORA,
     "max_total_tokens": "TGI's setting is --max-model-len here; SGLang's is --num-kv-blocks times --block-size",
     "nnodes": _ONE_DEVICE,
-    "num_shard": _ONE_DEVICE,
     "num_speculative_tokens": _SPECULATION,
     "pipeline_parallel_size": _ONE_DEVICE,
     "pp_size": _ONE_DEVICE,
@@ -508,7 +520,6 @@ EXPLAINED_SETTINGS = {
     "revision": _DOWNLOADS,
     "runner": _EMBEDDINGS,
     "seed": _SEED,
-    "sharded": _ONE_DEVICE,
     "speculate": _SPECULATION,
     "speculative_algorithm": _SPECULATION,
     "speculative_config": _SPECULATION,
@@ -519,14 +530,11 @@ EXPLAINED_SETTINGS = {
     "structured_outputs_config": _GRAMMARS,
     "swap_space": _OFFLOADING,
     "task": _EMBEDDINGS,
-    "tensor_parallel_size": _ONE_DEVICE,
     "tokenizer": _TOKENIZER,
     "tokenizer_mode": _TOKENIZER,
     "tokenizer_path": _TOKENIZER,
     "tool_call_parser": _TOOLS,
     "torchao_config": _QUANTIZATION,
-    "tp": _ONE_DEVICE,
-    "tp_size": _ONE_DEVICE,
     "trust_remote_code": _TRUST,
 }
 

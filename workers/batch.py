@@ -102,6 +102,10 @@ class SlotTable:
         indices, values = to_device([cells, token_ids], self.token_ids.device)
         self.token_ids.index_copy_(0, indices, values)
 
+    def is_constrained(self, row: SamplingRow) -> bool:
+        """Whether a grammar constrains the row. Rank 0 has the grammar itself, the other ranks its number."""
+        return row.sampling.grammar is not None or self.slot_assignments[row.slot].grammar is not None
+
     def append_blocks(self, chunk: ScheduledChunk) -> None:
         """Append the chunk's new blocks to its slot's block table."""
         count = self.num_blocks[chunk.slot]

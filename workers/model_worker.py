@@ -24,6 +24,7 @@ from servekit.protocol.messages import (
     Profiled,
     Shutdown,
     StartProfile,
+    StepAcknowledged,
     StepFailed,
     StepPlan,
     StepResult,
@@ -50,13 +51,17 @@ NVIDIA_DRIVER = Path("/dev/nvidiactl")  # exists with the driver; torch knows mo
 
 
 class ModelWorker:
-    """One process, one device, one model. It holds no state that the manager could not have computed again."""
+    """One process, one device, one model or one rank's part of it.
+
+    It holds no state that the manager could not have computed again.
+    """
 
     def __init__(self, tasks: MessageReceiver[ToWorker], results: MessageSender[FromWorker]) -> None:
         self._tasks = tasks
         self._results = results
         self._sending = threading.Lock()  # answers and heartbeats share the pipe
         self._runner: Runner | None = None
+        self._rank = 0
         self._failed_epoch: int | None = None
         self._profiler: Profiler | None = None
         # Steps that were launched and not answered, the oldest first: as many as the manager plans ahead.
@@ -110,7 +115,8 @@ class ModelWorker:
 
     def _answer_oldest(self) -> None:
         """Send the answer of the oldest step in flight; wait for the step if it is not complete."""
-        self._send(self._in_flight.popleft().finish())
+        answer = self._in_flight.popleft().finish()
+        self._send(StepAcknowledged.of(answer) if self._rank and isinstance(answer, StepResult) else answer)
 
     def _send(self, message: FromWorker) -> None:
         with self._sending:
@@ -142,6 +148,7 @@ class ModelWorker:
                 f"workers have loaded: its fingerprint is {fingerprint[:16]}, theirs {settings.fingerprint[:16]}; copy "
                 "the same files there"
             )
+        self._rank = settings.rank
         if is_simulated(settings.model_path):
             from workers.runner.simulated_runner import load
         else:
@@ -155,7 +162,8 @@ class ModelWorker:
         """Launch a step; after an OutOfMemory, this step and all later ones of its epoch fail."""
         if plan.epoch == self._failed_epoch:
             return done(StepFailed(plan.epoch, plan.step_id, "the step before it failed"))
-        plan = plan.unpack_grammars()
+        if not self._rank:
+            plan = plan.unpack_grammars()  # the other ranks take the tokens that rank 0 chooses by a grammar
         try:
             return runner.launch(plan) if self._profiler is None else self._profiler.launch(plan, runner)
         except OutOfMemory as error:

@@ -225,7 +225,7 @@ class EngineCore:
         log.error("worker lost; resuming %s on its replacement", self._registry.describe())
         for observer in self._observers:
             observer.worker_lost(self._executor.cause)
-        self._restart_sequences()
+        self._restart_sequences(is_out_of_memory=self._executor.cause == "out_of_memory")
         timeout_s = self._config.worker_restart_timeout
         outage_timer = PauseTolerantTimer(timeout_s, partial(self._declare_outage, loss))
         try:

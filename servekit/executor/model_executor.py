@@ -13,6 +13,7 @@ from servekit.config import ServeConfig
 from servekit.errors import ServekitError, WorkerLost, WorkerNotReady
 from servekit.executor.step_timeout import StepTimeout, backoff_s
 from servekit.executor.worker_connection import WorkerConnection
+from servekit.executor.worker_group import WorkerGroup
 from servekit.executor.worker_process import WorkerProcess
 from servekit.protocol.messages import (
     LoadModel,
@@ -49,7 +50,7 @@ class ModelExecutor:
         self._on_loss = on_loss
         self._on_leaving = on_leaving
         self._model: LoadModel | None = None
-        self._worker: WorkerConnection | None = None
+        self._worker: WorkerConnection | WorkerGroup | None = None
         self._is_ready = False
         self._timeout = StepTimeout(config.step_timeout)
         self._in_flight: dict[tuple[int, int], int] = {}  # number of tokens by (epoch, step_id), oldest first
@@ -91,9 +92,10 @@ class ModelExecutor:
     async def start(self, model: LoadModel) -> WorkerReady:
         """Start a worker and load the model. Raises ConfigError, WorkerLost or WorkerTimeout."""
         self._model = model
-        arguments = ["--log-level", self._config.log_level, "--log-format", self._config.log_format]
-        process = WorkerProcess(arguments)
-        self._worker = WorkerConnection(process, self._config.heartbeat_timeout, self._on_loss)
+        size = self._config.tensor_parallel_size
+        self._worker = (
+            WorkerGroup(size, self._start_rank, self._on_loss) if size > 1 else self._start_rank(0, self._on_loss)
+        )
         self._worker.send(model)
         message = await self._worker.receive(self._config.load_timeout)
         if not isinstance(message, WorkerReady):
@@ -115,6 +117,10 @@ class ModelExecutor:
         self.ready, self._worker, self._is_ready = ready, worker, True
         self._ready_s = asyncio.get_running_loop().time()
         worker.on_loss, worker.on_leaving = self._on_loss, self._on_leaving
+
+    def _start_rank(self, rank: int, on_loss: Callable[[], None]) -> WorkerConnection:
+        arguments = ["--log-level", self._config.log_level, "--log-format", self._config.log_format]
+        return WorkerConnection(WorkerProcess(arguments), self._config.heartbeat_timeout, on_loss)
 
     def send(self, plan: StepPlan) -> None:
         """Send a step to the worker. Does not wait."""
@@ -235,4 +241,5 @@ def load_model_message(config: ServeConfig, path: str) -> LoadModel:
         gpu_memory_utilization=config.gpu_memory_utilization,
         load_format=config.load_format,
         kv_cache_dtype=config.kv_cache_dtype,
+        tensor_parallel_size=config.tensor_parallel_size,
     )

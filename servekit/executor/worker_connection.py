@@ -64,7 +64,7 @@ class WorkerConnection:
         self.on_leaving: Callable[[], None] = lambda: None
         self._stream = stream
         self._frames = frames or FrameCodec()
-        self._encode = msgspec.msgpack.Encoder().encode
+        self.encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder[FromWorker](FromWorker).decode
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._has_sent_message = False
@@ -88,13 +88,22 @@ class WorkerConnection:
 
     def send(self, message: ToWorker) -> None:
         """Send a message. Does not wait; what cannot be sent at once is sent later."""
-        if self.loss is None:  # else `receive` and `ask` raise the loss
-            self._stream.write(self._frames.encode(self._encode(message)))
+        self.send_payload(self.encode(message))
 
-    async def receive(self, timeout_s: float) -> FromWorker:
-        """Its next answer. Raises the loss: WorkerLost, WorkerTimeout, or ConfigError before it was ready."""
+    def send_payload(self, payload: bytes) -> None:
+        """Send a message that is encoded already."""
+        if self.loss is None:  # else `receive` and `ask` raise the loss
+            self._stream.write(self._frames.encode(payload))
+
+    async def receive(self, timeout_s: float | None) -> FromWorker:
+        """Its next answer. Raises the loss: WorkerLost, WorkerTimeout, or ConfigError before it was ready.
+
+        Without a timeout, only silence and its end are noticed.
+        """
         message = None
-        if self.loss is None or not self._inbox.empty():
+        if timeout_s is None:
+            message = await self._inbox.get()
+        elif self.loss is None or not self._inbox.empty():
             num_answered = self._num_requests - len(self._requests)
             self._answer_timer = PauseTolerantTimer(timeout_s, partial(self._on_late_answer, timeout_s, num_answered))
             try:

@@ -8,7 +8,9 @@ step's token budget, and with the cached tokens of prompts whose sampling looks 
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -33,6 +35,10 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     kv_cache_dtype: str = "auto"  # the model's own
     # Of the files that other workers have loaded: others are refused before they are loaded. "" accepts any.
     fingerprint: str = ""
+    # With several ranks, each holds a part of every layer, and all of them get the same plans.
+    tensor_parallel_size: int = 1
+    rank: int = 0
+    rendezvous: str = ""  # a file by which the ranks find each other
 
 
 class ModelInfo(Struct, frozen=True):
@@ -216,6 +222,20 @@ class StepResult(Struct, frozen=True, tag="step_result"):
     deferred: tuple[int, ...] = ()  # indices into `token_ids` of chunks for which no token was sampled
 
 
+class StepAcknowledged(Struct, frozen=True, tag="step_acknowledged"):
+    """The answer of all ranks but the first, which sends the result. Ranks must have sampled the same tokens."""
+
+    epoch: int
+    step_id: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, result: StepResult) -> StepAcknowledged:
+        """Return the acknowledgement of a rank that computed this result."""
+        token_ids = array("q", result.token_ids).tobytes()
+        return cls(result.epoch, result.step_id, blake2b(token_ids, digest_size=8).digest())
+
+
 class StepFailed(Struct, frozen=True, tag="step_failed"):
     """A step ran out of device memory, even when it was computed in small pieces. The worker lives."""
 
@@ -249,4 +269,14 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
 
 
 ToWorker = LoadModel | StepPlan | StartProfile | StopProfile | Shutdown
-FromWorker = Loading | WorkerReady | WorkerFailed | Leaving | Heartbeat | StepResult | StepFailed | Profiled
+FromWorker = (
+    Loading
+    | WorkerReady
+    | WorkerFailed
+    | Leaving
+    | Heartbeat
+    | StepResult
+    | StepAcknowledged
+    | StepFailed
+    | Profiled
+)

@@ -117,8 +117,8 @@ def test_invalid_command_lines_exit_with_code_2(
     ("argument", "expected"),
     [
         ("--enable-lora", "LoRA adapters are not supported yet"),
-        ("--tensor-parallel-size=2", "a model runs on one device, tensor and pipeline parallelism are not supported"),
-        ("-tp", "a model runs on one device"),
+        ("--pipeline-parallel-size=2", "--tensor-parallel-size divides a model among devices"),
+        ("-tp", "the setting is called --tensor-parallel-size here"),
         ("--quantization", "quantized weights are not supported yet"),
         ("--no-enable-chunked-prefill", "this is always on"),
         ("--trust-remote-code", "code in a model's repository is never run"),
@@ -147,8 +147,8 @@ def test_explanations_of_other_servers_settings_are_true() -> None:
 def test_other_servers_names_are_explained_in_files_and_variables_too() -> None:
     with pytest.raises(ConfigError, match="unknown setting 'quantization'; quantized weights are not supported yet"):
         load_config({}, {}, b"quantization = 'awq'")
-    (warning,) = ignored_variables({"SERVEKIT_TENSOR_PARALLEL_SIZE": "2"})
-    assert "SERVEKIT_TENSOR_PARALLEL_SIZE; a model runs on one device" in warning
+    (warning,) = ignored_variables({"SERVEKIT_PIPELINE_PARALLEL_SIZE": "2"})
+    assert "SERVEKIT_PIPELINE_PARALLEL_SIZE; --tensor-parallel-size divides" in warning
 
 
 def test_a_kv_cache_beyond_the_machines_memory_is_refused_before_the_start(capsys: pytest.CaptureFixture[str]) -> None:

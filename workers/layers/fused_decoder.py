@@ -21,7 +21,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from workers.attention.interface import AttentionParams, HeadNorms, PagedStep, Rotation
 from workers.csrc.build import LANES
 from workers.layers.cpu_decoder import CpuDecoder, LayerParts, Norm
-from workers.layers.linear import MakeWeight, concatenate
+from workers.layers.linear import MakeWeight, RowParallelWeight, Weight, concatenate
+from workers.parallel.rank_group import RankGroup
 
 FUSIBLE = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 
@@ -42,8 +43,10 @@ MakeCpuDecoder = Callable[[list[LayerParts]], CpuDecoder | None]
 class FusedLayer:
     """y = x + attention(norm(x)), then y + mlp(norm(y)); with SwiGLU and rotary position embeddings."""
 
-    def __init__(self, layer: Any, params: AttentionParams, ops: LayerOps, make_weight: MakeWeight) -> None:
-        """Take the weights of transformers' `layer`, which attends with `params`."""
+    def __init__(
+        self, layer: Any, params: AttentionParams, ops: LayerOps, make_weight: MakeWeight, group: RankGroup | None
+    ) -> None:
+        """Take the weights of transformers' `layer`, which attends with `params`; `group` holds its other parts."""
         attention, mlp = layer.self_attn, layer.mlp
         head_norms = None
         if hasattr(attention, "q_norm"):
@@ -55,10 +58,10 @@ class FusedLayer:
             qkv=make_weight(*concatenate(attention.q_proj, attention.k_proj, attention.v_proj)),
             head_norms=head_norms,
             attention=params,
-            output=make_weight(*concatenate(attention.o_proj)),
+            output=_row_parallel(make_weight(*concatenate(attention.o_proj)), group),
             mlp_norm=_norm_of(layer.post_attention_layernorm),
             gate_up=make_weight(*concatenate(mlp.gate_proj, mlp.up_proj)),
-            down=make_weight(*concatenate(mlp.down_proj)),
+            down=_row_parallel(make_weight(*concatenate(mlp.down_proj)), group),
         )
 
     def attend(self, x: Tensor, rotation: Rotation, paged: PagedStep) -> Tensor:
@@ -89,18 +92,19 @@ class FusedDecoder(nn.Module):
         ops: LayerOps,
         make_weight: MakeWeight,
         make_cpu_decoder: MakeCpuDecoder | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """Take the weights of transformers' `decoder`, one layer after the other.
 
         `params` has one entry for each layer. `make_cpu_decoder` makes what runs steps of few tokens in one call; None
-        on GPUs.
+        on GPUs. `group` is given where this process holds a part of each layer.
         """
         super().__init__()
         self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
         self._ops, self._last_norm = ops, _norm_of(decoder.norm)
         self._layers = []
         for index, layer_params in enumerate(params):
-            self._layers.append(FusedLayer(decoder.layers[index], layer_params, ops, make_weight))
+            self._layers.append(FusedLayer(decoder.layers[index], layer_params, ops, make_weight, group))
             decoder.layers[index] = nn.Identity()  # frees the layer, so that memory holds at most one layer twice
         self._cpu_decoder = make_cpu_decoder([layer.parts for layer in self._layers]) if make_cpu_decoder else None
 
@@ -132,6 +136,10 @@ class FusedDecoder(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=self._ops.norm(x, *self._last_norm)[None])
 
 
+def _row_parallel(part: Weight, group: RankGroup | None) -> Weight:
+    return part if group is None else RowParallelWeight(part, group)
+
+
 def _norm_of(module: Any) -> Norm:
     return module.weight.detach(), module.variance_epsilon
 
@@ -153,11 +161,12 @@ def fuse_layers(
     ops: LayerOps,
     make_weight: MakeWeight,
     make_cpu_decoder: MakeCpuDecoder | None = None,
+    group: RankGroup | None = None,
 ) -> nn.Module | None:
     """Replace the model's decoder and return the new one; None, and no change, if some layer cannot be fused."""
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not all(map(can_fuse, layers)) or model.model is not decoder:
         return None
-    fused = FusedDecoder(decoder, params, ops, make_weight, make_cpu_decoder)
+    fused = FusedDecoder(decoder, params, ops, make_weight, make_cpu_decoder, group)
     model.model = fused
     return fused

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workers.parallel.rank_group import RankGroup
+
 NUM_ROWS = 32  # the number of rows that oneDNN chooses the layout for; one layout serves all sizes of steps
 
 
@@ -69,6 +71,22 @@ class DenseWeight:
 
     def multiply_add(self, x: Tensor, residual: Tensor) -> Tensor:
         return torch.addmm(residual if self._bias is None else residual + self._bias, x, self._weight.T)
+
+
+class RowParallelWeight:
+    """A weight of which this rank holds a part of the inputs. The ranks' products are added up."""
+
+    def __init__(self, part: Weight, group: RankGroup) -> None:
+        """`part` has a bias on rank 0 only."""
+        self._part, self._group = part, group
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return self._group.all_reduce(self._part.multiply(x))
+
+    def multiply_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        # Rank 0's product includes the residual, and the other ranks leave it out.
+        product = self._part.multiply(x) if self._group.rank else self._part.multiply_add(x, residual)
+        return self._group.all_reduce(product)
 
 
 def concatenate(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:

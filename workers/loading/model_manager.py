@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from servekit.errors import ConfigError
@@ -26,6 +26,10 @@ from workers.loading.model_config import architecture_of, check_is_decoder, desc
 from workers.loading.progress import Progress
 from workers.loading.refusals import forward_errors_named, loading_errors_named
 from workers.loading.weights import make_weights, move, read_weights
+from workers.parallel.collectives import add_collectives, with_collectives
+from workers.parallel.local_parameters import partial_class, use_local_parameters
+from workers.parallel.rank_group import RankGroup
+from workers.parallel.tensor_parallel_plan import TensorParallelPlan
 
 log = logging.getLogger("servekit.worker")
 
@@ -61,10 +65,11 @@ class LoadedModel:
     dtype: torch.dtype
     sample: Sample  # for the self-check
     weights: WeightsLoaded
+    group: RankGroup | None = None  # the ranks that hold the other parts of each layer
 
 
 class ModelManager:
-    """Loads models onto one device."""
+    """Loads models, or one rank's part of each layer, onto one device."""
 
     def __init__(self, device: str) -> None:
         """`device` is as torch names it, or "auto". Raises ConfigError for a CUDA device that torch does not see."""
@@ -89,10 +94,12 @@ class ModelManager:
         *,
         load_format: str = "auto",
         report_stage: Callable[[str], None] = lambda _: None,
+        group: RankGroup | None = None,
     ) -> LoadedModel:
         """Load the model in `path`; with the format `dummy` its weights are random, and no file of weights is read.
 
-        `report_stage` is called with the name of each stage. Raises ConfigError, by name, for what cannot be served.
+        `report_stage` is called with the name of each stage. With a `group`, only this rank's part is read; all ranks
+        must call this with the same arguments. Raises ConfigError, by name, for what cannot be served.
         """
         started_s, progress = time.monotonic(), Progress(report_stage)
         if load_format == "dummy":
@@ -106,24 +113,34 @@ class ModelManager:
         load_dtype = self._resolve_dtype(dtype)
         remedy = "choose a smaller model, a dtype of fewer bytes (--dtype), or a device with more memory"
         with loading_errors_named(architecture), allocation_refused_as("the model's weights", self.device, remedy):
+            if load_format == "dummy" and group is not None:
+                raise ConfigError("random weights (--load-format dummy) cannot be divided among ranks; read a model's")
             if load_format == "dummy":
                 progress.report("making random weights")
                 model, num_bytes = make_weights(config, load_dtype, PAGED_ATTENTION, self.device)
             else:
-                model, num_bytes = read_weights(path, config, load_dtype, PAGED_ATTENTION, progress)
+                model_class = AutoModelForCausalLM if group is None else partial_class(config, architecture, group)
+                model, num_bytes = read_weights(path, config, load_dtype, PAGED_ATTENTION, progress, model_class)
+            num_parameters, plan = model.num_parameters(), None
+            if group is not None:
+                plan = TensorParallelPlan.of(model, architecture, group.size)
+                use_local_parameters(model, group, plan)
             move(model, self.device, progress)
         if dtype == "auto" and self.device.type == "cpu" and _multiplies_bfloat16() and config.dtype is torch.bfloat16:
             log.info("computing in float32, for exact tokens; --dtype bfloat16, the files' own, is about twice as fast")
         model.eval()
-        recorded = record_attention(model, architecture)
-        info = describe_model(model.config, model.num_parameters(), path, max_model_len)
-        with forward_errors_named(architecture):
-            sample = _take_sample(model, info)
+        with with_collectives(model, plan, group):
+            recorded = record_attention(model, architecture)
+            info = describe_model(model.config, num_parameters, path, max_model_len)
+            with forward_errors_named(architecture):
+                sample = _take_sample(model, info)
         shapes, params = [call.shape for call in recorded.calls], [call.params for call in recorded.calls]
         with progress.over("laying out the weights", params) as counted:
-            decoder = replace_layers(model, recorded.decoder, counted)
+            decoder = replace_layers(model, recorded.decoder, counted, group)
+        if group is not None and plan is not None:
+            add_collectives(model, plan, group)
         weights = WeightsLoaded(num_bytes, time.monotonic() - started_s)
-        return LoadedModel(model, decoder, shapes, params, info, self.device, model.dtype, sample, weights)
+        return LoadedModel(model, decoder, shapes, params, info, self.device, model.dtype, sample, weights, group)
 
     def _resolve_dtype(self, dtype: str) -> str | torch.dtype:
         if dtype != "auto":

@@ -21,7 +21,12 @@ SEED = 20261  # of random weights: a worker that replaces a lost one has to have
 
 
 def read_weights(
-    path: Path, config: Any, dtype: str | torch.dtype, attention: str, progress: Progress
+    path: Path,
+    config: Any,
+    dtype: str | torch.dtype,
+    attention: str,
+    progress: Progress,
+    model_class: Any = AutoModelForCausalLM,
 ) -> tuple[PreTrainedModel, int]:
     """Return the model with the weights of its files, on the CPU, and their size in bytes there.
 
@@ -36,7 +41,7 @@ def read_weights(
     _check_extent(config, files)
     with _tensors_counted(progress):
         # With loading info it answers a pair, which its annotations do not know.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = model_class.from_pretrained(
             path,
             config=config,
             dtype=dtype,

@@ -37,6 +37,7 @@ from workers.device.transfer import DeviceEvent, to_device, to_host
 from workers.kv_cache.pages import KVCache, bytes_per_block
 from workers.loading.decoder_output import computed_once
 from workers.loading.model_manager import LoadedModel, ModelManager
+from workers.parallel.rank_group import RankGroup
 from workers.runner.cuda_graphs import Capture, CudaCapture, DecodeGraphs
 from workers.runner.interface import OutOfMemory, Pending
 from workers.runner.memory_profiling import (
@@ -132,6 +133,8 @@ class ModelRunner:
         self._bytes_per_block = bytes_per_block(layers, shapes, block_size, page_dtype)
         memory = settings.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
         num_blocks = settings.num_kv_blocks or num_blocks_in(memory, self._bytes_per_block)
+        if loaded.group is not None:
+            num_blocks = loaded.group.minimum(num_blocks)  # a plan names blocks that every rank has
         cache_bytes = num_blocks * self._bytes_per_block
         # On a CPU the operating system grants more memory than there is, and ends the process as it is used. A GPU's
         # allocation fails.
@@ -210,6 +213,9 @@ class ModelRunner:
         try:
             return self._execute(plan, batch)
         except OutOfMemory as error:
+            # The other ranks wait in a collective operation, which cannot be taken back: the server ends all of them.
+            if self.loaded.group is not None:
+                raise
             reason = str(error)
         while max_tokens > MIN_TOKENS:
             release_memory()
@@ -244,14 +250,21 @@ class ModelRunner:
         return StepOutputs(plan, sampled, of_prompts)
 
     def _choose(self, raw_logits: Tensor, batch: Batch, grammars: GrammarBatch) -> SampledTokens:
-        """Choose a token for each row of raw logits [num_sampled, vocab_size], and write it to the token table."""
-        rows, table = batch.sampling, self.table
+        """Choose a token for each row of raw logits [num_sampled, vocab_size], and write it to the token table.
+
+        All ranks have the same logits and choose the same tokens. Only grammars need rank 0, because it depends on the
+        time whether a mask is ready.
+        """
+        rows, table, group = batch.sampling, self.table, self.loaded.group
+        is_constrained = group is not None and any(table.is_constrained(row) for row in rows)
         logits = adjust(raw_logits, rows, table)
         logits = ban(logits, rows, table)
         # Only logprobs need the raw logits again.
         in_place = logits is not raw_logits or all(row.sampling.logprobs is None for row in rows)
         constrained = self.grammars.constrain(logits, rows, grammars, in_place)
         token_ids = sample(constrained.logits, rows)
+        if group is not None and is_constrained:
+            token_ids = group.broadcast(token_ids)
         table.token_ids.index_copy_(0, batch.sampled_cells, token_ids.int())
         logprobs = sampled_logprobs(raw_logits, token_ids, rows)
         return SampledTokens(to_host(token_ids), logprobs, constrained.failures, constrained.deferred)
@@ -396,24 +409,39 @@ def _measure_memory_use(loaded: LoadedModel, settings: LoadModel) -> MemoryUse:
     return use
 
 
+def _device_of_rank(settings: LoadModel) -> str:
+    """Return the device of this rank: on GPUs, each rank has the one of its number."""
+    is_gpu = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+    return f"cuda:{settings.rank}" if is_gpu and settings.tensor_parallel_size > 1 else settings.device
+
+
 def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[ModelRunner, WorkerReady]:
     """Load a model, check it against transformers, and return its runner and what the manager needs to know of it.
 
     `report_stage` is called with the name of each stage. Raises ConfigError.
     """
     started_s = time.monotonic()
-    loaded = ModelManager(settings.device).load(
+    manager = ModelManager(_device_of_rank(settings))
+    group = None
+    if settings.tensor_parallel_size > 1:
+        report_stage("connecting the ranks")
+        if manager.device.type == "cpu":  # the ranks share the cores
+            torch.set_num_threads(max(1, torch.get_num_threads() // settings.tensor_parallel_size))
+        group = RankGroup(settings.rank, settings.tensor_parallel_size, settings.rendezvous, manager.device)
+    loaded = manager.load(
         Path(settings.model_path),
         settings.dtype,
         settings.max_model_len,
         load_format=settings.load_format,
         report_stage=report_stage,
+        group=group,
     )
     report_stage("allocating the KV cache")
     runner = make_runner(loaded, settings)
     report_stage("comparing paged with plain attention")
     distance = runner.self_check()
-    runner.grammars.warm_up()
+    if not settings.rank:
+        runner.grammars.warm_up()
     elapsed_s = time.monotonic() - started_s
     log.info(
         "loaded %.1f M parameters in %.1f s, %.1f of them for the weights (%.2f GB/s); attention: %s; paged logits "

@@ -8,6 +8,8 @@ import signal
 import threading
 import time
 
+from msgspec.structs import replace
+
 from servekit.protocol.child_process import dump_stacks_on_crash
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
 from servekit.protocol.messages import (
@@ -18,6 +20,8 @@ from servekit.protocol.messages import (
     Profiled,
     Shutdown,
     StartProfile,
+    StepAcknowledged,
+    StepFailed,
     StepPlan,
     StepResult,
     StopProfile,
@@ -50,7 +54,7 @@ def main() -> None:
     results.send(Loading("pretending"))
     if behaviour == "stops while it loads":
         os.kill(os.getpid(), signal.SIGSTOP)
-    results.send(READY)
+    results.send(replace(READY, num_blocks=2) if behaviour == "has other blocks" else READY)
     if behaviour not in ("sends no heartbeats", "profiles slowly"):
         threading.Thread(target=beat, daemon=True).start()
     while not isinstance(plan := tasks.receive(), Shutdown):
@@ -75,6 +79,12 @@ def main() -> None:
         elif behaviour == "floods":
             for number in range(1000):
                 results.send(StepResult(0, number, (), 0.0))
+        elif behaviour == "acknowledges":
+            results.send(StepAcknowledged.of(StepResult(plan.epoch, plan.step_id, (7,), 0.0)))
+        elif behaviour == "acknowledges other tokens":
+            results.send(StepAcknowledged.of(StepResult(plan.epoch, plan.step_id, (8,), 0.0)))
+        elif behaviour == "runs out of memory":
+            results.send(StepFailed(plan.epoch, plan.step_id, "no memory"))
         elif behaviour == "answers no request":
             results.send(Profiled())
         else:

@@ -1,0 +1,86 @@
+"""Tests of a group of ranks: one answer of all, and one loss of all."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from servekit.errors import ServekitError, WorkerLost
+from servekit.executor.worker_group import WorkerGroup
+from servekit.protocol.messages import StepResult, WorkerReady
+from tests.servekit.executor.conftest import PLAN, Start
+
+
+def start_group(start: Start, *behaviours: str) -> tuple[WorkerGroup, list[ServekitError | None]]:
+    """A group whose first rank works, and whose others behave as given; and what it reports when it is lost."""
+    losses: list[ServekitError | None] = []
+    of_ranks = ["works", *behaviours]
+    group = WorkerGroup(
+        len(of_ranks), lambda rank, on_loss: start(of_ranks[rank], on_loss)[1], lambda: losses.append(group.loss)
+    )
+    return group, losses
+
+
+async def compute_steps(group: WorkerGroup) -> None:
+    for _ in range(2):
+        group.send(PLAN)
+        await group.receive(20)
+
+
+async def test_ranks_that_agree_are_one_worker(start: Start) -> None:
+    group, losses = start_group(start, "acknowledges", "acknowledges")
+    assert isinstance(await group.receive(20), WorkerReady)
+    for _ in range(3):
+        group.send(PLAN)
+        assert isinstance(await group.receive(20), StepResult)
+    assert not losses and group.loss is None
+    await group.end(graceful=True)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "cause", "expected"),
+    [
+        ("acknowledges other tokens", "garbage", "rank 1 of the model worker answered StepAcknowledged that does not"),
+        ("works", "garbage", "rank 1 of the model worker answered StepResult that does not match rank 0's StepResult"),
+        ("runs out of memory", "out_of_memory", "rank 1 of the model worker ran out of memory: no memory"),
+        ("exits within a message", "ended", "rank 1 of 2: the model worker exited with code 0"),
+        ("sends garbage", "garbage", "rank 1 of 2: the model worker sent an invalid message"),
+    ],
+)
+async def test_the_failure_of_one_rank_is_the_loss_of_all(
+    start: Start, behaviour: str, cause: str, expected: str
+) -> None:
+    group, losses = start_group(start, behaviour)
+    await group.receive(20)
+    with pytest.raises(WorkerLost, match=expected):
+        await compute_steps(group)
+    assert group.cause == cause
+    assert losses == [group.loss], "reported once"
+    await group.end()
+
+
+async def test_a_rank_that_is_killed_while_rank_0_waits_for_it_is_noticed_at_once(start: Start) -> None:
+    """Rank 0 waits in the middle of a step, and would for half an hour."""
+    processes = []
+
+    def start_rank(rank: int, on_loss: object) -> object:
+        process, worker = start("hangs" if rank == 0 else "acknowledges", on_loss)  # type: ignore[arg-type]
+        processes.append(process)
+        return worker
+
+    group = WorkerGroup(2, start_rank, lambda: None)  # type: ignore[arg-type]
+    await group.receive(20)
+    group.send(PLAN)
+    os.kill(processes[1].pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost, match="rank 1 of 2: the model worker was killed by SIGKILL"):
+        await group.receive(600)
+    await group.end()
+
+
+async def test_ranks_with_different_numbers_of_blocks_do_not_serve(start: Start) -> None:
+    group, _ = start_group(start, "has other blocks")
+    with pytest.raises(WorkerLost, match="answered WorkerReady that does not match"):
+        await group.receive(20)
+    await group.end()
