@@ -38,6 +38,8 @@ StartRank = Callable[[int, Callable[[], None]], WorkerConnection]  # (rank, on_l
 class WorkerGroup:
     """The messages to and from all ranks. A lost group stays lost; the first reason counts."""
 
+    is_leaving = False  # the ranks are children of the server, which end with it
+
     def __init__(self, size: int, start_rank: StartRank, on_loss: Callable[[], None]) -> None:
         """Start `size` ranks. `on_loss` is called when one of them is lost."""
         self.loss: ServekitError | None = None

@@ -270,13 +270,5 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
 
 ToWorker = LoadModel | StepPlan | StartProfile | StopProfile | Shutdown
 FromWorker = (
-    Loading
-    | WorkerReady
-    | WorkerFailed
-    | Leaving
-    | Heartbeat
-    | StepResult
-    | StepAcknowledged
-    | StepFailed
-    | Profiled
+    Loading | WorkerReady | WorkerFailed | Leaving | Heartbeat | StepResult | StepAcknowledged | StepFailed | Profiled
 )
