@@ -1,8 +1,8 @@
-"""Turn committed tokens into text and put it into clients' queues; end sequences at stop strings.
+"""Turn committed tokens into text and put it into clients' queues; end sequences whose text or tokens say so.
 
-A sequence ends here or in the workload manager, whichever finds the reason first. Methods that end sequences return
-`Finish` commands. The caller must apply them to the workload manager; for a sequence that ended there, Finish does
-nothing.
+A sequence ends here or in the workload manager, whichever finds the reason first. Here it ends at a stop string, and
+when its API key may have no more tokens. Methods that end sequences return `Finish` commands. The caller must apply
+them to the workload manager; for a sequence that ended there, Finish does nothing.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class OutputProcessor:
         """Put a token and its text into the client's queue. Returns why the sequence ends, if it does."""
         detokenizer = output.detokenizer
         reason = token.finish_reason
+        if reason is None and output.count_token is not None and not output.count_token():
+            reason = FinishReason.LENGTH
         # The token that stops a sequence is part of its text only if the request asks for it.
         is_in_text = reason is not FinishReason.STOP or token.sequence.sampling.include_stop
         text = detokenizer.feed(token.token_id) if is_in_text else ""

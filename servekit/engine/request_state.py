@@ -18,6 +18,7 @@ class SequenceOutput:
     """One sequence of a request as its client sees it: its text so far, and the queue that the text goes to."""
 
     __slots__ = (
+        "count_token",
         "detokenizer",
         "first_token_s",
         "index",
@@ -45,6 +46,7 @@ class SequenceOutput:
         self.queue = queue
         self.request_id = request_id  # for logs; clients may choose it, so it need not be unique
         self.is_probe = is_probe  # of the server's own readiness probe, which no metric counts
+        self.count_token: Callable[[], bool] | None = None  # whether the answer may have another one; None: it may
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
 

@@ -2,13 +2,14 @@
 
 A request counts from its headers on. What it asks for is known when its body is read: from then on its sequences count,
 and the tokens that it may take are reserved. When the request ends, the tokens that it used are charged to the key, and
-the rest is released.
+the rest is released. An answer whose length the client leaves open is charged while it is generated (`OpenAnswer`).
 
 The caller passes the time, in seconds on a clock that never goes back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
 from typing import Annotated
 
@@ -18,8 +19,8 @@ from servekit.errors import InvalidRequest, RateLimited
 
 Limit = Annotated[int, Meta(ge=1, le=2**40)]
 
-# Reserved for an answer whose length the client leaves open. To reserve what the context holds would let honest clients
-# in one by one, for answers that are much shorter. So such an answer may take more than is reserved for it.
+# Reserved at a time for an answer whose length the client leaves open. To reserve what the context holds would let
+# honest clients in one by one, for answers that are much shorter.
 OPEN_ANSWER_TOKENS = 1024
 
 # Of a token. A client that waits exactly Retry-After seconds must be admitted, although sums of floats are inexact.
@@ -87,8 +88,7 @@ class Allowance:
         if limits.max_concurrent_requests is not None and self.num_running >= limits.max_concurrent_requests:
             # When a running request will end is unknown, so this asks for one second.
             waits.append((1.0, f"{limits.max_concurrent_requests} concurrent requests (max_concurrent_requests)"))
-        if self._requests is not None and (wait_s := self._requests.wait_s(1.0, now)):
-            waits.append((wait_s, f"{limits.requests_per_minute} requests per minute (requests_per_minute)"))
+        waits += self._request_waits(now)
         # Requests are charged when they end, which may take the balance below zero. While it is, no other request is
         # admitted. Reservations are not counted here, because many requests generate no tokens.
         if self._tokens is not None and (wait_s := self._tokens.wait_s(0.0, now)):
@@ -119,15 +119,20 @@ class Allowance:
                     param="max_tokens",
                 )
             num_tokens = limits.tokens_per_minute
-        _refuse(
-            [
-                *self._sequence_waits(self._num_sequences - held.num_sequences + wanted.num_sequences),
-                *self._token_waits(self._num_reserved - held.num_tokens, now),
-            ]
-        )
+        waits = [
+            *self._sequence_waits(self._num_sequences - held.num_sequences + wanted.num_sequences),
+            *self._token_waits(self._num_reserved - held.num_tokens, now),
+        ]
+        # This request stays charged, because its body was read. So the next one may have to wait for its turn, too.
+        _refuse([*waits, *self._request_waits(now)] if waits else [])
         counted = Reservation(wanted.num_sequences, num_tokens)
         self._count(counted, held)
         return counted
+
+    def _request_waits(self, now: float) -> list[tuple[float, str]]:
+        if self._requests is None or not (wait_s := self._requests.wait_s(1.0, now)):
+            return []
+        return [(wait_s, f"{self.limits.requests_per_minute} requests per minute (requests_per_minute)")]
 
     def _sequence_waits(self, num_sequences: int) -> list[tuple[float, str]]:
         most = self.limits.max_concurrent_sequences
@@ -150,6 +155,18 @@ class Allowance:
             # When a running request ends, its unused tokens are released. That may be soon, so the wait is one second.
             return [(1.0, f"{limit}: its running requests may still take {num_reserved}")]
         return []
+
+    def extend(self, num_tokens: int, now: float) -> bool:
+        """Charge a running request with tokens that it generated, and return whether it may generate as many again.
+
+        What it holds stays reserved for those. It may not if then more than two minutes' worth were charged and
+        reserved. The key's only running answer always may.
+        """
+        if self._tokens is None or self.limits.tokens_per_minute is None:
+            return True
+        self._tokens.take(num_tokens, now)
+        is_alone = self._num_sequences == 1
+        return is_alone or not self._tokens.wait_s(self._num_reserved - self.limits.tokens_per_minute, now)
 
     def _count(self, wanted: Reservation, held: Reservation) -> None:
         self._num_sequences += wanted.num_sequences - held.num_sequences
@@ -178,11 +195,12 @@ def _refuse(waits: list[tuple[float, str]]) -> None:
 class RunningRequest:
     """A request that counts against its key's limits until its response ends, or until `end` is called earlier."""
 
-    __slots__ = ("_allowance", "_held")
+    __slots__ = ("_allowance", "_held", "_num_charged")
 
     def __init__(self, allowance: Allowance) -> None:
         self._allowance: Allowance | None = allowance
         self._held = NOTHING
+        self._num_charged = 0  # tokens, while it runs
 
     def reserve(self, num_sequences: int, max_tokens: int | None, num_prompt_tokens: int, now: float) -> None:
         """Reserve the answers that it asks for and the tokens that it may use, in place of an earlier reservation.
@@ -194,8 +212,35 @@ class RunningRequest:
             wanted = Reservation(num_sequences, num_prompt_tokens + num_sequences * each)
             self._held = self._allowance.reserve(wanted, now, self._held)
 
+    def extend(self, num_tokens: int, now: float) -> bool:
+        """Charge tokens of an open answer, and return whether it may have as many again."""
+        if self._allowance is None:
+            return True
+        self._num_charged += num_tokens
+        return self._allowance.extend(num_tokens, now)
+
     def end(self, num_tokens: int, now: float) -> None:
-        """Charge the tokens, and release what the request held. Idempotent."""
+        """Charge all of its tokens that are not charged yet, and release what the request held. Idempotent."""
         if self._allowance is not None:
-            self._allowance.leave(num_tokens, now, self._held)
+            self._allowance.leave(num_tokens - self._num_charged, now, self._held)
             self._allowance = None
+
+
+class OpenAnswer:
+    """One answer whose length the client leaves open. It takes its tokens from the key's limit in slices."""
+
+    __slots__ = ("_clock", "_num_left", "_request")
+
+    def __init__(self, request: RunningRequest, clock: Callable[[], float]) -> None:
+        """The request has reserved the first slice."""
+        self._request = request
+        self._clock = clock
+        self._num_left = OPEN_ANSWER_TOKENS  # of the slice
+
+    def count_token(self) -> bool:
+        """Count a token that was generated. Returns whether the answer may have another one."""
+        self._num_left -= 1
+        if self._num_left:
+            return True
+        self._num_left = OPEN_ANSWER_TOKENS
+        return self._request.extend(OPEN_ANSWER_TOKENS, self._clock())

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from servekit.api.auth.rate_limits import RunningRequest
+from servekit.api.auth.rate_limits import OpenAnswer, RunningRequest
 from servekit.api.disconnect import disconnect_of
 from servekit.api.endpoint import caller_of, engine_of
 from servekit.api.responses.collect import Answer, collect
@@ -64,7 +64,16 @@ async def submit(
     finally:
         places.release()
     request.state.request_state = state  # for the key's token account, the log and the metrics
+    _meter(request, state)
     return state
+
+
+def _meter(request: Request, state: RequestState) -> None:
+    """Charge answers whose length the client left open while they are generated."""
+    running: RunningRequest | None = getattr(request.state, "running_request", None)
+    if running is not None and state.request.max_tokens is None:
+        for output in state.outputs:
+            output.count_token = OpenAnswer(running, time.monotonic).count_token
 
 
 def _reserve(request: Request, wanted: GenerationRequest) -> None:

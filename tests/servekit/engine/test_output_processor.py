@@ -101,6 +101,18 @@ async def test_a_stop_string_ends_the_sequence_and_later_tokens_of_the_commit_ar
     assert outputs.recorder.ended == [(5, FinishReason.STOP, 2.0)]
 
 
+async def test_an_answer_whose_key_may_have_no_more_tokens_ends_by_length_with_its_whole_text() -> None:
+    outputs = Outputs()
+    request = outputs.add(5, stop=("cx",))
+    tokens_left = iter([True, True, False])
+    request.outputs[0].count_token = lambda: next(tokens_left)
+    commands = outputs.feed(request, "abcd", 2.0)
+    assert commands == [Finish(5, FinishReason.LENGTH)] and not outputs.registry.outputs
+    deltas = await request.queue.get()
+    assert "".join(delta.text for delta in deltas) == "abc" and len(deltas) == 3
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
 @pytest.mark.parametrize(("include_stop", "text"), [(False, "a"), (True, "ab")])
 async def test_the_token_that_stops_a_sequence_is_text_only_on_request(include_stop: bool, text: str) -> None:
     outputs = Outputs()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from servekit.api.auth.rate_limits import OPEN_ANSWER_TOKENS, Allowance, Limits, RunningRequest
+from servekit.api.auth.rate_limits import OPEN_ANSWER_TOKENS, Allowance, Limits, OpenAnswer, RunningRequest
 from servekit.errors import InvalidRequest, RateLimited
 
 
@@ -186,6 +186,79 @@ def test_a_request_does_not_wait_for_what_it_has_reserved_itself() -> None:
     chat = enter(Allowance(Limits(tokens_per_minute=1000, max_concurrent_sequences=1), now=0.0))
     chat.reserve(1, 4096, 0, 0.0)
     chat.reserve(1, 4096, 50, 0.0)
+
+
+def open_answers(allowance: Allowance, num_clients: int) -> tuple[list[RunningRequest], list[OpenAnswer]]:
+    """The requests that are admitted when this many clients ask for one open answer each, and their answers."""
+    asked = [try_to_reserve(allowance, 1, None) for _ in range(num_clients)]
+    requests = [request for request in asked if request is not None]
+    return requests, [OpenAnswer(request, lambda: 0.0) for request in requests]
+
+
+@pytest.mark.parametrize("quota", [3000, 50_000])
+@pytest.mark.parametrize("num_clients", [2, 40, 400])
+def test_open_answers_take_two_minutes_worth_together_and_then_one_goes_on(quota: int, num_clients: int) -> None:
+    """All clients want answers without end, at the same speed, in no time: nothing is refilled meanwhile."""
+    allowance = Allowance(Limits(tokens_per_minute=quota), now=0.0)
+    requests, answers = open_answers(allowance, num_clients)
+    assert len(answers) == min(num_clients, -(-quota // OPEN_ANSWER_TOKENS))
+    num_tokens = [0] * len(answers)
+    running = set(range(len(answers)))
+    while len(running) > 1:
+        for index in sorted(running):
+            num_tokens[index] += 1
+            if not answers[index].count_token():
+                running.discard(index)
+                requests[index].end(num_tokens[index], 0.0)
+    assert quota <= sum(num_tokens) <= 2 * quota + OPEN_ANSWER_TOKENS
+    (last,) = running
+    for _ in range(10 * quota):
+        assert answers[last].count_token(), "one answer is never refused for its length"
+    num_tokens[last] += 10 * quota
+    requests[last].end(num_tokens[last], 0.0)
+    allowance.enter(60.0 * (sum(num_tokens) - quota) / quota + 0.01)  # everything was charged, and once
+    with pytest.raises(RateLimited):
+        allowance.enter(60.0 * (sum(num_tokens) - quota) / quota - 1.0)
+
+
+def test_the_answers_to_one_request_take_no_more() -> None:
+    running = try_to_reserve(Allowance(Limits(tokens_per_minute=5000), now=0.0), 4, None)
+    assert running is not None
+    answers = [OpenAnswer(running, lambda: 0.0) for _ in range(4)]
+    num_tokens = [1 + next(count for count in range(10**6) if not answer.count_token()) for answer in answers]
+    assert sum(num_tokens) <= 2 * 5000
+
+
+def test_what_an_open_answer_has_used_is_refilled_while_it_runs() -> None:
+    """A key that takes its tokens no faster than they come back can go on for ever, beside other requests."""
+    allowance, now_s = Allowance(Limits(tokens_per_minute=6000), now=0.0), 0.0
+    requests, _ = open_answers(allowance, 2)
+    answers = [OpenAnswer(request, lambda: now_s) for request in requests]
+    for _ in range(100_000):
+        now_s += 0.02
+        assert all(answer.count_token() for answer in answers)
+    third = enter(allowance, now_s)
+    third.reserve(1, 10, 0, now_s)
+
+
+def test_a_key_without_a_quota_of_tokens_has_no_end() -> None:
+    _, (answer,) = open_answers(Allowance(Limits(max_concurrent_requests=1), now=0.0), 1)
+    assert all(answer.count_token() for _ in range(10 * OPEN_ANSWER_TOKENS))
+
+
+def test_a_refusal_after_the_body_counts_as_a_request_and_says_when_the_next_one_may_come() -> None:
+    """A 429 for the headers costs nothing; one for what the body asks for has cost the server the body."""
+    allowance = Allowance(Limits(requests_per_minute=2, tokens_per_minute=1000), now=0.0)
+    first = enter(allowance)
+    first.reserve(1, 1000, 0, 0.0)
+    second = enter(allowance)
+    with pytest.raises(RateLimited, match="2 requests per minute") as refusal:
+        second.reserve(1, 10, 0, 0.0)
+    assert refusal.value.retry_after_s == 30, "not one second, after which it would be refused for its headers"
+    second.end(0, 0.0)
+    assert retry_after_s(allowance, 0.0) == 30
+    first.end(0, 0.0)
+    enter(allowance, 30.0).reserve(1, 10, 0, 30.0)
 
 
 def test_a_balance_below_zero_is_waited_for_whatever_is_reserved() -> None:
