@@ -9,12 +9,15 @@ OpenAI's, over the output alone.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from servekit.protocol.sampling_params import SamplingParams
-from workers.batch import SamplingRow, SlotTable
+from workers.batch import Indices, SamplingRow, SlotTable
 from workers.device.transfer import to_device
 
 
@@ -37,12 +40,21 @@ def adjust(logits: Tensor, rows: list[SamplingRow], table: SlotTable) -> Tensor:
 def _add_biases(logits: Tensor, rows: list[SamplingRow], biased: list[int]) -> None:
     """Add, in place, the biases of the rows with the indices `biased`."""
     vocab_size = logits.shape[-1]
-    named = [(i, *bias) for i in biased for bias in rows[i].sampling.logit_bias]
-    # A request may name tokens that the model does not have. In flat cells they would be tokens of the next row.
-    known = [(i * vocab_size + token_id, value) for i, token_id, value in named if token_id < vocab_size]
-    cells, values = np.array([cell for cell, _ in known], dtype=np.int64), np.array([value for _, value in known])
-    indices, biases = to_device([cells, values.astype(np.float32)], logits.device)
+    named = [_known(rows[i].sampling.logit_bias, vocab_size) for i in biased]
+    cells = np.concatenate([i * vocab_size + token_ids for i, (token_ids, _) in zip(biased, named, strict=True)])
+    indices, biases = to_device([cells, np.concatenate([values for _, values in named])], logits.device)
     logits.view(-1).index_add_(0, indices, biases.to(logits.dtype))
+
+
+@lru_cache(maxsize=256)
+def _known(biases: tuple[tuple[int, float], ...], vocab_size: int) -> tuple[Indices, NDArray[np.float32]]:
+    """Return token ids and their biases, which are the same for all answers to a request.
+
+    A request may name tokens that the model does not have. In flat cells they would be tokens of the next row.
+    """
+    token_ids = np.array([token_id for token_id, _ in biases], dtype=np.int64)
+    is_known = token_ids < vocab_size
+    return token_ids[is_known], np.array([value for _, value in biases], dtype=np.float32)[is_known]
 
 
 def _is_penalized(sampling: SamplingParams) -> bool:
@@ -51,22 +63,31 @@ def _is_penalized(sampling: SamplingParams) -> bool:
 
 def _penalize(logits: Tensor, rows: list[SamplingRow], table: SlotTable) -> Tensor:
     """Return logits [num_rows, vocab_size], one row for each of `rows`, with their penalties applied."""
-    positions = torch.arange(max(row.position for row in rows), device=logits.device)
     params = [row.sampling for row in rows]
     penalties = [[each.repetition_penalty, each.presence_penalty, each.frequency_penalty] for each in params]
-    places = [[row.slot * table.row_length, row.position, row.position - row.num_outputs] for row in rows]
-    of_rows, places_of_rows = to_device([np.array(penalties, dtype=np.float32), np.array(places)], logits.device)
+    starts = np.array([row.slot * table.row_length for row in rows])
+    num_outputs = np.array([row.num_outputs for row in rows])
+    prompt_lengths = np.array([row.position for row in rows]) - num_outputs
+    repeats = np.array([each.repetition_penalty != 1.0 for each in params])  # else the prompt does not matter
+    outputs = _counts(starts + prompt_lengths, num_outputs, logits, table)
+    prompts = _counts(starts, prompt_lengths * repeats, logits, table)
+    (of_rows,) = to_device([np.array(penalties, dtype=np.float32)], logits.device)
     repetition, presence, frequency = torch.split(of_rows.to(logits.dtype), 1, dim=1)
-    first_cells, lengths, prompt_lengths = torch.split(places_of_rows, 1, dim=1)
-    # Cells beyond a row's own length hold arbitrary tokens; they are masked below.
-    token_ids = table.token_ids[first_cells + positions].long().clamp_(0, logits.shape[-1] - 1)
-
-    def count(counted: Tensor) -> Tensor:
-        """Return [num_rows, vocab_size]: how often each token is at one of the `counted` positions."""
-        return torch.zeros_like(logits).scatter_add_(-1, token_ids, counted.to(logits.dtype))
-
-    known = positions < lengths
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(count(known) > 0, repeated, logits)
-    outputs = count(known & (positions >= prompt_lengths))
+    logits = torch.where(prompts + outputs > 0, repeated, logits)
     return logits - frequency * outputs - presence * (outputs > 0)
+
+
+def _counts(starts: Indices, lengths: Indices, logits: Tensor, table: SlotTable) -> Tensor:
+    """Return [num_rows, vocab_size]: how often each token is in `lengths` [num_rows] cells of the table from `starts`.
+
+    The tokens of all rows lie one after the other. In a tensor as wide as the longest row, each short row would cost as
+    much as that one.
+    """
+    num_tokens, (num_rows, vocab_size) = int(lengths.sum()), logits.shape
+    repeats, offsets = to_device([lengths, starts - lengths.cumsum() + lengths], logits.device)
+    owners = torch.repeat_interleave(repeats, output_size=num_tokens)  # [num_tokens] index of the token's row
+    cells = torch.arange(num_tokens, device=logits.device) + offsets[owners]
+    token_ids = table.token_ids[cells].long().clamp_(0, vocab_size - 1)  # in flat cells, others would be the next row's
+    counts = torch.zeros(num_rows * vocab_size, dtype=logits.dtype, device=logits.device)
+    return counts.scatter_add_(0, owners * vocab_size + token_ids, counts.new_ones(num_tokens)).view_as(logits)

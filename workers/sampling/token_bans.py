@@ -6,16 +6,15 @@ a request allows no particular tokens, all tokens stay. Ids that the model does 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.batch import SamplingRow, SlotTable
+from workers.batch import Indices, SamplingRow, SlotTable
 from workers.device.transfer import to_device
 
 
@@ -42,10 +41,10 @@ def _is_limited(row: SamplingRow) -> bool:
 def _allowed(rows: list[SamplingRow], shape: tuple[int, int], device: torch.device) -> Tensor:
     """Return [num_rows, vocab_size] bool: the tokens that each row allows; all where it names none."""
     vocab_size = shape[1]
-    named = [_known(row.sampling.allowed_token_ids, vocab_size) for row in rows]
-    cells = [index * vocab_size + token_id for index, token_ids in enumerate(named) for token_id in token_ids]
-    names_none = np.array([[not token_ids] for token_ids in named])
-    allows_all, indices = to_device([names_none, np.array(cells, dtype=np.int64)], device)
+    names_none = np.array([[not row.sampling.allowed_token_ids] for row in rows])
+    named = {i: row.sampling.allowed_token_ids for i, row in enumerate(rows) if row.sampling.allowed_token_ids}
+    names_none[[i for i, token_ids in named.items() if not len(_known(token_ids, vocab_size))]] = True
+    allows_all, indices = to_device([names_none, _cells(named, vocab_size)], device)
     return allows_all.repeat(1, vocab_size).flatten().index_fill_(0, indices, True).view(shape)
 
 
@@ -56,20 +55,19 @@ def _banned(rows: list[SamplingRow], shape: tuple[int, int], table: SlotTable) -
     would wait for the step before.
     """
     num_rows, vocab_size = shape
-    cells = [
-        index * vocab_size + token_id
-        for index, row in enumerate(rows)
+    early = {
+        i: table.slot_assignments[row.slot].stop_token_ids
+        for i, row in enumerate(rows)
         if row.num_outputs < row.sampling.min_tokens
-        for token_id in _known(table.slot_assignments[row.slot].stop_token_ids, vocab_size)
-    ]
-    bad_words = _bad_words(rows, vocab_size, table.row_length)
-    num_certain = len(cells)  # bans that do not depend on the newest tokens
-    indices, where, beginnings, lengths = to_device(
-        [np.concatenate([np.array(cells, dtype=np.int64), bad_words.cells]), *bad_words[1:]], table.token_ids.device
+    }
+    certain = _cells(early, vocab_size)  # bans that do not depend on the newest tokens
+    num_certain, bad_words = len(certain), _bad_words(rows, vocab_size, table.row_length)
+    indices, where, beginnings, words = to_device(
+        [np.concatenate([certain, bad_words.cells]), *bad_words[1:]], table.token_ids.device
     )
-    longest = beginnings.shape[1]
-    is_alike = table.token_ids[where] == beginnings
-    ends = (is_alike | (torch.arange(longest, device=indices.device) >= lengths)).all(dim=-1)
+    differs = (table.token_ids[where] != beginnings).int()
+    num_different = torch.zeros(len(bad_words.cells), dtype=torch.int32, device=indices.device)
+    ends = num_different.scatter_add_(0, words, differs) == 0
     # Several words may end in one token, and any of them bans it. Words that would not be complete write to an extra
     # cell behind the last row.
     extra = num_rows * vocab_size
@@ -79,56 +77,76 @@ def _banned(rows: list[SamplingRow], shape: tuple[int, int], table: SlotTable) -
 
 
 class _BadWords(NamedTuple):
-    """The bad words of all rows: the cell that each would ban, and the beginning that must precede it for that."""
+    """The bad words of all rows: the cell that each would ban, and the beginnings that must precede it for that.
 
-    cells: NDArray[np.int64]  # [num_words], of [num_rows, vocab_size]
-    compared: NDArray[np.int64]  # [num_words, longest], where the newest tokens are in the table
-    beginnings: NDArray[np.int64]  # [num_words, longest]; padding behind shorter ones is ignored
-    lengths: NDArray[np.int64]  # [num_words, 1], of the beginnings
+    The tokens of all beginnings lie one after the other, so that one long word does not make short ones cost as much.
+    """
+
+    cells: Indices  # [num_words], of [num_rows, vocab_size]
+    compared: Indices  # [num_tokens], where the newest tokens are in the table
+    beginnings: Indices  # [num_tokens]
+    words: Indices  # [num_tokens], index of the word whose beginning the token is in
 
 
 def _bad_words(rows: list[SamplingRow], vocab_size: int, row_length: int) -> _BadWords:
     """Return the bad words that may be complete with the next token.
 
-    The answers to one request have the same words, at most 64. So rows with the same words are computed together. One
-    by one, 128 rows would take longer than the model's step.
+    The answers to one request have the same words, at most 128 with 1,024 tokens. So rows with the same words are
+    computed together. One by one, 128 rows would take longer than the model's step.
     """
     rows_of: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for index, row in enumerate(rows):
         if row.sampling.bad_words:
             rows_of.setdefault(row.sampling.bad_words, []).append(index)
-    longest = max((len(word) - 1 for words in rows_of for word in words), default=0)
-    columns, found = np.arange(longest), [_no_words(longest)]
+    none = np.zeros(0, dtype=np.int64)
+    found, num_words = [_BadWords(none, none, none, none)], 0
     for words, indices in rows_of.items():
-        last, beginnings, lengths = _padded(words)
-        beginnings = np.pad(beginnings, ((0, 0), (0, longest - beginnings.shape[1])))
-        positions = np.array([rows[index].position for index in indices])
-        starts = np.array([rows[index].slot * row_length for index in indices])
-        of_row, word = np.nonzero((last < vocab_size) & (lengths <= positions[:, None]))
-        behind = (starts + positions)[of_row, None] - lengths[word, None] + columns
-        compared = np.where(columns < lengths[word, None], behind, 0)
-        cells = np.array(indices)[of_row] * vocab_size + last[word]
-        found.append(_BadWords(cells, compared, beginnings[word], lengths[word, None]))
+        flat = _flat(words)
+        positions = np.array([[rows[index].position] for index in indices])
+        ends = np.array([[rows[index].slot * row_length] for index in indices]) + positions
+        cells = np.array([[index * vocab_size] for index in indices]) + flat.last
+        # Words that the model or the answer is too short for ban nothing: their cell is behind the last row.
+        is_possible = (flat.last < vocab_size) & (flat.lengths <= positions)
+        cells = np.where(is_possible, cells, len(rows) * vocab_size)
+        compared = np.maximum(ends - flat.distances, 0)
+        numbers = num_words + len(flat.last) * np.arange(len(indices))[:, None] + flat.words
+        beginnings = np.broadcast_to(flat.beginnings, compared.shape)
+        found.append(_BadWords(cells.ravel(), compared.ravel(), beginnings.ravel(), numbers.ravel()))
+        num_words += cells.size
     return _BadWords(*map(np.concatenate, zip(*found, strict=True)))
 
 
-def _no_words(longest: int) -> _BadWords:
-    none = np.zeros((0, longest), dtype=np.int64)
-    return _BadWords(np.zeros(0, dtype=np.int64), none, none, np.zeros((0, 1), dtype=np.int64))
+class _FlatWords(NamedTuple):
+    """Some words, without the rows that have them."""
+
+    last: Indices  # [num_words] token
+    lengths: Indices  # [num_words] of the beginnings
+    beginnings: Indices  # [num_tokens]
+    distances: Indices  # [num_tokens] before the end, from 1
+    words: Indices  # [num_tokens]
 
 
 @lru_cache(maxsize=256)
-def _padded(
-    words: tuple[tuple[int, ...], ...],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return of each word the last token [num_words], the beginning [num_words, longest] and its length [num_words]."""
+def _flat(words: tuple[tuple[int, ...], ...]) -> _FlatWords:
     lengths = np.array([len(word) - 1 for word in words], dtype=np.int64)
-    beginnings = np.zeros((len(words), lengths.max()), dtype=np.int64)
-    for number, word in enumerate(words):
-        beginnings[number, : len(word) - 1] = word[:-1]
-    return np.array([word[-1] for word in words], dtype=np.int64), beginnings, lengths
+    distances = [distance for word in words for distance in range(len(word) - 1, 0, -1)]
+    return _FlatWords(
+        np.array([word[-1] for word in words], dtype=np.int64),
+        lengths,
+        np.array([token_id for word in words for token_id in word[:-1]], dtype=np.int64),
+        np.array(distances, dtype=np.int64),
+        np.arange(len(words)).repeat(lengths),
+    )
 
 
-def _known(token_ids: Iterable[int], vocab_size: int) -> list[int]:
-    """Leave out tokens that the model does not have: a request may name them."""
-    return [token_id for token_id in token_ids if token_id < vocab_size]
+def _cells(token_ids_of: Mapping[int, tuple[int, ...]], vocab_size: int) -> Indices:
+    """Return the cells of [num_rows, vocab_size] that rows, given by their index, name by token id."""
+    cells = [index * vocab_size + _known(token_ids, vocab_size) for index, token_ids in token_ids_of.items()]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *cells])
+
+
+@lru_cache(maxsize=256)
+def _known(token_ids: tuple[int, ...], vocab_size: int) -> Indices:
+    """Leave out tokens that the model does not have: a request may name them. Answers to one request name the same."""
+    named = np.array(token_ids, dtype=np.int64)
+    return named[named < vocab_size]

@@ -14,7 +14,7 @@ from tests.support.inprocess import InProcessEngine
 from tests.workers.sampling.test_logprobs import make_prompts, prepared
 from workers.batch import SamplingRow, SlotTable
 from workers.sampling.sampler import sample
-from workers.sampling.token_bans import _padded, ban
+from workers.sampling.token_bans import _flat, ban
 
 INFINITY = float("inf")
 VOCAB = 12
@@ -70,9 +70,9 @@ def test_words_of_all_answers_to_one_request_are_prepared_together() -> None:
     """128 answers with 64 words each took longer than the model's step, because each word was prepared by itself."""
     words = ((5, 6, 7), (7, 1))
     table, rows = make_table([[5, 6]] * 8), [row(slot, 2, bad_words=words) for slot in range(8)]
-    _padded.cache_clear()
+    _flat.cache_clear()
     assert allowed_in(ban(logits_of(8), rows, table)) == [[token for token in range(VOCAB) if token != 7]] * 8
-    calls = _padded.cache_info()
+    calls = _flat.cache_info()
     assert calls.hits + calls.misses == 1
 
 
