@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -14,7 +15,9 @@ from tests.torture.attacks.tenants import BYSTANDER_KEY
 from tests.torture.crowd import PROMPTS
 from tests.torture.streams import Connections, End, Reply, RequestSpec, ask
 
-NUM_STREAMS = 4
+NUM_PLAIN = 4
+NUM_CONSTRAINED = 2
+NUM_STREAMS = NUM_PLAIN + NUM_CONSTRAINED
 NUM_TOKENS = 100
 PROBE_INTERVAL_S = 0.5  # between two chats, and between two new grammars
 HEALTH_INTERVAL_S = 0.02
@@ -22,14 +25,29 @@ HEALTH_INTERVAL_S = 0.02
 # would make this pause the longest of a hundred gaps, and the 99th percentile would not show it.
 ONE_ARRIVAL_S = 0.001
 
-STREAMS = [
-    RequestSpec(
-        f"stream {number}",
-        "/generate_stream",
-        {"prompt": PROMPTS[number], "max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0},
-    )
-    for number in range(NUM_STREAMS)
+# Enough items that the grammar lasts as long as the answer.
+SCHEMA = {
+    "type": "array",
+    "minItems": NUM_TOKENS,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "kind": {"enum": ["red", "blue"]}, "count": {"type": "integer"}},
+        "required": ["name", "kind", "count"],
+        "additionalProperties": False,
+    },
+}
+
+
+def _stream_of(number: int, **fields: Any) -> RequestSpec:
+    body = {"prompt": PROMPTS[number], "max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0, **fields}
+    return RequestSpec(f"stream {number}", "/generate_stream", body)
+
+
+PLAIN = [_stream_of(number) for number in range(NUM_PLAIN)]
+CONSTRAINED = [
+    _stream_of(number, grammar={"type": "json_schema", "value": SCHEMA}) for number in range(NUM_PLAIN, NUM_STREAMS)
 ]
+STREAMS = [*PLAIN, *CONSTRAINED]
 CHAT = RequestSpec(
     "chat",
     "/v1/chat/completions",
@@ -48,13 +66,18 @@ def new_grammar(number: int) -> RequestSpec:
 class Window(Struct):
     """What was measured in a window of time."""
 
-    gaps_s: list[float] = field(default_factory=list)  # between two arrivals of a stream's tokens
+    gaps_s: list[float] = field(default_factory=list)  # between two arrivals of a plain stream's tokens
+    constrained_gaps_s: list[float] = field(default_factory=list)  # the same, of streams with a grammar
     first_tokens_s: list[float] = field(default_factory=list)
     chats_s: list[float] = field(default_factory=list)
     grammars_s: list[float] = field(default_factory=list)
     healths_s: list[float] = field(default_factory=list)
     num_right: int = 0
     others: list[str] = field(default_factory=list)  # refused, cut or wrong
+
+    def gaps_of(self, asked: RequestSpec) -> list[float]:
+        """Return the list for the gaps of a stream."""
+        return self.constrained_gaps_s if "grammar" in asked.body else self.gaps_s
 
 
 class Bystander:
@@ -94,10 +117,10 @@ class Bystander:
             self._record(name, now_s - asked_s)
         self.window.healths_s = self._health.take()
         ended, self.window = self.window, Window()
-        for name, last_s in self._last_s.items():
-            if now_s - last_s > ONE_ARRIVAL_S:
-                ended.gaps_s.append(now_s - last_s)
-                self._last_s[name] = now_s
+        for asked in STREAMS:
+            if asked.name in self._last_s and now_s - self._last_s[asked.name] > ONE_ARRIVAL_S:
+                ended.gaps_of(asked).append(now_s - self._last_s[asked.name])
+                self._last_s[asked.name] = now_s
         return ended
 
     def _record(self, name: str, seconds: float) -> None:
@@ -114,7 +137,7 @@ class Bystander:
             if asked.name in self._asked_s:
                 self._record(asked.name, now_s - self._asked_s.pop(asked.name))
             elif now_s - self._last_s[asked.name] > ONE_ARRIVAL_S:
-                self.window.gaps_s.append(now_s - self._last_s[asked.name])
+                self.window.gaps_of(asked).append(now_s - self._last_s[asked.name])
             self._last_s[asked.name] = now_s
 
         while True:

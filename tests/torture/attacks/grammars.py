@@ -26,7 +26,7 @@ from tests.torture.crowd import wait_until
 
 NUM_TERMINALS = 300
 NUM_GRAMMARS = 300
-MAX_FILLING_S = 600
+MAX_FILLING_S = 1500
 MAX_EXHAUSTING_S = 60
 NUM_COMPILING = 8  # clients that send 32 new grammars a second together, at most
 

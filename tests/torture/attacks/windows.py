@@ -36,8 +36,12 @@ class Figure(Struct, frozen=True):
 
 
 GAP = Figure("p99 between tokens", lambda window: window.gaps_s, 0.99, allowed_s=0.0)
+CONSTRAINED_GAP = Figure(
+    "p99 between constrained tokens", lambda window: window.constrained_gaps_s, 0.99, allowed_s=0.0
+)
 FIGURES = (
     GAP,
+    CONSTRAINED_GAP,
     Figure("first token", lambda window: window.first_tokens_s),
     Figure("chat", lambda window: window.chats_s, allowed_s=1.0),
     Figure("new grammar", lambda window: window.grammars_s, allowed_s=1.0),
@@ -117,7 +121,7 @@ def _claims(calm: list[Window], loud: list[Window]) -> list[Claim]:
     others = Counter(other for window in loud for other in window.others)
     num_right = sum(window.num_right for window in loud)
     answered = f"{num_right:,} of {num_right + others.total():,} right" + (f" ({counts(others)})" if others else "")
-    longest_s = max((gap_s for window in loud for gap_s in window.gaps_s), default=None)
+    longest_s = max((gap_s for window in loud for gap_s in [*window.gaps_s, *window.constrained_gaps_s]), default=None)
     return [
         *(_compared(figure, figure.median_s(calm), figure.median_s(loud)) for figure in FIGURES),
         Claim("", f"longest pause between tokens {_ms(longest_s)}"),
@@ -126,7 +130,7 @@ def _claims(calm: list[Window], loud: list[Window]) -> list[Claim]:
 
 
 def _compared(figure: Figure, calm_s: float | None, loud_s: float | None) -> Claim:
-    ratio = f"{loud_s / calm_s:.1f}x, " if calm_s and loud_s is not None and figure is GAP else ""
+    ratio = f"{loud_s / calm_s:.1f}x, " if calm_s and loud_s is not None and figure in (GAP, CONSTRAINED_GAP) else ""
     measured = f"{figure.name} {ratio}{_ms(calm_s)} -> {_ms(loud_s)}"
     if figure.allowed_s is None:
         return Claim("", measured)
