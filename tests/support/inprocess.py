@@ -64,7 +64,7 @@ class InProcessEngine:
         self._in_flight: deque[StepPlan] = deque()
         self._next_id = 0
 
-    def add(self, prompt: list[int], leader: Sequence | None = None, **sampling: Any) -> Sequence:
+    def add(self, prompt: list[int], leader: Sequence | None = None, tenant: str = "", **sampling: Any) -> Sequence:
         """Add a sequence without a length bound: it is admitted optimistically, so small pools lead to preemption."""
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 16, **sampling})
         command = AddSequence(
@@ -73,6 +73,7 @@ class InProcessEngine:
             sampling=params,
             leader_id=None if leader is None else leader.sequence_id,
             has_length_bound=False,
+            tenant=tenant,
         )
         self._next_id += 1
         return self.manager.add(command)

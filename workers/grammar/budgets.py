@@ -9,6 +9,11 @@ from dataclasses import dataclass
 BURST_S = 1.0
 TOKEN_S = 0.002
 HALF_LIFE_S = 1.0  # of the processor time counted for a tenant
+# A piece of work is not interrupted, so masks of others wait until it ends. A tenant with a longer piece of work is
+# slow for a time. A schema of 100 properties takes 5 ms to compile.
+MAX_PIECE_S = 0.005
+SLOW_FOR_S = 60.0
+MAX_SKIPPED = 32  # steps
 
 
 @dataclass(slots=True)
@@ -33,6 +38,45 @@ class GroupBudget:
             f"{BURST_S:g} s and {1e3 * TOKEN_S:g} ms for each token: make the grammar less ambiguous, or ask for fewer "
             "answers"
         )
+
+
+class SlowTenants:
+    """The tenants whose grammars took too long lately. New answers of them are followed by a process of their own."""
+
+    def __init__(self) -> None:
+        self._slow_until_s: dict[str, float] = {}
+
+    def add(self, tenant: str, now_s: float) -> None:
+        """Count a tenant as slow for a time."""
+        self._slow_until_s = {each: until_s for each, until_s in self._slow_until_s.items() if until_s > now_s}
+        self._slow_until_s[tenant] = now_s + SLOW_FOR_S
+
+    def is_slow(self, tenant: str, now_s: float) -> bool:
+        """Whether a piece of work for the tenant took too long lately."""
+        return now_s < self._slow_until_s.get(tenant, now_s)
+
+
+class Lateness:
+    """For which tenants' masks a step waits. After a wait in vain, 1, 2, 4, … steps do not wait for the tenant."""
+
+    def __init__(self) -> None:
+        self._skipping: dict[str, tuple[int, int]] = {}  # of late tenants: steps still to skip, and to skip at first
+
+    def is_awaited(self, tenant: str) -> bool:
+        """Whether a step waits for the tenant's masks. Asked once for each step."""
+        num_left, num_skipped = self._skipping.get(tenant, (0, 0))
+        if num_left:
+            self._skipping[tenant] = num_left - 1, num_skipped
+        return not num_left
+
+    def record(self, tenant: str, is_late: bool) -> None:
+        """Record how a wait for the tenant's masks ended."""
+        if is_late:
+            _, num_skipped = self._skipping.get(tenant, (0, 0))
+            num_skipped = min(MAX_SKIPPED, 2 * num_skipped or 1)
+            self._skipping[tenant] = num_skipped, num_skipped
+        else:
+            self._skipping.pop(tenant, None)
 
 
 class TenantUsage:

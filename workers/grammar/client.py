@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,10 +50,18 @@ class Lost:
 class MaskProcess:
     """One process at a time. `incarnation` counts them: a new process has none of the state of the one before it."""
 
-    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...], num_slots: int) -> None:
+    def __init__(
+        self,
+        tokenizer_file: Path,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        num_slots: int,
+        for_slow_tenants: bool = False,
+    ) -> None:
         self.incarnation = 0
         self._arguments = ["--tokenizer", str(tokenizer_file), "--vocab-size", str(vocab_size)]
         self._arguments += ["--eos-token-ids", *map(str, eos_token_ids)] if eos_token_ids else []
+        self._arguments += ["--for-slow-tenants"] if for_slow_tenants else []
         num_words = mask_bytes(vocab_size) // 4
         size = HEADER_BYTES + num_slots * 4 * num_words
         # Not a file in /dev/shm: containers may have none, or one that is full.
@@ -151,12 +160,16 @@ class MaskProcess:
         except (EOFError, ConnectionError):
             return self._lose()
 
-    def _poll(self, timeout_s: float) -> bool:
-        """Wait for an answer, or until unsent bytes can be sent. Returns whether an answer has arrived."""
-        poll = select.poll()
+    def register(self, poll: select.poll) -> None:
+        """Let `poll` wait for an answer, or until unsent bytes can be sent."""
         poll.register(self._answers.fileno(), select.POLLIN)
         if self._asks.num_unsent:
             poll.register(self._asks.fileno(), select.POLLOUT)
+
+    def _poll(self, timeout_s: float) -> bool:
+        """Wait for an answer, or until unsent bytes can be sent. Returns whether an answer has arrived."""
+        poll = select.poll()
+        self.register(poll)
         return self._answers.fileno() in (descriptor for descriptor, _ in poll.poll(max(0.0, 1e3 * timeout_s)))
 
     def _read(self) -> list[Mask]:
@@ -222,6 +235,14 @@ class MaskProcess:
             self._end()
             self._asks.close()
             self._answers.close()
+
+
+def wait_for_any(processes: Iterable[MaskProcess], timeout_s: float) -> None:
+    """Wait for at most `timeout_s` until one of the running processes has something to receive."""
+    poll = select.poll()
+    for process in processes:
+        process.register(poll)
+    poll.poll(max(0.0, 1e3 * timeout_s))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -20,35 +21,16 @@ from llguidance import LLMatcher, LLTokenizer
 
 from servekit.protocol.grammar_matcher import matcher_for
 from workers.grammar.budgets import GroupBudget, TenantUsage
+from workers.grammar.cache import CompiledGrammar, GrammarCache
 from workers.grammar.memory import allocated_bytes, return_freed_memory
 from workers.grammar.messages import Ask, AskMasks, Begin, Mask
 
-MAX_BYTES = 512 * 2**20  # of all grammars and matchers
+MAX_BYTES = 256 * 2**20  # of all grammars and matchers in a process
 MAX_GRAMMAR_BYTES = 128 * 2**20  # of one compiled grammar and its matchers
 TRIM_BYTES = 32 * 2**20  # freed at once, so much is returned to the system
 SLICE_S = 0.002  # of work on one sequence, before another one is chosen; one mask or compilation is not divided
 # Shorter work cannot allocate more than some kilobytes. They are counted with the next piece of work that is measured.
 MEASURED_S = 20e-6
-
-
-@dataclass(eq=False, slots=True)
-class CompiledGrammar:
-    """A tenant's grammar, and what was made of it and can be made again."""
-
-    tenant: str
-    text: str
-    root: LLMatcher | None = None  # a matcher before the first token, of which copies are made
-    num_bytes: int = 0  # of `root` and of its copies
-    num_masks: int = 0  # computed since it was compiled
-    mask_s: float = 0.0  # what a mask took lately
-    matchers: dict[int, LLMatcher] = field(default_factory=dict)  # by sequence
-    num_sequences: int = 0  # that may ask for masks
-
-    def drop(self) -> None:
-        """Forget all that can be made again."""
-        self.root = None
-        self.matchers.clear()
-        self.num_bytes = self.num_masks = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +44,7 @@ class SequenceState:
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     num_consumed: int = 0  # by the grammar's matcher of this sequence, if there is one
     is_waiting: bool = False  # for a mask
+    is_slow: bool = False  # another process follows it, because its tenant is slow
 
     @property
     def expected_s(self) -> float:
@@ -73,7 +56,8 @@ class GrammarMatchers:
     """All sequences of a worker that have a grammar.
 
     `accept` takes what a step asks for. `advance` does a piece of the work, for the tenant that has used least lately.
-    `masks_address` is that of the masks, of `mask_bytes` each, by slot.
+    `masks_address` is that of the masks, of `mask_bytes` each, by slot. A tenant with a piece of work of more than
+    `max_piece_s` is slow: its sequences are given up here.
     """
 
     def __init__(
@@ -84,6 +68,7 @@ class GrammarMatchers:
         clock: Callable[[], float] = time.monotonic,
         max_bytes: int = MAX_BYTES,
         max_grammar_bytes: int = MAX_GRAMMAR_BYTES,
+        max_piece_s: float = float("inf"),
     ) -> None:
         self._tokenizer = tokenizer
         self._masks_address = masks_address
@@ -91,9 +76,10 @@ class GrammarMatchers:
         self._clock = clock
         self._max_bytes = max_bytes
         self._max_grammar_bytes = max_grammar_bytes
+        self._max_piece_s = max_piece_s
         self._sequences: dict[int, SequenceState] = {}  # by number
         self._slots: dict[int, SequenceState] = {}
-        self._grammars: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()  # the one used last is the last
+        self._cache = GrammarCache()
         self._groups: dict[int, GroupBudget] = {}
         self._group_sizes: defaultdict[int, int] = defaultdict(int)
         # Of each tenant, a heap of (a mask's time, place in the order of asking, sequence).
@@ -119,11 +105,7 @@ class GrammarMatchers:
     def _begin(self, begin: Begin, text: str) -> None:
         if begin.slot in self._slots:
             self._end(self._slots[begin.slot])
-        key = (begin.tenant, text)
-        grammar = self._grammars.get(key)
-        if grammar is None:
-            grammar = self._grammars[key] = CompiledGrammar(begin.tenant, text)
-        grammar.num_sequences += 1
+        grammar = self._cache.acquire(begin.tenant, text)
         sequence = SequenceState(begin.sequence, begin.slot, begin.group_id, grammar)
         self._sequences[begin.sequence] = self._slots[begin.slot] = sequence
         self._groups.setdefault(begin.group_id, GroupBudget())
@@ -132,9 +114,9 @@ class GrammarMatchers:
     def _end(self, sequence: SequenceState) -> None:
         del self._sequences[sequence.number], self._slots[sequence.slot]
         sequence.is_waiting = False
-        sequence.grammar.num_sequences -= 1
-        self._drop_matcher(sequence)
-        self._forget_if_unused(sequence.grammar)
+        with self._charging(sequence.grammar.tenant):
+            self._drop_matcher(sequence)
+            self._cache.release(sequence.grammar)
         self._group_sizes[sequence.group_id] -= 1
         if not self._group_sizes[sequence.group_id]:
             del self._group_sizes[sequence.group_id], self._groups[sequence.group_id]
@@ -170,11 +152,12 @@ class GrammarMatchers:
 
     def advance(self, sequence: SequenceState) -> Mask | None:
         """Do a piece of the work for a sequence. Returns its mask or its error; None if there is more to do."""
+        if sequence.is_slow:
+            return self._finish(sequence)
         group, grammar = self._groups[sequence.group_id], sequence.grammar
         if refusal := group.refusal:
             return self._finish(sequence, refusal)
         started_s = time.process_time()
-        self._grammars.move_to_end((grammar.tenant, grammar.text))
         is_done, error = self._work(sequence, grammar, started_s)
         used_s = time.process_time() - started_s
         group.used_s += used_s
@@ -190,33 +173,42 @@ class GrammarMatchers:
                     )
                 self._drop(grammar)
             self._make_room(grammar)
-        if error:
-            return self._finish(sequence, error)
-        if not is_done:
+        if used_s > self._max_piece_s:
+            self._give_up(grammar.tenant)
+        if not (is_done or error):
             self._enqueue(sequence)
             return None
-        return self._finish(sequence)
+        return self._finish(sequence, error)
+
+    def _give_up(self, tenant: str) -> None:
+        """Follow no sequence of a slow tenant any longer, and free its memory. Those that wait are answered in turn."""
+        for sequence in self._sequences.values():
+            if sequence.grammar.tenant == tenant:
+                sequence.is_slow = True
+        for grammar in self._cache.of_tenant(tenant):
+            self._drop(grammar)
 
     def _finish(self, sequence: SequenceState, error: str = "") -> Mask:
         sequence.is_waiting = False
         if error:
             self._drop_matcher(sequence)
-        return Mask(sequence.number, error)
+        return Mask(sequence.number, error, sequence.is_slow)
 
     def _work(self, sequence: SequenceState, grammar: CompiledGrammar, started_s: float) -> tuple[bool, str]:
         """Compile, consume tokens and compute the mask, as far as the slice of time allows.
 
         Returns whether the mask is there, and an error.
         """
-        if grammar.root is None:
-            grammar.root = matcher_for(grammar.text, self._tokenizer)
-            if grammar.root.is_error():
-                return False, self._failure(grammar, grammar.root)
-            if time.process_time() - started_s > SLICE_S:
-                return False, ""
+        root = grammar.root or matcher_for(grammar.text, self._tokenizer)
+        is_new = grammar.root is None
+        self._cache.use(grammar, root)
+        if is_new and root.is_error():
+            return False, self._failure(grammar, root)
+        if is_new and time.process_time() - started_s > SLICE_S:
+            return False, ""
         matcher = grammar.matchers.get(sequence.number)
         if matcher is None:
-            matcher = grammar.matchers[sequence.number] = grammar.root.deep_copy()
+            matcher = grammar.matchers[sequence.number] = root.deep_copy()
             sequence.num_consumed = 0
         token_ids = sequence.token_ids
         while sequence.num_consumed < len(token_ids):
@@ -244,38 +236,49 @@ class GrammarMatchers:
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _charging(self, tenant: str) -> Iterator[None]:
+        """Count the processor time of the block for the tenant. A request's own budget does not pay for it."""
+        started_s = time.process_time()
+        yield
+        self._usage.charge(tenant, time.process_time() - started_s, self._clock())
+
     def _measure(self, grammar: CompiledGrammar) -> None:
         """Attribute to a grammar what was allocated since the last time."""
         now_bytes = allocated_bytes()
-        grammar.num_bytes += now_bytes - self._measured_bytes
+        self._cache.add_bytes(grammar, now_bytes - self._measured_bytes)
         self._measured_bytes = now_bytes
 
     def _drop_matcher(self, sequence: SequenceState) -> None:
         if sequence.grammar.matchers.pop(sequence.number, None) is not None:
             self._measure(sequence.grammar)
 
-    def _drop(self, grammar: CompiledGrammar) -> None:
-        before = self._measured_bytes
-        grammar.drop()
-        self._measured_bytes = allocated_bytes()
-        self._forget_if_unused(grammar)
-        if before - self._measured_bytes > TRIM_BYTES:
-            return_freed_memory()
+    def _drop(self, *grammars: CompiledGrammar) -> None:
+        with self._freeing(grammars[0].tenant):
+            for grammar in grammars:
+                self._cache.drop(grammar)
 
-    def _forget_if_unused(self, grammar: CompiledGrammar) -> None:
-        if grammar.root is None and not grammar.num_sequences:
-            del self._grammars[grammar.tenant, grammar.text]
+    @contextmanager
+    def _freeing(self, tenant: str) -> Iterator[None]:
+        """Measure what the block frees, at the cost of the tenant. That may take half a millisecond."""
+        before_bytes = self._measured_bytes
+        with self._charging(tenant):
+            yield
+            self._measured_bytes = allocated_bytes()
+            if before_bytes - self._measured_bytes > TRIM_BYTES:
+                return_freed_memory()
 
     def _make_room(self, kept: CompiledGrammar) -> None:
         """Drop grammars until the rest is within bounds: of the tenant that holds most, the one not used for longest.
 
-        `kept` stays, which is within its own bound.
+        `kept` stays, which is within its own bound. The tenant that holds most at first is charged for all of it.
         """
-        while self.num_bytes > self._max_bytes:
-            held: defaultdict[str, int] = defaultdict(int)
-            for grammar in self._grammars.values():
-                held[grammar.tenant] += grammar.num_bytes
-            droppable = [each for each in self._grammars.values() if each.root is not None and each is not kept]
-            if not droppable:
+        while (excess_bytes := self.num_bytes - self._max_bytes) > 0:
+            grammar = self._cache.least_recent(kept)
+            if grammar is None:
                 return
-            self._drop(max(droppable, key=lambda each: held[each.tenant]))  # the first of equals: the oldest
+            with self._freeing(grammar.tenant):
+                while grammar is not None and excess_bytes > 0:
+                    excess_bytes -= grammar.num_bytes
+                    self._cache.drop(grammar)
+                    grammar = self._cache.least_recent(kept)

@@ -40,10 +40,14 @@ class AskMasks(Struct, frozen=True, array_like=True):
 
 
 class Mask(Struct, frozen=True, array_like=True, gc=False):
-    """The sequence's mask is in its row of the shared memory; or, with an error, the sequence must end."""
+    """The sequence's mask is in its row of the shared memory; or, with an error, the sequence must end.
+
+    `is_slow`: this process follows no sequence of its tenant any longer, because a piece of work for it took too long.
+    """
 
     sequence: int
     error: str = ""
+    is_slow: bool = False
 
 
 class Ready(Struct, frozen=True, tag="ready"):

@@ -23,10 +23,13 @@ from llguidance import LLTokenizer
 from servekit.protocol.child_process import die_with_parent, ignore_signals, limit_address_space
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
 from servekit.protocol.grammar_matcher import grammar_tokenizer
+from workers.grammar.budgets import MAX_PIECE_S
 from workers.grammar.matchers import MAX_BYTES, GrammarMatchers
 from workers.grammar.messages import HEADER_BYTES, AskMasks, FromMaskProcess, Mask, Masks, Ready, mask_bytes
 
-NICENESS = 5  # where processors are scarce, the model goes first
+# Where processors are scarce, the model goes first, and slow grammars last.
+NICENESS = 5
+NICENESS_OF_SLOW = 15
 HELD_BACK_S = 0.0005  # answers are sent together, but none waits much longer than this
 
 
@@ -40,10 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, required=True, help="the model's tokenizer.json")
     parser.add_argument("--vocab-size", type=int, required=True, help="number of the model's logits")
     parser.add_argument("--eos-token-ids", type=int, nargs="*", default=[])
+    parser.add_argument("--for-slow-tenants", action="store_true", help="a piece of work may take long")
     arguments = parser.parse_args(argv)
     die_with_parent(arguments.parent_pid)
     ignore_signals()
-    os.nice(NICENESS)
+    os.nice(NICENESS_OF_SLOW if arguments.for_slow_tenants else NICENESS)
     asks = MessageReceiver[AskMasks](adopt_reader(arguments.ask_fd), AskMasks)
     answers = MessageSender[FromMaskProcess](adopt_writer(arguments.answer_fd))
     try:
@@ -51,18 +55,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, KeyError, OSError) as error:
         answers.send(Ready(refusal=str(error)))
         return 2
-    limit_address_space(2 * MAX_BYTES)
+    limit_address_space(4 * MAX_BYTES)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stderr.fileno())  # where the library would write parts of grammars
     answers.send(Ready())
     with contextlib.suppress(EOFError, BrokenPipeError):
-        serve(tokenizer, arguments.vocab_size, mmap.mmap(arguments.masks_fd, 0), asks, answers)
+        max_piece_s = float("inf") if arguments.for_slow_tenants else MAX_PIECE_S
+        serve(tokenizer, arguments.vocab_size, max_piece_s, mmap.mmap(arguments.masks_fd, 0), asks, answers)
     return 0
 
 
 def serve(
     tokenizer: LLTokenizer,
     vocab_size: int,
+    max_piece_s: float,
     shared: mmap.mmap,
     asks: MessageReceiver[AskMasks],
     answers: MessageSender[FromMaskProcess],
@@ -70,7 +76,7 @@ def serve(
     """Do the work of all sequences piece by piece. Raises EOFError and BrokenPipeError when the worker is gone."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(shared))
     current = ctypes.c_int64.from_buffer(shared)
-    matchers = GrammarMatchers(tokenizer, address + HEADER_BYTES, mask_bytes(vocab_size))
+    matchers = GrammarMatchers(tokenizer, address + HEADER_BYTES, mask_bytes(vocab_size), max_piece_s=max_piece_s)
     done: list[Mask] = []
     done_s = 0.0  # when the first of them was
     poll = select.poll()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
 
@@ -25,8 +25,9 @@ from torch import Tensor
 from servekit.protocol.messages import SlotAssignment
 from workers.batch import SamplingRow, SlotTable
 from workers.device.transfer import DeviceEvent, to_device, to_host
-from workers.grammar.client import Lost, MaskProcess
-from workers.grammar.messages import Ask, AskMasks, Begin
+from workers.grammar.budgets import Lateness, SlowTenants
+from workers.grammar.client import Lost, MaskProcess, wait_for_any
+from workers.grammar.messages import Ask, AskMasks, Begin, Mask
 
 INFINITY = float("inf")
 # A step waits for masks for MIN_WAIT_S, or for WAIT_SHARE of the time until its forward pass ended, if that is longer.
@@ -43,6 +44,7 @@ class _GrammarState:
 
     assignment: SlotAssignment
     number: int  # the sequence's number in messages to the mask process
+    process: MaskProcess
     incarnation: int = 0  # of the mask process that has the sequence; 0: none
     num_sent: int = 0  # tokens of the answer that were sent to this process
     is_asked: bool = False  # a mask is being computed
@@ -51,6 +53,11 @@ class _GrammarState:
     # behind it have no valid token.
     deferred_at: int | None = None
     error: str = ""  # why there is no further mask
+
+    def move_to(self, process: MaskProcess) -> None:
+        """Let another process follow the sequence, from its first token on."""
+        if self.process is not process:
+            self.process, self.incarnation = process, 0
 
     def lacks_token(self, row: SamplingRow) -> bool:
         """Whether a position before the row's was deferred, so that a token before the row is missing."""
@@ -66,11 +73,12 @@ class GrammarBatch:
     token_ids: Tensor | None  # [sum of these] int32, once `arrival` is complete; None if there are none
     arrival: DeviceEvent
     asked_s: float = 0.0
+    awaited: list[_GrammarState] = field(default_factory=list)  # those whose masks the step waits for
 
     @property
     def is_waiting(self) -> bool:
-        """Whether masks are missing that are being computed."""
-        return any(state.is_asked for state in self.states.values())
+        """Whether masks are missing that the step waits for."""
+        return any(state.is_asked for state in self.awaited)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,11 @@ class GrammarMasks:
     """The masks of the sequences in their slots."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...], num_slots: int) -> None:
-        self._process = MaskProcess(tokenizer_file, vocab_size, eos_token_ids, num_slots)
+        model = (tokenizer_file, vocab_size, eos_token_ids, num_slots)
+        self._process = MaskProcess(*model)
+        self._slow_process = MaskProcess(*model, for_slow_tenants=True)  # started when there is such a tenant
+        self._slow_tenants = SlowTenants()
+        self._lateness = Lateness()
         self._states: dict[int, _GrammarState] = {}  # by slot
         self._by_number: dict[int, _GrammarState] = {}  # the same
         self._numbers = count(1)
@@ -101,8 +113,12 @@ class GrammarMasks:
         self._process.ensure_started()
 
     def stop(self) -> None:
-        """End the process."""
-        self._process.stop()
+        """End the processes."""
+        for process in self._running():
+            process.stop()
+
+    def _running(self) -> list[MaskProcess]:
+        return [process for process in (self._process, self._slow_process) if process.is_running]
 
     def begin(self, rows: list[SamplingRow], table: SlotTable) -> GrammarBatch:
         """Ask for the masks of the rows that have a grammar, or begin to copy the tokens that this takes.
@@ -122,12 +138,16 @@ class GrammarMasks:
         # is executed again in parts.
         unsent: list[tuple[_GrammarState, int]] = []
         cells = []
-        is_running = bool(states) and self._process.ensure_started()
+        now_s = time.monotonic()
         for i, state in states.items():
             row = rows[i]
-            if not is_running or state.is_asked or state.is_ready or state.error or state.lacks_token(row):
+            if state.is_asked or state.is_ready or state.error or state.lacks_token(row):
                 continue
-            if state.incarnation != self._process.incarnation:
+            if self._slow_tenants.is_slow(state.assignment.tenant, now_s):
+                state.move_to(self._slow_process)
+            if not state.process.ensure_started():
+                continue
+            if state.incarnation != state.process.incarnation:
                 state.num_sent = 0
             num_unsent = max(0, row.num_outputs - state.num_sent)
             end = row.slot * table.row_length + row.position
@@ -146,26 +166,25 @@ class GrammarMasks:
         """Ask for the masks, once their tokens have arrived."""
         batch.arrival.wait()
         token_ids = iter([] if batch.token_ids is None else batch.token_ids.tolist())
-        begins, asks = [], []
-        grammars: dict[str, int] = {}
-        for state, num_unsent in batch.unsent:
-            if state.incarnation != self._process.incarnation:
-                assignment = state.assignment
-                grammar = assignment.sampling.grammar
-                assert grammar is not None
-                index = grammars.setdefault(grammar, len(grammars))
-                begins.append(Begin(state.number, assignment.slot, assignment.tenant, assignment.group_id, index))
-                state.incarnation = self._process.incarnation
-            asks.append(Ask(state.number, tuple(islice(token_ids, num_unsent))))
-            state.num_sent += num_unsent
-            state.is_asked = True
+        unsent = [(state, tuple(islice(token_ids, num_unsent))) for state, num_unsent in batch.unsent]
         batch.asked_s = time.monotonic()
-        if asks:
-            self._process.ask(AskMasks(tuple(asks), tuple(begins), tuple(grammars)))
+        for process in (self._process, self._slow_process):
+            if of_process := [each for each in unsent if each[0].process is process]:
+                process.ask(_message(of_process))
 
     def _wait(self, batch: GrammarBatch, computed: DeviceEvent) -> None:
         """Wait a bounded time for the masks of a step. `computed` is complete after its forward pass."""
         self._receive(0.0)
+        asked = [state for state in batch.states.values() if state.is_asked]
+        tenants = {state.assignment.tenant for state in asked}
+        tenants = {tenant for tenant in tenants if self._lateness.is_awaited(tenant)}
+        batch.awaited = [state for state in asked if state.assignment.tenant in tenants]
+        self._wait_for(batch, computed)
+        late = {state.assignment.tenant for state in batch.awaited if state.is_asked}
+        for tenant in tenants:
+            self._lateness.record(tenant, tenant in late)
+
+    def _wait_for(self, batch: GrammarBatch, computed: DeviceEvent) -> None:
         self._wait_until(batch, time.monotonic() + MIN_WAIT_S)
         if batch.is_waiting:
             computed.wait()
@@ -177,26 +196,35 @@ class GrammarMasks:
             self._receive(deadline_s - now_s)
 
     def _receive(self, timeout_s: float) -> None:
-        """Take the answers of the process, after a wait for the first one. Also handles the loss of the process."""
-        if not self._process.is_running:
-            return
-        received = self._process.receive(timeout_s)
-        if isinstance(received, Lost):
-            self._lose(received)
-            return
-        for mask in received:
-            state = self._by_number.get(mask.sequence)
-            if state is not None:
-                state.is_asked, state.is_ready, state.error = False, not mask.error, mask.error
+        """Take the answers of the processes, after a wait for the first one. Also handles the loss of a process."""
+        running = self._running()
+        if timeout_s > 0.0:
+            wait_for_any(running, timeout_s)
+        for process in running:
+            received = process.receive(0.0)
+            if isinstance(received, Lost):
+                self._lose(process, received)
+                continue
+            for mask in received:
+                if (state := self._by_number.get(mask.sequence)) is not None:
+                    self._take(mask, state)
 
-    def _lose(self, lost: Lost) -> None:
+    def _take(self, mask: Mask, state: _GrammarState) -> None:
+        state.is_asked, state.error = False, mask.error
+        state.is_ready = not (mask.error or mask.is_slow)
+        if mask.is_slow:
+            self._slow_tenants.add(state.assignment.tenant, time.monotonic())
+            state.move_to(self._slow_process)
+
+    def _lose(self, process: MaskProcess, lost: Lost) -> None:
         """Expect no more masks from the process. Fail the request whose work it was doing, if that caused the loss.
 
         A crash is caused by the request. A kill may be due to the request's memory or to an operator. So the first one
         makes the request a suspect, and the second one ends it.
         """
         for state in self._states.values():
-            state.is_asked = False
+            if state.process is process:
+                state.is_asked = False
         suspect = None if lost.sequence is None else self._by_number.get(lost.sequence)
         if suspect is None:
             return
@@ -230,11 +258,11 @@ class GrammarMasks:
         bits = np.full((len(rows), self._process.masks.shape[1]), -1, dtype=np.int32)
         ready, failures, deferred = [], [], []
         for i, state in grammars.states.items():
-            error = state.error or ("" if state.is_ready else self._process.refusal)
+            error = state.error or ("" if state.is_ready else state.process.refusal)
             if error:
                 failures.append((i, error))
             elif state.is_ready and not state.lacks_token(rows[i]):
-                bits[i] = self._process.masks[rows[i].slot]
+                bits[i] = state.process.masks[rows[i].slot]
                 state.is_ready, state.deferred_at = False, None
                 ready.append(i)
             else:
@@ -265,10 +293,28 @@ class GrammarMasks:
         if state is None or state.assignment is not assignment:
             if state is not None:
                 del self._by_number[state.number]
-                self._process.forget(state.number)
-            state = _GrammarState(assignment, next(self._numbers))
+                state.process.forget(state.number)
+            state = _GrammarState(assignment, next(self._numbers), self._process)
             self._states[assignment.slot] = self._by_number[state.number] = state
         return state
+
+
+def _message(unsent: list[tuple[_GrammarState, tuple[int, ...]]]) -> AskMasks:
+    """Return the message that asks one process for masks, given the token ids that each sequence lacks there."""
+    begins, asks = [], []
+    grammars: dict[str, int] = {}
+    for state, token_ids in unsent:
+        if state.incarnation != state.process.incarnation:
+            assignment = state.assignment
+            grammar = assignment.sampling.grammar
+            assert grammar is not None
+            index = grammars.setdefault(grammar, len(grammars))
+            begins.append(Begin(state.number, assignment.slot, assignment.tenant, assignment.group_id, index))
+            state.incarnation = state.process.incarnation
+        asks.append(Ask(state.number, token_ids))
+        state.num_sent += len(token_ids)
+        state.is_asked = True
+    return AskMasks(tuple(asks), tuple(begins), tuple(grammars))
 
 
 def _unpacked(bits: NDArray[np.int32], num_tokens: int, device: torch.device) -> Tensor:

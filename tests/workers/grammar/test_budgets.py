@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from workers.grammar.budgets import BURST_S, HALF_LIFE_S, TOKEN_S, GroupBudget, TenantUsage
+from workers.grammar.budgets import (
+    BURST_S,
+    HALF_LIFE_S,
+    SLOW_FOR_S,
+    TOKEN_S,
+    GroupBudget,
+    Lateness,
+    SlowTenants,
+    TenantUsage,
+)
 
 
 def test_a_request_may_use_a_burst_and_a_little_for_each_token() -> None:
@@ -30,3 +39,26 @@ def test_usage_is_halved_each_half_life_and_then_forgotten() -> None:
     for second in range(2, 100):
         usage.charge("c", 0.0, second * HALF_LIFE_S)
     assert len(usage._used_s) <= 1, "tenants that stopped are forgotten"
+
+
+def test_a_slow_tenant_is_slow_for_a_time_and_then_forgotten() -> None:
+    slow = SlowTenants()
+    slow.add("a", 5.0)
+    assert slow.is_slow("a", 5.0) and slow.is_slow("a", 4.9 + SLOW_FOR_S) and not slow.is_slow("b", 5.0)
+    assert not slow.is_slow("a", 5.0 + SLOW_FOR_S)
+    slow.add("b", 5.0 + SLOW_FOR_S)
+    assert set(slow._slow_until_s) == {"b"}
+
+
+def test_steps_wait_less_and_less_often_for_a_tenant_whose_masks_are_always_late() -> None:
+    lateness = Lateness()
+    waits = []
+    for step in range(1000):
+        if lateness.is_awaited("late"):
+            waits.append(step)
+            lateness.record("late", is_late=True)
+        assert lateness.is_awaited("other")
+        lateness.record("other", is_late=False)
+    assert waits[:4] == [0, 2, 5, 10] and len(waits) < 40
+    lateness.record("late", is_late=False)
+    assert all(lateness.is_awaited("late") for _ in range(3)) and not lateness._skipping

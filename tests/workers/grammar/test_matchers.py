@@ -17,6 +17,7 @@ from servekit.request import GrammarKind
 from servekit.sandbox.compile_grammar import compile_grammar
 from servekit.sandbox.jobs import CompileGrammar, Done
 from workers.grammar import matchers as matchers_module
+from workers.grammar.cache import CompiledGrammar
 from workers.grammar.matchers import GrammarMatchers
 from workers.grammar.messages import Ask, AskMasks, Begin, mask_bytes
 
@@ -58,6 +59,7 @@ class Process:
         self.slots: dict[int, int] = {}
         self.order: list[int] = []  # sequences, as their masks came
         self.errors: dict[int, str] = {}
+        self.slow: set[int] = set()
 
     def begin(self, number: int, slot: int, grammar: str, tenant: str = "", group_id: int | None = None) -> None:
         self.slots[number] = slot
@@ -73,6 +75,8 @@ class Process:
                 self.order.append(mask.sequence)
                 if mask.error:
                     self.errors[mask.sequence] = mask.error
+                if mask.is_slow:
+                    self.slow.add(mask.sequence)
 
     def mask(self, number: int, *token_ids: int) -> int:
         """Ask, work, and return the mask as a number; 0 for an error."""
@@ -82,6 +86,12 @@ class Process:
             return 0
         begin = self.slots[number] * self.row_bytes
         return int.from_bytes(self.shared.raw[begin : begin + self.row_bytes], "little")
+
+
+def grammars(process: Process) -> dict[tuple[str, str], CompiledGrammar]:
+    """Return the grammars by tenant and text."""
+    cache = process.matchers._cache
+    return {(tenant, each.text): each for tenant in cache._tenants for each in cache.of_tenant(tenant)}
 
 
 def tokens_of(mask: int) -> list[int]:
@@ -155,13 +165,13 @@ def test_memory_is_taken_from_the_tenant_that_holds_most(tokenizer: LLTokenizer)
     modest = compiled(tokenizer, GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}}')
     process.begin(1, 0, modest, tenant="modest")
     process.mask(1)
-    kept = process.matchers._grammars["modest", modest].root
+    kept = grammars(process)["modest", modest].root
     for number in range(2, 12):
         process.begin(number, 1 + number % 4, hostile(tokenizer, number), tenant="greedy")
         process.mask(number, 70)
-    dropped = [each for each in process.matchers._grammars.values() if each.root is None]
-    assert process.matchers._grammars["modest", modest].root is kept
-    assert dropped or len(process.matchers._grammars) < 11, "nothing was dropped, so nothing was tested"
+    dropped = [each for each in grammars(process).values() if each.root is None]
+    assert grammars(process)["modest", modest].root is kept
+    assert dropped or len(grammars(process)) < 11, "nothing was dropped, so nothing was tested"
 
 
 def test_an_exhausted_lexer_breaks_no_later_answer_of_its_own_tenant_or_of_another(
@@ -176,13 +186,13 @@ def test_an_exhausted_lexer_breaks_no_later_answer_of_its_own_tenant_or_of_anoth
     for number in range(12):
         process.begin(number, 0, grammar, tenant="a")
         walk(process, number, chooser(number), 30)
-        num_rebuilt += process.matchers._grammars["a", grammar].root is not root
-        root = process.matchers._grammars["a", grammar].root
+        num_rebuilt += grammars(process)["a", grammar].root is not root
+        root = grammars(process)["a", grammar].root
     assert num_rebuilt > 0, "the lexer was never exhausted, so nothing was tested"
     process.begin(100, 1, grammar, tenant="b")
     walk(process, 100, chooser(5), 30)
     assert not process.errors
-    assert process.matchers._grammars["b", grammar].root is not process.matchers._grammars["a", grammar].root
+    assert grammars(process)["b", grammar].root is not grammars(process)["a", grammar].root
 
 
 def test_a_grammar_that_alone_needs_more_than_its_bound_fails(tokenizer: LLTokenizer) -> None:
@@ -223,7 +233,7 @@ def test_the_tenant_that_used_least_goes_first_and_then_its_cheapest_grammar(tok
     for number, (tenant, grammar) in enumerate([("a", dear), ("a", cheap), ("a", dear), ("b", dear), ("b", cheap)]):
         process.begin(number, number, grammar, tenant=tenant)
         process.mask(number)
-        process.matchers._grammars[tenant, grammar].mask_s = 1.0 if grammar == dear else 0.1
+        grammars(process)[tenant, grammar].mask_s = 1.0 if grammar == dear else 0.1
     process.order.clear()
     process.matchers._usage._used_s = {"a": 1000.0, "b": 1.0}
     for number in range(5):
@@ -241,4 +251,38 @@ def test_a_slot_that_is_assigned_anew_forgets_what_was_asked_for_before(tokenize
     process.work()
     assert process.order == [2]
     assert set(process.matchers._sequences) == set(process.matchers._groups) == {2}
-    assert [text for _, text in process.matchers._grammars] == [process.matchers._sequences[2].grammar.text]
+    assert [text for _, text in grammars(process)] == [process.matchers._sequences[2].grammar.text]
+
+
+def test_room_is_made_at_the_cost_of_the_tenant_that_holds_most(tokenizer: LLTokenizer) -> None:
+    process = Process(tokenizer, max_bytes=16 * 2**20, max_grammar_bytes=12 * 2**20)
+    process.begin(1, 0, hostile(tokenizer, 1), tenant="greedy")
+    process.mask(1, 70)
+    greedy_s = process.matchers._usage.used_s("greedy")
+    modest = compiled(tokenizer, GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}}')
+    process.matchers._max_bytes = process.matchers.num_bytes
+    process.matchers._usage._decayed_s = float("inf")  # so that nothing is halved meanwhile
+    process.begin(2, 1, modest, tenant="modest")
+    process.mask(2)
+    assert grammars(process)["greedy", hostile(tokenizer, 1)].root is None, "nothing was dropped"
+    assert process.matchers._usage.used_s("greedy") > greedy_s
+    assert process.matchers._groups[2].used_s < process.matchers._usage.used_s("modest") + 1e-9
+
+
+def test_a_piece_of_work_that_takes_too_long_makes_its_tenant_slow_and_no_other(tokenizer: LLTokenizer) -> None:
+    """All pieces are too long for tenant a, by a limit that changes."""
+    process = Process(tokenizer, max_piece_s=float("inf"))
+    first, second = (compiled(tokenizer, GrammarKind.REGEX, f"[a-z]{{{count}}}") for count in (2, 3))
+    for number, (tenant, grammar) in enumerate([("a", first), ("a", second), ("b", first)]):
+        process.begin(number, number, grammar, tenant=tenant)
+        assert process.mask(number)
+    process.matchers._max_piece_s = 0.0
+    process.ask(0)
+    process.work()
+    process.matchers._max_piece_s = float("inf")
+    assert process.slow == {0}
+    assert grammars(process)["a", first].root is None and grammars(process)["a", second].root is None
+    process.ask(1)
+    process.work()
+    assert process.slow == {0, 1} and not process.errors
+    assert process.mask(2) and process.slow == {0, 1}

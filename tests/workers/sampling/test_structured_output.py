@@ -23,6 +23,7 @@ from servekit.sandbox.jobs import CompileGrammar, Done
 from servekit.scheduler.sequence import FinishReason, Sequence
 from tests.support.inprocess import InProcessEngine, load
 from workers.grammar import client
+from workers.grammar.messages import Mask
 from workers.loading.model_manager import LoadedModel
 
 TOKENIZER = load_tokenizer(DEMO_MODEL_PATH)
@@ -196,6 +197,32 @@ def test_a_killed_mask_process_changes_no_answer(demo: LoadedModel) -> None:
         engine.run()
         assert engine.num_failures == 0
         assert engine.runner.grammars._process.incarnation == 1 + num_kills
+        answers.append([sequence.output_token_ids for sequence in sequences])
+    assert answers[0] == answers[1]
+
+
+def test_answers_of_a_tenant_that_becomes_slow_continue_in_the_other_process(demo: LoadedModel) -> None:
+    grammar = compile_one(GrammarKind.JSON_SCHEMA, ENDLESS)
+    answers = []
+    for becomes_slow in (False, True):
+        engine = InProcessEngine(demo, num_blocks=400, max_steps_in_flight=2)
+        grammars = engine.runner.grammars
+        options: dict[str, Any] = {"grammar": grammar, "temperature": 1.2, "max_tokens": 40}
+        sequences = [engine.add(prompt_of(n), tenant="ab"[n % 2], seed=n, **options) for n in range(4)]
+        while any(sequence.num_output_tokens < 8 for sequence in sequences):
+            engine.step()
+        states = {
+            tenant: [each for each in grammars._states.values() if each.assignment.tenant == tenant] for tenant in "ab"
+        }
+        if (
+            becomes_slow
+        ):  # as the process reports after a piece of work that took too long, which depends on the machine
+            grammars._take(Mask(states["a"][0].number, is_slow=True), states["a"][0])
+        engine.run()
+        assert engine.num_failures == 0
+        if becomes_slow:
+            assert {each.process for each in states["a"]} == {grammars._slow_process}
+            assert grammars._slow_process.incarnation == 1
         answers.append([sequence.output_token_ids for sequence in sequences])
     assert answers[0] == answers[1]
 
