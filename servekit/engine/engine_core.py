@@ -106,6 +106,7 @@ class EngineCore:
             num_followers=manager.num_followers,
             num_waiting_tokens=manager.queued.total.num_tokens,
             num_preemptions=manager.num_preemptions,
+            num_share_preemptions=manager.num_share_preemptions,
             num_stale_results=manager.num_stale_results,
             num_deferrals=manager.num_deferrals,
             num_blocks=pool.num_blocks,

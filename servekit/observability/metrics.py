@@ -319,6 +319,7 @@ class SchedulerStats(Struct, frozen=True, kw_only=True):
     num_followers: int  # the part of `num_waiting` that waits for its leader's prompt
     num_waiting_tokens: int
     num_preemptions: int
+    num_share_preemptions: int
     num_stale_results: int
     num_deferrals: int
     num_blocks: int
@@ -374,7 +375,12 @@ class _SchedulerCollector(Collector):
             stats.num_quarantined,
         )
         yield self._counter(
-            "num_preemptions", "Times that a sequence lost its KV blocks to an older one.", stats.num_preemptions
+            "num_preemptions", "Times that a running sequence lost its slot and its KV blocks.", stats.num_preemptions
+        )
+        yield self._counter(
+            "num_share_preemptions",
+            "The part of num_preemptions that gave another tenant its share of slots or KV blocks. Only fair does it.",
+            stats.num_share_preemptions,
         )
         yield self._counter(
             "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prompt_tokens

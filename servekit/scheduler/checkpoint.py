@@ -80,6 +80,7 @@ class SequenceState(Struct, frozen=True, array_like=True):
     num_found_blocks: int
     num_published_blocks: int
     block_hashes: list[bytes]
+    num_share_preemptions: int = 0
 
 
 class StepState(Struct, frozen=True, array_like=True):
@@ -141,6 +142,7 @@ class ManagerState(Struct, frozen=True, array_like=True):
     mean_length: float
     prefill_limiter: list[float]
     num_deferrals: int = 0
+    num_share_preemptions: int = 0
 
 
 # What PrefillLimiter and its StepTimes learn, in the order of ManagerState.prefill_limiter.
@@ -191,6 +193,7 @@ def save_manager(manager: WorkloadManager) -> ManagerState:
         mean_length=manager.output_lengths.mean_length,
         prefill_limiter=_save_limiter(manager.prefill_limiter),
         num_deferrals=manager.num_deferrals,
+        num_share_preemptions=manager.num_share_preemptions,
     )
 
 
@@ -234,6 +237,7 @@ def _save_sequence(sequence: Sequence, block_size: int) -> SequenceState:
         num_found_blocks=kv.num_found,
         num_published_blocks=kv.num_published,
         block_hashes=hashes.copy(),
+        num_share_preemptions=sequence.num_share_preemptions,
     )
 
 
@@ -319,6 +323,7 @@ def restore_manager(
     manager.num_cached_tokens = state.num_cached_tokens
     manager.num_stale_results = state.num_stale_results
     manager.num_deferrals = state.num_deferrals
+    manager.num_share_preemptions = state.num_share_preemptions
     for sequence in sequences.values():
         if sequence.first_scheduled_s is None:
             manager.queued.add(sequence)
@@ -397,6 +402,7 @@ def _restore_sequence(state: SequenceState, block_size: int) -> Sequence:
     sequence.num_cached_tokens = state.num_cached_tokens
     sequence.num_missing = state.num_missing
     sequence.num_preemptions = state.num_preemptions
+    sequence.num_share_preemptions = state.num_share_preemptions
     sequence.incarnation = state.incarnation
     sequence.slot = state.slot
     sequence.num_computed = state.num_computed

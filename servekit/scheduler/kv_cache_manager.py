@@ -53,8 +53,12 @@ class KVCacheManager:
         return self.pool.num_fenced
 
     def is_pinned(self, sequence: Sequence) -> bool:
-        """Whether a sequence was preempted as often as allowed, and so gets all the blocks it can ever need at once."""
-        return sequence.num_preemptions >= self._max_preemptions
+        """Whether it ran short of blocks as often as allowed, and so gets all the blocks it can ever need at once.
+
+        Preemptions for other tenants' shares do not count: otherwise a few of them would give a tenant that holds more
+        than its share sequences with more blocks than they use.
+        """
+        return sequence.num_preemptions - sequence.num_share_preemptions >= self._max_preemptions
 
     # -- admitting ----------------------------------------------------------------------------------------------------
 
@@ -94,12 +98,24 @@ class KVCacheManager:
         num_blocks_after = pool.num_leased + num_found_cached + self._max_blocks(sequence) - len(found)
         if not running or num_blocks_after + self._num_blocks_to_come <= pool.num_blocks:
             return True  # it fits alone, which was checked when it was added; or all fit, at any lengths
-        demands = [self._demand(other, other.kv.num_found) for other in running]
+        return self.fits(sequence, match, running, running)
+
+    def fits(self, sequence: Sequence, match: PrefixMatch, running: list[Sequence], staying: list[Sequence]) -> bool:
+        """Whether all of `staying`, which are some of `running`, and a waiting sequence can go on to their end.
+
+        By the lengths that are predicted for them, and once all fenced blocks are available.
+        """
+        pool, found = self.pool, match.blocks
+        demands = [self._demand(other, other.kv.num_found) for other in staying]
         demands.append(self._demand(sequence, len(found)))
         # A shared block is counted with the sequence that computed it, or here, if that one has ended.
         counted = sum(len(other.kv.table) - other.kv.num_found for other in running)
-        others = max(0, pool.num_leased + num_found_cached - counted)
+        others = max(0, pool.num_leased + sum(map(pool.is_cached, found)) - counted)
         return others + future_peak(demands, self.block_size) <= pool.num_blocks
+
+    def num_blocks_at_end(self, sequence: Sequence, num_found_blocks: int) -> int:
+        """How many blocks a sequence will have, beside the found ones, by the length that is predicted for it."""
+        return -(-sum(self._demand(sequence, num_found_blocks)) // self.block_size)
 
     def _max_blocks(self, sequence: Sequence) -> int:
         return -(-(sequence.max_length - 1) // self.block_size)

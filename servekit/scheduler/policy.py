@@ -1,7 +1,8 @@
 """Order the waiting queue: one class for each scheduling policy.
 
 A policy decides over KV memory: which waiting sequence is admitted next, in which order the running ones are served
-(`rank`; preemption starts at its other end), and how much of a step's prefill may overtake that order (`short_share`).
+(`rank`; preemption starts at its other end), how much of a step's prefill may overtake that order (`short_share`), and
+which running sequence gives its slot and blocks to a waiting one (`find_victim`).
 
 Each policy keeps a promise that the simulation checks after every step:
 
@@ -12,11 +13,13 @@ Each policy keeps a promise that the simulation checks after every step:
   until the tokens that overtook the oldest one are SHORT_SHARE / (1 - SHORT_SHARE) times its own; then the oldest one
   is next.
 - `fair`: the next sequence is of the waiting tenant that has been served least. While two tenants both wait, what is
-  computed for one exceeds what is computed for the other by at most `Fair.max_lag`.
+  computed for one exceeds what is computed for the other by at most `Fair.max_lag`. A tenant that has been served less
+  and holds less than the others does not wait until one of their sequences ends: `Fair.find_victim`.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from heapq import heappop, heappush, heapreplace
 from math import inf
@@ -35,8 +38,8 @@ class WaitingQueue(Protocol):
     short_share: float
     """How much of a step's prefill may go to prompts that are shorter than what the first one has left."""
 
-    charges_tokens: bool
-    """Whether `charge` has an effect."""
+    has_shares: bool
+    """Whether each tenant has a share: `charge` and `find_victim` have an effect."""
 
     def rank(self, sequence: Sequence) -> tuple[float, int]:
         """A sequence's place among the running ones, fixed for life: lower is served first and preempted last."""
@@ -58,6 +61,14 @@ class WaitingQueue(Protocol):
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         """Note that `num_tokens` positions are being computed for a sequence."""
+
+    def find_victim(
+        self, tenant: str, size: int, running: list[Sequence], size_of: Callable[[Sequence], int]
+    ) -> Sequence | None:
+        """The sequence of `running`, which is by rank, that is preempted for a waiting one of `tenant`, if any.
+
+        `size` is what the waiting sequence needs of slots or of blocks, and `size_of` tells what a running one has.
+        """
 
 
 def _is_waiting(sequence: Sequence, incarnation: int) -> bool:
@@ -86,7 +97,7 @@ class _ByArrival:
     """What most policies do: rank by arrival, charge nothing."""
 
     short_share = 0.0
-    charges_tokens = False
+    has_shares = False
 
     def rank(self, sequence: Sequence) -> tuple[float, int]:
         return 0.0, sequence.sequence_id
@@ -96,6 +107,11 @@ class _ByArrival:
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         pass
+
+    def find_victim(
+        self, tenant: str, size: int, running: list[Sequence], size_of: Callable[[Sequence], int]
+    ) -> Sequence | None:
+        return None
 
 
 class FirstComeFirstServed(_ByArrival):
@@ -188,7 +204,7 @@ class Fair(_ByArrival):
     """
 
     short_share = SHORT_SHARE
-    charges_tokens = True
+    has_shares = True
 
     def __init__(self) -> None:
         self.num_served_tokens: dict[str, int] = {}  # by tenant: its virtual counter
@@ -206,6 +222,9 @@ class Fair(_ByArrival):
         one is lower. Hence no two counters of waiting tenants are ever farther apart, and their difference changes by
         at most twice that. What running sequences compute again because the worker deferred their tokens comes on top:
         it is charged like everything else that a step computes.
+
+        A preempted sequence computes some positions again, but it runs again only after its tenant's counter was the
+        lowest, like any other. So the preemptions of `find_victim` do not change the bound.
         """
         return 2 * max_num_seqs * max_total_tokens
 
@@ -247,6 +266,38 @@ class Fair(_ByArrival):
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         self.num_served_tokens[sequence.tenant] += num_tokens
+
+    def find_victim(
+        self, tenant: str, size: int, running: list[Sequence], size_of: Callable[[Sequence], int]
+    ) -> Sequence | None:
+        """The last-ranked sequence of the tenant that holds most, if this tenant has a right to take from it.
+
+        Three conditions hold for every victim:
+
+        - Its tenant has been served more than the waiting one.
+        - Its tenant still holds at least as much after it as the waiting tenant does then. So no two tenants take from
+          each other in turn: max-min fairness, Bertsekas and Gallager, "Data Networks", section 6.5. It follows that no
+          tenant has fewer than max_num_seqs / (tenants with work) slots, rounded down, while others have more.
+        - It is not the first-ranked of its tenant. So each tenant's first-ranked sequence runs to its end, and then the
+          next one is the first: nobody starves, however often the others come.
+        """
+        if len(self.num_served_tokens) == 1:
+            return None
+        held: defaultdict[str, int] = defaultdict(int)
+        firsts: dict[str, Sequence] = {}
+        for sequence in running:
+            held[sequence.tenant] += size_of(sequence)
+            firsts.setdefault(sequence.tenant, sequence)
+        least = held[tenant] + size
+        num_served_tokens = self.num_served_tokens[tenant]
+        victims = (
+            sequence
+            for sequence in reversed(running)
+            if held[sequence.tenant] - size_of(sequence) >= least
+            and sequence is not firsts[sequence.tenant]
+            and self.num_served_tokens[sequence.tenant] > num_served_tokens
+        )
+        return max(victims, key=lambda victim: held[victim.tenant], default=None)
 
 
 POLICIES: dict[str, Callable[[], WaitingQueue]] = {

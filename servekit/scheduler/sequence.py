@@ -85,6 +85,7 @@ class Sequence:
         "num_missing",
         "num_pending",
         "num_preemptions",
+        "num_share_preemptions",
         "priority",
         "prompt_length",
         "prompt_logprobs",
@@ -141,6 +142,7 @@ class Sequence:
         # Tokens to compute, as far as was known when it was queued or admitted.
         self.num_missing = self.prompt_length
         self.num_preemptions = 0
+        self.num_share_preemptions = 0  # of these: for another tenant's share, and not for a shortage of blocks
         # Counts how often its computation was set back: to the start when its slot and blocks were taken away, or to
         # its last known position when the worker deferred its token. Results of an earlier incarnation are ignored.
         self.incarnation = -1

@@ -22,8 +22,9 @@ What always holds, each checked by `check` or by the simulation:
 
 - The first-ranked running sequence is never preempted, and no sequence is accepted that could not run alone, so there
   is always progress.
-- A sequence is preempted at most `max_preemptions` times. After that it is admitted only with all the blocks it can
-  ever need, so no shortage of blocks can stop it again.
+- A sequence is preempted at most `max_preemptions` times for a shortage of blocks. After that it is admitted only with
+  all the blocks it can ever need, so no shortage can stop it again.
+- The first-ranked running sequence of each tenant is never preempted for another tenant's share.
 - A step is in flight or it is not. Its result is applied once, in order, to the incarnations it was planned for.
 - A sequence whose token the worker deferred goes on from its last known position, in a new incarnation.
 
@@ -75,6 +76,7 @@ class WorkloadManager:
         self.quarantine = CrashQuarantine(config.max_steps_in_flight)
         self.step_token_limit = config.max_num_batched_tokens  # reduced for a while after a step ran out of memory
         self.num_preemptions = 0
+        self.num_share_preemptions = 0  # of these: for a tenant that held less than others
         self.num_prompt_tokens = 0  # looked up in the prefix cache
         self.num_cached_tokens = 0  # of these: found
         self.num_stale_results = 0
@@ -222,6 +224,8 @@ class WorkloadManager:
         cleared = self.quarantine.clear()
         if cleared is not None:
             self._release_from_quarantine(cleared)
+        if self.waiting_queue.has_shares and not self.quarantine:
+            self._preempt_for_share()
         step = Step(self.next_step_id, now_s, self.step_token_limit)
         prefills = self._schedule_decodes(step)
         step.budget = min(step.budget, self.prefill_limiter.prefill_limit())
@@ -352,7 +356,7 @@ class WorkloadManager:
                 self.kv_cache.publish(sequence)
         step.budget = budget
         step.num_decodes = len(chunks)
-        if self.waiting_queue.charges_tokens:
+        if self.waiting_queue.has_shares:
             for sequence, _ in sampled:
                 self.waiting_queue.charge(sequence, 1)
         return prefills
@@ -555,8 +559,43 @@ class WorkloadManager:
         self._release(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self.output_lengths.record_preemption()
         self._enqueue(victim)
+
+    def _preempt_for_share(self) -> None:
+        """Preempt others for the first in the queue, as far as the policy lets its tenant take from theirs.
+
+        It is done before anything is scheduled, because what is in a step cannot be taken out of it. The first in the
+        queue is usually admitted in the same step. It waits longer if its blocks are fenced, and if the step has no
+        token left for it. If it would not fit after all, nothing is preempted.
+        """
+        sequence, kv_cache = self.waiting_queue.first(), self.kv_cache
+        has_slot = len(self._running) < self.config.max_num_seqs
+        if sequence is None or (has_slot and sequence is not self._blocked):
+            return
+        victims: list[Sequence] = []
+        if not has_slot:
+            victim = self.waiting_queue.find_victim(sequence.tenant, 1, self._running, lambda _: 1)
+            if victim is None:
+                return
+            victims.append(victim)
+        match = kv_cache.find_prefix_match(sequence, self.next_step_id)
+        num_blocks = kv_cache.num_blocks_at_end(sequence, len(match.blocks))
+        staying = [other for other in self._running if other not in victims]
+        while not kv_cache.fits(sequence, match, self._running, staying):
+            victim = self.waiting_queue.find_victim(
+                sequence.tenant,
+                num_blocks,
+                staying,
+                lambda other: kv_cache.num_blocks_at_end(other, other.kv.num_found),
+            )
+            if victim is None:
+                return
+            victims.append(victim)
+            staying.remove(victim)
+        for victim in victims:
+            self._preempt(victim)
+            victim.num_share_preemptions += 1
+            self.num_share_preemptions += 1
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
@@ -576,6 +615,7 @@ class WorkloadManager:
                 # sequences that could preempt it anyway.
                 return False
             self._preempt(victim)
+            self.output_lengths.record_preemption()
         return True
 
     def _find_victim(self, sequence: Sequence) -> Sequence | None:
@@ -606,7 +646,7 @@ class WorkloadManager:
             assert sequence.status is Status.RUNNING and self._sequences[sequence.sequence_id] is sequence
             assert 0 <= sequence.num_pending <= config.max_steps_in_flight
             assert 0 <= sequence.num_computed < len(sequence.token_ids) + sequence.num_pending <= sequence.max_length
-            assert sequence.num_preemptions <= config.max_preemptions
+            assert sequence.num_preemptions - sequence.num_share_preemptions <= config.max_preemptions
         waiting = [sequence for sequence in self._sequences.values() if sequence.status is Status.WAITING]
         assert len(waiting) + len(running) == len(self._sequences), "a sequence is neither running nor waiting"
         queued = [sequence for sequence in waiting if sequence.first_scheduled_s is None]

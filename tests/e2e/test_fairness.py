@@ -95,6 +95,23 @@ async def test_a_modest_tenant_is_let_in_each_time_while_another_floods_the_queu
     assert flood.statuses[200] > 25 and set(flood.statuses) == {200, 503}
 
 
+def test_a_tenant_gets_a_slot_while_another_holds_all_of_them(server: ServerProcess) -> None:
+    """Its whole answer comes before any of the four answers of 2,000 tokens ends."""
+    greedy = {"prompt": "a", "n": NUM_SLOTS, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    headers = {"authorization": "Bearer flood"}
+
+    def num_alive() -> float:
+        return server.metric("servekit_num_requests_running") + server.metric("servekit_num_requests_waiting")
+
+    with server.client.stream("POST", "/v1/completions", json=greedy, headers=headers) as stream:
+        server.wait_for_metric("servekit_num_requests_running", NUM_SLOTS)
+        before = server.metric("servekit_num_share_preemptions_total")
+        assert ask(server, max_tokens=4, ignore_eos=True).status_code == 200
+        assert server.metric("servekit_num_share_preemptions_total") == before + 1
+        assert num_alive() == NUM_SLOTS and stream.status_code == 200
+    server.wait_until_at_rest()
+
+
 def test_answers_at_the_same_time_are_limited_for_each_key(server: ServerProcess) -> None:
     too_many = ask(server, "limited", n=9)
     assert too_many.status_code == 400 and "max_concurrent_sequences" in too_many.json()["error"]["message"]

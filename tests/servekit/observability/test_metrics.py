@@ -132,6 +132,7 @@ def test_idle_time_includes_the_current_idle_period() -> None:
             num_followers=1,
             num_waiting_tokens=40,
             num_preemptions=0,
+            num_share_preemptions=0,
             num_stale_results=0,
             num_deferrals=5,
             num_blocks=4,

@@ -82,6 +82,8 @@ def make_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
         msgspec.structs.replace(each, deferred_percent=rng.choice([10, 30, 70]) if rng.random() < slow else 0)
         for each in arrivals
     ]
+    if scheduler.scheduling_policy == "fair" and rng.random() < 0.6:  # tenants have shares that hold whole sequences
+        scheduler = msgspec.structs.replace(scheduler, num_blocks=8 * num_blocks)
     return Scenario(scheduler=scheduler, arrivals=tuple(arrivals), faults=tuple(faults), is_reckless=is_reckless)
 
 

@@ -141,6 +141,22 @@ def service_not_charged(patch: Patch) -> None:
     patch(Fair, "charge", lambda self, sequence, num_tokens: None)
 
 
+def share_withheld(patch: Patch) -> None:
+    """A tenant keeps all slots until its answers end."""
+    patch(Fair, "find_victim", lambda self, tenant, size, running, size_of: None)
+
+
+def shares_taken_in_turn(patch: Patch) -> None:
+    """A tenant takes slots from each that was served more, whatever it leaves it."""
+
+    def find_victim(self: Fair, tenant: str, size: int, running: list[Sequence], size_of: Any) -> Sequence | None:
+        served = self.num_served_tokens
+        others = (s for s in reversed(running) if served[s.tenant] > served[tenant] and s is not running[0])
+        return next(others, None)
+
+    patch(Fair, "find_victim", find_victim)
+
+
 def oldest_starves(patch: Patch) -> None:
     patch(Shortest, "is_overdue", lambda self, oldest: False)
 
@@ -374,6 +390,8 @@ BUGS = [
     deadline_ignored,
     queue_jumped,
     service_not_charged,
+    share_withheld,
+    shares_taken_in_turn,
     oldest_starves,
     oldest_overtaken_too_often,
     fence_forgotten,

@@ -1,4 +1,4 @@
-"""Attacks on the waiting queue: a flood of one tenant, and requests for more answers than its quota allows."""
+"""Attacks on queue and slots: a flood, long answers in all slots, and requests for more answers than a quota allows."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ NUM_FLOODING = 200
 NUM_MODEST = 25
 MODEST_INTERVAL_S = 0.5
 NUM_SHORT, SHORT_S, PATIENCE_S = 5, 2.0, 15.0
+NUM_SLOTS = 16
+LONG = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
 MODEST = {"prompt": "Once upon a time", "max_tokens": 32, "ignore_eos": True}
 
 
@@ -34,12 +36,28 @@ async def _many_long_answers(attacker: Attacker) -> None:
     await attacker.post("/generate", {"prompt": "a", "n": MAX_ANSWERS, "max_tokens": 500, "ignore_eos": True})
 
 
+async def _long_answer(attacker: Attacker) -> None:
+    await attacker.post("/generate", LONG)
+
+
+async def _half_of_the_slots(attacker: Attacker) -> None:
+    await attacker.post("/generate", LONG | {"n": NUM_SLOTS // 2})
+
+
 FLOOD = Attack(
     "flood",
     _short_story,
     at_once=NUM_FLOODING,
     control=_few_rows,
     flags=(*FAIR, "--max-num-seqs", "16", "--max-num-queued-reqs", "64"),
+)
+ALL_SLOTS = Attack(
+    "all-slots",
+    _long_answer,
+    at_once=2 * NUM_SLOTS,
+    control=_half_of_the_slots,
+    flags=(*FAIR, "--max-num-seqs", str(NUM_SLOTS)),
+    limits=f"max_concurrent_requests = {2 * NUM_SLOTS}",
 )
 QUOTA = Attack(
     "quota-by-n",
@@ -111,5 +129,5 @@ def short_beside_many_answers(seconds: float, chance: Random) -> list[Claim]:
     ]
 
 
-ATTACKS = [FLOOD, QUOTA]
+ATTACKS = [FLOOD, ALL_SLOTS, QUOTA]
 SCENARIOS = [Scenario("modest-tenant", modest_beside_flood), Scenario("short-beside-many", short_beside_many_answers)]

@@ -43,6 +43,7 @@ FIGURES = (
     GAP,
     CONSTRAINED_GAP,
     Figure("first token", lambda window: window.first_tokens_s),
+    Figure("p99 of first tokens", lambda window: window.first_tokens_s, 0.99),
     Figure("chat", lambda window: window.chats_s, allowed_s=1.0),
     Figure("new grammar", lambda window: window.grammars_s, allowed_s=1.0),
     Figure("/health", lambda window: window.healths_s),
