@@ -238,3 +238,10 @@ def test_the_first_ranked_sequence_of_a_tenant_is_never_a_victim() -> None:
     first, second = make_sequence(0, tenant="b"), make_sequence(1, tenant="b")
     sizes = {0: 4, 1: 9}
     assert queue.find_victim("a", 6, [first, second], lambda sequence: sizes[sequence.sequence_id]) is None
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"fair"}))
+def test_other_policies_have_no_shares(policy: str) -> None:
+    queue = POLICIES[policy]()
+    running = [make_sequence(number, tenant="b") for number in range(8)]
+    assert not queue.has_shares and queue.find_victim("a", 1, running, lambda _: 1) is None
