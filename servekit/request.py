@@ -5,6 +5,7 @@ Each API converts its request body to a GenerationRequest. The code below the AP
 
 from __future__ import annotations
 
+from array import array
 from enum import StrEnum
 
 from msgspec import Struct
@@ -29,7 +30,7 @@ class Grammar(Struct, frozen=True):
 class Prompt(Struct, frozen=True):
     """One prompt, as text or as token ids."""
 
-    content: str | list[int]
+    content: str | array[int]  # token ids are 32-bit integers: the garbage collector does not look into arrays
     param: str  # the name of the field in the client's request, for errors
     add_special_tokens: bool = True  # those that the model expects around a text, such as <bos>
 

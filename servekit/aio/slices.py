@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from codecs import getincrementaldecoder
 
 SLICE_BYTES = 2**16  # less than a millisecond each
@@ -19,10 +20,10 @@ async def text_of(utf8: memoryview) -> str:
     return text
 
 
-async def integers_of(int32: memoryview) -> list[int]:
+async def integers_of(int32: memoryview) -> array[int]:
     """Decode integers of 32 bits, in the byte order of this machine."""
-    integers: list[int] = []
+    integers = array("i")
     for start in range(0, len(int32), SLICE_BYTES):
-        integers.extend(int32[start : start + SLICE_BYTES].cast("i"))
+        integers.frombytes(int32[start : start + SLICE_BYTES])
         await asyncio.sleep(0)
     return integers

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -174,12 +174,12 @@ async def _value_of(value: Long) -> Any:
         case TokenIds():
             return await integers_of(value.int32)
         case TokenIdLists():
-            lengths = [4 * length for length in await integers_of(value.lengths)]
-            return [await integers_of(part) for part in _parts(value.int32, lengths)]
+            num_bytes = (4 * length for length in await integers_of(value.lengths))
+            return [await integers_of(part) for part in _parts(value.int32, num_bytes)]
     raise AssertionError(value)
 
 
-def _parts(data: memoryview, lengths: list[int]) -> Any:
+def _parts(data: memoryview, lengths: Iterable[int]) -> Any:
     start = 0
     for length in lengths:
         yield data[start : start + length]

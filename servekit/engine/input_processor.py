@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from array import array
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,7 +48,7 @@ Value = TypeVar("Value")
 class PreparedPrompt(Struct, frozen=True):
     """One checked prompt, and the sampling parameters of each of its answers."""
 
-    token_ids: list[int]
+    token_ids: array[int]
     sampling: list[SamplingParams]
 
 
@@ -155,6 +156,7 @@ class InputProcessor:
         bad_words = await self._encode_bad_words(request.sampling.bad_words or [], tenant)
         prepared, num_tokens = [], 0
         for prompt, token_ids in zip(request.prompts, prompts, strict=True):
+            await self._check_vocabulary(token_ids, prompt.param)
             prepared.append(self._prepare(request, prompt, token_ids, grammar, bad_words))
             num_tokens += len(token_ids) + TOKENS_PER_ANSWER * request.best_of
             if num_tokens >= TOKENS_PER_SLICE:
@@ -162,6 +164,18 @@ class InputProcessor:
                 num_tokens = 0
         _check_logprobs(num_logprobs(request, prepared))
         return prepared
+
+    async def _check_vocabulary(self, token_ids: array[int], param: str) -> None:
+        """Raise InvalidRequest for a token that the model does not have."""
+        vocab_size = self._model.vocab_size
+        for start in range(0, len(token_ids), TOKENS_PER_SLICE):
+            if start:
+                await asyncio.sleep(0)
+            highest = max(token_ids[start : start + TOKENS_PER_SLICE])
+            if highest >= vocab_size:
+                raise InvalidRequest(
+                    f"{param} contains token {highest}; the model's vocabulary has {vocab_size} tokens", param=param
+                )
 
     def _check_options(self, request: GenerationRequest) -> None:
         vocab_size, sampling = self._model.vocab_size, request.sampling
@@ -183,7 +197,7 @@ class InputProcessor:
                 param="priority",
             )
 
-    async def _encode(self, request: GenerationRequest, tenant: str) -> list[list[int]]:
+    async def _encode(self, request: GenerationRequest, tenant: str) -> list[array[int]]:
         """Return the token ids of every prompt, truncated if the request asks for it."""
         for prompt in request.prompts:
             self._check_length(prompt, request.truncate)
@@ -246,19 +260,13 @@ class InputProcessor:
         self,
         request: GenerationRequest,
         prompt: Prompt,
-        token_ids: list[int],
+        token_ids: array[int],
         grammar: str | None,
         bad_words: tuple[tuple[int, ...], ...],
     ) -> PreparedPrompt:
         param = prompt.param
         if not token_ids:
             raise InvalidRequest(f"{param} is empty; a prompt needs at least one token", param=param)
-        vocab_size = self._model.vocab_size
-        if max(token_ids) >= vocab_size:
-            raise InvalidRequest(
-                f"{param} contains token {max(token_ids)}; the model's vocabulary has {vocab_size} tokens",
-                param=param,
-            )
         room = self._limits.max_total_tokens - len(token_ids)
         sampling = self._resolve(request, room, grammar, bad_words)
         if sampling.min_tokens > sampling.max_tokens:

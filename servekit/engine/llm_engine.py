@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
+from array import array
 from collections.abc import Callable, Iterator
 
 from servekit import __version__
@@ -50,10 +51,10 @@ log = logging.getLogger("servekit")
 TOKENS_PER_SLICE = 2**11
 TOKENS_PER_ANSWER = 2**7  # what takes as long as to add one sequence
 PROBE_CALLER = Caller(request_id="servekit-probe")
+PROBE_PROMPT = PreparedPrompt(array("i", [0]), [SamplingParams(max_tokens=1, temperature=0.0)])
 PROBE_REQUEST = GenerationRequest(
-    prompts=[Prompt([0], "prompt")], sampling=Sampling(temperature=0.0, seed=0), max_tokens=1
+    prompts=[Prompt(PROBE_PROMPT.token_ids, "prompt")], sampling=Sampling(temperature=0.0, seed=0), max_tokens=1
 )
-PROBE_PROMPT = PreparedPrompt([0], [SamplingParams(max_tokens=1, temperature=0.0)])
 
 
 class LLMEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 
 from servekit.engine.caller import Caller
@@ -77,7 +78,7 @@ class RequestState:
         """How many answers are computed, over all prompts."""
         return len(self.outputs)
 
-    def prompt_token_ids(self, index: int) -> list[int]:
+    def prompt_token_ids(self, index: int) -> array[int]:
         """The tokens of the prompt at `index`."""
         sequence = self._leader(index)
         return sequence.token_ids[: sequence.prompt_length]
@@ -130,19 +131,18 @@ class RequestState:
 def add_commands(
     request: GenerationRequest,
     caller: Caller,
-    token_ids: list[int],
+    token_ids: array[int],
     sampling: list[SamplingParams],
     arrival_s: float,
     ids: Iterator[int],
 ) -> Iterator[AddSequence]:
     """Commands that add one sequence for each answer to a prompt. The first one computes the prompt for all."""
-    prompt = tuple(token_ids)  # shared by all of them
     leader_id: int | None = None
     for each in sampling:
         sequence_id = next(ids)
         yield AddSequence(
             sequence_id=sequence_id,
-            prompt_token_ids=prompt,
+            prompt_token_ids=token_ids,
             sampling=each,
             arrival_s=arrival_s,
             tenant=caller.tenant,

@@ -6,6 +6,7 @@ streamed pieces that add up to the whole text.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import islice
@@ -28,6 +29,7 @@ Result = TypeVar("Result")
 
 LONG_TEXT = 2**15  # characters; texts of this length and more are encoded in threads of their own
 MAX_LONG_WAITING = 16  # of one tenant; `check_queue` refuses more
+TOKENS_PER_SLICE = 2**15
 MAX_SPANS = 2**17  # tokens with positions; making more of them holds the interpreter's lock for long
 
 
@@ -75,7 +77,7 @@ class Tokenizer:
 
     async def encode(
         self, tenant: str, texts: list[str], add_special_tokens: bool = True, max_tokens: int | None = None
-    ) -> list[list[int]]:
+    ) -> list[array[int]]:
         """Return the token ids of each text, with the special tokens that the model expects around it.
 
         Raises TooManyTokens for a text with more than `max_tokens`.
@@ -85,21 +87,21 @@ class Tokenizer:
 
     def encode_blocking(
         self, texts: list[str], add_special_tokens: bool = True, max_tokens: int | None = None
-    ) -> list[list[int]]:
+    ) -> list[array[int]]:
         """Like `encode`, but in the calling thread."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         if max_tokens is not None:
             for index, encoding in enumerate(encodings):
                 _check_length(encoding, index, max_tokens)
-        return [self._without_doubled_start(encoding.ids) for encoding in encodings]
+        return [_as_array(self._without_doubled_start(encoding.ids)) for encoding in encodings]
 
     async def encode_tails(
         self, tenant: str, texts: list[str], add_special_tokens: bool, num_tokens: int
-    ) -> list[list[int]]:
+    ) -> list[array[int]]:
         """Return the last `num_tokens` token ids of each text."""
         return [(await self._encode_tail(tenant, text, add_special_tokens, num_tokens))[-num_tokens:] for text in texts]
 
-    async def _encode_tail(self, tenant: str, text: str, add_special_tokens: bool, num_tokens: int) -> list[int]:
+    async def _encode_tail(self, tenant: str, text: str, add_special_tokens: bool, num_tokens: int) -> array[int]:
         """Encode an end of the text that has twice the tokens, because a cut in the text moves the borders of tokens.
 
         The whole text could have a million times as many tokens.
@@ -186,6 +188,16 @@ class Tokenizer:
 def _check_length(encoding: Encoding, index: int, max_tokens: int) -> None:
     if len(encoding) > max_tokens:
         raise TooManyTokens(index, len(encoding))
+
+
+def _as_array(token_ids: list[int]) -> array[int]:
+    """Convert a list, and empty it. Each call that does a part of it holds the interpreter's lock for a millisecond."""
+    converted = array("i")
+    for start in range(0, len(token_ids), TOKENS_PER_SLICE):
+        converted.fromlist(token_ids[start : start + TOKENS_PER_SLICE])
+    while token_ids:
+        del token_ids[-TOKENS_PER_SLICE:]
+    return converted
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -10,6 +10,7 @@ Entries of heaps that are no longer valid are left out; they have no effect on d
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
@@ -30,6 +31,7 @@ from servekit.scheduler.step import Step
 from servekit.scheduler.workload_manager import WorkloadManager
 
 CONTINUES, ENDS = 0, 1  # what the tokens of a replayed sequence mean
+_CONTINUES = array("i", (CONTINUES,))
 _NO_LOGPROBS = TokenLogprobs(0.0)
 
 SampledSequences = Iterable[tuple[Sequence, int]]
@@ -354,6 +356,11 @@ def restore_manager(
     return manager
 
 
+def replay_prompt(length: int) -> array[int]:
+    """A prompt to which the manager reacts as to the recorded one of this length."""
+    return _CONTINUES * length
+
+
 def replay_sampling(max_tokens: int, needs_prompt_logprobs: bool, looks_back: bool) -> SamplingParams:
     """Sampling parameters to which the manager reacts as to the recorded ones. A sequence stops at ENDS."""
     return SamplingParams(
@@ -385,7 +392,7 @@ def replay_result(state: ResultState) -> StepResult:
 def _restore_sequence(state: SequenceState, block_size: int) -> Sequence:
     sequence = Sequence(
         state.sequence_id,
-        (CONTINUES,) * state.prompt_length,
+        replay_prompt(state.prompt_length),
         replay_sampling(state.max_tokens, state.needs_prompt_logprobs, state.looks_back),
         state.arrival_s,
         tenant=state.tenant,
@@ -395,7 +402,7 @@ def _restore_sequence(state: SequenceState, block_size: int) -> Sequence:
         has_length_bound=state.has_length_bound,
         stop_set=frozenset({ENDS}),
     )
-    sequence.token_ids = [CONTINUES] * state.num_tokens
+    sequence.token_ids = replay_prompt(state.num_tokens)
     sequence.prompt_logprobs = [_NO_LOGPROBS] * state.num_prompt_logprobs
     sequence.status = state.status
     sequence.first_scheduled_s = state.first_scheduled_s
@@ -437,7 +444,7 @@ def _find(sequences: dict[int, Sequence], sequence_id: int, incarnation: int, pr
     """A sequence; in place of one that has ended since its step was planned, another one that ignores the result."""
     sequence = sequences.get(sequence_id)
     if sequence is None:
-        sequence = Sequence(sequence_id, (CONTINUES,) * prompt_length, replay_sampling(1, False, False))
+        sequence = Sequence(sequence_id, replay_prompt(prompt_length), replay_sampling(1, False, False))
         sequence.incarnation = incarnation + 1
     return sequence
 

@@ -8,6 +8,7 @@ commands is all that is needed to make another manager do the same again, plan f
 
 from __future__ import annotations
 
+from collections.abc import Sequence as TokenSequence
 from typing import Generic, TypeVar
 
 from msgspec import Struct
@@ -28,7 +29,7 @@ class AddSequence(Operation[Sequence], frozen=True, tag="add", kw_only=True):
     """Accept a sequence; it starts when its turn comes. The manager raises ContextTooLong for one that never fits."""
 
     sequence_id: int  # in order of arrival
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenSequence[int]  # copied; in service an array, which is copied in microseconds
     sampling: SamplingParams
     arrival_s: float = 0.0
     tenant: str = ""  # only sequences of one tenant may share blocks; its tokens are charged to this tenant

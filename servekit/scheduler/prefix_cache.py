@@ -16,21 +16,23 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as TokenSequence
 from hashlib import blake2b
 from itertools import takewhile
+from typing import TypeAlias
 
 from servekit.scheduler.block_pool import BlockPool
 
 HASH_BYTES = 16
 
-HashBlock = Callable[[bytes, TokenSequence[int]], bytes]
+HashBlock: TypeAlias = "Callable[[bytes, array[int]], bytes]"
 """(hash of the block before it, a block's token ids) -> hash of the block."""
 
 
-def chain_hash(previous: bytes, token_ids: TokenSequence[int]) -> bytes:
+def chain_hash(previous: bytes, token_ids: array[int]) -> bytes:
     """The hash of a block with these tokens after the block with hash `previous`.
 
-    Both parts have fixed lengths, so no two different chains have the same bytes.
+    Both parts have fixed lengths, so no two different chains have the same bytes. Hashes are compared only with others
+    of the same process, so the machine's byte order does not matter.
     """
-    return blake2b(previous + array("I", token_ids).tobytes(), digest_size=HASH_BYTES).digest()
+    return blake2b(previous + token_ids.tobytes(), digest_size=HASH_BYTES).digest()
 
 
 def salt_hash(salt: str) -> bytes:
@@ -40,7 +42,7 @@ def salt_hash(salt: str) -> bytes:
 
 def prompt_hashes(token_ids: TokenSequence[int], num_blocks: int, block_size: int, tenant: str) -> list[bytes]:
     """The chain of a prompt's first `num_blocks` blocks, as `chain_hash` computes it block by block."""
-    content = array("I", token_ids[: num_blocks * block_size]).tobytes()
+    content = array("i", token_ids[: num_blocks * block_size]).tobytes()
     num_bytes = len(content) // num_blocks if num_blocks else 0
     hashes, previous = [], salt_hash(tenant)
     for start in range(0, len(content), num_bytes or 1):
@@ -57,7 +59,7 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
-    def find(self, hashes: TokenSequence[bytes]) -> list[int]:
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks that hold the longest known prefix of this chain."""
         blocks = []
         for block_hash in hashes:

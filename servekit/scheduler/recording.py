@@ -19,7 +19,7 @@ instead of the memory that the step before it has freed. `Replayer` applies reco
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Any, NoReturn, Protocol
 
@@ -29,11 +29,11 @@ from msgspec import Struct
 from servekit.errors import ServekitError
 from servekit.protocol.messages import StepPlan
 from servekit.scheduler.checkpoint import (
-    CONTINUES,
     ManagerState,
     ResultState,
     SampledSequences,
     map_hashes,
+    replay_prompt,
     replay_result,
     replay_sampling,
     restore_manager,
@@ -77,7 +77,7 @@ class AddRecord(Struct, frozen=True, array_like=True, tag=0):
     deadline_s: float
     leader_id: int | None
     hashes: bytes  # of the blocks that were hashed during the command; so in all records
-    token_ids: bytes | None = None  # uint32, if asked for
+    token_ids: bytes | None = None  # int32, if asked for
 
 
 class PlanRecord(Struct, frozen=True, array_like=True, tag=1):
@@ -94,7 +94,7 @@ class CommitRecord(Struct, frozen=True, array_like=True, tag=2):
     now_s: float
     result: ResultState
     hashes: bytes
-    token_ids: bytes | None = None  # uint32, if asked for
+    token_ids: bytes | None = None  # int32, if asked for
 
 
 class ExpireRecord(Struct, frozen=True, array_like=True, tag=3):
@@ -236,7 +236,7 @@ class RecordedManager(WorkloadManager):
         self._encoder = encoder
         self._hashes: list[bytes] = []
 
-    def _hash_and_note(self, previous: bytes, token_ids: Sequence[int]) -> bytes:
+    def _hash_and_note(self, previous: bytes, token_ids: array[int]) -> bytes:
         block_hash = chain_hash(previous, token_ids)
         self._hashes.append(block_hash)
         return block_hash
@@ -341,7 +341,7 @@ class RecordEncoder:
                 raise TypeError(f"{command!r} cannot be recorded")
 
     def _token_ids(self, token_ids: Iterable[int]) -> bytes | None:
-        return array("I", token_ids).tobytes() if self._keeps_token_ids else None
+        return array("i", token_ids).tobytes() if self._keeps_token_ids else None
 
 
 # -- replaying ---------------------------------------------------------------------------------------------------------
@@ -449,7 +449,7 @@ class Replayer:
     def _differ(self, field: str, expected: object, got: object) -> NoReturn:
         raise ReplayDifferenceError(self._step_id, field, expected, got) from None
 
-    def _next_hash(self, previous: bytes, token_ids: Sequence[int]) -> bytes:
+    def _next_hash(self, previous: bytes, token_ids: array[int]) -> bytes:
         if not self._hashes:
             self._differ("hashes of blocks", "no more", "one more")
         return self._hashes.pop()
@@ -458,7 +458,7 @@ class Replayer:
 def _add_command(record: AddRecord) -> AddSequence:
     return AddSequence(
         sequence_id=record.sequence_id,
-        prompt_token_ids=(CONTINUES,) * record.prompt_length,
+        prompt_token_ids=replay_prompt(record.prompt_length),
         sampling=replay_sampling(record.max_tokens, record.needs_prompt_logprobs, record.looks_back),
         arrival_s=record.arrival_s,
         tenant=record.tenant,

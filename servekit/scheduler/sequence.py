@@ -10,6 +10,7 @@ resume after preemption are the same arithmetic: they differ only in the counter
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from enum import StrEnum
 
@@ -124,7 +125,9 @@ class Sequence:
         self.deadline_s = deadline_s  # unfinished by then, it ends
         self.leader = leader
         self.has_length_bound = has_length_bound  # whether max_tokens is the client's, or just what the context holds
-        self.token_ids = list(prompt_token_ids)  # prompt, then every committed output token
+        # Prompt, then every committed output token. An array of 32-bit integers takes half of a list's memory, and the
+        # garbage collector does not look into it: a list of a million would hold the event loop for 10 ms.
+        self.token_ids = array("i", prompt_token_ids)
         self.prompt_length = len(self.token_ids)
         assert self.prompt_length > 0, "a sequence starts from at least one token"
         self.max_length = self.prompt_length + sampling.max_tokens
@@ -178,7 +181,7 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.prompt_length :]
+        return self.token_ids[self.prompt_length :].tolist()
 
     @property
     def num_needed(self) -> int:

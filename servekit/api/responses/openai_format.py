@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from codecs import getincrementaldecoder
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -202,7 +203,7 @@ class CompletionResponseBuilder(_Common):
             items(self._next_offset(sequence, token_id) for token_id, _ in tokens),
         )
 
-    def _prompt_text(self, number: int, token_ids: list[int]) -> str:
+    def _prompt_text(self, number: int, token_ids: array[int]) -> str:
         """Return the prompt as it was sent; one of token ids, or one that was truncated, as it was computed."""
         request = self._state.request
         content = request.prompts[number].content

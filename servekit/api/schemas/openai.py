@@ -6,6 +6,7 @@ and is not supported (`tools`, `suffix`) is refused.
 
 from __future__ import annotations
 
+from array import array
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -239,19 +240,20 @@ class CompletionRequest(OpenAIFields, kw_only=True):
 
     def _prompts(self) -> list[Prompt]:
         special = self.add_special_tokens is not False
-        if isinstance(self.prompt, str):
-            return [Prompt(self.prompt, "prompt", special)]
-        if not self.prompt:
+        prompt: Any = self.prompt  # of a large body, token ids are arrays
+        if isinstance(prompt, str | array):
+            return [Prompt(prompt, "prompt", special)]
+        if not prompt:
             raise InvalidRequest("prompt is an empty list; it needs at least one prompt", param="prompt")
-        items: list[Any] = list(self.prompt)
-        kinds = set(map(type, items))
+        kinds = set(map(type, prompt))
         if len(kinds) > 1:
             raise InvalidRequest("prompt mixes texts and token ids; send one kind", param="prompt")
         if kinds == {int}:
-            return [Prompt(items, "prompt")]
-        if len(items) > MAX_PROMPTS:
-            raise InvalidRequest(f"prompt has {len(items)} prompts; the limit is {MAX_PROMPTS}", param="prompt")
-        return [Prompt(item, f"prompt[{index}]", special) for index, item in enumerate(items)]
+            return [Prompt(array("i", prompt), "prompt", special)]
+        if len(prompt) > MAX_PROMPTS:
+            raise InvalidRequest(f"prompt has {len(prompt)} prompts; the limit is {MAX_PROMPTS}", param="prompt")
+        contents = (array("i", item) if isinstance(item, list) else item for item in prompt)
+        return [Prompt(content, f"prompt[{index}]", special) for index, content in enumerate(contents)]
 
 
 class CompletionLogprobs(Struct):

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import signal
+from array import array
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -99,7 +100,13 @@ async def test_large_body_decodes_as_a_small_one_does(decoder: Decoder, kinds: K
     packed = await decoder.decode(text, kinds, MAX_TOKENS, "")
     assert isinstance(packed, PackedBody)
     wanted, conversation = await unpack(packed)
-    assert wanted == decode_kind(text, choose_kind(text, kinds)) and conversation is None
+    expected = decode_kind(text, choose_kind(text, kinds))
+    if isinstance(wanted, DetokenizeRequest):  # this and completions have token ids, as arrays if the body was large
+        wanted.tokens = list(wanted.tokens)
+    elif isinstance(wanted, CompletionRequest):
+        assert wanted.to_generation_request() == expected.to_generation_request()
+        wanted.prompt = expected.prompt
+    assert wanted == expected and conversation is None
 
 
 async def test_large_chat_has_the_conversation_that_a_small_one_has(decoder: Decoder) -> None:
@@ -181,7 +188,7 @@ async def test_token_ids_beyond_the_context_are_refused_before_the_event_loop_se
         encoded({"prompt": list(range(30_000)), "truncate_prompt_tokens": 3}, COMPLETION), COMPLETION, 1000, ""
     )
     assert isinstance(packed, PackedBody)
-    assert (await unpack(packed))[0].prompt == [29_997, 29_998, 29_999]
+    assert (await unpack(packed))[0].prompt == array("i", [29_997, 29_998, 29_999])
 
 
 async def test_loop_runs_between_the_slices_of_a_large_prompt(decoder: Decoder) -> None:

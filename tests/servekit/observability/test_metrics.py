@@ -33,7 +33,7 @@ def make_metrics(**settings: Any) -> Metrics:
 
 def make_sequence(prompt_length: int = 5, num_output: int = 0, arrival_s: float = 10.0) -> Sequence:
     sequence = Sequence(0, [1] * prompt_length, SamplingParams(max_tokens=8), arrival_s)
-    sequence.token_ids += [2] * num_output
+    sequence.token_ids.extend([2] * num_output)
     return sequence
 
 

@@ -124,7 +124,7 @@ def test_the_last_ended_sequences_are_kept_without_their_tokens() -> None:
     history = StepHistory()
     for sequence_id in range(MAX_ENDED + 2):
         sequence = Sequence(sequence_id, [1, 2, 3], SamplingParams(max_tokens=8), arrival_s=1.0)
-        sequence.token_ids += [4, 5]
+        sequence.token_ids.extend([4, 5])
         sequence.num_preemptions = 1
         history.sequence_ended(sequence, FinishReason.STOP, 2.0, 3.0, 9.0)
     assert len(history.ends) == MAX_ENDED

@@ -44,7 +44,7 @@ def test_the_peak_is_far_below_the_sum_of_what_each_may_need() -> None:
 
 def make_sequence(num_outputs: int = 0, max_tokens: int = 1000, has_length_bound: bool = False) -> Sequence:
     sequence = Sequence(0, [1] * 10, SamplingParams(max_tokens=max_tokens), has_length_bound=has_length_bound)
-    sequence.token_ids += [2] * num_outputs
+    sequence.token_ids.extend([2] * num_outputs)
     return sequence
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.prefix_cache import PrefixCache, chain_hash, salt_hash
 from servekit.scheduler.sequence import FinishReason
@@ -76,7 +78,7 @@ def test_prefixes_are_shared_within_a_tenant_and_never_between_tenants() -> None
     assert ask(manager, worker, PROMPT, tenant="org_1", max_tokens=1) == 18
     assert ask(manager, worker, PROMPT, tenant="org_12", max_tokens=1) == 18
     assert ask(manager, worker, PROMPT, tenant="org_1", max_tokens=1) == 2
-    assert salt_hash("org_1") != salt_hash("org_12") != chain_hash(salt_hash("org_1"), [])
+    assert salt_hash("org_1") != salt_hash("org_12") != chain_hash(salt_hash("org_1"), array("i"))
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
@@ -121,7 +123,7 @@ def test_dispatched_blocks_of_an_aborted_prompt_are_found() -> None:
 def test_duplicate_blocks_are_published_once() -> None:
     prefixes = PrefixCache(4)
     first, second = prefixes.pool.lease(2)
-    block_hash = chain_hash(salt_hash(""), [1, 2])
+    block_hash = chain_hash(salt_hash(""), array("i", [1, 2]))
     prefixes.publish(first, block_hash)
     prefixes.publish(second, block_hash)
     prefixes.check()

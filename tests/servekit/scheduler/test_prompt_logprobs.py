@@ -80,7 +80,7 @@ def test_after_a_restart_only_missing_prompt_logprobs_are_computed() -> None:
 @pytest.mark.parametrize(("num_reported", "num_shareable"), [(0, 0), (5, 5), (16, 16), (17, 19)])
 def test_only_positions_with_reported_prompt_logprobs_are_shareable(num_reported: int, num_shareable: int) -> None:
     sequence = Sequence(0, PROMPT, ASKING)
-    sequence.token_ids += [1, 2]
+    sequence.token_ids.extend([1, 2])
     sequence.add_prompt_logprobs(PromptLogprobs(0, 1, tuple(NaiveReference.logprobs(PROMPT, 1)[:num_reported])))
     assert sequence.num_shareable == num_shareable
     plain = Sequence(1, sequence.token_ids, SamplingParams(max_tokens=1))

@@ -113,7 +113,7 @@ def test_chunked_prefill_sends_each_prompt_token_once() -> None:
         plan = manager.plan(0.0)
         sent += [token_id for chunk in plan.chunks for token_id in chunk.token_ids]
         manager.commit(worker.execute(plan), 0.0)
-    assert sent == sequence.token_ids[:30]
+    assert sent == sequence.token_ids[:30].tolist()
     assert worker.num_steps == 5
 
 

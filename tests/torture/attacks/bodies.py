@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import sys
 import time
@@ -91,6 +92,32 @@ SERVED: dict[str, tuple[str, Callable[[], bytes]]] = {
 }
 
 
+# Bodies that are served only with a context of a million tokens, or a long queue.
+LONG_CONTEXT = ("--max-model-len", str(2**21), "--num-kv-blocks", str(2**18))
+LONG_QUEUE = (
+    "--max-client-batch-size",
+    "16384",
+    "--max-num-queued-reqs",
+    "16384",
+    "--max-num-queued-tokens",
+    str(2**23),
+)
+_MILLION = b'{"model":"demo","max_tokens":1,"prompt":[' + b",".join([b"123"] * 1_000_000) + b"]}"
+LONG: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "a prompt of a million token ids": ("/v1/completions", lambda: _MILLION.replace(b"123", b"%d" % next(_NUMBERS), 1)),
+    "the same, found in the prefix cache": ("/v1/completions", lambda: _MILLION),
+    "10,000 prompts of one token": (
+        "/v1/completions",
+        lambda: b'{"model":"demo","max_tokens":1,"prompt":[' + b",".join([b"[1]"] * 10_000) + b"]}",
+    ),
+    "a text of a million tokens": (
+        "/v1/completions",
+        lambda: b'{"model":"demo","max_tokens":1,"prompt":"%d' % next(_NUMBERS) + b" a" * 1_000_000 + b'"}',
+    ),
+}
+_NUMBERS = itertools.count(1)  # so that no prompt begins like one before it
+
+
 async def _large_body(attacker: Attacker) -> None:
     path, made = SHAPES[attacker.chance.choice(list(SHAPES))]
     await attacker.post(path, made())
@@ -114,10 +141,11 @@ def hold_of_each(seconds: float, chance: Random) -> list[Claim]:
     BUILD.mkdir(parents=True, exist_ok=True)
     file = BUILD / "attack-each-body-holds.txt"
     measured = [sys.executable, "-m", "tests.torture.attacks.callback_times", str(file)]
-    with serving_tenants(
-        "each-body", "--model", "sim:instant", "--served-model-name", "demo", prefix=measured
-    ) as server:
-        longest = _longest_holds(server.port, file, times)
+    model = ("--model", "sim:instant", "--served-model-name", "demo")
+    longest: dict[str, Hold] = {}
+    for shapes, flags in ((SHAPES | SERVED, ()), (LONG, LONG_CONTEXT + LONG_QUEUE)):
+        with serving_tenants("each-body", *model, *flags, prefix=measured) as server:
+            longest |= _longest_holds(server.port, file, shapes, times)
     for name, hold in longest.items():
         print(f"    {name}: {1e3 * hold.cpu_s:.1f} ms {hold.what}", flush=True)
     worst = sorted(longest, key=lambda name: -longest[name].cpu_s)[:5]
@@ -131,13 +159,14 @@ def hold_of_each(seconds: float, chance: Random) -> list[Claim]:
     ]
 
 
-def _longest_holds(port: int, file: Path, times: int) -> dict[str, Hold]:
+def _longest_holds(
+    port: int, file: Path, shapes: dict[str, tuple[str, Callable[[], bytes]]], times: int
+) -> dict[str, Hold]:
     """Return the longest callback for one body of each shape.
 
     Each body is sent some times, and the median counts: a busy machine slows a callback down now and then, but what a
     body itself costs is there each time.
     """
-    shapes = SHAPES | SERVED
     longest: dict[str, list[Hold]] = {name: [] for name in shapes}
     with file.open() as lines:
         for path in dict.fromkeys(path for path, _ in shapes.values()):
