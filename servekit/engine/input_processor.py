@@ -23,11 +23,12 @@ from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest, Grammar, Prompt, Sampling
 from servekit.sandbox.client import Sandbox
 from servekit.sandbox.jobs import CompileGrammar, RenderChat
+from servekit.scheduler.prefix_cache import continue_chain
 from servekit.scheduler.scheduler_config import SchedulerConfig
 
 MAX_BAD_WORD_TOKENS = 1024
-TOKENS_PER_SLICE = 2**15  # of prompts; checking them takes about a millisecond
-TOKENS_PER_ANSWER = 2**10  # checking these takes as long as preparing the parameters of one answer
+TOKENS_PER_SLICE = 2**14  # of prompts; checking them and hashing their blocks takes about a millisecond
+TOKENS_PER_ANSWER = 2**8  # these take as long as preparing the parameters of one answer
 MAX_LOGPROBS = 2**22  # values in the answers to one request; in JSON, each takes about 60 bytes
 # Variables that the server sets, from fields of their own or not at all. A request's chat_template_kwargs may not.
 RESERVED_TEMPLATE_VARIABLES = {
@@ -50,6 +51,7 @@ class PreparedPrompt(Struct, frozen=True):
 
     token_ids: array[int]
     sampling: list[SamplingParams]
+    block_hashes: list[bytes] = []  # of its full blocks, for the prefix cache
 
 
 class InputProcessor:
@@ -157,7 +159,8 @@ class InputProcessor:
         prepared, num_tokens = [], 0
         for prompt, token_ids in zip(request.prompts, prompts, strict=True):
             await self._check_vocabulary(token_ids, prompt.param)
-            prepared.append(self._prepare(request, prompt, token_ids, grammar, bad_words))
+            sampling = self._prepare(request, prompt, token_ids, grammar, bad_words)
+            prepared.append(PreparedPrompt(token_ids, sampling, await self._hash_blocks(token_ids, tenant)))
             num_tokens += len(token_ids) + TOKENS_PER_ANSWER * request.best_of
             if num_tokens >= TOKENS_PER_SLICE:
                 await asyncio.sleep(0)  # a thousand prompts take a tenth of a second
@@ -176,6 +179,18 @@ class InputProcessor:
                 raise InvalidRequest(
                     f"{param} contains token {highest}; the model's vocabulary has {vocab_size} tokens", param=param
                 )
+
+    async def _hash_blocks(self, token_ids: array[int], tenant: str) -> list[bytes]:
+        """Hash the full blocks of a prompt, as the workload manager would: but it could not pause."""
+        hashes: list[bytes] = []
+        if self._limits.enable_prefix_caching:
+            block_size = self._limits.block_size
+            num_blocks, step = len(token_ids) // block_size, -(-TOKENS_PER_SLICE // block_size)
+            for start in range(0, num_blocks, step):
+                if start:
+                    await asyncio.sleep(0)
+                continue_chain(hashes, tenant, token_ids, min(start + step, num_blocks), block_size)
+        return hashes
 
     def _check_options(self, request: GenerationRequest) -> None:
         vocab_size, sampling = self._model.vocab_size, request.sampling
@@ -263,7 +278,8 @@ class InputProcessor:
         token_ids: array[int],
         grammar: str | None,
         bad_words: tuple[tuple[int, ...], ...],
-    ) -> PreparedPrompt:
+    ) -> list[SamplingParams]:
+        """Check one prompt, and return the sampling parameters of each answer to it."""
         param = prompt.param
         if not token_ids:
             raise InvalidRequest(f"{param} is empty; a prompt needs at least one token", param=param)
@@ -280,7 +296,7 @@ class InputProcessor:
             msgspec.structs.replace(sampling, seed=sampling.seed + number, prompt_logprobs=None)
             for number in range(1, request.best_of)
         ]
-        return PreparedPrompt(token_ids, [sampling, *others])
+        return [sampling, *others]
 
     def _check_fits(self, prompt_length: int, max_tokens: int, param: str) -> None:
         try:

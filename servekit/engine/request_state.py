@@ -132,11 +132,15 @@ def add_commands(
     request: GenerationRequest,
     caller: Caller,
     token_ids: array[int],
+    block_hashes: list[bytes],
     sampling: list[SamplingParams],
     arrival_s: float,
     ids: Iterator[int],
 ) -> Iterator[AddSequence]:
-    """Commands that add one sequence for each answer to a prompt. The first one computes the prompt for all."""
+    """Commands that add one sequence for each answer to a prompt. The first one computes the prompt for all.
+
+    The others take the hashes of the first one's blocks, too.
+    """
     leader_id: int | None = None
     for each in sampling:
         sequence_id = next(ids)
@@ -151,6 +155,7 @@ def add_commands(
             deadline_s=_deadline(arrival_s, request.deadline_ms),
             leader_id=leader_id,
             has_length_bound=request.max_tokens is not None,
+            block_hashes=block_hashes if leader_id is None else (),
         )
         leader_id = sequence_id if leader_id is None else leader_id
 

@@ -10,6 +10,7 @@ cached there, and leaves it when waiting there costs more than computing the pre
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from math import ceil
 
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 
 from servekit.routing.replica import Load, Replica, Sent, Speed
 from servekit.scheduler.commands import AddSequence
-from servekit.scheduler.prefix_cache import prompt_hashes
+from servekit.scheduler.prefix_cache import continue_chain
 from servekit.scheduler.workload_manager import WorkloadManager
 
 # A second of computing delays this sequence, and then those that come after it.
@@ -79,8 +80,9 @@ class Router:
         prompt, num_tokens = leader.prompt_token_ids, len(leader.prompt_token_ids)
         hashes: list[bytes] = []
         if leader.sampling.prompt_logprobs is None:  # otherwise all positions must be computed
-            # Without the last token, whose logits are needed.
-            hashes = prompt_hashes(prompt, (num_tokens - 1) // self._block_size, self._block_size, leader.tenant)
+            num_blocks = (num_tokens - 1) // self._block_size  # without the last token, whose logits are needed
+            hashes = [*leader.block_hashes[:num_blocks]]
+            continue_chain(hashes, leader.tenant, array("i", prompt), num_blocks, self._block_size)
         speeds = self._speeds(replicas)
         best, best_cost = None, (0.0, 0)
         for replica in replicas:

@@ -38,6 +38,9 @@ class AddSequence(Operation[Sequence], frozen=True, tag="add", kw_only=True):
     deadline_s: float = NEVER  # unfinished by then, the sequence ends
     leader_id: int | None = None  # an earlier sequence with the same prompt, from which this one is forked
     has_length_bound: bool = True  # whether max_tokens is the client's, or just what the context holds
+    # Of the prompt's first full blocks. The manager computes the others when it needs them. The engine gives all those
+    # of a leader: it computes them in slices, but a command cannot be interrupted.
+    block_hashes: TokenSequence[bytes] = ()
 
 
 class Plan(Operation[StepPlan | None], frozen=True, tag="plan"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from servekit.scheduler.output_length import OutputLengthPredictor, future_peak
-from servekit.scheduler.prefix_cache import HashBlock, PrefixCache, chain_hash, salt_hash
+from servekit.scheduler.prefix_cache import HashBlock, PrefixCache, chain_hash, continue_chain
 from servekit.scheduler.sequence import Sequence
 
 
@@ -170,10 +170,8 @@ class KVCacheManager:
         block_size, hashes = self.block_size, sequence.kv.hashes
         if not hashes and sequence.leader is not None:
             hashes.extend(sequence.leader.kv.hashes[: sequence.prompt_length // block_size])
-        for index in range(len(hashes), num_blocks):
-            previous = hashes[-1] if hashes else salt_hash(sequence.tenant)
-            token_ids = sequence.token_ids[index * block_size : (index + 1) * block_size]
-            hashes.append(self._hash_block(previous, token_ids))
+        if len(hashes) < num_blocks:
+            continue_chain(hashes, sequence.tenant, sequence.token_ids, num_blocks, block_size, self._hash_block)
 
     def release(self, sequence: Sequence, fence_step_id: int | None) -> None:
         """Release all blocks of a sequence, at once or when step `fence_step_id` is settled."""

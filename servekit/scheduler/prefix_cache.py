@@ -13,26 +13,24 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as TokenSequence
 from hashlib import blake2b
 from itertools import takewhile
-from typing import TypeAlias
 
 from servekit.scheduler.block_pool import BlockPool
 
 HASH_BYTES = 16
 
-HashBlock: TypeAlias = "Callable[[bytes, array[int]], bytes]"
-"""(hash of the block before it, a block's token ids) -> hash of the block."""
+HashBlock = Callable[[bytes, memoryview], bytes]
+"""(hash of the block before it, the memory of a block's token ids) -> hash of the block."""
 
 
-def chain_hash(previous: bytes, token_ids: array[int]) -> bytes:
+def chain_hash(previous: bytes, token_ids: memoryview) -> bytes:
     """The hash of a block with these tokens after the block with hash `previous`.
 
     Both parts have fixed lengths, so no two different chains have the same bytes. Hashes are compared only with others
     of the same process, so the machine's byte order does not matter.
     """
-    return blake2b(previous + token_ids.tobytes(), digest_size=HASH_BYTES).digest()
+    return blake2b(previous + token_ids, digest_size=HASH_BYTES).digest()
 
 
 def salt_hash(salt: str) -> bytes:
@@ -40,15 +38,20 @@ def salt_hash(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"servekit salt").digest()
 
 
-def prompt_hashes(token_ids: TokenSequence[int], num_blocks: int, block_size: int, tenant: str) -> list[bytes]:
-    """The chain of a prompt's first `num_blocks` blocks, as `chain_hash` computes it block by block."""
-    content = array("i", token_ids[: num_blocks * block_size]).tobytes()
-    num_bytes = len(content) // num_blocks if num_blocks else 0
-    hashes, previous = [], salt_hash(tenant)
-    for start in range(0, len(content), num_bytes or 1):
-        previous = blake2b(previous + content[start : start + num_bytes], digest_size=HASH_BYTES).digest()
-        hashes.append(previous)
-    return hashes
+def continue_chain(
+    hashes: list[bytes],
+    salt: str,
+    token_ids: array[int],
+    num_blocks: int,
+    block_size: int,
+    hash_block: HashBlock = chain_hash,
+) -> None:
+    """Append to the hashes of a sequence's first blocks until there are `num_blocks`: 0.8 µs for each block."""
+    previous = hashes[-1] if hashes else salt_hash(salt)
+    with memoryview(token_ids) as view:
+        for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):
+            previous = hash_block(previous, view[start : start + block_size])
+            hashes.append(previous)
 
 
 class PrefixCache:

@@ -46,8 +46,8 @@ class SequenceBlocks:
 
     __slots__ = ("capacity", "hashes", "num_found", "num_published", "table")
 
-    def __init__(self) -> None:
-        self.hashes: list[bytes] = []  # of the full blocks of known tokens, as far as they were needed
+    def __init__(self, hashes: Iterable[bytes]) -> None:
+        self.hashes = list(hashes)  # of the full blocks of known tokens, as far as they were needed
         self.clear()
 
     def clear(self) -> None:
@@ -115,6 +115,7 @@ class Sequence:
         leader: Sequence | None = None,
         has_length_bound: bool = True,
         stop_set: frozenset[int] = frozenset(),
+        block_hashes: Iterable[bytes] = (),
     ) -> None:
         self.sequence_id = sequence_id  # in order of arrival
         self.sampling = sampling
@@ -149,7 +150,7 @@ class Sequence:
         # Counts how often its computation was set back: to the start when its slot and blocks were taken away, or to
         # its last known position when the worker deferred its token. Results of an earlier incarnation are ignored.
         self.incarnation = -1
-        self.kv = SequenceBlocks()
+        self.kv = SequenceBlocks(block_hashes)
         self.reset_computation()
 
     def reset_computation(self) -> None:

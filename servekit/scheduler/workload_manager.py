@@ -191,6 +191,7 @@ class WorkloadManager:
             leader=leader,
             has_length_bound=command.has_length_bound,
             stop_set=eos_token_ids.union(sampling.stop_token_ids),
+            block_hashes=command.block_hashes,
         )
         self._sequences[sequence.sequence_id] = sequence
         self._deadlines.add(sequence)

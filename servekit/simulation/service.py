@@ -12,6 +12,7 @@ The design is that of FoundationDB's and TigerBeetle's simulators: one thread, o
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import combinations
@@ -25,6 +26,7 @@ from servekit.scheduler.commands import AddSequence, Commit, Expire, Finish, Pla
 from servekit.scheduler.crash_quarantine import CRASHES_TO_FAIL
 from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.policy import Fair, Shortest
+from servekit.scheduler.prefix_cache import continue_chain
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import NEVER, FinishReason, Sequence, Status
 from servekit.scheduler.step import SequenceToken
@@ -228,6 +230,12 @@ class Simulation:
             prompt_logprobs=arrival.prompt_logprobs,
         )
         leader = self.clients.get(arrival.forks) if arrival.forks is not None else None
+        hashes: list[bytes] = []
+        config = self.manager.config
+        # The manager does the same with and without hashes.
+        if config.enable_prefix_caching and leader is None and len(self.clients) % 2:
+            num_blocks = len(arrival.prompt) // config.block_size
+            continue_chain(hashes, arrival.tenant, array("i", arrival.prompt), num_blocks, config.block_size)
         add = AddSequence(
             sequence_id=len(self.clients),
             prompt_token_ids=arrival.prompt,
@@ -239,6 +247,7 @@ class Simulation:
             deadline_s=NEVER if arrival.deadline_s is None else self.now_s + arrival.deadline_s,
             leader_id=leader.sequence.sequence_id if leader is not None else None,
             has_length_bound=arrival.has_length_bound,
+            block_hashes=hashes,
         )
         sequence = self.manager.apply(add)
         client = Client(arrival, sequence, self._reference.output(arrival.prompt, sampling) if self._check else [])

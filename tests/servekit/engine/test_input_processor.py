@@ -1,18 +1,28 @@
-"""Tests of what is refused before a process renders it."""
+"""Tests of what is refused before a process renders it, and of what long prompts leave to the event loop."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
+from array import array
+from collections.abc import Awaitable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from servekit.config import ServeConfig
-from servekit.engine.input_processor import InputProcessor
+from servekit.engine.input_processor import TOKENS_PER_SLICE, InputProcessor
 from servekit.engine.model_files import DEMO_MODEL_PATH, find_chat_template
 from servekit.engine.tokenizer import load_tokenizer
-from servekit.errors import ContextTooLong
+from servekit.errors import ContextTooLong, InvalidRequest
+from servekit.request import GenerationRequest, Prompt, Sampling
 from servekit.sandbox.jobs import RenderChat
+from servekit.scheduler.commands import AddSequence
+from servekit.scheduler.scheduler_config import SchedulerConfig
+from servekit.scheduler.workload_manager import WorkloadManager
+
+Result = TypeVar("Result")
 
 MAX_TOTAL_TOKENS = 100
 
@@ -30,13 +40,63 @@ class RecordingSandbox:
 
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> InputProcessor:
-    model: Any = SimpleNamespace(eos_token_ids=[2], vocab_size=2048)
+    model: Any = SimpleNamespace(
+        eos_token_ids=[2], vocab_size=2048, default_temperature=0.0, default_top_k=0, default_top_p=1.0
+    )
     limits: Any = SimpleNamespace(max_total_tokens=MAX_TOTAL_TOKENS)
     tokenizer, template = load_tokenizer(DEMO_MODEL_PATH), find_chat_template(DEMO_MODEL_PATH)
     config = ServeConfig(trust_request_chat_template=True)
     made = InputProcessor(config, DEMO_MODEL_PATH, tokenizer, template, model, limits)
     monkeypatch.setattr(made, "_sandbox", RecordingSandbox())
     return made
+
+
+async def num_turns_of(awaitable: Awaitable[Result]) -> tuple[Result, int]:
+    """Return the result, and how often the event loop ran something else meanwhile."""
+    num_turns = 0
+
+    async def count() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    try:
+        return await awaitable, num_turns
+    finally:
+        counting.cancel()
+
+
+async def test_long_prompt_is_checked_and_hashed_in_slices(processor: InputProcessor) -> None:
+    limits = SchedulerConfig(
+        num_blocks=2**15, block_size=16, max_model_len=2**18, max_num_seqs=1, max_num_batched_tokens=64
+    )
+    processor._limits = limits
+    token_ids = array("i", range(2048)) * 100
+    wanted = GenerationRequest(prompts=[Prompt(token_ids, "prompt")], sampling=Sampling())
+    (prepared,), num_turns = await num_turns_of(processor.prepare(wanted, "org"))
+    assert num_turns >= 2 * (len(token_ids) // TOKENS_PER_SLICE)
+    command = AddSequence(sequence_id=0, prompt_token_ids=token_ids, sampling=prepared.sampling[0], tenant="org")
+    assert prepared.block_hashes == [
+        *WorkloadManager(limits).add(command).kv.hashes,
+        prepared.block_hashes[-1],  # of the block with the last token, which the manager hashes later
+    ]
+    token_ids[-1] = 2048
+    with pytest.raises(InvalidRequest, match="prompt contains token 2048"):
+        await processor.prepare(wanted, "org")
+
+
+async def test_garbage_collector_does_not_look_at_token_ids(processor: InputProcessor) -> None:
+    processor._limits = limits = SchedulerConfig(
+        num_blocks=64, block_size=16, max_model_len=512, max_num_seqs=1, max_num_batched_tokens=64
+    )
+    wanted = GenerationRequest(prompts=[Prompt("a b c", "prompt")], sampling=Sampling())
+    (of_text,) = await processor.prepare(wanted, "")
+    command = AddSequence(sequence_id=0, prompt_token_ids=of_text.token_ids, sampling=of_text.sampling[0])
+    sequence = WorkloadManager(limits).add(command)
+    assert gc.get_referents(of_text.token_ids) == gc.get_referents(sequence.token_ids) == [array]
+    assert sequence.token_ids == of_text.token_ids and sequence.token_ids is not of_text.token_ids
 
 
 def turns(role: str, num_characters: int) -> list[dict[str, Any]]:

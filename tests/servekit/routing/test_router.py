@@ -13,7 +13,6 @@ from servekit.protocol.messages import StepResult
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.routing.router import Route, Router
 from servekit.scheduler.commands import AddSequence
-from servekit.scheduler.prefix_cache import prompt_hashes
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Status
 from servekit.scheduler.workload_manager import WorkloadManager
@@ -96,8 +95,11 @@ def test_the_hashes_are_those_that_the_manager_computes() -> None:
     fleet.send(prompt, tenant="somebody")
     sequence = fleet.managers[0].find(0)
     assert sequence is not None
-    assert prompt_hashes(prompt, 6, BLOCK_SIZE, "somebody") == sequence.kv.hashes[:6]
-    assert prompt_hashes(prompt, 0, BLOCK_SIZE, "somebody") == []
+    (sent,) = fleet.router.replicas[0].waiting()
+    assert sent.hashes == sequence.kv.hashes[:6]
+    given = [b"%d" % number for number in range(7)]
+    fleet.send(prompt, tenant="somebody", block_hashes=given)
+    assert fleet.router.replicas[0].waiting()[0].hashes == given[:6], "they are not computed again"
 
 
 def test_arrivals_within_one_step_do_not_all_go_to_one_replica() -> None:

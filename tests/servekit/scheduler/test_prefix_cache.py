@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.scheduler.prefix_cache import PrefixCache, chain_hash, salt_hash
+from servekit.scheduler.prefix_cache import PrefixCache, chain_hash, continue_chain, salt_hash
 from servekit.scheduler.sequence import FinishReason
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.service import NaiveReference, SimulatedWorker
@@ -72,13 +72,31 @@ def test_prefixes_are_found_while_their_first_owner_is_still_prefilled() -> None
     assert first.output_token_ids == second.output_token_ids == naive_generate(PROMPT, 4, frozenset())
 
 
+def test_hashes_of_a_command_are_those_that_the_manager_computes() -> None:
+    """The manager finds the same blocks, whether a command has all of a prompt's hashes, some, or none."""
+    computed = []
+    for num_given in (0, 2, 4):
+        manager = make_manager()
+        worker = make_worker(manager)
+        ask(manager, worker, PROMPT, "org", max_tokens=1)
+        given: list[bytes] = []
+        continue_chain(given, "org", array("i", PROMPT), num_given, manager.config.block_size)
+        sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+        sequence = add_prompt(manager, 9, PROMPT, sampling, tenant="org", block_hashes=given)
+        run(manager, worker)
+        assert sequence.num_cached_tokens == 16
+        computed.append(sequence.kv.hashes)
+    assert computed[0] == computed[1] == computed[2] and len(computed[0]) == 6
+    assert len(given) == 4, "the sequence goes on with a copy"
+
+
 def test_prefixes_are_shared_within_a_tenant_and_never_between_tenants() -> None:
     manager = make_manager()
     worker = make_worker(manager)
     assert ask(manager, worker, PROMPT, tenant="org_1", max_tokens=1) == 18
     assert ask(manager, worker, PROMPT, tenant="org_12", max_tokens=1) == 18
     assert ask(manager, worker, PROMPT, tenant="org_1", max_tokens=1) == 2
-    assert salt_hash("org_1") != salt_hash("org_12") != chain_hash(salt_hash("org_1"), array("i"))
+    assert salt_hash("org_1") != salt_hash("org_12") != chain_hash(salt_hash("org_1"), memoryview(b""))
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
@@ -123,7 +141,7 @@ def test_dispatched_blocks_of_an_aborted_prompt_are_found() -> None:
 def test_duplicate_blocks_are_published_once() -> None:
     prefixes = PrefixCache(4)
     first, second = prefixes.pool.lease(2)
-    block_hash = chain_hash(salt_hash(""), array("i", [1, 2]))
+    block_hash = chain_hash(salt_hash(""), memoryview(b"ab"))
     prefixes.publish(first, block_hash)
     prefixes.publish(second, block_hash)
     prefixes.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 
 from hypothesis import settings
@@ -37,7 +36,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def hashes(self, chain: tuple[str, ...]) -> list[bytes]:
         hashes = [salt_hash(chain[0])]
         for word in chain[1:]:
-            hashes.append(chain_hash(hashes[-1], array("i", [ord(word)])))
+            hashes.append(chain_hash(hashes[-1], memoryview(word.encode())))
         return hashes[1:]
 
     @rule(salt=st.sampled_from("xy"), words=st.text("ab", min_size=1, max_size=4))
