@@ -17,7 +17,7 @@ from servekit.api.schemas.openai import ChatCompletionRequest, CompletionRequest
 from servekit.api.schemas.tgi import TgiParameters
 from servekit.config import ServeConfig, settings
 from servekit.observability.journal import Journal, JournalCollector
-from servekit.observability.metrics import Metrics, SchedulerStats
+from servekit.observability.metrics import Metrics, QueueUsage, SchedulerStats
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -82,6 +82,7 @@ def metrics_table() -> Iterator[str]:
     """Yield one row for each metric of an idle server, without the label `model_name`, which nearly all have."""
     metrics = Metrics(ServeConfig(), "")
     metrics.watch_scheduler(lambda: SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 1)))
+    metrics.watch_queue(lambda: QueueUsage(1, 1))
     metrics.watch_log(lambda: 0)
     metrics.registry.register(JournalCollector(Journal(Path("journal"), 1, 1), ""))
     metrics.http.request_refused("")

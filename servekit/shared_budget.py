@@ -10,6 +10,7 @@ Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 
 class SharedBudget:
@@ -58,6 +59,19 @@ class SharedBudget:
     def has_room(self, tenant: str, amount: int) -> bool:
         """Whether the tenant may take this amount now."""
         return not self.num_missing(tenant, amount)
+
+    def usage(self, held_elsewhere: Mapping[str, int], total_elsewhere: int) -> float:
+        """Return how much is used of all of it, or of its share by some tenant, whichever is more: 0 to 1.
+
+        A tenant's share is half of what the others leave. At 1 the next request is refused: of that tenant, or of all.
+        What is counted elsewhere is added: by tenant, and the total.
+        """
+        total = self.total + total_elsewhere
+        parts = [total / self.limit]
+        for tenant in filter(self.is_shared_with, {*self._held, *held_elsewhere}):
+            held = self._held[tenant] + held_elsewhere.get(tenant, 0)
+            parts.append(2 * held / max(2, self.limit - total + held))
+        return min(1.0, max(parts))
 
     def take(self, tenant: str, amount: int) -> None:
         """Take an amount. The caller has checked that there is room for it."""

@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import promql_parser
 import pytest
@@ -15,7 +15,10 @@ import yaml
 
 from scripts import dashboard
 from servekit.config import ServeConfig, settings
+from servekit.engine.queue_limits import QueueLimits
 from servekit.observability.metrics import Metrics, SchedulerStats
+from servekit.scheduler.queued_work import QueuedWork
+from tests.support.scheduler import make_sequence
 from workers.csrc.build import COMPILERS
 
 ROOT = Path(__file__).parents[1]
@@ -138,6 +141,39 @@ def test_a_missing_worker_fires_an_alert_unless_the_first_one_loads(
     assert {
         name for name in worker_alerts if value(promql_parser.parse(RULES[name]["expr"]), samples) is not None
     } == fired
+
+
+def fires(name: str, metrics: Metrics) -> bool:
+    """Whether an alert that compares one metric with a number fires."""
+    expression = promql_parser.parse(RULES[name]["expr"])
+    assert isinstance(expression, promql_parser.BinaryExpr) and str(expression.op) == ">"
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    found = [sample.value for sample in samples if sample.name == expression.lhs.name]
+    assert found, expression.lhs.name
+    return max(found) > expression.rhs.val
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_tenants", "num_of_each", "expected"),
+    [
+        ("fcfs", 1, 48, False),
+        ("fcfs", 1, 54, True),
+        ("fair", 1, 25, False),
+        ("fair", 1, 28, True),  # of 32 places that one tenant may have
+        ("fair", 4, 5, False),
+        ("fair", 4, 12, True),
+    ],
+)
+def test_the_queue_alert_fires_before_a_tenant_is_refused(
+    policy: Literal["fcfs", "fair"], num_tenants: int, num_of_each: int, expected: bool
+) -> None:
+    metrics = Metrics(DEFAULTS, "0")
+    limits, queued = QueueLimits(ServeConfig(max_num_queued_reqs=64, scheduling_policy=policy)), QueuedWork()
+    metrics.watch_queue(lambda: limits.usage(queued.total.num_sequences, queued))
+    for tenant in range(num_tenants):
+        for _ in range(num_of_each):
+            queued.add(make_sequence(0, tenant=str(tenant)))
+    assert fires("ServekitQueueNearBound", metrics) is expected
 
 
 # -- examples ----------------------------------------------------------------------------------------------------------

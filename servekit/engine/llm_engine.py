@@ -182,6 +182,7 @@ class LLMEngine:
         self._input_processor = InputProcessor(self.config, path, self._tokenizer, template, self.worker.model, limits)
         self._input_processor.start()
         self.metrics.watch_scheduler(core.stats)
+        self.metrics.watch_queue(lambda: self._queue_limits.usage(manager.num_waiting, manager.queued))
         now_s = self._clock()
         for observer in self._observers:
             observer.worker_ready(None, now_s)

@@ -18,6 +18,7 @@ from math import ceil
 
 from servekit.config import ServeConfig
 from servekit.errors import InvalidRequest, QueueFull
+from servekit.observability.metrics import QueueUsage
 from servekit.observability.observer import Observer
 from servekit.request import GenerationRequest
 from servekit.scheduler.queued_work import QueuedWork
@@ -129,6 +130,14 @@ class QueueLimits(Observer):
                 "(max_num_queued_tokens). Please try again later.",
                 retry_after_s=self.retry_after_s(num_waiting, now_s),
             )
+
+    def usage(self, num_waiting: int, queued: QueuedWork) -> QueueUsage:
+        """Return how much of the queue is used, as `SharedBudget.usage` says."""
+        by_tenant = queued.by_tenant()
+        return QueueUsage(
+            self.sequences.usage({name: count.num_sequences for name, count in by_tenant.items()}, num_waiting),
+            self.tokens.usage({name: count.num_tokens for name, count in by_tenant.items()}, queued.total.num_tokens),
+        )
 
     def _check_size(self, request: GenerationRequest, num_answers: int, tenant: str) -> None:
         if request.n > 1:

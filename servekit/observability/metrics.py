@@ -11,6 +11,7 @@ costs more than counting with it. For this reason they are exported with value 0
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -417,6 +418,33 @@ class _SchedulerCollector(Collector):
         return family
 
 
+class QueueUsage(NamedTuple):
+    """How much of the waiting queue is used, 0 to 1."""
+
+    sequences: float
+    tokens: float
+
+
+class _QueueCollector(Collector):
+    """How full the waiting queue is, read at each scrape."""
+
+    def __init__(self, model_name: str, read_usage: Callable[[], QueueUsage]) -> None:
+        self._model_name = model_name
+        self._read_usage = read_usage
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "servekit_queue_usage_perc",
+            "Fraction of the waiting queue in use, 0 to 1: of its places (sequences) and of its prompt tokens, with "
+            "requests in preparation. With scheduling_policy fair: the fraction of its share that the fullest tenant "
+            "uses. At 1, requests are refused.",
+            labels=["model_name", "resource"],
+        )
+        for resource, value in self._read_usage()._asdict().items():
+            family.add_metric([self._model_name, resource], value)
+        yield family
+
+
 class _LogCollector(Collector):
     """The log's only metric, read at each scrape: a log call must not wait for a metric's lock."""
 
@@ -456,6 +484,10 @@ class Metrics:
     def watch_scheduler(self, read_stats: Callable[[], SchedulerStats]) -> None:
         """Export what `read_stats` returns at each scrape."""
         self.registry.register(_SchedulerCollector(self._model_name, read_stats, self.steps.idle_s))
+
+    def watch_queue(self, read_usage: Callable[[], QueueUsage]) -> None:
+        """Export what `read_usage` returns at each scrape."""
+        self.registry.register(_QueueCollector(self._model_name, read_usage))
 
     def watch_log(self, num_dropped_lines: Callable[[], int]) -> None:
         """Export what `num_dropped_lines` returns at each scrape."""

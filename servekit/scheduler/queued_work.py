@@ -5,6 +5,8 @@ A preempted sequence waits again, but it is not counted, because it was admitted
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 
 from servekit.scheduler.sequence import Sequence
@@ -32,6 +34,10 @@ class QueuedWork:
     def of(self, tenant: str) -> WorkCount:
         """What one tenant has queued."""
         return self._by_tenant.get(tenant) or WorkCount()
+
+    def by_tenant(self) -> Mapping[str, WorkCount]:
+        """What each tenant has queued that has something queued."""
+        return self._by_tenant
 
     def add(self, sequence: Sequence) -> None:
         """A sequence was added."""

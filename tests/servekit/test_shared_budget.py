@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,18 @@ def test_it_is_never_overdrawn_and_a_single_unit_is_never_withheld(limit: int, e
         else:
             assert (budget.held(tenant), amount) != (0, 1) or budget.total == limit
         assert sum(map(budget.held, "abc")) == budget.total <= limit
+
+
+def test_usage_is_that_of_the_tenant_that_is_nearest_to_its_share() -> None:
+    budget = SharedBudget(120)
+    assert budget.usage({}, 0) == 0
+    budget.take("a", 30)
+    assert budget.usage({}, 0) == 0.5, "half of the 60 that it may hold"
+    assert budget.usage({"a": 30}, 30) == 1 and not budget.has_room("a", 31)
+    budget.take("b", 40)
+    assert budget.usage({}, 0) == pytest.approx(40 / 45), "b may hold half of the 90 that a leaves"
+    assert budget.usage({}, 100) == 1, "what belongs to no tenant fills it, too"
+    assert SharedBudget(120, is_shared=False).usage({"a": 30}, 30) == 0.25
 
 
 def test_what_is_counted_elsewhere_is_added() -> None:
