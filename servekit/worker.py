@@ -1,12 +1,13 @@
-"""`python -m servekit.worker`: run a model worker.
+"""`python -m servekit.worker`: run a model worker that joins a server.
 
-The server starts one worker for each device, and passes it two pipes as open file descriptors. It is not meant to be
-started by hand. Torch is imported only after the arguments have been checked.
+A server starts the workers for its own devices itself: with this command, too, and two pipes as open file descriptors.
+Torch is imported only after the arguments have been checked.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,16 +19,41 @@ from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_read
 from servekit.protocol.logging import configure_logging
 from servekit.protocol.messages import FromWorker, ToWorker, WorkerFailed
 
+USAGE = (
+    "usage: python -m servekit.worker --connect ADDRESS --key-file FILE [--device cuda:1], where ADDRESS and FILE are "
+    "the --listen-workers and the --worker-key-file of a server; `servekit serve` alone starts its own worker"
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Execute step plans until the server sends Shutdown or exits."""
+    """Join a server, or execute step plans for the server that started this process. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m servekit.worker", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--task-fd", type=int, required=True, help="file descriptor to read step plans from")
-    parser.add_argument("--result-fd", type=int, required=True, help="file descriptor to write results to")
-    parser.add_argument("--parent-pid", type=int, required=True, help="the server's process id; this exits with it")
-    parser.add_argument("--log-level", default="info")
-    parser.add_argument("--log-format", default="text")
+    parser.add_argument(
+        "--connect", metavar="ADDRESS", help="the server's --listen-workers: unix:PATH, tcp://HOST:PORT"
+    )
+    parser.add_argument("--key-file", metavar="FILE", help="file with the key in the server's --worker-key-file")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    parser.add_argument("--model", help="directory or Hugging Face id of the model (default: the server's path)")
+    parser.add_argument("--tls-ca", metavar="FILE", help="certificates that the server's is signed by; turns TLS on")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    parser.add_argument("--log-format", default="text", choices=["text", "json"])
+    for name in ("--task-fd", "--result-fd", "--parent-pid"):  # of a server that starts it
+        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    if arguments.task_fd is not None:
+        return execute(arguments)
+    if arguments.connect is None or arguments.key_file is None:
+        sys.stderr.write(f"{USAGE}\n")
+        return 2
+    try:
+        return join(arguments)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error.message}\n")
+        return 2
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Execute step plans until the server sends Shutdown or exits."""
     configure_logging(arguments.log_level, arguments.log_format)
     die_with_parent(arguments.parent_pid)
     ignore_signals()
@@ -43,6 +69,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     from workers.model_worker import ModelWorker
 
     return ModelWorker(tasks, results).run()
+
+
+def join(arguments: argparse.Namespace) -> int:
+    """Keep a worker joined to a server until a signal. Raises ConfigError."""
+    import asyncio  # which a worker process does without, and so starts faster
+
+    import uvloop
+
+    from servekit.joining.address import UnixAddress, parse_address
+    from servekit.joining.agent import AgentSettings, run_agent
+    from servekit.joining.credentials import read_key, worker_tls
+
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", arguments.device) is None:
+        raise ConfigError(f"--device = {arguments.device!r} is not accepted: it takes auto, cpu, cuda or cuda:N")
+    configure_logging(arguments.log_level, arguments.log_format)
+    address = parse_address(arguments.connect, "--connect")
+    if arguments.tls_ca is not None and isinstance(address, UnixAddress):
+        raise ConfigError("--tls-ca has no use with a Unix socket, whose bytes do not leave this machine; leave it out")
+    settings = AgentSettings(
+        address=address,
+        key=read_key(arguments.key_file, "--key-file"),
+        tls=worker_tls(arguments.tls_ca),
+        device=arguments.device,
+        model=None if arguments.model is None else find_local(arguments.model),
+        process_arguments=("--log-level", arguments.log_level, "--log-format", arguments.log_format),
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run_agent(settings))
+
+
+def find_local(model: str) -> str:
+    """The path of a model on this machine; of a simulated one, its name. Raises ConfigError."""
+    from servekit.engine.model_files import find_model
+    from servekit.simulation.model import is_simulated
+
+    path = find_model(model)
+    return model if is_simulated(model) else str(path)
 
 
 def check_workers_package() -> None:

@@ -205,7 +205,7 @@ class WorkerConnection:
             self._inbox.put_nowait(message)
 
     def _on_end(self, what: str) -> None:
-        when = "" if self._is_ready else " before the model was loaded; see its log lines above"
+        when = "" if self._is_ready else " before the model was loaded; see its log lines"
         self.mark_lost(WorkerLost(f"the model worker {what}{when}"), "ended")
 
     def _tick(self) -> None:

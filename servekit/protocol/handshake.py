@@ -128,6 +128,10 @@ class _Handshake:
         self._nonce = nonce
         self._frames: list[bytes] = []  # sent and received, in order: the transcript
 
+    @property
+    def is_accepted(self) -> bool:
+        return self.state is State.ACCEPTED
+
     def _read(self, frame: bytes) -> HandshakeMessage:
         """Decode a frame and go on to the next state. Raises ValueError for a frame that is not valid in this state."""
         if len(frame) > MAX_HANDSHAKE_BYTES:

@@ -1,0 +1,272 @@
+"""Keep one worker joined to a server: connect, authenticate, run a worker process, and connect again when that ends.
+
+The agent holds no model. For each connection it starts a worker process, as a server does for a worker of its own, and
+passes the frames between that process and the server. So a worker that joins is the same program as any other worker,
+a crash of it or of its device ends one process only, and a new connection never sees what an old one has left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import secrets
+import signal
+import socket
+import ssl
+from importlib import metadata
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from servekit import __version__
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
+from servekit.errors import ConfigError
+from servekit.executor.worker_process import WorkerProcess
+from servekit.joining.address import TcpAddress, UnixAddress
+from servekit.joining.socket_stream import SocketStream
+from servekit.protocol.frames import FrameCodec
+from servekit.protocol.handshake import NONCE_BYTES, NOT_SERVEKIT, HandshakeFailed, Offer, WorkerHandshake
+from servekit.protocol.messages import FromWorker, Leaving, Loading, LoadModel, ToWorker, WorkerFailed, WorkerReady
+from servekit.protocol.sealed_frames import SealedFrameCodec
+
+log = logging.getLogger("servekit.worker")
+
+CONNECT_TIMEOUT_S = 10.0  # to connect and to authenticate
+MIN_DELAY_S, MAX_DELAY_S = 0.5, 10.0  # between two attempts to join
+# A worker that leaves finishes the steps that were sent to it. Supervisors often kill after 30 s.
+LEAVE_TIMEOUT_S = 25.0
+
+
+class AgentSettings(Struct, frozen=True):
+    """Which server to join, and with what."""
+
+    address: UnixAddress | TcpAddress
+    key: bytes
+    tls: ssl.SSLContext | None
+    device: str
+    model: str | None  # path on this machine; None: the path that the server gives
+    process_arguments: tuple[str, ...] = ()  # of the worker process
+
+
+class WorkerAgent:
+    """One worker's place in a server, through all restarts of either of them."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._settings = settings
+        self._leaving = asyncio.Event()
+        self._has_ended = False  # without waiting for steps
+        self._service: _Service | None = None
+
+    async def run(self) -> int:
+        """Join, and join again whenever the connection ends. Returns the exit code.
+
+        0: asked to leave (`leave`); 2: the operator must change something first.
+        """
+        num_failures = 0
+        while not self._leaving.is_set():
+            try:
+                service = await self._join()
+                num_failures = 0 if await self._serve(service) else num_failures + 1
+            except HandshakeFailed as error:
+                if error.is_permanent:
+                    raise ConfigError(f"cannot join {self._settings.address}: {error.message}") from None
+                num_failures += 1
+                log.warning("cannot join %s: %s", self._settings.address, error.message)
+            except (OSError, TimeoutError, EOFError, ValueError) as error:
+                num_failures += 1
+                log.warning("cannot join %s: %s", self._settings.address, _explain(error, self._settings))
+            await self._pause(num_failures)
+        return 0
+
+    def leave(self) -> None:
+        """Leave the server: finish the steps in flight, and let `run` return. The second call ends at once."""
+        if self._leaving.is_set():
+            self._has_ended = True
+        self._leaving.set()
+        if self._service is not None:
+            self._service.leave(at_once=self._has_ended)
+
+    async def _pause(self, num_failures: int) -> None:
+        """Wait before the next attempt, longer after each failure. The random part keeps many workers apart."""
+        delay_s = min(MAX_DELAY_S, MIN_DELAY_S * 2.0 ** min(num_failures, 10)) * random.uniform(0.5, 1.0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._leaving.wait()
+
+    async def _join(self) -> _Service:
+        """Connect and authenticate. Raises HandshakeFailed, OSError, TimeoutError, EOFError or ValueError."""
+        settings, stream = self._settings, None
+        handshake = WorkerHandshake(settings.key, secrets.token_bytes(NONCE_BYTES), _offer(settings.device))
+        try:
+            async with pause_tolerant_timeout(CONNECT_TIMEOUT_S):
+                stream = await _connect(settings)
+                frame: bytes | None = handshake.hello()
+                while frame is not None:
+                    stream.write_frame(frame)
+                    frame = handshake.receive(await stream.read_frame())
+        except BaseException:
+            if stream is not None:
+                await stream.end()
+            raise
+        return _Service(settings, stream, handshake.sealed_frames())
+
+    async def _serve(self, service: _Service) -> bool:
+        """Work for the server until the connection ends. Returns whether the worker was ready for steps."""
+        self._service = service
+        if self._leaving.is_set():
+            service.leave(at_once=True)
+        try:
+            why = await service.run()
+        finally:
+            self._service = None
+            await service.end()
+        if not self._leaving.is_set():
+            log.warning("%s; joining again", why)
+        return service.is_ready
+
+
+class _Service:
+    """One connection, and the worker process that works for it."""
+
+    def __init__(self, settings: AgentSettings, stream: SocketStream, frames: SealedFrameCodec) -> None:
+        self.is_ready = False  # the model is loaded
+        self._settings = settings
+        self._stream = stream
+        self._frames = frames
+        self._process: WorkerProcess | None = None
+        self._process_sends, self._process_receives = FrameCodec(), FrameCodec()
+        self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._failure: ConfigError | None = None
+
+    async def run(self) -> str:
+        """Pass frames until one side ends; returns why. Raises ConfigError if the worker cannot serve like this."""
+        self._stream.start(self._on_server_bytes, lambda what: self._finish(f"the server {what}"))
+        why = await self._done
+        if self._failure is not None:
+            raise self._failure
+        return why
+
+    def leave(self, at_once: bool) -> None:
+        """Ask the server for no more steps. It answers with Shutdown when those in flight are done."""
+        if at_once or not self.is_ready:
+            self._finish("left before it was ready")
+            return
+        log.info("leaving: the steps in flight are finished first, for %g s at most", LEAVE_TIMEOUT_S)
+        self._to_server(msgspec.msgpack.encode(Leaving()))
+        asyncio.get_running_loop().call_later(LEAVE_TIMEOUT_S, self._finish, "the server did not let it go in time")
+
+    async def end(self) -> None:
+        """End the worker process, if it has not exited, and the connection, when the last frames are sent."""
+        if self._process is not None:
+            await self._process.end(is_hung=False)
+        await self._stream.close()
+        await self._stream.end()
+
+    def _finish(self, why: str) -> None:
+        if not self._done.done():
+            self._done.set_result(why)
+
+    # -- frames from the server ---------------------------------------------------------------------------------------
+
+    def _on_server_bytes(self, data: bytes) -> None:
+        try:
+            for payload in self._frames.decode(data):
+                if self._process is None:
+                    payload = self._start_process(payload)
+                assert self._process is not None
+                self._process.write(self._process_receives.encode(payload))
+        except (ValueError, msgspec.DecodeError) as error:
+            self._finish(f"the server sent an invalid message ({error})")
+
+    def _start_process(self, payload: bytes) -> bytes:
+        """Start the worker process at the server's first message. Returns that message, with this machine's settings.
+
+        Raises ValueError or DecodeError if it is another message.
+        """
+        message: ToWorker = msgspec.msgpack.decode(payload, type=ToWorker)
+        if not isinstance(message, LoadModel):
+            raise ValueError(f"{type(message).__name__} before LoadModel")
+        load = replace(message, device=self._settings.device, model_path=self._settings.model or message.model_path)
+        log.info("joined %s; loading %s on %s", self._stream.name, load.model_path, load.device)
+        self._process = WorkerProcess(list(self._settings.process_arguments))
+        self._process.start(self._on_process_bytes, self._on_process_end)
+        return msgspec.msgpack.encode(load)
+
+    # -- frames from the worker process -------------------------------------------------------------------------------
+
+    def _on_process_bytes(self, data: bytes) -> None:
+        try:
+            for payload in self._process_sends.decode(data):
+                if not self.is_ready:
+                    self._watch_loading(msgspec.msgpack.decode(payload, type=FromWorker))
+                self._to_server(payload)
+        except (ValueError, msgspec.DecodeError) as error:
+            self._finish(f"the worker process sent an invalid message ({error})")
+
+    def _watch_loading(self, message: FromWorker) -> None:
+        match message:
+            case Loading():
+                log.info("%s", message.stage)
+            case WorkerReady():
+                self.is_ready = True
+                log.info(
+                    "ready: %s on %s, %d KV blocks", message.model.architecture, message.device, message.num_blocks
+                )
+            case WorkerFailed(is_config_error=True):
+                self._failure = ConfigError(message.message)
+            case _:
+                pass
+
+    def _to_server(self, payload: bytes) -> None:
+        self._stream.write(self._frames.encode(payload))
+
+    def _on_process_end(self, what: str) -> None:
+        self._finish(f"the worker process {what}")
+
+
+async def _connect(settings: AgentSettings) -> SocketStream:
+    """Open a connection to the server. Raises OSError."""
+    address = settings.address
+    if isinstance(address, UnixAddress):
+        reader, writer = await asyncio.open_unix_connection(address.path)
+    elif settings.tls is None:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+    else:
+        reader, writer = await asyncio.open_connection(
+            address.host, address.port, ssl=settings.tls, server_hostname=address.host
+        )
+    return SocketStream(reader, writer, str(address))
+
+
+def _offer(device: str) -> Offer:
+    try:
+        torch_version = metadata.version("torch")  # of the installed package; importing it would take seconds
+    except metadata.PackageNotFoundError:
+        torch_version = ""
+    return Offer(socket.gethostname()[:100], device, __version__, torch_version, os.getpid())
+
+
+def _explain(error: Exception, settings: AgentSettings) -> str:
+    """What went wrong before the server accepted this worker, as a sentence with the remedy."""
+    if isinstance(error, TimeoutError):
+        return f"no answer within {CONNECT_TIMEOUT_S:g} s"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the server's certificate is not accepted ({error.verify_message}); --tls-ca must hold who signed it"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS connection ({error.reason}); is TLS configured on the server (--worker-tls-cert)?"
+    if isinstance(error, EOFError):
+        tls = "" if settings.tls is not None or isinstance(settings.address, UnixAddress) else "; does it use TLS?"
+        return f"what answers there closed the connection{tls}"
+    return error.strerror or str(error) if isinstance(error, OSError) else NOT_SERVEKIT
+
+
+async def run_agent(settings: AgentSettings) -> int:
+    """Run an agent until a signal asks it to leave. Raises ConfigError."""
+    agent = WorkerAgent(settings)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, agent.leave)
+    return await agent.run()

@@ -1,0 +1,340 @@
+"""Listen for workers that join: authenticate them, let them load the model, and hand them to the engine.
+
+Anybody who can reach the socket can connect. So everything is bounded before the handshake: how many connections are
+open, how many are accepted in a second, how long a handshake takes, and how long its frames are. When all places are
+taken, the oldest connection of the host with the most of them makes room. So a host that opens many connections closes
+its own, and a worker's handshake, which takes milliseconds, is among the youngest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import socket
+import ssl
+import stat
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from servekit import __version__
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
+from servekit.errors import ConfigError, ServekitError
+from servekit.executor.worker_connection import WorkerConnection
+from servekit.joining.address import TcpAddress, UnixAddress
+from servekit.joining.socket_stream import SocketStream
+from servekit.protocol.handshake import NONCE_BYTES, HandshakeFailed, Offer, Reason, ServerHandshake
+from servekit.protocol.messages import LoadModel, ModelInfo, WorkerReady
+
+log = logging.getLogger("servekit")
+
+BACKLOG = 128
+MAX_HANDSHAKES = 64  # at the same time
+# One connection in so many seconds. With TLS each costs a millisecond of this process, before the key is checked.
+ACCEPT_INTERVAL_S = 0.02
+HANDSHAKE_TIMEOUT_S = 10.0  # TLS included
+MAX_JOINED = 1024
+# The manager has an object for each block. 2**24 blocks of 16 tokens are more than any device holds today.
+MAX_BLOCKS = 2**24
+LOG_INTERVAL_S = 1.0  # between two log lines about refused connections
+
+
+class JoinedWorker(Struct, frozen=True):
+    """A worker that has joined: authenticated, with the model loaded, and ready for steps."""
+
+    connection: WorkerConnection
+    offer: Offer
+    ready: WorkerReady
+    name: str  # for log lines, metrics and people: where it runs
+
+
+class WorkerHost(Protocol):
+    """What the listener needs to know of the engine, and whom it gives workers to."""
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """The model that every worker must have; None while no worker has loaded one."""
+
+    def load_model(self) -> LoadModel:
+        """The first message to each worker. Its path may be another one on the worker's machine."""
+
+    def refusal(self, offer: Offer) -> tuple[Reason, str] | None:
+        """Why no worker, or not this one, may join now; None if it may."""
+
+    def worker_joined(self, worker: JoinedWorker) -> None:
+        """Take over a worker. It may be lost or leaving already: `on_loss` and `on_leaving` are yours to set."""
+
+
+class ListenerSettings(Struct, frozen=True):
+    """Where to listen, and what a worker must prove."""
+
+    address: UnixAddress | TcpAddress
+    key: bytes
+    tls: ssl.SSLContext | None
+    heartbeat_timeout_s: float
+    load_timeout_s: float
+    accept_interval_s: float = ACCEPT_INTERVAL_S
+    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
+
+
+class WorkerListener:
+    """The socket that workers join at. Create it and call it on the event loop's thread."""
+
+    def __init__(self, settings: ListenerSettings, host: WorkerHost) -> None:
+        self.num_refused = 0  # connections that did not become workers
+        self._settings = settings
+        self._host = host
+        self._socket: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        # Every connection until it is refused or handed over. The first ones began first.
+        self._handshakes: dict[asyncio.Task[None], str] = {}  # with the host it came from
+        self._loading: set[asyncio.Task[None]] = set()
+        self._joined: set[WorkerConnection] = set()
+        self._log = _SparseLog()
+
+    @property
+    def address(self) -> UnixAddress | TcpAddress:
+        """Where it listens: with port 0, the port that the kernel has chosen."""
+        address = self._settings.address
+        if isinstance(address, TcpAddress) and self._socket is not None:
+            return TcpAddress(address.host, self._socket.getsockname()[1])
+        return address
+
+    def start(self) -> None:
+        """Listen. Raises ConfigError if the address cannot be used."""
+        self._socket = _bind(self._settings.address)
+        self._socket.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept(self._socket), name="accepts workers")
+        log.info("workers can join at %s", self.address)
+
+    async def stop(self) -> None:
+        """Stop listening, and close the connections of workers that are not handed over yet. Idempotent."""
+        if self._socket is None:
+            return
+        tasks = [self._accepting, *self._handshakes, *self._loading]
+        for task in tasks:
+            assert task is not None
+            task.cancel()
+        await asyncio.gather(*[task for task in tasks if task is not None], return_exceptions=True)
+        self._socket.close()
+        self._socket = None
+        if isinstance(self._settings.address, UnixAddress):
+            with contextlib.suppress(OSError):
+                os.unlink(self._settings.address.path)
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """Accept connections, one in `accept_interval_s`, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connected, peer = await loop.sock_accept(listener)
+            except OSError as error:  # a connection that is gone already; or no file descriptor is left
+                self._log.warning(f"a worker's connection could not be accepted: {error.strerror}")
+            else:
+                name, host = _peer(peer, self._settings.address)
+                self._make_room()
+                task = loop.create_task(self._handle(connected, name), name=f"handshake with {name}")
+                self._handshakes[task] = host
+                task.add_done_callback(self._forget)
+            await asyncio.sleep(self._settings.accept_interval_s)
+
+    def _make_room(self) -> None:
+        """If all places are taken, close the oldest connection of the host that has the most."""
+        if len(self._handshakes) < MAX_HANDSHAKES:
+            return
+        host, _ = Counter(self._handshakes.values()).most_common(1)[0]
+        oldest = next(task for task, its_host in self._handshakes.items() if its_host == host)
+        oldest.cancel()
+        del self._handshakes[oldest]
+        self._refused(f"a connection from {host} was closed in its handshake: {MAX_HANDSHAKES} others came after it")
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._handshakes.pop(task, None)
+        self._loading.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a worker could not join", exc_info=error)
+
+    def _refused(self, why: str) -> None:
+        self.num_refused += 1
+        self._log.warning(why)
+
+    async def _handle(self, connected: socket.socket, name: str) -> None:
+        """Take one connection from its first byte to the engine."""
+        try:
+            joining = await self._admit(connected, name)
+        except TimeoutError:
+            self._refused(f"{name} did not finish its handshake within {self._settings.handshake_timeout_s:g} s")
+        except HandshakeFailed as error:
+            self._refused(f"{name} was refused: {error.message}")
+        except (EOFError, ValueError, OSError) as error:
+            self._refused(f"{name} is not a worker of this server: {type(error).__name__}: {error}")
+        else:
+            task = asyncio.current_task()
+            assert task is not None
+            self._handshakes.pop(task, None)  # from here on it has no place among strangers, and cannot be evicted
+            self._loading.add(task)
+            worker, offer = joining
+            await self._load(worker, offer, f"worker {offer.pid} on {offer.host}, {offer.device} ({name})")
+
+    async def _admit(self, connected: socket.socket, name: str) -> tuple[WorkerConnection, Offer]:
+        """Open a connection and authenticate the worker.
+
+        Raises TimeoutError, HandshakeFailed, EOFError, ValueError or OSError; the connection is closed then.
+        """
+        stream: SocketStream | None = None
+        handshake = ServerHandshake(self._settings.key, secrets.token_bytes(NONCE_BYTES))
+        try:
+            async with pause_tolerant_timeout(self._settings.handshake_timeout_s):
+                stream = await self._open(connected, name)
+                offer = await self._authenticate(stream, handshake)
+            heartbeat_timeout_s, frames = self._settings.heartbeat_timeout_s, handshake.sealed_frames()
+            return WorkerConnection(stream, heartbeat_timeout_s, lambda: None, frames), offer
+        except BaseException as error:
+            if stream is None:
+                connected.close()
+            elif isinstance(error, HandshakeFailed) and error.answer is not None:
+                stream.write_frame(error.answer)
+                await stream.close()
+            else:
+                await stream.end()
+            raise
+
+    async def _open(self, connected: socket.socket, name: str) -> SocketStream:
+        """Wrap a connected socket; with TLS, after its handshake. Raises OSError."""
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        loop = asyncio.get_running_loop()
+        timeout_s = None if self._settings.tls is None else self._settings.handshake_timeout_s
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol, connected, ssl=self._settings.tls, ssl_handshake_timeout=timeout_s
+        )
+        return SocketStream(reader, asyncio.StreamWriter(transport, protocol, reader, loop), name)
+
+    async def _authenticate(self, stream: SocketStream, handshake: ServerHandshake) -> Offer:
+        """Exchange the messages of a handshake, and accept the offer. Raises HandshakeFailed, or like `read_frame`."""
+        while (answer := handshake.receive(await stream.read_frame())) is not None:
+            stream.write_frame(answer)
+        assert handshake.offer is not None
+        refusal = self._refusal(handshake.offer)
+        if refusal is not None:
+            reason, message = refusal
+            raise HandshakeFailed(reason, message, handshake.refuse(reason, message))
+        stream.write_frame(handshake.accept())
+        return handshake.offer
+
+    def _refusal(self, offer: Offer) -> tuple[Reason, str] | None:
+        if offer.servekit_version != __version__:
+            return "other_version", (
+                f"the worker is servekit {offer.servekit_version}, and the server is {__version__}; install the same "
+                "version on both"
+            )
+        self._joined = {worker for worker in self._joined if worker.loss is None}
+        if len(self._joined) + len(self._loading) >= MAX_JOINED:
+            return "too_many", f"{MAX_JOINED} workers have joined already, which is the limit"
+        return self._host.refusal(offer)
+
+    async def _load(self, worker: WorkerConnection, offer: Offer, name: str) -> None:
+        """Let a worker load the model, and hand it over when it is ready."""
+        is_handed_over = False
+        try:
+            log.info("%s is joining; it loads the model", name)
+            model = self._host.model
+            worker.send(replace(self._host.load_model(), fingerprint="" if model is None else model.fingerprint))
+            message = await worker.receive(self._settings.load_timeout_s)
+            if not isinstance(message, WorkerReady):
+                self._refused(f"{name} answered {type(message).__name__} to its first message")
+            elif (why := _misfit(message, self._host.model)) is not None:
+                self._refused(f"{name} was refused: {why}")
+            else:
+                is_handed_over = True
+                self._joined.add(worker)
+                log.info("%s has joined, %.1f s to load the model", name, message.load_time_s)
+                self._host.worker_joined(JoinedWorker(worker, offer, message, name))
+        except ServekitError as error:
+            self._refused(f"{name} did not join: {error.message}")
+        finally:
+            if not is_handed_over:
+                await worker.end()
+
+
+def _misfit(ready: WorkerReady, model: ModelInfo | None) -> str | None:
+    """Why a worker that has loaded a model cannot be used; None if it can."""
+    if not 1 <= ready.num_blocks <= MAX_BLOCKS:
+        return f"it reports {ready.num_blocks} KV blocks; 1 to {MAX_BLOCKS} can be used"
+    if model is None or ready.model == model:
+        return None
+    for field in ModelInfo.__struct_fields__:
+        own, theirs = getattr(ready.model, field), getattr(model, field)
+        if own != theirs:
+            return f"it has loaded another model: its {field} is {own!r:.100}, that of other workers {theirs!r:.100}"
+    raise AssertionError("two models that are not equal differ in a field")
+
+
+def _peer(peer: object, address: UnixAddress | TcpAddress) -> tuple[str, str]:
+    """(name, host) of a peer: its address, as sock_accept returns it. All peers of a Unix socket are one host."""
+    if isinstance(address, UnixAddress) or not isinstance(peer, tuple):
+        return f"a connection to {address}", "this machine"
+    return str(TcpAddress(peer[0], peer[1])), str(peer[0])
+
+
+def _bind(address: UnixAddress | TcpAddress) -> socket.socket:
+    """A listening socket. Raises ConfigError."""
+    try:
+        if isinstance(address, TcpAddress):
+            family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+            return socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
+        return _bind_unix(address.path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen for workers on {address}: {error.strerror or error}; choose another --listen-workers"
+        ) from None
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """A Unix socket that only this user may connect to. A socket that a dead server left behind is removed."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError), socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            probe.connect(path)
+            raise OSError(errno.EADDRINUSE, "another server listens there")
+        if os.path.exists(path):
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise OSError(errno.EEXIST, "there is a file of that name, which is no socket")
+            os.unlink(path)
+        before = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
+        listener.listen(BACKLOG)
+        return listener
+    except BaseException:
+        listener.close()
+        raise
+
+
+class _SparseLog:
+    """Log lines about strangers: at most one in LOG_INTERVAL_S, with the number of those that were left out."""
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or asyncio.get_running_loop().time
+        self._next_s = 0.0
+        self._num_left_out = 0
+
+    def warning(self, message: str) -> None:
+        if self._clock() < self._next_s:
+            self._num_left_out += 1
+            return
+        more = f" ({self._num_left_out} more since the last such line)" if self._num_left_out else ""
+        log.warning("%s%s", message, more)
+        self._next_s, self._num_left_out = self._clock() + LOG_INTERVAL_S, 0

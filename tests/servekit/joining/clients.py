@@ -1,0 +1,143 @@
+"""A server's engine and workers that join, for tests: both in this process, with real sockets between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+
+from servekit import __version__
+from servekit.joining.address import TcpAddress, UnixAddress
+from servekit.joining.listener import JoinedWorker, ListenerSettings, WorkerListener
+from servekit.joining.socket_stream import SocketStream
+from servekit.protocol.handshake import Offer, Reason, WorkerHandshake
+from servekit.protocol.messages import FromWorker, LoadModel, ModelInfo, ToWorker, WorkerReady
+
+KEY = b"k" * 32
+MODEL = ModelInfo("Stand-in", 1, 10, 100, (), 1.0, 0, 1.0, fingerprint="f" * 64)
+READY = WorkerReady(MODEL, "cpu", "float32", 8, 1, 0.0)
+LOAD = LoadModel("/model", "auto", "cpu", 16, 1, 1, None, 1, None, 0.9)
+OFFER = Offer("gpu-7", "cuda:1", __version__, "2.9.0", 77)
+ANY_PORT = TcpAddress("127.0.0.1", 0)
+ENOUGH_S = 30.0  # for what takes milliseconds on an idle machine
+
+
+_connected: list[SocketStream] = []  # by the test that runs; closed at its end
+
+
+class Host:
+    """What the engine is to a listener."""
+
+    def __init__(self, model: ModelInfo | None = MODEL) -> None:
+        self.model = model
+        self.load = LOAD
+        self.refuses: tuple[Reason, str] | None = None
+        self.joined: asyncio.Queue[JoinedWorker] = asyncio.Queue()
+
+    def load_model(self) -> LoadModel:
+        return self.load
+
+    def refusal(self, offer: Offer) -> tuple[Reason, str] | None:
+        return self.refuses
+
+    def worker_joined(self, worker: JoinedWorker) -> None:
+        self.joined.put_nowait(worker)
+
+    async def next_worker(self) -> JoinedWorker:
+        async with asyncio.timeout(ENOUGH_S):
+            return await self.joined.get()
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    host: Host, address: UnixAddress | TcpAddress | Path = ANY_PORT, **settings: object
+) -> AsyncIterator[WorkerListener]:
+    """A listener on a free port, or on a socket in a folder."""
+    if isinstance(address, Path):
+        address = UnixAddress(str(address / "workers.sock"))
+    defaults: dict[str, object] = {
+        "key": KEY,
+        "tls": None,
+        "heartbeat_timeout_s": 10.0,
+        "load_timeout_s": ENOUGH_S,
+        "accept_interval_s": 0.0,
+        "handshake_timeout_s": ENOUGH_S,
+    }
+    listener = WorkerListener(ListenerSettings(address=address, **{**defaults, **settings}), host)  # type: ignore[arg-type]
+    listener.start()
+    try:
+        yield listener
+    finally:
+        await listener.stop()
+        while _connected:
+            await _connected.pop().end()
+        await asyncio.sleep(0)
+
+
+async def connect(address: UnixAddress | TcpAddress, ssl: object = None) -> SocketStream:
+    """A connection to a listener that has sent nothing."""
+    if isinstance(address, UnixAddress):
+        reader, writer = await asyncio.open_unix_connection(address.path)
+    else:
+        reader, writer = await asyncio.open_connection(address.host, address.port, ssl=ssl)  # type: ignore[arg-type]
+    _connected.append(SocketStream(reader, writer, str(address)))
+    return _connected[-1]
+
+
+async def closed(stream: SocketStream) -> bytes:
+    """What the server sends until it closes the connection."""
+    received = b""
+    async with asyncio.timeout(ENOUGH_S):
+        with contextlib.suppress(OSError):
+            while piece := await stream._reader.read(2**16):
+                received += piece
+    return received
+
+
+async def shake_hands(stream: SocketStream, key: bytes = KEY, offer: Offer = OFFER) -> WorkerHandshake:
+    """The worker's side of a handshake. Raises HandshakeFailed if it is refused."""
+    handshake = WorkerHandshake(key, os.urandom(32), offer)
+    frame: bytes | None = handshake.hello()
+    async with asyncio.timeout(ENOUGH_S):
+        while frame is not None:
+            stream.write_frame(frame)
+            frame = handshake.receive(await stream.read_frame())
+    return handshake
+
+
+class StandInWorker:
+    """A worker that has joined and computes nothing."""
+
+    def __init__(self, stream: SocketStream, handshake: WorkerHandshake) -> None:
+        self.stream = stream
+        self._frames = handshake.sealed_frames()
+        self._received: asyncio.Queue[ToWorker] = asyncio.Queue()
+        self.ended = asyncio.Event()
+        stream.start(self._on_bytes, lambda _: self.ended.set())
+
+    @classmethod
+    async def join(cls, address: UnixAddress | TcpAddress, ssl: object = None) -> StandInWorker:
+        stream = await connect(address, ssl)
+        return cls(stream, await shake_hands(stream))
+
+    def _on_bytes(self, data: bytes) -> None:
+        for payload in self._frames.decode(data):
+            self._received.put_nowait(msgspec.msgpack.decode(payload, type=ToWorker))
+
+    async def receive(self) -> ToWorker:
+        async with asyncio.timeout(ENOUGH_S):
+            return await self._received.get()
+
+    def send(self, message: FromWorker) -> None:
+        self.write(self._frames.encode(msgspec.msgpack.encode(message)))
+
+    def write(self, data: bytes) -> None:
+        self.stream.write(data)
+
+    async def wait_ended(self) -> None:
+        async with asyncio.timeout(ENOUGH_S):
+            await self.ended.wait()

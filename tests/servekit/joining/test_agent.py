@@ -1,0 +1,236 @@
+"""Tests of `python -m servekit.worker --connect`: real processes with a simulated device, and a listener here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from servekit.config import ServeConfig
+from servekit.executor.model_executor import ModelExecutor
+from servekit.joining.address import TcpAddress
+from servekit.joining.credentials import server_tls
+from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, StepResult
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.worker import USAGE
+from tests.servekit.joining.clients import ENOUGH_S, KEY, LOAD, MODEL, Host, listening
+
+SLOW_S = 90.0  # to start Python and join, on a machine that does much else
+
+
+def make_host(model: str = "sim:step=50ms") -> Host:
+    host = Host(model=None)
+    host.load = replace(LOAD, model_path=model, num_kv_blocks=8, max_num_batched_tokens=16)
+    return host
+
+
+def make_plan(step_id: int) -> StepPlan:
+    """A step of the first sequence: the prompt, or the token behind it."""
+    if step_id == 0:
+        assignment = SlotAssignment(0, SamplingParams(max_tokens=8))
+        return StepPlan(0, 0, (assignment,), (ScheduledChunk(0, 0, 2, (5, 6), (0,), True),))
+    return StepPlan(0, step_id, (), (ScheduledChunk(0, 1 + step_id, 1, (), (), True),))
+
+
+class Worker:
+    """A worker's agent as a process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def wait(self) -> tuple[int, str]:
+        """(exit code, what it has written)."""
+        async with asyncio.timeout(SLOW_S):
+            output, _ = await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode, output.decode()
+
+    def model_process(self) -> int:
+        """The process id of the worker process that the agent has started."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return int(children.split()[0])
+
+
+@contextlib.asynccontextmanager
+async def worker(folder: Path, *arguments: str, key: bytes = KEY) -> AsyncIterator[Worker]:
+    (folder / "key").write_bytes(key)
+    (folder / "key").chmod(0o600)
+    command = [sys.executable, "-m", "servekit.worker", *(arguments or ("--connect", f"unix:{folder}/workers.sock"))]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        "--key-file",
+        str(folder / "key"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    try:
+        yield Worker(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+async def executor_of(host: Host, left: asyncio.Event | None = None) -> ModelExecutor:
+    async with asyncio.timeout(SLOW_S):
+        joined = await host.joined.get()
+    executor = ModelExecutor(ServeConfig(), lambda: None, (left or asyncio.Event()).set)
+    executor.adopt(joined.connection, joined.ready)
+    return executor
+
+
+async def test_a_worker_that_gets_sigterm_finishes_its_steps_and_exits_with_0(tmp_path: Path) -> None:
+    host, left = make_host(), asyncio.Event()
+    async with listening(host, tmp_path), worker(tmp_path) as joining:
+        executor = await executor_of(host, left)
+        executor.send(make_plan(0))
+        executor.send(make_plan(1))
+        joining.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(ENOUGH_S):
+            await left.wait()
+        assert executor.is_leaving
+        results = [await executor.receive() for _ in range(2)]
+        assert [result.step_id for result in results if isinstance(result, StepResult)] == [0, 1]
+        await executor.stop()
+        code, output = await joining.wait()
+        assert code == 0 and "leaving" in output, output
+
+
+async def test_a_server_that_restarts_finds_its_workers_again(tmp_path: Path) -> None:
+    host = make_host()
+    async with worker(tmp_path) as joining:
+        async with listening(host, tmp_path):
+            executor = await executor_of(host)
+            first = joining.model_process()
+            await executor.stop(graceful=False)
+        async with listening(host, tmp_path):
+            executor = await executor_of(host)
+            assert joining.model_process() != first
+            executor.send(make_plan(0))
+            assert isinstance(await executor.receive(), StepResult)
+            await executor.stop(graceful=False)
+
+
+async def test_a_worker_process_that_is_killed_is_a_loss_and_joins_again(tmp_path: Path) -> None:
+    host = make_host()
+    async with listening(host, tmp_path), worker(tmp_path) as joining:
+        executor = await executor_of(host)
+        os.kill(joining.model_process(), signal.SIGKILL)
+        again = await executor_of(host)
+        assert executor.loss is not None and again.loss is None
+        again.send(make_plan(0))
+        assert isinstance(await again.receive(), StepResult)
+        for each in (executor, again):
+            await each.stop(graceful=False)
+
+
+async def test_the_end_of_the_agent_ends_the_worker_process(tmp_path: Path) -> None:
+    host = make_host()
+    async with listening(host, tmp_path), worker(tmp_path) as joining:
+        executor = await executor_of(host)
+        pidfd = os.pidfd_open(joining.model_process())
+        joining.process.kill()
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(pidfd, ended.set)
+        async with asyncio.timeout(ENOUGH_S):
+            await ended.wait()
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        await executor.stop(graceful=False)
+
+
+async def test_a_wrong_key_and_another_model_end_the_worker_with_a_sentence(tmp_path: Path) -> None:
+    host = make_host()
+    async with listening(host, tmp_path):
+        async with worker(tmp_path, key=b"another" * 8) as joining:
+            code, output = await joining.wait()
+            assert code == 2 and "the worker's key is not the server's" in output, output
+        host.model = replace(MODEL, fingerprint="sim:another")
+        async with worker(tmp_path) as joining:
+            code, output = await joining.wait()
+            assert code == 2 and "is not the one that the server's other workers have loaded" in output, output
+        assert host.joined.empty()
+
+
+async def test_a_model_of_its_own_replaces_the_servers_path(tmp_path: Path) -> None:
+    """Its fingerprint counts, wherever the files are."""
+    host = make_host("/a/path/on/the/server")
+    arguments = ("--connect", f"unix:{tmp_path}/workers.sock", "--model", "sim:instant")
+    async with listening(host, tmp_path), worker(tmp_path, *arguments):
+        async with asyncio.timeout(SLOW_S):
+            joined = await host.joined.get()
+        assert joined.ready.model.fingerprint == "sim:instant" and joined.offer.device == "auto"
+        await joined.connection.end()
+
+
+async def test_a_worker_joins_over_tcp_with_tls(tmp_path: Path, certificate: tuple[str, str]) -> None:
+    host = make_host()
+    async with listening(host, tls=server_tls(*certificate)) as listener:
+        assert isinstance(listener.address, TcpAddress)
+        address = f"tcp://localhost:{listener.address.port}"
+        async with worker(tmp_path, "--connect", address, "--tls-ca", certificate[0]):
+            executor = await executor_of(host)
+            executor.send(make_plan(0))
+            assert isinstance(await executor.receive(), StepResult)
+            await executor.stop(graceful=False)
+
+
+async def test_a_worker_waits_for_its_server_and_says_what_is_wrong_meanwhile(tmp_path: Path) -> None:
+    """The server is not there yet; then something else listens there; then it is the server."""
+    host = make_host()
+
+    def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+        has_answered.set()
+
+    has_answered = asyncio.Event()
+    async with worker(tmp_path) as joining:
+        assert joining.process.stdout is not None
+        async with asyncio.timeout(SLOW_S):
+            assert b"cannot join" in await joining.process.stdout.readline()
+        stranger = await asyncio.start_unix_server(answer, str(tmp_path / "workers.sock"))
+        async with asyncio.timeout(SLOW_S):
+            await has_answered.wait()
+        stranger.close()
+        await stranger.wait_closed()
+        async with listening(host, tmp_path):
+            executor = await executor_of(host)
+            await executor.stop(graceful=False)
+        joining.process.send_signal(signal.SIGTERM)
+        code, output = await joining.wait()
+        assert code == 0 and "is not a servekit server" in output, output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--device", "cpu"), USAGE),
+        (("--connect", "10.0.0.7:80"), "is not an address; use unix:PATH"),
+        (("--connect", "unix:relative"), "must be absolute"),
+        (("--connect", "tcp://host:70000"), "is not an address"),
+        (("--connect", "unix:/x", "--tls-ca", "x"), "--tls-ca has no use with a Unix socket"),
+        (("--connect", "tcp://[::1]:80", "--device", "tpu"), "it takes auto, cpu, cuda or cuda:N"),
+        (("--connect", "tcp://host:80", "--tls-ca", "/nowhere"), "no certificates in PEM format"),
+    ],
+)
+async def test_wrong_arguments_are_refused_with_one_sentence(
+    tmp_path: Path, arguments: tuple[str, ...], expected: str
+) -> None:
+    async with worker(tmp_path, *arguments) as joining:
+        code, output = await joining.wait()
+    assert code == 2 and expected in output and output.count("\n") == 1
+
+
+async def test_a_key_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    async with worker(tmp_path, key=b"short") as joining:
+        code, output = await joining.wait()
+    assert code == 2 and "the key has 5 bytes, and must have 32 to 4096; make one with" in output
