@@ -205,6 +205,21 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ),
     ] = None
 
+    listen_workers: Annotated[
+        str | None,
+        Meta(
+            description="address at which workers may join that the server did not start (docs/workers.md): unix:PATH "
+            "or tcp://HOST:PORT; needs --worker-key-file"
+        ),
+    ] = None
+    worker_key_file: Annotated[
+        str | None, Meta(description="file with the key that workers and server prove themselves with, when they join")
+    ] = None
+    worker_tls_cert: Annotated[
+        str | None, Meta(description="PEM file with the certificate chain for --listen-workers tcp://; turns TLS on")
+    ] = None
+    worker_tls_key: Annotated[str | None, Meta(description="PEM file with the private key of --worker-tls-cert")] = None
+
     step_timeout: Annotated[
         Seconds, Meta(description="maximum seconds for one step; the server replaces a worker that takes longer")
     ] = 300.0

@@ -42,7 +42,7 @@ def test_the_manager_side_never_loads_torch() -> None:
 def test_help_of_the_worker_answers_without_torch() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "servekit.worker", "--help"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "--task-fd" in done.stdout
+    assert "--connect" in done.stdout
     assert "torch" not in done.stderr
 
 

@@ -37,6 +37,7 @@ class Host:
         self.load = LOAD
         self.refuses: tuple[Reason, str] | None = None
         self.joined: asyncio.Queue[JoinedWorker] = asyncio.Queue()
+        self.workers: list[JoinedWorker] = []  # all of them
 
     def load_model(self) -> LoadModel:
         return self.load
@@ -46,6 +47,7 @@ class Host:
 
     def worker_joined(self, worker: JoinedWorker) -> None:
         self.joined.put_nowait(worker)
+        self.workers.append(worker)
 
     async def next_worker(self) -> JoinedWorker:
         async with asyncio.timeout(ENOUGH_S):
@@ -73,6 +75,8 @@ async def listening(
         yield listener
     finally:
         await listener.stop()
+        for worker in host.workers:
+            await worker.connection.end()
         while _connected:
             await _connected.pop().end()
         await asyncio.sleep(0)
