@@ -142,12 +142,14 @@ class EngineCore:
         manager, executor = self.manager, self._executor
         if executor.loss is not None:
             raise executor.loss
+        if executor.is_leaving and not manager.num_in_flight:
+            raise executor.mark_left()
         if not manager.has_work:
             await self._wait_for_work()
             return
         began_s = self._iteration_began_s = self._clock()
         self._expire(began_s)
-        while (plan := self.apply(Plan(began_s))) is not None:
+        while not executor.is_leaving and (plan := self.apply(Plan(began_s))) is not None:
             executor.send(plan)
             step, sent_s, is_alone = StepSummary.of(plan), self._clock(), manager.num_in_flight == 1
             for observer in self._observers:
@@ -223,7 +225,13 @@ class EngineCore:
     async def _replace_worker(self, loss: WorkerError) -> None:
         """Start another worker; all sequences continue on it from their tokens. Raises WorkerLost if none starts."""
         lost_s = self._clock()
-        log.error("worker lost; resuming %s on its replacement", self._registry.describe())
+        has_left = self._executor.cause == "left"
+        log.log(
+            logging.INFO if has_left else logging.ERROR,
+            "worker %s; resuming %s on its replacement",
+            "left" if has_left else "lost",
+            self._registry.describe(),
+        )
         for observer in self._observers:
             observer.worker_lost(self._executor.cause)
         self._restart_sequences(is_out_of_memory=self._executor.cause == "out_of_memory")

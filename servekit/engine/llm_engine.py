@@ -32,6 +32,7 @@ from servekit.engine.request_state import RequestState, SequenceOutput, add_comm
 from servekit.engine.tokenizer import Tokenizer, load_tokenizer
 from servekit.errors import DeadlineExceeded, InvalidRequest, QueueFull, ServekitError, WorkerNotReady, shutting_down
 from servekit.executor.model_executor import ModelExecutor, load_model_message
+from servekit.joining.worker_pool import WorkerPool
 from servekit.observability.journal import Journal, JournalCollector, open_journal
 from servekit.observability.live_frames import LiveState, LiveWorker
 from servekit.observability.metrics import Metrics
@@ -66,7 +67,8 @@ class LLMEngine:
         self.worker: WorkerReady | None = None  # what the first worker reported; None until it is ready
         self.failure: ServekitError | None = None  # why the main loop ended, if it did
         self._clock = clock
-        self._executor = ModelExecutor(config, on_loss=self._on_worker_loss)
+        self._worker_pool = None if config.listen_workers is None else WorkerPool(config)
+        self._executor = ModelExecutor(config, self._wake_core, self._wake_core, self._worker_pool)
         self.profiling = Profiling(config, self._executor)
         self._registry = RequestRegistry()
         self._queue_limits = QueueLimits(config)
@@ -171,7 +173,10 @@ class LLMEngine:
         path = await run_in_daemon_thread(find_model, self.config.model)
         self._tokenizer = await run_in_daemon_thread(load_tokenizer, path)
         template = find_chat_template(path, self.config.chat_template)
-        self.worker = await self._executor.start(load_model_message(self.config, str(path)))
+        load = load_model_message(self.config, str(path))
+        if self._worker_pool is not None:
+            self._worker_pool.start(load)
+        self.worker = await self._executor.start(load)
         limits, journal = scheduler_config(self.config, self.worker), self._journal
         output = OutputProcessor(self._registry, self._observers, self._tokenizer.is_special)
         manager = WorkloadManager(limits) if journal is None else journal.make_manager(limits)
@@ -203,6 +208,8 @@ class LLMEngine:
                 await self._main_loop
         self._probe.stop()
         self.fail_all(shutting_down())
+        if self._worker_pool is not None:
+            await self._worker_pool.stop()
         await self._executor.stop(graceful)
         if self._input_processor is not None:
             await self._input_processor.stop()
@@ -216,6 +223,8 @@ class LLMEngine:
         self._is_draining = True
         self._rejects_requests = not admits_requests
         self.metrics.server.is_draining = True
+        if self._worker_pool is not None:
+            self._worker_pool.is_draining = True
 
     async def wait_until_failed(self) -> None:
         """Return when the main loop has ended by itself, which it does only on failure."""
@@ -231,7 +240,7 @@ class LLMEngine:
         if self._core is not None:
             self._core.fail_all(error)
 
-    def _on_worker_loss(self) -> None:
+    def _wake_core(self) -> None:
         if self._core is not None:
             self._core.wake()
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -32,23 +33,40 @@ log = logging.getLogger("servekit")
 STABLE_AFTER_S = 10.0  # a worker that was ready for this long does not count as a failed start
 
 
+class WorkerSource(Protocol):
+    """Where workers come from that have joined and loaded the model."""
+
+    @property
+    def stage(self) -> str:
+        """What `next_worker` waits for, as text for people."""
+
+    async def next_worker(self) -> tuple[WorkerConnection, WorkerReady]:
+        """The next worker, as soon as there is one. All have the same model and the same number of KV blocks."""
+
+
 class ModelExecutor:
     """Runs steps in one worker at a time. All methods must be called on the event loop's thread, the main thread.
 
-    The worker is either a child process (`start`), which `replace` can replace, or it has joined by itself (`adopt`).
+    The worker is a child process, or one that has joined: given by `adopt`, or taken from a source.
     """
 
     def __init__(
-        self, config: ServeConfig, on_loss: Callable[[], None], on_leaving: Callable[[], None] = lambda: None
+        self,
+        config: ServeConfig,
+        on_loss: Callable[[], None],
+        on_leaving: Callable[[], None] = lambda: None,
+        source: WorkerSource | None = None,
     ) -> None:
         """`on_loss` is called when the worker is lost, even while no call waits for a result.
 
-        `on_leaving` is called when a worker that has joined wants to leave (`is_leaving`).
+        `on_leaving` is called when a worker that has joined wants to leave (`is_leaving`). With a `source`, no child
+        process is started.
         """
         self.ready: WorkerReady | None = None  # what the first worker reported; its replacements must report the same
         self._config = config
         self._on_loss = on_loss
         self._on_leaving = on_leaving
+        self._source = source
         self._model: LoadModel | None = None
         self._worker: WorkerConnection | WorkerGroup | None = None
         self._is_ready = False
@@ -66,7 +84,7 @@ class ModelExecutor:
     def stage(self) -> str:
         """What a worker that is not ready is doing, as text for people."""
         if self._worker is None:
-            return "reading the model's configuration"
+            return "reading the model's configuration" if self._source is None else self._source.stage
         return self._worker.stage if self._worker.loss is None else "replacing the worker"
 
     @property
@@ -90,7 +108,14 @@ class ModelExecutor:
         return "other" if self._worker is None else self._worker.cause
 
     async def start(self, model: LoadModel) -> WorkerReady:
-        """Start a worker and load the model. Raises ConfigError, WorkerLost or WorkerTimeout."""
+        """Start a worker and load the model, or wait for one that joins.
+
+        Raises ConfigError, WorkerLost or WorkerTimeout.
+        """
+        if self._source is not None:
+            worker, ready = await self._source.next_worker()
+            self.adopt(worker, ready)
+            return ready
         self._model = model
         size = self._config.tensor_parallel_size
         self._worker = (
@@ -109,7 +134,7 @@ class ModelExecutor:
         return message
 
     def adopt(self, worker: WorkerConnection, ready: WorkerReady) -> None:
-        """Run steps in a worker that has joined and loaded the model. When it is lost, `replace` raises the loss.
+        """Run steps in a worker that has joined and loaded the model. Without a source, `replace` raises its loss.
 
         The worker may be lost or leaving already; `loss` and `is_leaving` say so.
         """
@@ -162,11 +187,18 @@ class ModelExecutor:
     async def replace(self, on_failed_start: Callable[[], None]) -> None:
         """End the current worker, and start new ones until one is ready.
 
-        Raises WorkerLost after `max_worker_restarts` failed starts in a row, and the loss at once for a worker that had
-        joined: it comes back by itself, as another worker.
+        A worker that had joined comes back by itself, as another worker. So the next one of the source replaces it.
+        Raises WorkerLost after `max_worker_restarts` failed starts in a row, and without a source the loss of a worker
+        that had joined.
         """
         assert self._worker is not None and self.ready is not None
         self._is_ready = False
+        if self._source is not None:
+            self._in_flight.clear()
+            await self._worker.end()
+            self._worker = None
+            self.adopt(*await self._source.next_worker())
+            return
         if self._model is None:
             await self._worker.end()
             assert self._worker.loss is not None
@@ -206,6 +238,13 @@ class ModelExecutor:
         if self._worker is not None:
             await self._worker.end(graceful and is_ready)  # a worker that is loading does not read messages
             self._worker = None
+
+    def mark_left(self) -> ServekitError:
+        """Let go of a worker that `is_leaving`, when no step is in flight. Returns the loss that `replace` handles."""
+        assert self._worker is not None and self._worker.is_leaving
+        self._worker.mark_lost(WorkerLost("the model worker has left"), "left")
+        assert self._worker.loss is not None
+        return self._worker.loss
 
     def mark_lost(self, what: str) -> ServekitError:
         """Declare the worker lost because of what it did. Returns the loss, for callers that raise it."""

@@ -57,7 +57,7 @@ class WorkerConnection:
     ) -> None:
         """`stream` is not started yet. Its bytes are `frames`, by default those of a pipe."""
         self.loss: ServekitError | None = None
-        self.cause = "other"  # the reason for the loss: ended, step_timeout, silence, garbage, failed, other
+        self.cause = "other"  # the reason: ended, step_timeout, silence, garbage, failed, left, other
         self.stage = "starting the worker"
         self.is_leaving = False  # it has asked to be sent no more steps, and to be shut down
         self.on_loss = on_loss  # both may be replaced
@@ -156,7 +156,9 @@ class WorkerConnection:
             return
         self.loss, self.cause = error, cause
         if self._is_ready and not self._is_ending:  # before it was ready, `receive` reports the loss to the caller
-            log.error("worker %s: %s", self._stream.name, error.message)
+            log.log(
+                logging.INFO if cause == "left" else logging.ERROR, "worker %s: %s", self._stream.name, error.message
+            )
         self._ticker.cancel()
         self._stream.stop()
         with contextlib.suppress(asyncio.QueueFull):

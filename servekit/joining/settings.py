@@ -28,6 +28,8 @@ def listener_settings(config: ServeConfig) -> ListenerSettings | None:
             "listen_workers needs worker_key_file: without a key anybody who can connect could join; make one with "
             "`openssl rand -hex 32`"
         )
+    if config.tensor_parallel_size > 1:
+        raise ConfigError("listen_workers cannot be used with tensor_parallel_size > 1 yet: each worker joins alone")
     tls = server_tls(config.worker_tls_cert, config.worker_tls_key)
     if tls is not None and isinstance(address, UnixAddress):
         raise ConfigError("worker_tls_cert has no use with a Unix socket, whose bytes do not leave this machine")

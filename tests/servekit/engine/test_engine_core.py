@@ -41,6 +41,7 @@ class InlineExecutor:
     def __init__(self, manager: WorkloadManager, loses: Callable[[StepPlan], bool]) -> None:
         self.loss: ServekitError | None = None
         self.cause = "ended"
+        self.is_leaving = False
         self.num_replacements = 0
         self.fails_with: StepFailed | None = None
         self.replacement = asyncio.Event()
@@ -71,8 +72,15 @@ class InlineExecutor:
         await self.replacement.wait()
         self.num_replacements += 1
         self.loss = None
+        self.is_leaving = False
         self._plans.clear()
         self._worker = make_worker(self._manager)
+
+    def mark_left(self) -> ServekitError:
+        assert not self._plans
+        self.cause = "left"
+        self.loss = WorkerLost("the model worker has left")
+        return self.loss
 
 
 class Service:
@@ -175,6 +183,32 @@ async def test_sequences_continue_token_for_token_after_a_lost_worker() -> None:
     assert service.value("worker_restarts_total", cause="ended") == 2
     assert service.value("worker_restarts_total", cause="no_start") == 2
     assert service.value("workers_alive") == 1
+    assert_at_rest(service)
+
+
+async def test_a_worker_that_leaves_answers_its_steps_first_and_no_token_is_computed_for_nothing() -> None:
+    """`mark_left` of the executor above checks that no step is in flight."""
+    service = Service()
+    computed = []
+
+    def leaves(plan: StepPlan) -> bool:
+        computed.append(plan.step_id)
+        service.executor.is_leaving |= plan.step_id == 2
+        return False
+
+    service.executor.loses = leaves
+    async with running(service):
+        requests = [service.submit() for _ in range(4)]
+        for request in requests:
+            deltas = await read_all(request)
+            assert [delta.token_id for delta in deltas] == reference(request.outputs[0].sequence)
+        service.executor.is_leaving = True
+        service.core.wake()  # it waits for work
+        while service.executor.num_replacements < 2:  # noqa: ASYNC110  # it has no event for that
+            await asyncio.sleep(0)
+    assert computed == list(range(len(computed)))
+    assert service.value("worker_restarts_total", cause="left") == 2
+    assert not service.manager.quarantine
     assert_at_rest(service)
 
 
