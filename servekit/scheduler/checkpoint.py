@@ -32,7 +32,7 @@ from servekit.scheduler.workload_manager import WorkloadManager
 
 CONTINUES, ENDS = 0, 1  # what the tokens of a replayed sequence mean
 _CONTINUES = array("i", (CONTINUES,))
-_NO_LOGPROBS = TokenLogprobs(0.0)
+NO_LOGPROBS = TokenLogprobs(0.0)
 
 SampledSequences = Iterable[tuple[Sequence, int]]
 """The sequences that sample in a step, in order, each with its incarnation."""
@@ -128,7 +128,7 @@ class ManagerState(Struct, frozen=True, array_like=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_stale_results: int
-    sequences: list[SequenceState]  # in order of arrival
+    sequences: list[SequenceState]  # in the order in which they were added
     running: list[int]  # ids, by rank
     followers: list[tuple[int, list[int]]]  # (leader's id, ids)
     leaders_ready: list[int]
@@ -381,7 +381,7 @@ def replay_result(state: ResultState) -> StepResult:
         tuple(ENDS if index in ends else CONTINUES for index in range(state.num_tokens)),
         0.0,
         prompt_logprobs=tuple(
-            PromptLogprobs(index, start, (_NO_LOGPROBS,) * num_positions)
+            PromptLogprobs(index, start, (NO_LOGPROBS,) * num_positions)
             for index, start, num_positions in state.prompt_logprobs
         ),
         failures=tuple((index, "") for index in state.failures),
@@ -403,7 +403,7 @@ def _restore_sequence(state: SequenceState, block_size: int) -> Sequence:
         stop_set=frozenset({ENDS}),
     )
     sequence.token_ids = replay_prompt(state.num_tokens)
-    sequence.prompt_logprobs = [_NO_LOGPROBS] * state.num_prompt_logprobs
+    sequence.prompt_logprobs = [NO_LOGPROBS] * state.num_prompt_logprobs
     sequence.status = state.status
     sequence.first_scheduled_s = state.first_scheduled_s
     sequence.num_cached_tokens = state.num_cached_tokens

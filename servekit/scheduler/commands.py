@@ -15,7 +15,8 @@ from msgspec import Struct
 
 from servekit.protocol.messages import StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.scheduler.sequence import NEVER, FinishReason, Sequence
+from servekit.scheduler.crash_quarantine import CrashRecord
+from servekit.scheduler.sequence import NEVER, FinishReason, Progress, Sequence
 from servekit.scheduler.step import SequenceToken
 
 Outcome = TypeVar("Outcome")
@@ -41,6 +42,8 @@ class AddSequence(Operation[Sequence], frozen=True, tag="add", kw_only=True):
     # Of the prompt's first full blocks. The manager computes the others when it needs them. The engine gives all those
     # of a leader: it computes them in slices, but a command cannot be interrupted.
     block_hashes: TokenSequence[bytes] = ()
+    progress: Progress | None = None  # if another manager has served it until now
+    crashes: CrashRecord | None = None  # of workers, that it was in flight in there
 
 
 class Plan(Operation[StepPlan | None], frozen=True, tag="plan"):
@@ -67,6 +70,12 @@ class Finish(Operation[bool], frozen=True, tag="finish"):
 
     sequence_id: int
     reason: FinishReason
+
+
+class Withdraw(Operation[list[AddSequence]], frozen=True, tag="withdraw"):
+    """Forget sequences. The answer is the commands with which another manager continues them, in order of arrival."""
+
+    sequence_ids: tuple[int, ...] | None  # None for all; ids of sequences that have ended are ignored
 
 
 class Restart(Operation[list[Sequence]], frozen=True, tag="restart"):

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from servekit.scheduler.sequence import Sequence
 
@@ -19,11 +20,15 @@ CRASHES_TO_SUSPECT = 2  # in a row, with the sequence in flight in each of them
 CRASHES_TO_FAIL = 3
 
 
-class CrashRecord(Struct, gc=False):
+class CrashRecord(Struct, frozen=True, gc=False):
     """The crashes in a row that a sequence was in flight in, with no new token between them."""
 
     num_crashes: int
     num_tokens: int  # that were known at the last one
+
+    @property
+    def makes_suspect(self) -> bool:
+        return self.num_crashes >= CRASHES_TO_SUSPECT
 
 
 class CrashQuarantine:
@@ -50,18 +55,28 @@ class CrashQuarantine:
         """Record that a worker crashed while these sequences were in flight; return those of them that must fail."""
         failed = []
         for sequence in in_flight:
-            record = self._records.setdefault(sequence.sequence_id, CrashRecord(0, 0))
-            has_progressed = sequence.num_tokens > record.num_tokens
-            record.num_crashes = 1 if has_progressed else record.num_crashes + 1
-            record.num_tokens = sequence.num_tokens
+            last = self._records.get(sequence.sequence_id, CrashRecord(0, 0))
+            has_progressed = sequence.num_tokens > last.num_tokens
+            record = CrashRecord(1 if has_progressed else last.num_crashes + 1, sequence.num_tokens)
+            self._records[sequence.sequence_id] = record
             if record.num_crashes >= CRASHES_TO_FAIL:
                 failed.append(sequence)
-            elif record.num_crashes >= CRASHES_TO_SUSPECT and sequence not in self._suspects:
+            elif record.makes_suspect and sequence not in self._suspects:
                 self._suspects.append(sequence)
         return failed
 
+    def record_of(self, sequence: Sequence) -> CrashRecord | None:
+        """The crashes that a sequence was in flight in; None if there was none."""
+        return self._records.get(sequence.sequence_id)
+
+    def add(self, sequence: Sequence, record: CrashRecord) -> None:
+        """Take over a sequence from another worker's quarantine, with its crashes there."""
+        self._records[sequence.sequence_id] = record
+        if record.makes_suspect:
+            self._suspects.append(sequence)
+
     def discard(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended."""
+        """Forget a sequence that has left."""
         self._records.pop(sequence.sequence_id, None)
         if sequence in self._suspects:
             self._suspects.remove(sequence)
@@ -72,6 +87,6 @@ class CrashQuarantine:
             first = self._suspects[0]
             record = self._records[first.sequence_id]
             if first.num_tokens >= record.num_tokens + self._num_tokens_to_clear:
-                record.num_crashes = 0
+                self._records[first.sequence_id] = replace(record, num_crashes=0)
                 return self._suspects.popleft()
         return None

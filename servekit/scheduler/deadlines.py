@@ -30,8 +30,9 @@ class Deadlines:
 
     def add(self, sequence: Sequence) -> None:
         """Track both deadlines of a sequence, as far as it has them."""
-        for version, deadline_s in enumerate(self._limits(sequence)):
-            self._heap.push(deadline_s, sequence, version)
+        for deadline_s in self._limits(sequence):
+            # The incarnation tells a sequence that was withdrawn and came back from what it was before.
+            self._heap.push(deadline_s, sequence, sequence.incarnation)
 
     def pop_overdue(self, now_s: float) -> list[Sequence]:
         """The sequences that missed a deadline; twice if a sequence missed both. Afterwards `next_s` is after `now_s`.

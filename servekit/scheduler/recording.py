@@ -29,6 +29,7 @@ from msgspec import Struct
 from servekit.errors import ServekitError
 from servekit.protocol.messages import StepPlan
 from servekit.scheduler.checkpoint import (
+    NO_LOGPROBS,
     ManagerState,
     ResultState,
     SampledSequences,
@@ -49,16 +50,32 @@ from servekit.scheduler.commands import (
     Outcome,
     Plan,
     Restart,
+    Withdraw,
 )
+from servekit.scheduler.crash_quarantine import CrashRecord
 from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.prefix_cache import chain_hash
 from servekit.scheduler.scheduler_config import SchedulerConfig
-from servekit.scheduler.sequence import FinishReason
+from servekit.scheduler.sequence import FinishReason, Progress
 from servekit.scheduler.workload_manager import WorkloadManager
 
 HASH_BYTES = 8  # of a block, and of a long column of a plan
 
 # -- records -----------------------------------------------------------------------------------------------------------
+
+
+class ProgressRecord(Struct, frozen=True, array_like=True):
+    """A Progress, with the number of its tokens, and the crashes that came with it."""
+
+    num_output_tokens: int
+    num_prompt_logprobs: int
+    first_scheduled_s: float | None
+    num_cached_tokens: int | None
+    num_preemptions: int
+    num_share_preemptions: int
+    incarnation: int
+    crashes: tuple[int, int] | None  # (number of crashes, tokens known at the last one)
+    output_token_ids: bytes | None = None  # int32, if asked for
 
 
 class AddRecord(Struct, frozen=True, array_like=True, tag=0):
@@ -79,6 +96,7 @@ class AddRecord(Struct, frozen=True, array_like=True, tag=0):
     hashes: bytes  # of the blocks that were hashed during the command; so in all records
     block_hashes: bytes  # of the command itself
     token_ids: bytes | None = None  # int32, if asked for
+    progress: ProgressRecord | None = None
 
 
 class PlanRecord(Struct, frozen=True, array_like=True, tag=1):
@@ -122,7 +140,14 @@ class RestartRecord(Struct, frozen=True, array_like=True, tag=5):
     hashes: bytes
 
 
-CommandRecord = AddRecord | PlanRecord | CommitRecord | ExpireRecord | FinishRecord | RestartRecord
+class WithdrawRecord(Struct, frozen=True, array_like=True, tag=8):
+    """A Withdraw, with the ids of its outcome."""
+
+    sequence_ids: list[int]
+    hashes: bytes
+
+
+CommandRecord = AddRecord | PlanRecord | CommitRecord | ExpireRecord | FinishRecord | RestartRecord | WithdrawRecord
 
 
 class ErrorRecord(Struct, frozen=True, array_like=True, tag=6):
@@ -289,8 +314,8 @@ class RecordEncoder:
         if isinstance(outcome, Exception):
             record = self._command_record(command, None, hashes, sampled)
             return ErrorRecord(record, f"{type(outcome).__name__}: {outcome}")
-        if not outcome and isinstance(command, Expire | Finish):
-            return None  # no deadline had passed, or the sequence had ended before
+        if not outcome and isinstance(command, Expire | Finish | Withdraw):
+            return None  # no deadline had passed, or the sequences had ended before
         return self._command_record(command, outcome, hashes, sampled)
 
     def encode_checkpoint(self, state: ManagerState) -> CheckpointRecord:
@@ -333,14 +358,30 @@ class RecordEncoder:
                     hashes,
                     b"".join(map(self._hash, command.block_hashes)),
                     self._token_ids(command.prompt_token_ids),
+                    None if command.progress is None else self._progress_record(command.progress, command.crashes),
                 )
             case Finish():
                 return FinishRecord(command.sequence_id, command.reason, hashes)
+            case Withdraw():
+                return WithdrawRecord([each.sequence_id for each in outcome or ()], hashes)
             case Restart():
                 self._sampled.clear()
                 return RestartRecord(command.is_out_of_memory, [each.sequence_id for each in outcome or ()], hashes)
             case _:
                 raise TypeError(f"{command!r} cannot be recorded")
+
+    def _progress_record(self, progress: Progress, crashes: CrashRecord | None) -> ProgressRecord:
+        return ProgressRecord(
+            len(progress.output_token_ids),
+            len(progress.prompt_logprobs),
+            progress.first_scheduled_s,
+            progress.num_cached_tokens,
+            progress.num_preemptions,
+            progress.num_share_preemptions,
+            progress.incarnation,
+            None if crashes is None else (crashes.num_crashes, crashes.num_tokens),
+            self._token_ids(progress.output_token_ids),
+        )
 
     def _token_ids(self, token_ids: Iterable[int]) -> bytes | None:
         return array("i", token_ids).tobytes() if self._keeps_token_ids else None
@@ -426,6 +467,9 @@ class Replayer:
                 self._compare("expired sequences", record.sequence_ids, expired)
             case FinishRecord():
                 self._compare("finished", True, manager.finish(record.sequence_id, record.reason))
+            case WithdrawRecord():
+                withdrawn = [each.sequence_id for each in manager.withdraw(record.sequence_ids)]
+                self._compare("withdrawn sequences", record.sequence_ids, withdrawn)
             case _:
                 assert isinstance(record, RestartRecord)
                 self.num_restarts += 1
@@ -457,6 +501,7 @@ class Replayer:
 
 
 def _add_command(record: AddRecord) -> AddSequence:
+    progress = record.progress
     return AddSequence(
         sequence_id=record.sequence_id,
         prompt_token_ids=replay_prompt(record.prompt_length),
@@ -469,6 +514,20 @@ def _add_command(record: AddRecord) -> AddSequence:
         leader_id=record.leader_id,
         has_length_bound=record.has_length_bound,
         block_hashes=_split(record.block_hashes),
+        progress=None if progress is None else _replay_progress(progress),
+        crashes=CrashRecord(*progress.crashes) if progress is not None and progress.crashes is not None else None,
+    )
+
+
+def _replay_progress(record: ProgressRecord) -> Progress:
+    return Progress(
+        output_token_ids=replay_prompt(record.num_output_tokens),
+        prompt_logprobs=(NO_LOGPROBS,) * record.num_prompt_logprobs,
+        first_scheduled_s=record.first_scheduled_s,
+        num_cached_tokens=record.num_cached_tokens,
+        num_preemptions=record.num_preemptions,
+        num_share_preemptions=record.num_share_preemptions,
+        incarnation=record.incarnation,
     )
 
 

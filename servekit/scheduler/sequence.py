@@ -14,6 +14,8 @@ from array import array
 from collections.abc import Iterable
 from enum import StrEnum
 
+from msgspec import Struct
+
 from servekit.protocol.messages import PromptLogprobs, TokenLogprobs
 from servekit.protocol.sampling_params import SamplingParams
 
@@ -25,7 +27,7 @@ class Status(StrEnum):
 
     WAITING = "waiting"
     RUNNING = "running"
-    FINISHED = "finished"
+    FINISHED = "finished"  # or withdrawn: it continues on another manager, as another Sequence
 
 
 class FinishReason(StrEnum):
@@ -36,6 +38,18 @@ class FinishReason(StrEnum):
     DEADLINE = "deadline"  # the client's own ttft_ms or deadline_ms passed
     ABORT = "abort"  # the client disconnected or cancelled
     ERROR = "error"  # the server failed it
+
+
+class Progress(Struct, frozen=True, kw_only=True):
+    """What a sequence has come to on one workload manager, with which it continues on another."""
+
+    output_token_ids: array[int]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    first_scheduled_s: float | None
+    num_cached_tokens: int | None
+    num_preemptions: int
+    num_share_preemptions: int
+    incarnation: int  # its first one there: a sequence that comes back must not be taken for what it was before
 
 
 class SequenceBlocks:
@@ -116,6 +130,7 @@ class Sequence:
         has_length_bound: bool = True,
         stop_set: frozenset[int] = frozenset(),
         block_hashes: Iterable[bytes] = (),
+        progress: Progress | None = None,
     ) -> None:
         self.sequence_id = sequence_id  # in order of arrival
         self.sampling = sampling
@@ -152,6 +167,26 @@ class Sequence:
         self.incarnation = -1
         self.kv = SequenceBlocks(block_hashes)
         self.reset_computation()
+        if progress is not None:
+            self.token_ids.extend(progress.output_token_ids)
+            self.prompt_logprobs.extend(progress.prompt_logprobs)
+            self.first_scheduled_s = progress.first_scheduled_s
+            self.num_cached_tokens = progress.num_cached_tokens
+            self.num_preemptions = progress.num_preemptions
+            self.num_share_preemptions = progress.num_share_preemptions
+            self.incarnation = progress.incarnation
+
+    def progress(self) -> Progress:
+        """What another manager needs, beside the arguments that this sequence was made with, to continue it."""
+        return Progress(
+            output_token_ids=self.token_ids[self.prompt_length :],
+            prompt_logprobs=tuple(self.prompt_logprobs),
+            first_scheduled_s=self.first_scheduled_s,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            num_share_preemptions=self.num_share_preemptions,
+            incarnation=self.incarnation + 1,
+        )
 
     def reset_computation(self) -> None:
         """Back to having no slot and nothing computed; the tokens stay. The KV cache manager takes the blocks."""

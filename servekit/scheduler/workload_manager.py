@@ -1,7 +1,7 @@
 """Decide, step by step, which tokens a worker computes next.
 
-`plan` says what the next step computes, `commit` applies what it sampled, and `finish` is the only way out for a
-sequence. All of it is a plain function of the state: no clock, no I/O, no randomness, no torch. The engine drives it in
+`plan` says what the next step computes, `commit` applies what it sampled. `finish` and `withdraw` are the only ways out
+for a sequence: it ends, or it continues on another manager. All of it is a plain function of the state: no clock, no I/O, no randomness, no torch. The engine drives it in
 production and the simulation drives it by the million steps, with the same code and by the same commands.
 
 How one step is decided (docs/ARCHITECTURE.md has a picture, with the same numbers):
@@ -40,7 +40,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, StepResult
-from servekit.scheduler.commands import AddSequence, Commit, Expire, Finish, Operation, Outcome, Plan, Restart
+from servekit.scheduler.commands import AddSequence, Commit, Expire, Finish, Operation, Outcome, Plan, Restart, Withdraw
 from servekit.scheduler.crash_quarantine import CrashQuarantine
 from servekit.scheduler.deadlines import Deadlines
 from servekit.scheduler.kv_cache_manager import KVCacheManager, PrefixMatch
@@ -165,6 +165,8 @@ class WorkloadManager:
                 outcome = self.add(command)
             case Finish():
                 outcome = self.finish(command.sequence_id, command.reason)
+            case Withdraw():
+                outcome = self.withdraw(command.sequence_ids)
             case Restart():
                 outcome = self.restart(command.is_out_of_memory)
             case _:
@@ -172,7 +174,7 @@ class WorkloadManager:
         return cast(Outcome, outcome)
 
     def add(self, command: AddSequence) -> Sequence:
-        """Make a sequence; it starts when its turn comes. Raises ContextTooLong."""
+        """Make a sequence; it starts when its turn comes, or continues its progress. Raises ContextTooLong."""
         sampling = command.sampling
         self.config.check_fits(len(command.prompt_token_ids), sampling.max_tokens)
         assert command.sequence_id not in self._sequences, f"sequence id {command.sequence_id} is in use"
@@ -192,12 +194,18 @@ class WorkloadManager:
             has_length_bound=command.has_length_bound,
             stop_set=eos_token_ids.union(sampling.stop_token_ids),
             block_hashes=command.block_hashes,
+            progress=command.progress,
         )
         self._sequences[sequence.sequence_id] = sequence
         self._deadlines.add(sequence)
-        self.queued.add(sequence)
+        if sequence.first_scheduled_s is None:
+            self.queued.add(sequence)
+        if command.crashes is not None:
+            self.quarantine.add(sequence, command.crashes)
         sequence.num_missing = 0  # until it is in the queue; before that, its leader's prompt is counted
-        if leader is not None and leader.first_sampled_step_id is None:
+        if sequence in self.quarantine:
+            self._displace_bystanders()
+        elif leader is not None and leader.first_sampled_step_id is None:
             self._followers[leader.sequence_id].append(sequence)
         else:
             self._enqueue(sequence)
@@ -221,7 +229,9 @@ class WorkloadManager:
             return None
         assert self.next_deadline_s > now_s, "expired work is never computed: `expire` comes before `plan`"
         while self._leaders_ready:
-            self._release_followers(self._leaders_ready.pop())
+            leader = self._leaders_ready.pop()
+            if leader.status is not Status.FINISHED:  # it may have been withdrawn, and may be back with its followers
+                self._release_followers(leader)
         cleared = self.quarantine.clear()
         if cleared is not None:
             self._release_from_quarantine(cleared)
@@ -261,20 +271,56 @@ class WorkloadManager:
     def finish(self, sequence_id: int, reason: FinishReason) -> bool:
         """End a sequence, whatever its state, and release all it holds. False if it had ended before or never existed.
 
-        Idempotent, and the only way out for a sequence.
+        Idempotent.
         """
-        sequence = self._sequences.pop(sequence_id, None)
+        sequence = self._sequences.get(sequence_id)
         if sequence is None:
             return False
+        sequence.finish_reason = reason
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.output_lengths.record_end(sequence)
+        self._remove(sequence)
+        return True
+
+    def withdraw(self, sequence_ids: Iterable[int] | None) -> list[AddSequence]:
+        """Forget these sequences, or all, whatever their state, and release what they hold.
+
+        Returns the commands that continue them on another manager, in order of arrival. Tokens that steps in flight
+        sample for them are ignored here, and sampled again there.
+        """
+        ids = self._sequences if sequence_ids is None else self._sequences.keys() & sequence_ids
+        sequences = [self._sequences[sequence_id] for sequence_id in sorted(ids)]
+        commands = [
+            AddSequence(
+                sequence_id=sequence.sequence_id,
+                prompt_token_ids=sequence.token_ids[: sequence.prompt_length],
+                sampling=sequence.sampling,
+                arrival_s=sequence.arrival_s,
+                tenant=sequence.tenant,
+                priority=sequence.priority,
+                ttft_deadline_s=sequence.ttft_deadline_s,
+                deadline_s=sequence.deadline_s,
+                leader_id=None if sequence.leader is None else sequence.leader.sequence_id,
+                has_length_bound=sequence.has_length_bound,
+                block_hashes=tuple(sequence.kv.hashes),
+                progress=sequence.progress(),
+                crashes=self.quarantine.record_of(sequence),
+            )
+            for sequence in sequences
+        ]
+        for sequence in reversed(sequences):  # followers first, which a leader that leaves would put into the queue
+            self._remove(sequence)
+        return commands
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, whatever its state, and release all it holds."""
+        del self._sequences[sequence.sequence_id]
         was_running = sequence.status is Status.RUNNING
         if not was_running:
             self.num_prefill_tokens -= sequence.num_missing
         sequence.status = Status.FINISHED
-        sequence.finish_reason = reason
         sequence.leader = None  # otherwise forks of forks would keep all their ancestors
         self._deadlines.discard(sequence)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.output_lengths.record_end(sequence)
         if was_running:
             self._running.remove(sequence)
             self._release(sequence)
@@ -284,7 +330,6 @@ class WorkloadManager:
             self.queued.remove(sequence)
         self.quarantine.discard(sequence)
         self._release_followers(sequence)
-        return True
 
     def restart(self, is_out_of_memory: bool = False) -> list[Sequence]:
         """Forget everything the worker held; all sequences are computed again, token for token.
@@ -391,6 +436,13 @@ class WorkloadManager:
             self._schedule(step, suspect, min(suspect.num_needed, step.budget), suspect.kv.table)
         else:
             self._schedule_running(step, prefills)
+
+    def _displace_bystanders(self) -> None:
+        """Return all running sequences but suspects to the waiting queue, because a suspect runs alone."""
+        for sequence in [each for each in self._running if each not in self.quarantine]:
+            self._running.remove(sequence)
+            self._release(sequence)
+            self._enqueue(sequence)
 
     def _release_from_quarantine(self, cleared: Sequence) -> None:
         """Return a harmless suspect to the others. It keeps running, unless there is another suspect to run alone."""
