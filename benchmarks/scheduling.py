@@ -18,7 +18,8 @@ import statistics
 from benchmarks.progress import progress, tell
 from servekit.scheduler.policy import Fair
 from servekit.scheduler.scheduler_config import SchedulerConfig
-from servekit.simulation.service import Arrival, Client, Scenario, Simulation
+from servekit.simulation.scenario import Arrival, Client, Scenario
+from servekit.simulation.service import Simulation
 
 STEP_BASE_S, STEP_TOKEN_S = 8e-3, 25e-6
 LONG_PROMPT = 10_000

@@ -1,9 +1,10 @@
 """Find the sequence that crashes workers: suspects run alone, one after the other, until they prove harmless.
 
 A worker may end for any reason, and most reasons have nothing to do with what it computed. So after a first crash all
-sequences go on. A sequence that was in flight in two crashes, with no new token between them, is a suspect. A suspect
-is computed with nothing beside it, so the next crash has one cause. If it gets past the position it had reached, and a
-little further, it returns to the waiting queue. If a third worker crashes over it, it fails, and no other one with it.
+sequences go on. A sequence that was in flight in two crashes, with too few new tokens between them to prove it
+harmless, is a suspect. A suspect is computed with nothing beside it, so the next crash has one cause. If it gets past
+the position it had reached, and a little further, it returns to the waiting queue. If a third worker crashes over it,
+it fails, and no other one with it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CRASHES_TO_FAIL = 3
 
 
 class CrashRecord(Struct, frozen=True, gc=False):
-    """The crashes in a row that a sequence was in flight in, with no new token between them."""
+    """The crashes in a row that a sequence was in flight in, without progress between them."""
 
     num_crashes: int
     num_tokens: int  # that were known at the last one
@@ -47,6 +48,11 @@ class CrashQuarantine:
         return sequence in self._suspects
 
     @property
+    def sequence_ids(self) -> list[int]:
+        """The ids of all suspects."""
+        return [sequence.sequence_id for sequence in self._suspects]
+
+    @property
     def first(self) -> Sequence:
         """The suspect that has the worker for itself."""
         return self._suspects[0]
@@ -56,7 +62,7 @@ class CrashQuarantine:
         failed = []
         for sequence in in_flight:
             last = self._records.get(sequence.sequence_id, CrashRecord(0, 0))
-            has_progressed = sequence.num_tokens > last.num_tokens
+            has_progressed = sequence.num_tokens >= last.num_tokens + self._num_tokens_to_clear
             record = CrashRecord(1 if has_progressed else last.num_crashes + 1, sequence.num_tokens)
             self._records[sequence.sequence_id] = record
             if record.num_crashes >= CRASHES_TO_FAIL:

@@ -265,7 +265,8 @@ class Fair(_ByArrival):
             self._queues[sequence.tenant].discard()
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        self.num_served_tokens[sequence.tenant] += num_tokens
+        # A suspect of a crash may run without ever having been in this queue.
+        self.num_served_tokens[sequence.tenant] = self.num_served_tokens.get(sequence.tenant, 0) + num_tokens
 
     def find_victim(
         self, tenant: str, size: int, running: list[Sequence], size_of: Callable[[Sequence], int]

@@ -1,8 +1,9 @@
 """Decide, step by step, which tokens a worker computes next.
 
 `plan` says what the next step computes, `commit` applies what it sampled. `finish` and `withdraw` are the only ways out
-for a sequence: it ends, or it continues on another manager. All of it is a plain function of the state: no clock, no I/O, no randomness, no torch. The engine drives it in
-production and the simulation drives it by the million steps, with the same code and by the same commands.
+for a sequence: it ends, or it continues on another manager. All of it is a plain function of the state: no clock, no
+I/O, no randomness, no torch. The engine drives it in production and the simulation drives it by the million steps, with
+the same code and by the same commands.
 
 How one step is decided (docs/ARCHITECTURE.md has a picture, with the same numbers):
 

@@ -8,7 +8,7 @@ from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.prefix_cache import PrefixCache, chain_hash, continue_chain, salt_hash
 from servekit.scheduler.sequence import FinishReason
 from servekit.scheduler.workload_manager import WorkloadManager
-from servekit.simulation.service import NaiveReference, SimulatedWorker
+from servekit.simulation.worker import NaiveReference, SimulatedWorker
 from tests.support.scheduler import add_prompt, assert_idle, make_manager, make_worker, run
 
 PROMPT = [7 * i % 90 + 100 for i in range(18)]  # four full blocks of four tokens, and two tokens more

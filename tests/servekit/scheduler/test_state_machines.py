@@ -16,7 +16,8 @@ from servekit.scheduler.prefix_cache import PrefixCache, chain_hash, salt_hash
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import NEVER, FinishReason, Sequence, Status
 from servekit.scheduler.workload_manager import WorkloadManager
-from servekit.simulation.service import NaiveReference, RecklessPredictor, SimulatedWorker
+from servekit.simulation.service import RecklessPredictor
+from servekit.simulation.worker import NaiveReference, SimulatedWorker
 
 NUM_BLOCKS = 6
 

@@ -11,7 +11,8 @@ from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.recording import CommandRecord, ErrorRecord, Record, RecordedManager, RecordEncoder, Replayer
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.workload_manager import WorkloadManager
-from servekit.simulation.service import RecklessPredictor, Scenario, Simulation
+from servekit.simulation.scenario import Scenario
+from servekit.simulation.service import RecklessPredictor, Simulation
 
 KEY = bytes(16)
 

@@ -9,10 +9,13 @@ from typing import TypeVar
 import msgspec
 
 from servekit.scheduler.scheduler_config import SchedulerConfig
-from servekit.simulation.service import Arrival, Fault, Scenario, Simulation
+from servekit.simulation.scenario import Arrival, Fault, Scenario
+from servekit.simulation.service import Simulation
 from servekit.simulation.worker import FIRST_ANSWER
 
 FAULTS = ("abort", "abort", "abort", "duplicate", "forge", "reorder", "delay", "kill", "memory")
+
+MOVES = ("kill", "leave", "move", "move")
 
 Part = TypeVar("Part", Arrival, Fault)
 
@@ -87,6 +90,23 @@ def make_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
     return Scenario(scheduler=scheduler, arrivals=tuple(arrivals), faults=tuple(faults), is_reckless=is_reckless)
 
 
+def make_replicated_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
+    """A scenario of `make_scenario` on two to four replicas, which lose workers, leave, and exchange sequences."""
+    scenario = make_scenario(seed, num_arrivals)
+    rng = random.Random(f"replicas {seed}")
+    end_s = scenario.arrivals[-1].at_s * 1.2
+    faults = [
+        Fault(at_s=rng.uniform(0, end_s), kind=rng.choice(MOVES), target=rng.randrange(num_arrivals))
+        for _ in range(rng.choice([2, 10, 40]))
+    ]
+    return msgspec.structs.replace(
+        scenario,
+        faults=(*scenario.faults, *faults),
+        num_replicas=rng.choice([2, 2, 3, 4]),
+        recovery_s=rng.choice([0.0, 0.01, 0.1, end_s]),
+    )
+
+
 def failure(scenario: Scenario) -> Exception | None:
     """What goes wrong when a scenario is played; None if nothing does."""
     try:
@@ -118,6 +138,8 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, arrivals=kept)
     for faults in _without_parts(scenario.faults):
         yield replace(scenario, faults=faults)
+    for num_replicas in range(1, scenario.num_replicas):
+        yield replace(scenario, num_replicas=num_replicas)
     plainer = {
         "scheduling_policy": "fcfs",
         "max_steps_in_flight": 1,

@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from servekit.scheduler.recording import CheckpointRecord
-from servekit.simulation.service import Scenario, Simulation
+from servekit.simulation.scenario import Scenario
+from servekit.simulation.service import Simulation
 from tests.servekit.simulation.recorded import record_scenario, replay
 from tests.servekit.simulation.scenarios import failure, make_scenario, shrink
 

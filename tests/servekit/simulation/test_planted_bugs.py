@@ -17,7 +17,8 @@ from servekit.scheduler.policy import Fair, FirstComeFirstServed, Shortest, _is_
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Sequence, Status
 from servekit.scheduler.workload_manager import WorkloadManager
-from servekit.simulation.service import Arrival, Scenario, Simulation
+from servekit.simulation.scenario import Arrival, Scenario
+from servekit.simulation.service import Simulation
 from servekit.simulation.worker import SimulatedWorker, Violation
 from tests.servekit.simulation.scenarios import failure, make_scenario
 

@@ -41,7 +41,8 @@ from servekit.scheduler.recording import (
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Sequence, Status
 from servekit.scheduler.workload_manager import WorkloadManager
-from servekit.simulation.service import RecklessPredictor, Scenario, Simulation
+from servekit.simulation.scenario import Scenario
+from servekit.simulation.service import RecklessPredictor, Simulation
 from tests.servekit.simulation.recorded import KEY, ListSink, record_scenario, replay
 from tests.servekit.simulation.scenarios import make_scenario
 

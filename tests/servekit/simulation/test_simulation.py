@@ -11,7 +11,8 @@ import pytest
 from benchmarks import scheduling
 from servekit.scheduler.policy import Fair
 from servekit.scheduler.scheduler_config import SchedulerConfig
-from servekit.simulation.service import Arrival, Scenario, Simulation
+from servekit.simulation.scenario import Arrival, Scenario
+from servekit.simulation.service import Simulation
 from tests.servekit.simulation.scenarios import failure, make_scenario, shrink
 from tests.servekit.simulation.simulate import CORPUS
 

@@ -1,0 +1,79 @@
+"""What a simulation plays, as values: arrivals and faults with their times; and what each client should receive."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from servekit.protocol.messages import TokenLogprobs
+from servekit.scheduler.scheduler_config import SchedulerConfig
+from servekit.scheduler.sequence import Sequence
+from servekit.simulation.worker import NaiveReference
+
+
+class Arrival(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request for one answer."""
+
+    name: int
+    at_s: float
+    prompt: tuple[int, ...]
+    max_tokens: int
+    ignore_eos: bool = False
+    has_length_bound: bool = True
+    tenant: str = ""
+    priority: int = 0
+    ttft_s: float | None = None
+    deadline_s: float | None = None
+    forks: int | None = None  # the name of the arrival with the same prompt that this one is forked from
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    crashes_at: int | None = None  # a worker that computes this position crashes
+    deferred_percent: int = 0  # of the steps that would sample a token for it, how many defer the token
+
+
+class Fault(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One fault, and when it happens."""
+
+    at_s: float
+    kind: str  # abort | duplicate | forge | reorder | delay | kill | memory | leave | move
+    target: int = 0  # of an abort: the arrival's name; of others: what chooses the replica, and how it is hit
+
+
+class Scenario(Struct, frozen=True, kw_only=True):
+    """Everything that a simulation depends on."""
+
+    scheduler: SchedulerConfig
+    arrivals: tuple[Arrival, ...]
+    faults: tuple[Fault, ...] = ()
+    is_reckless: bool = False  # the manager predicts no output at all where the client does not bound it
+    step_base_s: float = 1e-3
+    step_token_s: float = 1e-4
+    num_replicas: int = 1  # each with a manager and a worker
+    recovery_s: float = 0.0  # until a replica that lost its worker, or left, is ready again
+
+
+class Client:
+    """An arrival, what it has received, and what it should receive."""
+
+    __slots__ = (
+        "arrival",
+        "expected",
+        "expected_logprobs",
+        "expected_prompt_logprobs",
+        "received",
+        "sequence",
+        "token_times_s",
+    )
+
+    def __init__(self, arrival: Arrival, sequence: Sequence, expected: list[int]) -> None:
+        self.arrival = arrival
+        self.sequence = sequence
+        self.expected = expected
+        self.expected_logprobs: list[TokenLogprobs] = []
+        self.expected_prompt_logprobs: list[TokenLogprobs] = []
+        if arrival.logprobs is not None:
+            logprobs = NaiveReference.logprobs([*arrival.prompt, *expected], arrival.logprobs)
+            self.expected_logprobs = logprobs[len(arrival.prompt) - 1 :]
+        if arrival.prompt_logprobs is not None:
+            self.expected_prompt_logprobs = NaiveReference.logprobs(arrival.prompt, arrival.prompt_logprobs)
+        self.received: list[int] = []
+        self.token_times_s: list[float] = []
