@@ -30,7 +30,9 @@ class Grammar(Struct, frozen=True):
 class Prompt(Struct, frozen=True):
     """One prompt, as text or as token ids."""
 
-    content: str | array[int]  # token ids are 32-bit integers: the garbage collector does not look into arrays
+    # Token ids are 32-bit integers. Those of a large body are arrays, because the garbage collector does not look into
+    # these. An array takes longer to make than a list, so those of a small body become arrays when they are encoded.
+    content: str | list[int] | array[int]
     param: str  # the name of the field in the client's request, for errors
     add_special_tokens: bool = True  # those that the model expects around a text, such as <bos>
 

@@ -157,7 +157,8 @@ class InputProcessor:
         grammar = None if request.grammar is None else await self._compile(request.grammar, tenant)
         bad_words = await self._encode_bad_words(request.sampling.bad_words or [], tenant)
         prepared, num_tokens = [], 0
-        for prompt, token_ids in zip(request.prompts, prompts, strict=True):
+        for prompt, encoded in zip(request.prompts, prompts, strict=True):
+            token_ids = array("i", encoded) if isinstance(encoded, list) else encoded
             await self._check_vocabulary(token_ids, prompt.param)
             sampling = self._prepare(request, prompt, token_ids, grammar, bad_words)
             prepared.append(PreparedPrompt(token_ids, sampling, await self._hash_blocks(token_ids, tenant)))
@@ -212,7 +213,7 @@ class InputProcessor:
                 param="priority",
             )
 
-    async def _encode(self, request: GenerationRequest, tenant: str) -> list[array[int]]:
+    async def _encode(self, request: GenerationRequest, tenant: str) -> list[list[int] | array[int]]:
         """Return the token ids of every prompt, truncated if the request asks for it."""
         for prompt in request.prompts:
             self._check_length(prompt, request.truncate)
@@ -229,7 +230,8 @@ class InputProcessor:
             of_texts = [prompt for prompt in request.prompts if isinstance(prompt.content, str)]
             self._check_fits(error.num_tokens, request.max_tokens or 1, of_texts[error.index].param)
             raise AssertionError("a prompt with too many tokens fits") from None
-        prompts = [next(encoded) if isinstance(prompt.content, str) else prompt.content for prompt in request.prompts]
+        contents = (prompt.content for prompt in request.prompts)
+        prompts = [next(encoded) if isinstance(content, str) else content for content in contents]
         return [token_ids[-truncate:] for token_ids in prompts] if truncate else prompts
 
     def check_text(self, text: str, param: str) -> None:

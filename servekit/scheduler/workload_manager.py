@@ -383,7 +383,7 @@ class WorkloadManager:
             if sequence.first_sampled_step_id is None:
                 prefills.append(sequence)
                 continue
-            start, token_ids = sequence.num_computed, sequence.token_ids
+            start = sequence.num_computed
             if start + 1 >= sequence.max_length or not budget:
                 continue  # a step in flight is certain to end it, or the step is full
             new_blocks: tuple[int, ...] = ()
@@ -392,7 +392,7 @@ class WorkloadManager:
                     continue  # no block is left, so no sequence will be admitted in this step either
                 new_blocks = (sequence.kv.table[-1],)
             assert sequence.slot is not None
-            known = (token_ids[start],) if start < len(token_ids) else ()
+            known = () if sequence.num_pending else (sequence.token_ids[start],)
             chunks.append(ScheduledChunk(sequence.slot, start, 1, known, new_blocks, True))
             sampled.append((sequence, sequence.incarnation))
             budget -= 1
@@ -540,11 +540,12 @@ class WorkloadManager:
                 continue
             token_ids = sequence.token_ids
             token_ids.append(token_id)
+            num_tokens = len(token_ids)
             sequence.num_pending -= 1
-            if not len(token_ids) % block_size:
+            if not num_tokens % block_size:
                 self.kv_cache.publish(sequence)
             reason = None
-            if token_id in sequence.stop_set or len(token_ids) >= sequence.max_length:
+            if num_tokens >= sequence.max_length or token_id in sequence.stop_set:
                 reason = self._end(sequence, token_id)
             tokens.append(SequenceToken(sequence, token_id, reason, of_token))
 

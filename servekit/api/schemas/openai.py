@@ -249,11 +249,10 @@ class CompletionRequest(OpenAIFields, kw_only=True):
         if len(kinds) > 1:
             raise InvalidRequest("prompt mixes texts and token ids; send one kind", param="prompt")
         if kinds == {int}:
-            return [Prompt(array("i", prompt), "prompt", special)]
+            return [Prompt(prompt, "prompt", special)]
         if len(prompt) > MAX_PROMPTS:
             raise InvalidRequest(f"prompt has {len(prompt)} prompts; the limit is {MAX_PROMPTS}", param="prompt")
-        contents = (array("i", item) if isinstance(item, list) else item for item in prompt)
-        return [Prompt(content, f"prompt[{index}]", special) for index, content in enumerate(contents)]
+        return [Prompt(item, f"prompt[{index}]", special) for index, item in enumerate(prompt)]
 
 
 class CompletionLogprobs(Struct):

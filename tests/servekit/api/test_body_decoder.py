@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 from msgspec import Struct
+from msgspec.structs import replace
 
 from servekit.api.body_decoder import BodyDecoder, error_of, unpack
 from servekit.api.schemas import packed_body
@@ -79,6 +80,10 @@ def encoded(body: Any, kinds: Kinds) -> bytes:
     return text + b" " * (MAX_INLINE_BYTES + 1 - len(text))
 
 
+def as_array(content: Any) -> Any:
+    return content if isinstance(content, str) else array("i", content)
+
+
 VALID: list[tuple[Kinds, dict[str, Any]]] = [
     (COMPLETION, {"prompt": TEXT, "max_tokens": 5, "stop": ["a", "b"], "logit_bias": {"5": 1.5}, "seed": -(2**63)}),
     (COMPLETION, {"prompt": [TEXT, "b", "", "ü"], "n": 2, "best_of": 3}),
@@ -104,7 +109,8 @@ async def test_large_body_decodes_as_a_small_one_does(decoder: Decoder, kinds: K
     if isinstance(wanted, DetokenizeRequest):  # this and completions have token ids, as arrays if the body was large
         wanted.tokens = list(wanted.tokens)
     elif isinstance(wanted, CompletionRequest):
-        assert wanted.to_generation_request() == expected.to_generation_request()
+        of_prompts = zip(wanted.to_generation_request().prompts, expected.to_generation_request().prompts, strict=True)
+        assert all(large == replace(small, content=as_array(small.content)) for large, small in of_prompts)
         wanted.prompt = expected.prompt
     assert wanted == expected and conversation is None
 

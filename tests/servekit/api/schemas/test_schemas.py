@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from array import array
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -244,7 +243,7 @@ APIS = {
         {"prompt": "a"},
         {
             **OPENAI,
-            "prompt": ({"prompt": [1, 2]}, {"prompts": [Prompt(array("i", [1, 2]), "prompt")]}),
+            "prompt": ({"prompt": [1, 2]}, {"prompts": [Prompt([1, 2], "prompt")]}),
             "max_tokens": ({"max_tokens": 5}, {"max_tokens": 5}),
             "best_of": ({"best_of": 4}, {"best_of": 4}),
             "logprobs": ({"logprobs": 2}, {"logprobs": 2}),
@@ -417,8 +416,8 @@ def test_unsupported_request_is_refused_by_field(api: str, fields: Json, param: 
     [
         ("a", [Prompt("a", "prompt")]),
         (["a", ""], [Prompt("a", "prompt[0]"), Prompt("", "prompt[1]")]),
-        ([0, 2**31 - 1], [Prompt(array("i", [0, 2**31 - 1]), "prompt")]),
-        ([[1], []], [Prompt(array("i", [1]), "prompt[0]"), Prompt(array("i"), "prompt[1]")]),
+        ([0, 2**31 - 1], [Prompt([0, 2**31 - 1], "prompt")]),
+        ([[1], []], [Prompt([1], "prompt[0]"), Prompt([], "prompt[1]")]),
     ],
 )
 def test_a_completion_takes_texts_and_token_ids(prompt: Any, prompts: list[Prompt]) -> None:
