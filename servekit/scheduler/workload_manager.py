@@ -392,12 +392,13 @@ class WorkloadManager:
                     continue  # no block is left, so no sequence will be admitted in this step either
                 new_blocks = (sequence.kv.table[-1],)
             assert sequence.slot is not None
-            known = () if sequence.num_pending else (sequence.token_ids[start],)
+            num_pending = sequence.num_pending
+            known = () if num_pending else (sequence.token_ids[start],)  # a step in flight samples what is not known
             chunks.append(ScheduledChunk(sequence.slot, start, 1, known, new_blocks, True))
             sampled.append((sequence, sequence.incarnation))
             budget -= 1
             sequence.num_computed = start = start + 1
-            sequence.num_pending += 1
+            sequence.num_pending = num_pending + 1
             sequence.last_step_id = step_id
             if not start % block_size:
                 self.kv_cache.publish(sequence)

@@ -40,6 +40,10 @@ _CHAT = '{"model":"demo","messages":['
 # Name: path, and what makes the body.
 SHAPES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "prompts of one token": ("/v1/completions", _filled('{"model":"demo","prompt":[', "[1]", "]}")),
+    "10,000 prompts": (
+        "/v1/completions",
+        lambda: b'{"model":"demo","prompt":[' + b",".join([b"[1]"] * 10_000) + b"]}",
+    ),
     "prompts of one letter": ("/v1/completions", _filled('{"model":"demo","prompt":[', '"a"', "]}")),
     "token ids": ("/v1/completions", _filled('{"model":"demo","prompt":[', "1", "]}")),
     "one long prompt": ("/generate", lambda: b'{"prompt":"' + b"a " * (NUM_BYTES // 2) + b'"}'),
@@ -92,30 +96,23 @@ SERVED: dict[str, tuple[str, Callable[[], bytes]]] = {
 }
 
 
-# Bodies that are served only with a context of a million tokens, or a long queue.
-LONG_CONTEXT = ("--max-model-len", str(2**21), "--num-kv-blocks", str(2**18))
-LONG_QUEUE = (
-    "--max-client-batch-size",
-    "16384",
-    "--max-num-queued-reqs",
-    "16384",
-    "--max-num-queued-tokens",
-    str(2**23),
-)
-_MILLION = b'{"model":"demo","max_tokens":1,"prompt":[' + b",".join([b"123"] * 1_000_000) + b"]}"
+# Bodies that are served only with a long context.
+LONG_CONTEXT = ("--max-model-len", str(2**18), "--num-kv-blocks", str(2**15))
+NUM_LONG = 200_000
+_numbers = itertools.count(100)  # so that no prompt begins like one before it
 LONG: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "a prompt of a million token ids": ("/v1/completions", lambda: _MILLION.replace(b"123", b"%d" % next(_NUMBERS), 1)),
-    "the same, found in the prefix cache": ("/v1/completions", lambda: _MILLION),
-    "10,000 prompts of one token": (
+    "200,000 token ids": ("/v1/completions", lambda: _long_prompt(next(_numbers) % 200)),
+    "200,000 token ids that are cached": ("/v1/completions", lambda: _long_prompt(0)),
+    "a text of 200,000 tokens": (
         "/v1/completions",
-        lambda: b'{"model":"demo","max_tokens":1,"prompt":[' + b",".join([b"[1]"] * 10_000) + b"]}",
-    ),
-    "a text of a million tokens": (
-        "/v1/completions",
-        lambda: b'{"model":"demo","max_tokens":1,"prompt":"%d' % next(_NUMBERS) + b" a" * 1_000_000 + b'"}',
+        lambda: b'{"model":"demo","max_tokens":1,"prompt":"%d' % next(_numbers) + b" a" * (NUM_LONG - 8) + b'"}',
     ),
 }
-_NUMBERS = itertools.count(1)  # so that no prompt begins like one before it
+
+
+def _long_prompt(first: int) -> bytes:
+    token_ids = b",".join([b"%d" % first, *[b"123"] * (NUM_LONG - 1)])
+    return b'{"model":"demo","max_tokens":1,"prompt":[' + token_ids + b"]}"
 
 
 async def _large_body(attacker: Attacker) -> None:
@@ -143,7 +140,7 @@ def hold_of_each(seconds: float, chance: Random) -> list[Claim]:
     measured = [sys.executable, "-m", "tests.torture.attacks.callback_times", str(file)]
     model = ("--model", "sim:instant", "--served-model-name", "demo")
     longest: dict[str, Hold] = {}
-    for shapes, flags in ((SHAPES | SERVED, ()), (LONG, LONG_CONTEXT + LONG_QUEUE)):
+    for shapes, flags in ((SHAPES | SERVED, ()), (LONG, LONG_CONTEXT)):
         with serving_tenants("each-body", *model, *flags, prefix=measured) as server:
             longest |= _longest_holds(server.port, file, shapes, times)
     for name, hold in longest.items():
