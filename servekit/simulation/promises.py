@@ -73,8 +73,10 @@ class Promise:
         Its tenant has a right to an equal part of the slots, and of the blocks less the longest running sequence: in
         whole sequences the others cannot always be reduced to an equal part. Forks may have to wait for their leader.
         """
-        num_served = getattr(self._manager.waiting_queue, "num_served_tokens")  # noqa: B009 - only `fair` has it
-        tenants = sorted({each.tenant for each in alive}, key=lambda tenant: num_served[tenant])
+        queue = self._manager.waiting_queue
+        assert isinstance(queue, Fair)
+        num_served = queue.num_served_tokens
+        tenants = sorted({each.tenant for each in alive}, key=num_served.__getitem__)
         if len(tenants) < 2 or num_served[tenants[0]] == num_served[tenants[1]] or self._is_quarantined:
             return None
         own = [each for each in alive if each.tenant == tenants[0]]
