@@ -221,8 +221,8 @@ class Fair(_ByArrival):
         by what the tenant's running sequences still compute, at most `max_num_seqs * max_total_tokens`, before another
         one is lower. Hence no two counters of waiting tenants are ever farther apart, and their difference changes by
         at most twice that. What running sequences compute again because the worker deferred their tokens comes on top:
-        it is charged like everything else that a step computes. So does what a sequence computes that runs alone after a
-        crash, whatever the order.
+        it is charged like everything else that a step computes. So does what a sequence computes that runs alone
+        after a crash, whatever the order.
 
         A preempted sequence computes some positions again, but it runs again only after its tenant's counter was the
         lowest, like any other. So the preemptions of `find_victim` do not change the bound.
