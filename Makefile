@@ -32,7 +32,7 @@ test-long: $(DEVELOPMENT)  ## run the long tests: a million simulated steps, and
 	$(TEST) --dist loadscope -m long $(ARGS)
 
 coverage: $(DEVELOPMENT)  ## measure branch coverage of the pure core (must be 100 %)
-	$(BIN)/coverage run -m pytest -q tests/servekit -m "not long" -k "not under_every_fault"
+	$(BIN)/coverage run -m pytest -q -m "not long and not exhaustive" $$($(BIN)/python -m tests.pure_core) $(ARGS)
 	$(BIN)/coverage report
 
 docs: $(DEVELOPMENT)  ## build the documentation site into build/site; a broken link fails

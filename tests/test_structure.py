@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import pure_core
+
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("servekit/**/*.py"), *ROOT.glob("workers/**/*.py")])
 # The only calls that read the wall clock: for dates that people read, and to compare with the times of files.
@@ -127,6 +129,19 @@ def test_coverage_is_measured_of_exactly_the_modules_that_the_contract_calls_pur
     paths = [name.replace(".", "/") for name in pure["source_modules"]]
     files = [f"{path}/*.py" if (ROOT / path).is_dir() else f"{path}.py" for path in paths]
     assert sorted(tool["coverage"]["run"]["include"]) == sorted(files)
+
+
+@pytest.mark.parametrize("path", pure_core.test_files(), ids=lambda path: path.stem)
+def test_tests_of_the_pure_core_start_no_process_and_wait_for_nothing(path: Path) -> None:
+    """So coverage is the same on every machine, however slow it is."""
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module or "")
+    assert not imported & {"multiprocessing", "os", "signal", "socket", "subprocess", "threading", "time"}
+    assert not imported & {"tests.support.proc", "tests.support.raw_sockets", "tests.support.server_process"}
 
 
 @pytest.mark.parametrize("package", ["servekit", "workers", "loadtest"])

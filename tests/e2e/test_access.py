@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -11,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import proc
 from tests.support.server_process import ServerProcess, events, serving
 
 KEY, OTHER, SAME, NARROW, METERED = (f"canary-{name}" for name in ("search", "other", "same", "narrow", "metered"))
@@ -68,7 +68,7 @@ def requests_logged(server: ServerProcess) -> list[dict[str, Any]]:
     return [entry for entry in entries if entry["message"] == "request"]
 
 
-def request_logged(server: ServerProcess, request_id: str, timeout_s: float = 5) -> dict[str, Any]:
+def request_logged(server: ServerProcess, request_id: str, timeout_s: float = 60) -> dict[str, Any]:
     deadline = time.monotonic() + timeout_s
     while True:
         found = [entry for entry in requests_logged(server) if entry["request_id"] == request_id]
@@ -136,7 +136,7 @@ def test_every_route_needs_a_key_under_every_spelling_of_its_path(locked: Server
 
 
 def raw(server: ServerProcess, request: bytes) -> tuple[int, str]:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(request)
         answer = connection.recv(65536)
     head = answer.partition(b"\r\n\r\n")[0].decode()
@@ -159,7 +159,7 @@ def test_log_entry_of_a_stream_has_token_counts_and_no_text(locked: ServerProces
 def leave_a_stream(server: ServerProcess, key: str, request_id: str) -> None:
     body = json.dumps({"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}).encode()
     head = f"POST /generate_stream HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nX-Request-Id: {request_id}\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         read = b""
         while b"data: " not in read:
@@ -169,14 +169,14 @@ def leave_a_stream(server: ServerProcess, key: str, request_id: str) -> None:
 def leave_before_the_answer(server: ServerProcess, key: str, request_id: str) -> None:
     body = json.dumps({"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}).encode()
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nX-Request-Id: {request_id}\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         time.sleep(0.05)
 
 
 def leave_with_half_a_body(server: ServerProcess, key: str, request_id: str) -> None:
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nX-Request-Id: {request_id}\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(f"{head}Content-Length: 1000\r\n\r\n".encode() + b'{"prompt": "a')
 
 
@@ -190,10 +190,13 @@ def test_disconnect_frees_the_keys_concurrency_slot_exactly_once(locked: ServerP
             assert logged["status"] == 200 and logged["finish_reasons"] == ["abort"] and logged["generated_tokens"] > 0
     assert ask(locked, NARROW).status_code == 200
     assert ask(locked, NARROW, max_tokens=0.5).status_code == 400
-    with ThreadPoolExecutor(3) as pool:
-        answers = list(pool.map(lambda _: ask(locked, NARROW, max_tokens=40), range(3)))
-    assert sorted(answer.status_code for answer in answers) == [200, 200, 429]
-    (refused,) = (answer for answer in answers if answer.status_code == 429)
+    body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
+    with ExitStack() as stack:
+        for _ in range(2):
+            running = locked.client.stream("POST", "/generate_stream", json=body, headers=bearer(NARROW))
+            assert stack.enter_context(running).status_code == 200
+        refused = ask(locked, NARROW)
+    assert refused.status_code == 429
     assert refused.headers["retry-after"] == "1" and refused.json()["error"]["code"] == "rate_limit_exceeded"
     assert "2 concurrent requests (max_concurrent_requests)" in refused.json()["error"]["message"]
 
@@ -222,11 +225,11 @@ def test_server_listens_on_one_address_and_its_child_processes_on_none(locked: S
 def listening(pid: int) -> list[tuple[str, int]]:
     """Return (address, port) of each socket that the process listens on."""
     inodes = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(descriptor)))
+    for opened in proc.open_files(pid):
+        inodes |= set(re.findall(r"socket:\[(\d+)\]", opened))
     found = []
     for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+        for line in proc.read(pid, f"net/{table}").splitlines()[1:]:
             (
                 _,
                 local,
@@ -241,11 +244,12 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 
 def test_child_processes_do_not_inherit_the_key(locked: ServerProcess) -> None:
-    children = [*locked.worker_pids(), *locked.sandbox_pids()]
-    assert len(children) >= 2, "the worker, and the process that forks sandbox processes"
-    for pid in children:
-        visible = Path(f"/proc/{pid}/environ").read_bytes() + Path(f"/proc/{pid}/cmdline").read_bytes()
-        assert b"PATH=" in visible and b"canary" not in visible
+    children = [*locked.worker_pids(), *locked.sandbox_pids()[:1]]
+    assert len(children) == 2, "the worker, and the process that forks sandbox processes"
+    for pid in [*children, *locked.sandbox_pids()]:
+        visible = proc.read_bytes(pid, "environ") + proc.read_bytes(pid, "cmdline")
+        assert b"canary" not in visible
+        assert b"PATH=" in visible or pid not in children  # a sandbox process may have ended
     assert locked.client.get("/version", headers=bearer(FROM_THE_ENVIRONMENT)).status_code == 200
 
 
@@ -285,7 +289,7 @@ def test_sighup_reloads_the_keys_file_and_a_bad_file_changes_nothing(locked: Ser
         seen = locked.log.read_text().count(message)
         path.write_text(text)
         locked.process.send_signal(signal.SIGHUP)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while locked.log.read_text().count(message) == seen:
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -297,7 +301,7 @@ def test_sighup_reloads_the_keys_file_and_a_bad_file_changes_nothing(locked: Ser
 def test_refused_connections_are_logged_with_their_address_at_most_once_a_second(locked: ServerProcess) -> None:
     hello = bytes.fromhex("16030100c8010000c40303") + bytes(190)  # TLS
     for _ in range(5):
-        with socket.create_connection(("127.0.0.1", locked.port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", locked.port), timeout=60) as connection:
             connection.sendall(hello)
             assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
     entries = [json.loads(line) for line in locked.log.read_text().splitlines()]

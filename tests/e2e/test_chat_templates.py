@@ -17,7 +17,9 @@ import httpx2
 import pytest
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
+from tests.support import proc
 from tests.support.server_process import ServerProcess, serving
+from tests.support.timing import again_if_late, assert_within
 
 Json = dict[str, Any]
 QUESTION = "What color is the sky?"
@@ -81,6 +83,7 @@ def test_the_error_of_a_template_is_in_the_response(bare: ServerProcess) -> None
     assert response.status_code == 400 and "only two may speak" in response.json()["error"]["message"]
 
 
+@again_if_late
 def test_a_runaway_template_delays_no_other_stream_and_not_the_next_chat(bare: ServerProcess) -> None:
     token_times: list[float] = []
     is_enough = threading.Event()
@@ -101,7 +104,7 @@ def test_a_runaway_template_delays_no_other_stream_and_not_the_next_chat(bare: S
         while not token_times:
             time.sleep(0.01)
         started = time.monotonic()
-        refusal = chat(bare, chat_template=RUNAWAY)
+        refusal = chat(bare, chat_template=f"{RUNAWAY}{started}")  # the server remembers refusals
         refused = time.monotonic()
         served = answer_of(chat(bare, chat_template=OWN))
         time.sleep(0.1)
@@ -112,7 +115,7 @@ def test_a_runaway_template_delays_no_other_stream_and_not_the_next_chat(bare: S
     assert refused - started >= SANDBOX_TIMEOUT_S, "seconds of processor time"
     assert served == expected(bare)
     assert token_times[0] <= started and token_times[-1] >= refused, "the stream went on all the while"
-    assert max(later - earlier for earlier, later in pairwise(token_times)) < 1
+    assert_within(1.0, max(later - earlier for earlier, later in pairwise(token_times)), "rendering it takes a second")
 
 
 def test_killed_sandbox_processes_are_replaced(bare: ServerProcess) -> None:
@@ -120,8 +123,8 @@ def test_killed_sandbox_processes_are_replaced(bare: ServerProcess) -> None:
     assert killed
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 5
-    while any(Path(f"/proc/{pid}").exists() for pid in killed):
+    deadline = time.monotonic() + 60
+    while {*killed} & {*proc.all_pids()}:
         assert time.monotonic() < deadline, "the server does not notice"
         time.sleep(0.01)
     assert answer_of(chat(bare, chat_template=OWN)) == expected(bare)

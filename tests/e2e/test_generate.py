@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from tests.support.server_process import ServerProcess
+from tests.support.timing import again_if_late, assert_within
 
 QUESTIONS = {
     "What color is the sky?": "blue",
@@ -117,6 +118,7 @@ def test_basic_generate_is_one_text_in_one_text_out(server: ServerProcess) -> No
     assert response.json() == {"generated_text": server.generate("What color is the sky?")["generated_text"]}
 
 
+@again_if_late
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/basic_generate"])
 @pytest.mark.parametrize(
     ("body", "status", "code"),
@@ -133,7 +135,7 @@ def test_a_bad_request_is_refused_at_once(
     server: ServerProcess, route: str, body: bytes, status: int, code: str
 ) -> None:
     elapsed_s = []
-    for _ in range(3):
+    for _ in range(3):  # other programs may delay one of them
         started = time.perf_counter()
         response = server.client.post(route, content=body)
         elapsed_s.append(time.perf_counter() - started)
@@ -141,10 +143,11 @@ def test_a_bad_request_is_refused_at_once(
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
         assert response.json()["error"]["code"] == code
     if status == 400:
-        assert min(elapsed_s) < 0.05
+        assert_within(0.05, min(elapsed_s), "it is refused without a model's step")
     server.wait_until_at_rest()
 
 
+@again_if_late
 def test_prompt_that_is_far_too_long_delays_no_other_request(server: ServerProcess) -> None:
     """Megabytes that can never fit are refused before they are encoded."""
     body = b'{"prompt": "' + b"word " * 1_500_000 + b'"}'
@@ -153,9 +156,10 @@ def test_prompt_that_is_far_too_long_delays_no_other_request(server: ServerProce
         time.sleep(0.05)
         started = time.perf_counter()
         server.generate("Hello", max_tokens=1)
-        assert time.perf_counter() - started < 1.0, "encoding it takes seconds"
+        elapsed_s = time.perf_counter() - started
         for refusal in refusals:
             assert refusal.result().json()["error"]["code"] == "context_length_exceeded"
+    assert_within(1.0, elapsed_s, "encoding it takes seconds")
 
 
 def test_list_of_prompts_is_admitted_as_a_whole_or_not_at_all(server: ServerProcess) -> None:
@@ -178,14 +182,14 @@ def test_closing_the_connection_frees_the_blocks(server: ServerProcess, route: s
     head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head + body)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not server.metric("servekit_num_requests_running"):
             assert time.monotonic() < deadline
         time.sleep(delay_s)
         assert server.metric("servekit_num_requests_running") == 1
-    started = time.monotonic()
+        computed = server.metric("servekit_generation_tokens_total")
     server.wait_until_at_rest()
-    assert time.monotonic() - started < 2, "1900 tokens would take longer"
+    assert server.metric("servekit_generation_tokens_total") - computed < 1000, "it ends long before 1900 tokens"
 
 
 def test_streams_run_side_by_side(server: ServerProcess) -> None:

@@ -33,7 +33,7 @@ tenant = "second"
 # So slow that no stream comes to its end while it is looked at, nor an outage before a viewer has seen it.
 MODEL = "sim:step=50ms,load=500ms"
 NUM_BLOCKS = 1024
-LIMIT_S = 30
+LIMIT_S = 60
 
 
 @pytest.fixture(scope="module")

@@ -26,16 +26,9 @@ import httpx2
 import pytest
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
+from tests.support import proc
 from tests.support.raw_sockets import connect, post, read_answer
 from tests.support.server_process import ServerProcess, events, free_port, serving
-
-
-def wait_until_gone(pid: int, timeout_s: float = 3) -> None:
-    deadline = time.monotonic() + timeout_s
-    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
-        assert time.monotonic() < deadline, f"process {pid} lives on"
-        time.sleep(0.02)
-
 
 NUM_TOKENS = 300
 SLOW_MODEL = "sim:step=5ms"  # streams for 1.5 s
@@ -63,19 +56,19 @@ def _streaming(tmp_path: Path, model: str) -> Iterator[tuple[ServerProcess, list
         started = threading.Event()
         reader = threading.Thread(target=read_stream, args=(server, received, started))
         reader.start()
-        assert started.wait(30)
+        assert started.wait(60)
         yield server, received, reader
-        reader.join(30)
+        reader.join(60)
 
 
 def test_sigterm_lets_streams_finish_and_exits_with_0(streaming: Any) -> None:
     server, received, reader = streaming
     (worker,) = server.worker_pids()
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) == 0
-    reader.join(10)
+    assert server.process.wait(60) == 0
+    reader.join(60)
     assert received[-1]["finish_reason"] == "length" and len(received) == NUM_TOKENS
-    wait_until_gone(worker)
+    proc.wait_until_gone(worker)
 
 
 def test_sighup_drains_the_server_unless_nohup_started_it(tmp_path: Path) -> None:
@@ -89,13 +82,13 @@ def test_sighup_drains_the_server_unless_nohup_started_it(tmp_path: Path) -> Non
             )
     try:
         for name in started:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 60
             while ": loading sim:load=60s" not in (tmp_path / name).read_text():
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
         for process in started.values():
             process.send_signal(signal.SIGHUP)
-        assert started["ends"].wait(10) == 0
+        assert started["ends"].wait(60) == 0
         assert "draining: " in (tmp_path / "ends").read_text()
         assert started["stays"].poll() is None and "draining: " not in (tmp_path / "stays").read_text()
     finally:
@@ -116,7 +109,7 @@ def test_workers_ignore_the_signals_that_a_supervisor_sends_to_every_process(str
     os.kill(worker, signal.SIGINT)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0
-    reader.join(10)
+    reader.join(60)
     assert received[-1]["finish_reason"] == "length"
 
 
@@ -127,16 +120,14 @@ def test_at_the_shutdown_timeout_streams_get_an_error_and_started_requests_a_503
     with serving(SLOW_MODEL, "--shutdown-timeout", "0.1", log=tmp_path / "log") as server, ExitStack() as stack:
         reader = threading.Thread(target=read_stream, args=(server, received, started))
         reader.start()
-        assert started.wait(30)
+        assert started.wait(60)
         silent, first, second, idle = (stack.enter_context(connect(server)) for _ in range(4))
         for client in (second, idle):
             client.sendall(request)
             assert read_answer(client)[0] == 200
         for client in (first, second):
             client.sendall(request[:20])
-        time.sleep(0.1)
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.4)  # then it is closing
         for client in (silent, idle):
             assert client.recv(1) == b"", "no request was started"
         for client in (first, second):
@@ -145,8 +136,8 @@ def test_at_the_shutdown_timeout_streams_get_an_error_and_started_requests_a_503
             assert status == 503 and "shutting down" in json.loads(body)["error"]["message"]
             assert int(headers["retry-after"]) > 0 and headers["connection"] == "close"
             client.close()
-        assert server.process.wait(10) == 0
-        reader.join(10)
+        assert server.process.wait(60) == 0
+        reader.join(60)
     assert "shutting down" in received[-1]["error"]["message"]
     assert "Traceback" not in (tmp_path / "log").read_text()
 
@@ -169,7 +160,9 @@ def test_drain_ends_although_clients_ask_again_and_again(tmp_path: Path) -> None
         clients = [threading.Thread(target=keep_asking, args=(server,)) for _ in range(16)]
         for client in clients:
             client.start()
+        deadline = time.monotonic() + 60
         while 200 not in statuses:
+            assert time.monotonic() < deadline
             time.sleep(0.02)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
@@ -184,7 +177,7 @@ def test_after_a_killed_worker_a_stream_continues_token_for_token(tmp_path: Path
         (worker,) = server.worker_pids()
         os.kill(worker, signal.SIGKILL)
         assert server.client.get("/health").status_code == 200, "no supervisor should restart the server for this"
-        reader.join(60)
+        reader.join(300)  # a worker that imports torch on a busy machine takes its time
         undisturbed = server.stream("Once upon a time", max_tokens=NUM_TOKENS, ignore_eos=True)
         assert [event["token"] for event in received] == [event["token"] for event in undisturbed]
         (successor,) = server.worker_pids()
@@ -203,11 +196,11 @@ def test_the_server_exits_with_1_when_no_replacement_worker_starts(tmp_path: Pat
     with serving(str(model), "--max-worker-restarts", "1", log=tmp_path / "log") as server:
         reader = threading.Thread(target=read_stream, args=(server, received, started))
         reader.start()
-        assert started.wait(30)
+        assert started.wait(60)
         (model / "model.safetensors").unlink()
         os.kill(server.worker_pids()[0], signal.SIGKILL)
         assert server.process.wait(60) == 1
-        reader.join(10)
+        reader.join(60)
     assert received[-1]["error"]["code"] == "worker_unavailable"
     assert "1 replacements in a row did not start" in received[-1]["error"]["message"]
 
@@ -216,11 +209,11 @@ def test_a_worker_exits_when_its_server_is_killed(tmp_path: Path) -> None:
     with serving(SLOW_MODEL, log=tmp_path / "log") as server:
         (worker,) = server.worker_pids()
         server.process.kill()
-        wait_until_gone(worker)
+        proc.wait_until_gone(worker)
 
 
 def test_the_server_answers_while_the_model_loads(tmp_path: Path) -> None:
-    server = ServerProcess("sim:load=1s", log=tmp_path / "log")
+    server = ServerProcess("sim:load=2s", log=tmp_path / "log")
     try:
         seen = set()
         deadline = time.monotonic() + 60
@@ -291,12 +284,12 @@ def test_requests_in_preparation_get_a_503_at_the_shutdown_timeout(tmp_path: Pat
             asked = [
                 threads.submit(server.client.post, "/generate", json={"prompt": "a", "grammar": slow}) for _ in range(2)
             ]
-            time.sleep(0.3)
+            server.wait_until_a_sandbox_works()
             server.process.send_signal(signal.SIGTERM)
             answers = [future.result() for future in asked]
         assert {answer.status_code for answer in answers} == {503}
         assert {answer.json()["error"]["code"] for answer in answers} == {"worker_unavailable"}
-        assert server.process.wait(timeout=10) == 0
+        assert server.process.wait(60) == 0
         assert "Traceback" not in server.log.read_text()
 
 
@@ -343,7 +336,7 @@ def test_it_serves_with_standard_streams_closed(redirections: str, tmp_path: Pat
             if f"{number}" in redirections:
                 assert os.readlink(f"/proc/{process.pid}/fd/{number}") == os.devnull
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

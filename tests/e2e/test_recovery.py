@@ -51,11 +51,11 @@ def test_only_the_request_that_crashes_workers_fails(poisoned: ServerProcess) ->
 
 
 def test_ready_reports_recovering_while_a_worker_is_replaced(tmp_path: Path) -> None:
-    with serving("sim:load=2s", "--worker-restart-timeout", "0.5", log=tmp_path / "log") as server:
+    with serving("sim:load=3s", "--worker-restart-timeout", "0.5", log=tmp_path / "log") as server:
         os.kill(server.worker_pids()[0], signal.SIGKILL)
         killed_s = time.monotonic()
         while (answer := server.client.get("/ready")).status_code == 200:
-            assert time.monotonic() < killed_s + 2, "the kernel takes a moment to end a process on a busy machine"
+            assert time.monotonic() < killed_s + 30, "the kernel takes a moment to end a process on a busy machine"
         assert answer.status_code == 503 and answer.json()["status"] == "recovering"
         assert server.client.get("/health").status_code == 200
         waiting = server.client.post("/generate", json={"prompt": "a", "max_tokens": 1})
@@ -88,18 +88,17 @@ def test_a_frozen_container_costs_no_worker_and_changes_no_answer(tmp_path: Path
 
 
 def test_a_draining_server_listens_and_rejects_new_requests(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with serving("--shutdown-timeout", "120", log=log) as server, ThreadPoolExecutor(1) as threads:
+    with serving("--shutdown-timeout", "120", log=tmp_path / "log") as server, ThreadPoolExecutor(1) as threads:
         body = {"prompt": "Once", "max_tokens": 600, "ignore_eos": True}
         slow = {"type": "json_schema", "value": {"type": "integer", "multipleOf": 399_989}}  # takes seconds to refuse
         with server.client.stream("POST", "/generate_stream", json=body) as running:
             lines = running.iter_lines()
             next(lines)
             in_preparation = threads.submit(server.client.post, "/generate", json={"prompt": "a", "grammar": slow})
-            time.sleep(0.3)
+            server.wait_until_a_sandbox_works()
             server.process.send_signal(signal.SIGTERM)
-            time.sleep(0.3)
-            with httpx2.Client(base_url=server.url, timeout=10) as newcomer:
+            server.wait_for_log("draining: 2 requests get 120 s")
+            with httpx2.Client(base_url=server.url, timeout=60) as newcomer:
                 ready = newcomer.get("/ready")
                 assert ready.status_code == 503 and ready.json()["status"] == "draining"
                 refusal = newcomer.post("/generate", json={"prompt": "a"})
@@ -107,21 +106,20 @@ def test_a_draining_server_listens_and_rejects_new_requests(tmp_path: Path) -> N
                 assert int(refusal.headers["retry-after"]) > 0
             assert '"finish_reason":"length"' in [line for line in lines if line.startswith("data:")][-1]
         assert in_preparation.result().status_code == 400, "a request that was accepted is answered"
-        assert server.process.wait(10) == 0
-    assert "draining: 2 requests get 120 s" in log.read_text()
+        assert server.process.wait(60) == 0
 
 
 def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
-    with serving("sim:step=50ms", log=tmp_path / "log") as server:
+    with serving("sim:step=50ms", "--shutdown-timeout", "600", log=tmp_path / "log") as server:
         reader = threading.Thread(target=_read_to_the_end, args=(server,))
         reader.start()
         server.wait_for_metric("servekit_num_requests_running", 1)
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        server.wait_for_log("draining: 1 requests get 600 s")
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(10) == 0, "the stream would have 30 s"
-        reader.join(10)
+        assert server.process.wait(60) == 0, "the stream would have 600 s"
+        reader.join(60)
         with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", server.port)):
             pass
 

@@ -18,7 +18,9 @@ import pytest
 
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.simulation.worker import NaiveReference
+from tests.support import proc
 from tests.support.server_process import ServerProcess, free_port, num_listening, serving
+from tests.support.timing import again_if_late, assert_within
 
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
 PROMPT = "Who was the first to reach the South Pole, é?"
@@ -53,24 +55,31 @@ def test_small_kv_cache_gives_the_same_answers(server: ServerProcess) -> None:
     assert answers["generated_texts"] == [answer_to(prompt, 48) for prompt in prompts]
 
 
+@again_if_late
 def test_a_step_takes_as_long_as_it_should(server: ServerProcess) -> None:
+    names = [f"servekit_step_duration_seconds_{name}" for name in ("sum", "count")]
+    before = [server.metric(name) for name in names]
     server.generate(PROMPT, max_tokens=20)
-    metrics = {name: server.metric(f"servekit_step_duration_seconds_{name}") for name in ("sum", "count")}
-    assert 0.02 <= metrics["sum"] / metrics["count"] < 0.03
+    total_s, num_steps = (server.metric(name) - known for name, known in zip(names, before, strict=True))
+    assert total_s / num_steps >= 0.02
+    assert_within(0.03, total_s / num_steps)
 
 
+@again_if_late
 def test_metrics_of_an_answer_add_up(server: ServerProcess) -> None:
     (*others, last), whole = server.stream(PROMPT, max_tokens=10), server.generate(PROMPT, max_tokens=10)
     for metrics in (last["metrics"], whole["metrics"]):
         assert 0 <= metrics["queue_time_ms"] <= metrics["time_to_first_token_ms"] - 20
         # Nine steps of 20 ms, less what the first token was noticed later than the last.
-        assert 170 <= metrics["total_time_ms"] - metrics["time_to_first_token_ms"] < 300
+        decode_ms = metrics["total_time_ms"] - metrics["time_to_first_token_ms"]
+        assert_within(0.010, 0.180 - decode_ms / 1000, "the first token was noticed late")
+        assert_within(0.300, decode_ms / 1000)
     assert not any("metrics" in event for event in others)
 
 
 def test_simulated_worker_does_not_import_torch(server: ServerProcess) -> None:
     (worker,) = server.worker_pids()
-    assert "torch" not in Path(f"/proc/{worker}/maps").read_text()
+    assert "python" in (maps := proc.read(worker, "maps")) and "torch" not in maps
 
 
 def test_invalid_spec_exits_with_2() -> None:
@@ -94,7 +103,7 @@ def test_servers_that_share_a_port_share_its_connections_while_they_serve(tmp_pa
             return str(answer.json()["data"][0]["id"])
 
         first, second = start("first"), start("second")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while {who_answers() for _ in range(20)} != {"first", "second"}:
             assert time.monotonic() < deadline, "only one of them answers"
         with first.client.stream("POST", "/generate_stream", json=ENDLESS) as stream:
@@ -134,18 +143,21 @@ def test_no_request_fails_while_one_server_of_a_shared_port_ends(tmp_path: Path)
     with ExitStack() as stack:
         flags = ("--model", "sim:step=2ms", "--reuse-port", "--log-level", "warning")
         servers = [stack.enter_context(serving(*flags, log=tmp_path / f"{i}", port=port)) for i in range(2)]
+        deadline = time.monotonic() + 300  # of the whole test
         while num_listening(port) < 2:
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         clients = [threading.Thread(target=keep_asking, args=(number % 2 == 0,)) for number in range(8)]
         for client in clients:
             client.start()
         while min(map(len, statuses.values())) < 50:
+            assert not failures and time.monotonic() < deadline
             time.sleep(0.05)
         servers[0].process.terminate()
-        assert servers[0].process.wait(30) == 0
+        assert servers[0].process.wait(60) == 0
         enough = [len(each) + 20 for each in statuses.values()]
         while any(len(each) < number for each, number in zip(statuses.values(), enough, strict=True)):
-            assert not failures
+            assert not failures and time.monotonic() < deadline
             time.sleep(0.05)
         is_over.set()
         for client in clients:
@@ -154,9 +166,9 @@ def test_no_request_fails_while_one_server_of_a_shared_port_ends(tmp_path: Path)
 
 
 def test_server_with_a_shared_port_that_is_ended_while_loading_never_listens(tmp_path: Path) -> None:
-    server = ServerProcess("--model", "sim:load=5s", "--reuse-port", log=tmp_path / "log")
+    server = ServerProcess("--model", "sim:load=60s", "--reuse-port", log=tmp_path / "log")
     try:
-        time.sleep(1.5)
+        server.wait_for_log(": loading sim:load=60s")
         server.process.terminate()
         while server.process.poll() is None:
             with pytest.raises(OSError, match="refused"):

@@ -207,3 +207,9 @@ def test_doubtful_combinations_of_settings_are_reported() -> None:
     assert doubts(load_config({}, {})) == []
     assert len(doubts(load_config({"max_num_batched_tokens": "4", "scheduling_policy": "fair"}, {}))) == 2
     assert "the weights are random" in doubts(load_config({"load_format": "dummy"}, {}))[0]
+
+
+def test_budget_smaller_than_one_body_gives_a_warning() -> None:
+    assert "max_total_body_bytes = 5 is less" in doubts(ServeConfig(max_total_body_bytes=5))[0]
+    assert not doubts(ServeConfig()) and not doubts(ServeConfig(max_total_body_bytes=2**23))
+    assert "half of it for one tenant" in doubts(ServeConfig(max_total_body_bytes=2**23, api_key="k"))[0]

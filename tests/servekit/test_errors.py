@@ -61,3 +61,10 @@ def test_the_drawing_shows_every_error_of_the_tree_with_its_status() -> None:
         assert status in (None, real[name][1]), name
         is_answered = parent in ("RequestError", "WorkerError") or name in ("SandboxUnavailable", "InternalError")
         assert (status is not None) == is_answered, name
+
+
+def test_errors_that_several_modules_give_name_the_limit_and_when_to_try_again() -> None:
+    refused = errors.prompt_too_long(2048, 5000, "prompts[3]")
+    assert (refused.status, refused.param) == (400, "prompts[3]")
+    assert "2048" in refused.message and "5000" in refused.message
+    assert errors.shutting_down().retry_after_s == 5

@@ -10,7 +10,7 @@ from typing import Any
 from tests.support.server_process import ServerProcess
 
 
-def connect(server: ServerProcess, receive_buffer: int | None = None, timeout_s: float = 10) -> socket.socket:
+def connect(server: ServerProcess, receive_buffer: int | None = None, timeout_s: float = 60) -> socket.socket:
     connection = socket.socket()
     if receive_buffer is not None:  # before connecting: it decides the window
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -48,7 +48,7 @@ def read_error(connection: socket.socket) -> tuple[int, str]:
 
 
 def seconds_until_closed(connection: socket.socket) -> float:
-    """Read to the end, which may be a reset. Returns the seconds it took."""
+    """Read to the end, which may be a reset. Returns the seconds it took. Raises TimeoutError if it does not come."""
     started = time.monotonic()
     try:
         while connection.recv(2**16):

@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx2
 
+from tests.support import proc
+
 
 def free_port() -> int:
     """Return a port that no other test run on this machine takes before the server starts.
@@ -67,7 +69,7 @@ class ServerProcess:
             )
         self.client = httpx2.Client(base_url=self.url, timeout=120)
 
-    def wait_until_ready(self, timeout_s: float = 90) -> float:
+    def wait_until_ready(self, timeout_s: float = 300) -> float:
         """Wait until /ready answers 200. Returns the seconds it took."""
         started = time.monotonic()
         while time.monotonic() < started + timeout_s:
@@ -97,11 +99,24 @@ class ServerProcess:
         assert values, f"there is no metric {name}"
         return sum(values)
 
-    def wait_for_metric(self, name: str, value: float, timeout_s: float = 30) -> None:
+    def wait_for_metric(self, name: str, value: float, timeout_s: float = 120) -> None:
         deadline = time.monotonic() + timeout_s
         while (now := self.metric(name)) != value:
             assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
             time.sleep(0.02)
+
+    def wait_for_log(self, text: str, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in (log := self.log.read_text()):
+            assert time.monotonic() < deadline, f"there is no {text!r} in the log:\n{log[-2000:]}"
+            time.sleep(0.02)
+
+    def wait_until_a_sandbox_works(self, timeout_s: float = 60) -> None:
+        """Wait until the sandbox processes together have used the processor for a tenth of a second."""
+        before, deadline = sum(map(proc.cpu_s, self.sandbox_pids())), time.monotonic() + timeout_s
+        while sum(map(proc.cpu_s, self.sandbox_pids())) < before + 0.1:
+            assert time.monotonic() < deadline, "no sandbox process works"
+            time.sleep(0.01)
 
     def wait_until_at_rest(self) -> None:
         """Wait until nothing runs, nothing waits and all blocks are free."""
@@ -114,8 +129,8 @@ class ServerProcess:
 
     def mask_process_pids(self) -> list[int]:
         """Return the processes that compute masks for the workers."""
-        children = [child for worker in self.worker_pids() for child in _children(worker)]
-        return [pid for pid in children if "workers.grammar.process" in _read(f"/proc/{pid}/cmdline")]
+        children = [child for worker in self.worker_pids() for child in proc.children(worker)]
+        return [pid for pid in children if "workers.grammar.process" in proc.read(pid, "cmdline")]
 
     def body_process_pids(self) -> list[int]:
         """Return the process that decodes large request bodies."""
@@ -124,30 +139,22 @@ class ServerProcess:
     def sandbox_pids(self) -> list[int]:
         """Return the process that forks sandbox processes, if it runs, and then those that it has forked."""
         fork_servers = self.child_pids("servekit.sandbox.fork_server")
-        return [*fork_servers, *(child for pid in fork_servers for child in _children(pid))]
+        return [*fork_servers, *(child for pid in fork_servers for child in proc.children(pid))]
 
     def child_pids(self, module: str) -> list[int]:
         """Return the server's child processes that run this module."""
-        return [pid for pid in _children(self.process.pid) if module in _read(f"/proc/{pid}/cmdline")]
+        return [pid for pid in proc.children(self.process.pid) if module in proc.read(pid, "cmdline")]
 
     def started_pids(self) -> list[int]:
         """Return all processes that were started by the server, whatever their parent is now."""
         mark = f"--parent-pid\0{self.process.pid}\0"
-        return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if mark in _read(f"{folder}/cmdline")]
+        return [pid for pid in proc.all_pids() if mark in proc.read(pid, "cmdline")]
 
     def num_open_files(self) -> int:
-        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+        return len(proc.open_files(self.process.pid))
 
-
-def _children(pid: int) -> list[int]:
-    return list(map(int, _read(f"/proc/{pid}/task/{pid}/children").split()))
-
-
-def _read(file: str) -> str:
-    """Read a file of /proc; empty if the process has ended."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(file).read_text()
-    return ""
+    def resident_mib(self) -> float:
+        return proc.resident_mib(self.process.pid)
 
 
 def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:

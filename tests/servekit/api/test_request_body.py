@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from servekit.api.app import create_app
 from servekit.api.request_body import UNCOUNTED_BODY_BYTES, BodyBudget, read_body
 from servekit.api.responses.http import refuse
-from servekit.config import ServeConfig, doubts
+from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
 from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import QueueFull, RequestTooLarge, ServekitError
@@ -186,12 +186,6 @@ async def test_application_has_a_body_budget() -> None:
 
     await app(make_scope("POST", "/tokenize"), receive, send)
     assert sent[0]["status"] == 413 and b"max_total_body_bytes = 100000" in sent[1]["body"]
-
-
-def test_budget_smaller_than_one_body_gives_a_warning() -> None:
-    assert "max_total_body_bytes = 5 is less" in doubts(ServeConfig(max_total_body_bytes=5))[0]
-    assert not doubts(ServeConfig()) and not doubts(ServeConfig(max_total_body_bytes=2**23))
-    assert "half of it for one tenant" in doubts(ServeConfig(max_total_body_bytes=2**23, api_key="k"))[0]
 
 
 def make_request(budget: BodyBudget, tenant: str) -> Request:

@@ -12,11 +12,10 @@ from servekit.engine.input_processor import PreparedPrompt
 from servekit.engine.llm_engine import LLMEngine
 from servekit.engine.request_state import RequestState
 from servekit.errors import InvalidRequest, QueueFull, WorkerNotReady
-from servekit.protocol.messages import ModelInfo, TokenLogprobs, WorkerReady
+from servekit.protocol.messages import TokenLogprobs
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest, Prompt, Sampling
-from servekit.scheduler.scheduler_config import scheduler_config
-from tests.support.scheduler import add_prompt, make_manager
+from tests.support.scheduler import make_manager
 
 
 def test_an_engine_that_loads_is_healthy_and_rejects_requests_with_its_stage() -> None:
@@ -26,22 +25,6 @@ def test_an_engine_that_loads_is_healthy_and_rejects_requests_with_its_stage() -
         _ = engine.scheduler_config
     engine.fail_all(WorkerNotReady("shutting down"))
     assert engine.live_view().state.state == "loading"
-
-
-def test_scheduler_config_combines_settings_with_what_the_worker_reports() -> None:
-    model = ModelInfo("Stand-in", 1, 10, 100, (7,), 1.0, 0, 1.0)
-    worker = WorkerReady(model, "cpu", "float32", num_blocks=5, kv_bytes_per_token=1, load_time_s=0.0)
-    chosen = scheduler_config(ServeConfig(block_size=4, itl_target_ms=20.0, scheduling_policy="fcfs"), worker)
-    assert (chosen.num_blocks, chosen.block_size, chosen.max_total_tokens) == (5, 4, 21)
-    assert chosen.eos_token_ids == {7} and chosen.itl_target_s == 0.02 and chosen.scheduling_policy == "fcfs"
-    assert scheduler_config(ServeConfig(), worker).itl_target_s is None
-
-
-def test_forks_that_wait_for_their_leaders_prompt_count_as_deferred() -> None:
-    manager = make_manager()
-    for sequence_id, leader_id in ((0, None), (1, 0)):
-        add_prompt(manager, sequence_id, range(5), SamplingParams(max_tokens=2), leader_id=leader_id)
-    assert manager.num_waiting == 2 and manager.num_followers == 1
 
 
 class StandIns:

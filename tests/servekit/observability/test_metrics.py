@@ -212,3 +212,11 @@ def test_request_success_total_counts_failures_and_its_help_says_so() -> None:
     assert samples(metrics)["request_success_total", "deadline"] == 1
     text = metrics.render().decode()
     assert re.search("HELP servekit_request_success_total .*abort, deadline and error", text)
+
+
+def test_each_group_of_the_engines_events_is_updated_and_our_own_errors_are_counted() -> None:
+    metrics = make_metrics()
+    for observer in metrics.observers:
+        observer.accounting_error()
+    assert metrics.observers == [metrics.requests, metrics.steps, metrics.workers]
+    assert samples(metrics)["accounting_faults_total",] == 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
-from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, ToWorker
+from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, TokenLogprobs, ToWorker
 from servekit.protocol.sampling_params import SamplingParams
 
 
@@ -29,3 +30,10 @@ def test_a_grammar_is_sent_once_for_all_slots_that_use_it() -> None:
 def test_a_plan_without_grammars_is_sent_unchanged() -> None:
     plan = StepPlan(0, 1, (assign(0, None),), ())
     assert plan.pack_grammars() is plan and plan.unpack_grammars() is plan
+
+
+def test_likeliest_tokens_are_read_as_they_were_written() -> None:
+    logprobs = TokenLogprobs.of(-0.5, [7, 2**31 - 1], [-0.25, -1.5])
+    assert logprobs.logprob == -0.5 and logprobs.top == [(7, -0.25), (2**31 - 1, -1.5)]
+    with pytest.raises(ValueError, match="multiple of"):
+        _ = TokenLogprobs(-0.5, b"123").top

@@ -21,6 +21,18 @@ def test_fenced_blocks_are_available_again_when_their_step_settles() -> None:
     assert (pool.num_free, pool.num_fenced) == (3, 0)
 
 
+def test_each_block_is_leased_free_cached_or_fenced() -> None:
+    pool = BlockPool(4)
+    leased, cached, fenced = pool.lease(3)
+    pool.share(leased)
+    pool.keep(cached)
+    pool.release([cached])
+    pool.release([fenced], fence_step_id=1)
+    assert list(pool.cached()) == [cached] and list(pool.fenced()) == [fenced]
+    assert set(pool.free()) == {0, 1, 2, 3} - {leased, cached, fenced}
+    assert pool.num_holders(leased) == 2 and sum(pool.holders()) == 2
+
+
 def test_releasing_a_block_twice_fails_an_assertion() -> None:
     pool = BlockPool(2)
     blocks = pool.lease(1)

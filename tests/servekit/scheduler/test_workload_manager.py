@@ -450,3 +450,38 @@ def test_shared_blocks_count_after_their_first_owner_ended() -> None:
     assert manager.num_running == 1
     run(manager, worker)
     assert manager.num_preemptions == 0
+
+
+def test_a_shared_prefix_is_in_several_tables_until_one_sequence_is_left() -> None:
+    manager = make_manager(max_num_batched_tokens=64)
+    worker = make_worker(manager)
+    for sequence_id, max_tokens in ((0, 1), (1, 8)):
+        add_prompt(manager, sequence_id, range(9), SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    shared = [manager.kv_cache.shared_blocks(manager._running)]
+    plan = manager.plan(0.0)
+    shared.append(manager.kv_cache.shared_blocks(manager._running))
+    manager.commit(worker.execute(plan), 0.0)
+    shared.append(manager.kv_cache.shared_blocks(manager._running))
+    assert list(map(len, shared)) == [0, 2, 0]
+
+
+def test_no_block_and_no_slot_is_leaked_while_sequences_run_and_after_they_end() -> None:
+    manager = make_manager()
+    worker = make_worker(manager)
+    for sequence_id in range(3):
+        add_sequence(manager, sequence_id)
+    while manager.has_work:
+        plan = manager.plan(0.0)
+        assert manager.num_leaked == 0 and manager.num_in_flight == 1
+        manager.commit(worker.execute(plan), 0.0)
+    assert manager.num_leaked == 0
+    manager._free_slots.pop()
+    manager.kv_cache.pool.lease(2)
+    assert manager.num_leaked == 3, "a slot and two blocks that nobody has"
+
+
+def test_forks_that_wait_for_their_leaders_prompt_count_as_deferred() -> None:
+    manager = make_manager()
+    for sequence_id, leader_id in ((0, None), (1, 0)):
+        add_prompt(manager, sequence_id, range(5), SamplingParams(max_tokens=2), leader_id=leader_id)
+    assert manager.num_waiting == 2 and manager.num_followers == 1

@@ -436,6 +436,7 @@ def steps_until_found() -> int | None:
     return None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_planted_bug_is_found(bug: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch.setattr)
@@ -444,6 +445,7 @@ def test_planted_bug_is_found(bug: Callable[[Patch], None], monkeypatch: pytest.
     print(f"{bug.__name__}: found after {found_after:,} steps")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bug", FOUND_WITHOUT_CHECKS, ids=lambda bug: bug.__name__)
 def test_planted_bug_is_found_without_manager_checks(
     bug: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch

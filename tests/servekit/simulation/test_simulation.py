@@ -19,6 +19,7 @@ from tests.servekit.simulation.simulate import CORPUS
 STEPS_PER_SHARD = 100_000
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shard", [0, *(pytest.param(shard, marks=pytest.mark.long) for shard in range(1, 10))])
 def test_invariants_hold_under_every_fault_and_order_of_events(shard: int) -> None:
     """A million steps in all, a tenth of them in `make test`. `make simulate` goes on with seeds never tried before."""
@@ -120,6 +121,7 @@ def test_a_deadline_passes_while_nothing_else_happens() -> None:
 # -- what the policies do for people; `make bench-scheduling` prints the tables ----------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("documents", ["steady", "bursts"])
 def test_long_prompts_delay_short_ones_by_at_most_half(documents: str) -> None:
     """p99 of the time to their first token, median of three seeds; and the inter-token target is kept."""
@@ -136,6 +138,7 @@ def test_long_prompts_delay_short_ones_by_at_most_half(documents: str) -> None:
     assert gap <= 15.0, "the inter-token target, at the 99th percentile"
 
 
+@pytest.mark.exhaustive
 def test_a_flood_of_one_tenant_does_not_take_the_others_share() -> None:
     bound = Fair.max_lag(scheduling.MAX_NUM_SEQS, scheduling.MAX_MODEL_LEN)
 

@@ -917,3 +917,9 @@ def test_bodies_of_other_huggingface_tasks_are_recognized(body: bytes, task: str
 def test_bodies_of_other_tasks_are_refused_by_the_name_of_the_task(body: bytes, task: str) -> None:
     with pytest.raises(InvalidRequest, match=f"for the task {task};"):
         tgi.decode_tgi(body)
+
+
+def test_an_invalid_body_of_no_other_task_is_refused_for_what_is_wrong_with_it() -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        tgi.decode_tgi(b'{"inputs": "a", "parameters": {"max_new_tokens": "four"}}')
+    assert refusal.value.param == "parameters.max_new_tokens"

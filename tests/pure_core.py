@@ -1,0 +1,30 @@
+"""Print the files with the tests of the pure core, in which `make coverage` measures branches.
+
+They are the files that mirror the modules of `[tool.coverage.run]` in pyproject.toml. None of them starts a process or
+waits for anything, so which branches they reach does not depend on the machine. What such a module does is shown by
+these tests alone: a test of the server may reach its lines, too, and does not count.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def measured() -> list[str]:
+    """Return the patterns of the modules that are measured, like `servekit/scheduler/*.py`."""
+    patterns: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["coverage"]["run"]["include"]
+    return patterns
+
+
+def test_files() -> list[Path]:
+    """Return the files of tests that mirror these modules."""
+    folders = [(ROOT / "tests" / pattern).parent for pattern in measured()]
+    names = [f"test_{Path(pattern).name}" for pattern in measured()]
+    return sorted({path for folder, name in zip(folders, names, strict=True) for path in folder.glob(name)})
+
+
+if __name__ == "__main__":
+    print(*(path.relative_to(ROOT) for path in test_files()))

@@ -1,0 +1,16 @@
+"""Claims about the scheduler's configuration."""
+
+from __future__ import annotations
+
+from servekit.config import ServeConfig
+from servekit.protocol.messages import ModelInfo, WorkerReady
+from servekit.scheduler.scheduler_config import scheduler_config
+
+
+def test_scheduler_config_combines_settings_with_what_the_worker_reports() -> None:
+    model = ModelInfo("Stand-in", 1, 10, 100, (7,), 1.0, 0, 1.0)
+    worker = WorkerReady(model, "cpu", "float32", num_blocks=5, kv_bytes_per_token=1, load_time_s=0.0)
+    chosen = scheduler_config(ServeConfig(block_size=4, itl_target_ms=20.0, scheduling_policy="fcfs"), worker)
+    assert (chosen.num_blocks, chosen.block_size, chosen.max_total_tokens) == (5, 4, 21)
+    assert chosen.eos_token_ids == {7} and chosen.itl_target_s == 0.02 and chosen.scheduling_policy == "fcfs"
+    assert scheduler_config(ServeConfig(), worker).itl_target_s is None
