@@ -7,6 +7,7 @@ test that fails for another reason fails at once.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import time
@@ -53,3 +54,10 @@ def again_if_late(test: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return run_async if inspect.iscoroutinefunction(test) else run
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 60) -> None:
+    """Wait until something is true that other tasks or threads bring about."""
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -287,11 +287,11 @@ BAD_JSON = [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"a":' * 10**5, b'
 
 
 def check_refused(path: Path) -> None:
-    """Check that loading fails in 5 s, with an error of one line, and with less than 200 MiB of memory."""
-    before, started_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    """Check that loading fails in 5 s of processor time, with an error of one line, and with less than 200 MiB."""
+    before, started_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(ConfigError) as refusal:
         load(path)
-    assert time.perf_counter() - started_s < 5
+    assert time.process_time() - started_s < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
     assert len(refusal.value.message) < 700 and "\n" not in refusal.value.message
 

@@ -139,7 +139,7 @@ async def running(service: Service) -> Any:
 
 async def read_all(request: RequestState) -> list[TokenDelta]:
     deltas: list[TokenDelta] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while sum(delta.finish_reason is not None for delta in deltas) < request.num_answers:
             deltas += await request.queue.get()
     return deltas

@@ -36,7 +36,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(worker_connection, "HEARTBEAT_S", 0.05)  # the tick, so that silence is detected sooner
 
     def start(
-        behaviour: str = "works", on_loss: Callable[[], None] = lambda: None, silence_s: float = 3.0
+        behaviour: str = "works", on_loss: Callable[[], None] = lambda: None, silence_s: float = 60.0
     ) -> tuple[WorkerProcess, WorkerConnection]:
         process = WorkerProcess([behaviour])
         worker = WorkerConnection(process, silence_s, on_loss)
@@ -51,7 +51,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             process._process.wait()
 
 
-async def wait_for_loss(worker: WorkerConnection, timeout_s: float = 20) -> ServekitError:
+async def wait_for_loss(worker: WorkerConnection, timeout_s: float = 60) -> ServekitError:
     """The loss of a worker, whatever it answers before."""
     while True:
         try:

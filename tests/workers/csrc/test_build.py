@@ -193,7 +193,7 @@ def test_a_failure_to_compile_ahead_is_logged_once_when_the_library_is_needed(
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

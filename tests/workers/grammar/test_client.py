@@ -15,6 +15,7 @@ import pytest
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.protocol.grammar_matcher import grammar_tokenizer, matcher_for
 from servekit.request import GrammarKind
+from tests.support import proc
 from tests.workers.grammar.test_matchers import compiled
 from workers.grammar import client
 from workers.grammar.client import MAX_FAILED_STARTS, Lost, MaskProcess
@@ -167,7 +168,7 @@ def test_the_process_ends_with_the_object_that_started_it() -> None:
     process.ensure_started()
     pid = pid_of(process)
     del process
-    assert not Path(f"/proc/{pid}").exists()
+    assert pid not in proc.all_pids()
 
 
 def test_the_process_ends_with_its_worker_even_if_it_is_stopped() -> None:
@@ -183,15 +184,4 @@ def test_the_process_ends_with_its_worker_even_if_it_is_stopped() -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
-    deadline_s = time.monotonic() + LIMIT_S
-    while is_alive(int(done.stdout)):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended may remain as a zombie where nobody reaps it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    proc.wait_until_gone(int(done.stdout))

@@ -22,6 +22,7 @@ from servekit.sandbox.compile_grammar import compile_grammar
 from servekit.sandbox.jobs import CompileGrammar, Done
 from servekit.scheduler.sequence import FinishReason, Sequence
 from tests.support.inprocess import InProcessEngine, load
+from tests.support.timing import again_if_late, assert_within
 from workers.grammar import client
 from workers.grammar.messages import Mask
 from workers.loading.model_manager import LoadedModel
@@ -149,6 +150,7 @@ def test_each_fork_follows_the_grammar_by_itself(demo: LoadedModel) -> None:
     assert all(re.fullmatch("[a-z]{5,40}", text) for text in texts) and len(set(texts)) > 3
 
 
+@again_if_late
 def test_too_complex_grammar_fails_only_its_own_sequence(demo: LoadedModel) -> None:
     """The grammar compiles at once. Its ambiguity grows with the answer: without a limit, a token takes seconds."""
     grammar = compile_one(GrammarKind.EBNF, "start: s\ns: s s s | s s | /[a-z ]/ |")
@@ -162,8 +164,8 @@ def test_too_complex_grammar_fails_only_its_own_sequence(demo: LoadedModel) -> N
         slowest_s = max(slowest_s, time.perf_counter() - started)
     assert lost.finish_reason is FinishReason.ERROR
     assert other.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-    assert slowest_s < 0.5
     engine.manager.check()
+    assert_within(0.5, slowest_s)
 
 
 ENDLESS = json.dumps({"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 100})

@@ -20,6 +20,7 @@ from servekit.engine.llm_engine import LLMEngine
 from servekit.engine.request_state import RequestState
 from servekit.scheduler.sequence import FinishReason
 from tests.support.asgi import make_scope
+from tests.support.timing import until
 
 
 class CountingFormat:
@@ -118,13 +119,21 @@ async def test_disconnect_aborts_the_sequences_at_once(has_begun: bool) -> None:
 
 async def test_silent_stream_sends_keep_alive_comments() -> None:
     stream = Stream(sse_keep_alive_interval=0.04)
-    await asyncio.sleep(0.13)
-    num_comments = stream.sent.count(b": keep-alive\n\n")
-    assert 2 <= num_comments <= 3
+    started_s = asyncio.get_running_loop().time()
+
+    def num_comments() -> int:
+        return stream.sent.count(b": keep-alive\n\n")
+
+    await until(lambda: num_comments() >= 2)
+    assert asyncio.get_running_loop().time() - started_s >= 2 * 0.04 - 0.01
+    known, longest_s = num_comments(), 0.0
     for _ in range(10):
         stream.put(0)
+        put_s = asyncio.get_running_loop().time()
         await asyncio.sleep(0.01)
-    assert stream.sent.count(b": keep-alive\n\n") == num_comments, "a stream that sends tokens needs no comments"
+        longest_s = max(longest_s, asyncio.get_running_loop().time() - put_s)
+    # Other programs may have kept this one from sending tokens.
+    assert num_comments() == known or longest_s > 0.03, "a stream that sends tokens needs no comments"
     stream.put(0, is_last=True)
     await stream.task
 
@@ -133,9 +142,9 @@ async def test_ended_streams_leave_no_timer() -> None:
     stream = Stream(sse_keep_alive_interval=0.02)
     stream.put(0, is_last=True)
     await stream.task
-    await asyncio.sleep(0.03)
     keep_alive = stream.scope["app"].state.keep_alive
-    assert keep_alive._timer is None and not keep_alive._silent_since_s
+    await until(lambda: keep_alive._timer is None)
+    assert not keep_alive._silent_since_s
 
 
 @pytest.mark.parametrize("make", [SingleWaiterEvent, asyncio.Event])
