@@ -31,8 +31,10 @@ test: $(DEVELOPMENT)  ## run the tests, in two processes
 test-long: $(DEVELOPMENT)  ## run the long tests: a million simulated steps, and faults injected into real servers
 	$(TEST) --dist loadscope -m long $(ARGS)
 
-coverage: $(DEVELOPMENT)  ## measure branch coverage of the pure core (must be 100 %)
-	$(BIN)/coverage run -m pytest -q -m "not long and not exhaustive" $$($(BIN)/python -m tests.pure_core) $(ARGS)
+coverage: $(DEVELOPMENT)  ## measure branch coverage of the pure core (must be 100 %), by the tests that mirror it
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -q -n 2 --dist worksteal -m "not long and not exhaustive" $$($(BIN)/python -m tests.pure_core)
+	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
 docs: $(DEVELOPMENT)  ## build the documentation site into build/site; a broken link fails

@@ -140,7 +140,7 @@ def test_tests_of_the_pure_core_start_no_process_and_wait_for_nothing(path: Path
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module or "")
-    assert not imported & {"multiprocessing", "os", "signal", "socket", "subprocess", "threading", "time"}
+    assert not imported & {"multiprocessing", "signal", "socket", "subprocess", "threading", "time"}
     assert not imported & {"tests.support.proc", "tests.support.raw_sockets", "tests.support.server_process"}
 
 

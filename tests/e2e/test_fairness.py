@@ -120,7 +120,8 @@ def test_answers_at_the_same_time_are_limited_for_each_key(server: ServerProcess
     of_the_key = {"authorization": "Bearer limited"}
     with server.client.stream("POST", "/v1/completions", json=body, headers=of_the_key) as answer:
         assert answer.status_code == 200
-        next(answer.iter_lines())  # so it runs
+        lines = answer.iter_lines()
+        next(lines)  # so it runs
         assert [ask(server, "limited", n=number).status_code for number in (5, 4)] == [429, 429]
     server.wait_until_at_rest()
     assert ask(server, "limited", n=5).status_code == 200

@@ -28,7 +28,7 @@ import requests
 from servekit.server.http_protocol import LINGER_IDLE_S
 from tests.support.raw_sockets import connect, post, read_answer, read_error, seconds_until_closed
 from tests.support.server_process import ServerProcess, serving
-from tests.support.timing import again_if_late, assert_within
+from tests.support.timing import TooLate, again_if_late, assert_within
 
 HEALTH = b"GET /health HTTP/1.1\r\n\r\n"
 LIMITS = {
@@ -275,6 +275,7 @@ def test_early_answer_waits_a_bounded_time_for_the_rest_of_the_body(server: Serv
         assert read_answer(client)[0] == 200
 
 
+@again_if_late
 def test_memory_of_all_bodies_is_bounded_and_small_bodies_pass_meanwhile(server: ServerProcess) -> None:
     """Each body is within its own limit, and almost complete."""
     most = bytes(7 * 2**20).replace(b"\0", b" ")
@@ -295,7 +296,9 @@ def test_memory_of_all_bodies_is_bounded_and_small_bodies_pass_meanwhile(server:
         while not all(answer.done() for answer in answers):
             assert server.client.post("/generate", json={"prompt": "a", "max_tokens": 1}).status_code == 200
         refusals = [answer.result() for answer in answers]
-    assert set(refusals) == {(408, "request_timeout"), (503, "overloaded")}
+    assert set(refusals) <= {(408, "request_timeout"), (503, "overloaded")}
+    if (503, "overloaded") not in refusals:
+        raise TooLate("the first bodies had timed out before the others came")
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{server.process.pid}/status").read_text())
     # Beside the 32 MiB: what 60 connections have on the way to be read, and what the allocator makes of it.
     assert peak is not None and int(peak[1]) / 2**10 - before < 96

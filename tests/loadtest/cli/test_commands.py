@@ -361,13 +361,13 @@ def test_an_interrupted_run_writes_its_report_and_a_note(command: str, url: str,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        end_s = time.monotonic() + 10.0
+        end_s = time.monotonic() + 60.0
         while num_seen < 4 and time.monotonic() < end_s:  # the first one is to warm up
             before_s, latest_s = latest_s, _received_s(url)
             num_seen += latest_s > before_s
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=20)
+        out, error = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED, error
     assert "Traceback" not in error and "written to" in out
     folder = tmp_path / "out" if command == "run" else next((tmp_path / "out").glob("poisson-50*"))

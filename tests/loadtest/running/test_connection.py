@@ -38,7 +38,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
     async def watched() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await main
 
     uvloop.run(watched())

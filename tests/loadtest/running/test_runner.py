@@ -61,7 +61,7 @@ def result_of(main: Coroutine[Any, Any, ShareResult]) -> ShareResult:
     """Each request has one record."""
 
     async def watched() -> ShareResult:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await main
 
     result = uvloop.run(watched())

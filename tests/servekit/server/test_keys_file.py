@@ -17,7 +17,7 @@ from servekit.engine.llm_engine import LLMEngine
 from servekit.server import keys_file
 from servekit.server.keys_file import KeysReload, read_keys
 
-LIMIT_S = 30
+LIMIT_S = 60
 KEYS = "[[key]]\nkey = 'one'\ntenant = 'a'\n"
 
 
