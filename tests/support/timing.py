@@ -27,6 +27,12 @@ def assert_within(limit_s: float, elapsed_s: float, claim: str = "") -> None:
         raise TooLate(f"{elapsed_s:.3f} s, which is not within {limit_s:g} s. {claim}")
 
 
+def assert_on_time(holds: bool, claim: str) -> None:
+    """Raise TooLate if a claim does not hold that a delay may have made untrue. For tests with `@again_if_late`."""
+    if not holds:
+        raise TooLate(claim)
+
+
 def again_if_late(test: Callable[..., Any]) -> Callable[..., Any]:
     """Run a test again while it raises TooLate, up to six times, with longer and longer pauses."""
 

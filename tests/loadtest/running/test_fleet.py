@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from loadtest.running.runner import Progress
 from loadtest.self_test.reference_server import ReferenceServer, Schedule
 from loadtest.target import ApiFormat, Target
 from tests.loadtest.running.test_runner import conversation, evenly, outcomes, plan_of
+from tests.support.timing import again_if_late, assert_on_time, assert_within
 
 
 @contextmanager
@@ -60,6 +62,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "PROGRESS_S", 0.02)
 
 
+@again_if_late
 @pytest.mark.usefixtures("quickly")
 def test_two_processes_share_a_run() -> None:
     seen: list[Progress] = []
@@ -78,7 +81,8 @@ def test_two_processes_share_a_run() -> None:
     assert len(known.written) == 40 + 3, "it was warmed up, which nobody writes down"
     for record in result.records:
         assert (record.outcome, record.num_output_tokens) == (Outcome.OK, 5)
-        assert 0 <= record.started_s - record.intended_s < 0.1, "they have one beginning"
+        assert record.started_s >= record.intended_s
+        assert_within(0.1, record.started_s - record.intended_s, "they have one beginning")
     assert [len(lags_s) >= 12 for lags_s in result.lags_s] == [True, True]
     assert min(result.cpu_s) > 0 and min(result.max_rss_bytes) > 2**20
     assert seen[-1].num_ok == 40 and seen[-1].num_in_flight == 0 and seen[-1].num_tokens == 200
@@ -86,6 +90,7 @@ def test_two_processes_share_a_run() -> None:
     assert result.scrapes[0][1]["servekit_num_requests_running"] >= 0
 
 
+@again_if_late
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("way", ["signal", "answer"])
 def test_a_stopped_fleet_returns_all_records(way: str) -> None:
@@ -103,21 +108,28 @@ def test_a_stopped_fleet_returns_all_records(way: str) -> None:
         plan = plan_of(*evenly(4, 0.01, slow), Request(4, 60.0, "x", 1))
         result = fleet.run_fleet(Target([url], ApiFormat.TGI), [plan], on_progress=end, scrapes=False)
     assert result.was_stopped and not result.errors
-    assert outcomes(result.records) == [Outcome.CUT] * 4 + [Outcome.SKIPPED]
-    assert [record.num_output_tokens for record in result.records] == [1, 1, 1, 1, 0]
     assert signal.getsignal(signal.SIGINT) == before
+    seen = [(record.outcome, record.num_output_tokens) for record in result.records]
+    assert_on_time(seen == [(Outcome.CUT, 1)] * 4 + [(Outcome.SKIPPED, 0)], "four begin before the end")
 
 
 @pytest.mark.usefixtures("quickly")
 def test_a_run_stopped_during_preparation_has_a_record_of_each_request() -> None:
     endless = [Request(0, None, Schedule(first_s=60.0).prompt(), 1)]
     plan = plan_of(*evenly(5, 0.01), *conversation("a", "b", first=5))
-    timer = threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT))
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt() -> None:
+        while signal.getsignal(signal.SIGINT) == before:  # it would end the tests
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
     with reference_server() as (url, known):
-        timer.start()
+        threading.Thread(target=interrupt, daemon=True).start()
         began_s = now_s()
         result = fleet.run_fleet(Target([url], ApiFormat.TGI), shares(plan, 2), warm_up=endless, scrapes=False)
-        assert now_s() - began_s < 5.0
+        assert now_s() - began_s < 50.0, "its preparation would take a minute"
     assert result.was_stopped and not result.errors and result.num_missing == 0
     assert [record.index for record in result.records] == list(range(7)) and len(known.written) <= 1
     assert {(record.outcome, record.error) for record in result.records} == {(Outcome.SKIPPED, STOPPED_BY_USER)}
@@ -138,7 +150,7 @@ def test_a_client_process_that_dies_is_an_error_and_its_records_are_missing(monk
 
     monkeypatch.setattr(fleet, "_spawn", note)
     with reference_server() as (url, _):
-        plan = plan_of(*evenly(20, 0.01))
+        plan = plan_of(*evenly(20, 0.05))
         result = fleet.run_fleet(Target([url], ApiFormat.COMPLETIONS, model="m"), shares(plan, 2), on_progress=kill)
     assert result.errors == ["client process 0 ended with exit code -9; 10 records are missing"]
     assert result.num_missing == 10

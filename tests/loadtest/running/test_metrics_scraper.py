@@ -10,6 +10,7 @@ from loadtest.running import metrics_scraper as scrape
 from loadtest.running.clock import now_s
 from loadtest.running.metrics_scraper import Scrape, get, read_metrics, scrape_periodically
 from tests.loadtest.running.test_connection import Handler, served
+from tests.support.timing import until
 
 METRICS = b"# TYPE servekit_num_requests_running gauge\nservekit_num_requests_running 3.0\n"
 
@@ -31,13 +32,13 @@ def one_after_the_other(*answers: bytes) -> tuple[Handler, list[str]]:
 
 
 async def scraped(monkeypatch: pytest.MonkeyPatch, *answers: bytes) -> tuple[list[Scrape], list[str], bool]:
-    """For a quarter of a second, fifty times as often as usual. Also what was asked, and whether it ended by itself."""
+    """Until there are two, fifty times as often as usual. Also what was asked, and whether it ended by itself."""
     monkeypatch.setattr(scrape, "INTERVAL_S", 0.02)
     handle, asked = one_after_the_other(*answers)
     scrapes: list[Scrape] = []
     async with served(handle) as url:
         task = asyncio.create_task(scrape_periodically(url, "secret", now_s(), scrapes))
-        await asyncio.wait([task], timeout=0.25)
+        await until(lambda: task.done() or len(scrapes) >= 2)
         has_ended = task.done()
         task.cancel()
         (result,) = await asyncio.gather(task, return_exceptions=True)
