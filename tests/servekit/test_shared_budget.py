@@ -78,3 +78,10 @@ def test_requests_without_a_tenant_share_all_of_it() -> None:
     assert not budget.has_room("a", 1)
     budget.release("", 120)
     assert budget.total == 0 and fill(budget, "a") == 60
+
+
+def test_an_error_gives_what_a_tenant_holds_if_others_have_a_share() -> None:
+    budget = SharedBudget(120)
+    budget.take("a", 30)
+    assert budget.share_of("a") == ", 30 of them for your API key, which may hold as many as it leaves free"
+    assert budget.share_of("") == SharedBudget(120, is_shared=False).share_of("a") == ""

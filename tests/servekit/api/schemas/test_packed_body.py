@@ -105,11 +105,7 @@ async def test_large_chat_has_the_conversation_that_a_small_one_has() -> None:
     assert wanted.chat_template_kwargs == {"a": [1]} and wanted.logprobs
 
 
-INdef as_array(content: Any) -> Any:
-    return content if isinstance(content, str) else array("i", content)
-
-
-VALID: list[tuple[Kinds, dict[str, Any]]] = [
+INVALID: list[tuple[Kinds, dict[str, Any]]] = [
     (COMPLETION, {"prompt": [[1]] * 100_000}),
     (COMPLETION, {"prompt": ["a", 1]}),
     (COMPLETION, {"prompt": []}),
