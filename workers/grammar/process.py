@@ -29,7 +29,7 @@ from workers.grammar.messages import HEADER_BYTES, AskMasks, FromMaskProcess, Ma
 
 # Where processors are scarce, the model goes first, and slow grammars last.
 NICENESS = 5
-NICENESS_OF_SLOW = 15
+NICENESS_OF_SLOW = 10
 HELD_BACK_S = 0.0005  # answers are sent together, but none waits much longer than this
 
 

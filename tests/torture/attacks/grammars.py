@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+import json
+from collections import Counter
 from random import Random
 from typing import Any
 
+from servekit.engine.model_files import DEMO_MODEL_PATH
+from servekit.protocol.grammar_matcher import grammar_tokenizer, matcher_for
+from servekit.request import GrammarKind
+from servekit.sandbox.compile_grammar import compile_grammar
+from servekit.sandbox.jobs import CompileGrammar, Done
 from tests.support.server_process import ServerProcess
 from tests.torture.attacks.attacker import Attack, Attacker
 from tests.torture.attacks.claims import Claim, Scenario, counts
@@ -23,11 +29,14 @@ from tests.torture.attacks.tenants import (
     serving_tenants,
 )
 from tests.torture.crowd import wait_until
+from tests.torture.streams import Connections, End, Reply, RequestSpec, ask
 
 NUM_TERMINALS = 300
 NUM_GRAMMARS = 300
+NUM_TOKENS = 16  # of an answer; without limits, six of them took up to 690 MB
 MAX_FILLING_S = 1500
-MAX_EXHAUSTING_S = 60
+NUM_EXHAUSTING = 12  # answers
+DEMO_VOCAB_SIZE, DEMO_EOS = 2048, [2]
 NUM_COMPILING = 8  # clients that send 32 new grammars a second together, at most
 
 
@@ -50,14 +59,14 @@ def _with_grammar(kind: str, value: object, **fields: Any) -> dict[str, Any]:
     return {"prompt": "a", "grammar": {"type": kind, "value": value}, **fields}
 
 
-def _long_answer(number: int) -> dict[str, Any]:
-    """Return a request for 400 tokens that are as different as the grammar allows."""
-    long = {"min_tokens": 400, "max_tokens": 400, "temperature": 2.0}
-    return _with_grammar("ebnf", overlapping_terminals(number), **long)
+def _hostile(number: int, num_tokens: int) -> dict[str, Any]:
+    """Return a request for tokens that are as different as the grammar allows."""
+    varied = {"min_tokens": num_tokens, "max_tokens": num_tokens, "temperature": 2.0}
+    return _with_grammar("ebnf", overlapping_terminals(number), **varied)
 
 
 async def _new_overlapping_terminals(attacker: Attacker) -> None:
-    await attacker.post("/generate", _long_answer(attacker.number()))
+    await attacker.post("/generate", _hostile(attacker.number(), 400))
 
 
 async def _ambiguous(attacker: Attacker) -> None:
@@ -105,7 +114,7 @@ def fill_memory(seconds: float, chance: Random) -> list[Claim]:
 
         async def send() -> None:
             for number in numbers:
-                answer = await post_json(server.port, ATTACKER_KEY, "/generate", _long_answer(number))
+                answer = await post_json(server.port, ATTACKER_KEY, "/generate", _hostile(number, NUM_TOKENS))
                 statuses[answer.summary] = statuses.get(answer.summary, 0) + 1
 
         sending = asyncio.gather(*(send() for _ in range(6)))
@@ -142,30 +151,52 @@ SHARED_SCHEMA = {"type": "array", "minItems": 20, "items": ITEMS}
 def exhaust_shared_schema(seconds: float, chance: Random) -> list[Claim]:
     """Tenant a uses a schema until its lexer has too many states; then tenant b uses the same schema."""
     body = _with_grammar("json_schema", SHARED_SCHEMA, max_tokens=100, temperature=2.0)
-    # 100,000 tokens in four requests, almost all with a state that is new
-    many = body | {"n": 64, "max_tokens": 400}
+    # At this temperature all tokens that the schema allows are about as probable, so almost each one makes new states.
+    varied = _with_grammar("json_schema", SHARED_SCHEMA, max_tokens=150, temperature=100.0)
+    spent = [
+        RequestSpec(f"seed {seed}", "/generate_stream", varied | {"seed": seed})
+        for seed in chance.sample(range(1000), NUM_EXHAUSTING)
+    ]
 
-    async def ask_for_it(port: int) -> tuple[list[str], list[str]]:
-        attacker: list[str] = []
-        with suppress(TimeoutError):
-            async with asyncio.timeout(MAX_EXHAUSTING_S):
-                for seed in range(4):
-                    answer = await post_json(port, ATTACKER_KEY, "/generate", many | {"seed": seed})
-                    attacker.append(answer.summary)
+    async def ask_for_it(port: int) -> tuple[list[Reply], list[str]]:
+        connections = Connections(port, api_key=ATTACKER_KEY)
+        replies = await asyncio.gather(*(ask(connections, asked) for asked in spent))
         bystander = [await post_json(port, BYSTANDER_KEY, "/generate", body | {"seed": seed}) for seed in range(10)]
-        return attacker or ["none in time"], [each.summary for each in bystander]
+        return replies, [each.summary for each in bystander]
 
     with serving_tenants("shared-schema", *LARGE_POOL) as server:
-        attacker, bystander = asyncio.run(ask_for_it(server.port))
+        replies, bystander = asyncio.run(ask_for_it(server.port))
     num_right = bystander.count("200")
+    num_masks, error = _masks_of_one_lexer([reply.answers[0] for reply in replies if reply.end is End.WHOLE])
     return [
-        Claim("the other tenant gets 10 of 10", f"{num_right} of 10 ({counts(_counted(bystander))})", num_right == 10),
-        Claim("", f"the attacker's answers: {counts(_counted(attacker))}"),
+        Claim("the other tenant gets 10 of 10", f"{num_right} of 10 ({counts(Counter(bystander))})", num_right == 10),
+        Claim(
+            "the attacker's answers are more than one lexer can follow",
+            f"{error} after {num_masks:,} masks",
+            bool(error),
+        ),
+        Claim("", f"the attacker's answers: {counts(Counter(str(reply.end) for reply in replies))}"),
     ]
 
 
-def _counted(names: list[str]) -> dict[str, int]:
-    return {name: names.count(name) for name in names}
+def _masks_of_one_lexer(answers: list[list[int]]) -> tuple[int, str]:
+    """Follow answers one after the other with one lexer, which is never replaced.
+
+    Returns how many masks it computed, and the error that ended it; empty if it did not end.
+    """
+    tokenizer = grammar_tokenizer(DEMO_MODEL_PATH / "tokenizer.json", DEMO_VOCAB_SIZE, DEMO_EOS)
+    grammar = compile_grammar(CompileGrammar(GrammarKind.JSON_SCHEMA, json.dumps(SHARED_SCHEMA)), tokenizer)
+    assert isinstance(grammar, Done)
+    root, num_masks = matcher_for(grammar.text, tokenizer), 0
+    for token_ids in answers:
+        matcher = root.deep_copy()
+        for token_id in token_ids:
+            matcher.compute_bitmask()
+            if matcher.is_error():
+                return num_masks, matcher.get_error().split("\n")[0]
+            num_masks += 1
+            matcher.consume_token(token_id)
+    return num_masks, ""
 
 
 ATTACKS = [

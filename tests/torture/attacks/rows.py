@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from random import Random
+from typing import Any
 
 from tests.torture.attacks.attacker import Attack, Attacker
 from tests.torture.attacks.claims import Claim, Scenario, counts
@@ -28,6 +29,21 @@ ALL_OPTIONS = {
     "logit_bias": {str(token): 1.0 for token in range(300)},
 }
 MAX_LOGPROBS_MIB = 768
+# The worst that the API accepts of each option: of its entries, or of what it computes.
+WORST_OPTIONS: dict[str, dict[str, Any]] = {
+    "biases": {"logit_bias": {str(token): 1.0 for token in range(300)}},
+    "allowed-tokens": {"allowed_token_ids": list(range(1024))},
+    "stop-tokens": {"stop_token_ids": list(range(256)), "min_tokens": 500},
+    "long-bad-word": {"bad_words": ["ab " * 85, *(f"{letter}{digit}" for letter in "abcdef" for digit in range(10))]},
+    "penalties": {
+        "prompt": "a b " * 700,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+    },
+    "filters": {"top_k": 2000, "top_p": 0.99, "min_p": 0.0001, "typical_p": 0.99},
+    "stop-strings": {"stop": [chr(ord("a") + number) * 256 for number in range(16)]},
+}
 
 
 async def plain_rows(attacker: Attacker) -> None:
@@ -41,6 +57,20 @@ async def _bad_words(attacker: Attacker) -> None:
 
 async def _all_options(attacker: Attacker) -> None:
     await attacker.post("/generate", MANY_LONG | ALL_OPTIONS)
+
+
+def _with_option(name: str) -> Attack:
+    """Return an attack with the worst of one option, compared with as many ordinary answers to the same prompt."""
+    body = MANY_LONG | WORST_OPTIONS[name]
+    plain = MANY_LONG | {"prompt": body["prompt"]}
+
+    async def strike(attacker: Attacker) -> None:
+        await attacker.post("/generate", body)
+
+    async def control(attacker: Attacker) -> None:
+        await attacker.post("/generate", plain)
+
+    return Attack(name, strike, control=control, flags=LARGE_POOL)
 
 
 async def _disconnect(attacker: Attacker) -> None:
@@ -96,6 +126,7 @@ def logprobs_in_memory(seconds: float, chance: Random) -> list[Claim]:
 ATTACKS = [
     Attack("bad-words", _bad_words, control=plain_rows, flags=LARGE_POOL),
     Attack("all-options", _all_options, control=plain_rows, flags=LARGE_POOL),
+    *map(_with_option, WORST_OPTIONS),
     Attack("disconnects", _disconnect, at_once=16, control=_stay, control_at_once=16),
 ]
 SCENARIOS = [Scenario("logprobs-memory", logprobs_in_memory)]
