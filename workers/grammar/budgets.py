@@ -10,8 +10,8 @@ BURST_S = 1.0
 TOKEN_S = 0.002
 HALF_LIFE_S = 1.0  # of the processor time counted for a tenant
 # A piece of work is not interrupted, so masks of others wait until it ends. A tenant with a longer piece of work is
-# slow for a time. A schema of 100 properties takes 5 ms to compile.
-MAX_PIECE_S = 0.005
+# slow for a time. A schema of 100 nested properties takes 5 ms to compile.
+MAX_PIECE_S = 0.01
 SLOW_FOR_S = 60.0
 MAX_SKIPPED = 32  # steps
 

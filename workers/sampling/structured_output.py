@@ -35,6 +35,7 @@ INFINITY = float("inf")
 # cost its row a whole step. Where processors are scarce, the mask process gets one during the wait.
 MIN_WAIT_S = 0.002
 WAIT_SHARE = 0.25
+ALONE_SHARE = 1.0  # of a step in which all rows wait; without the wait, such steps would take the mask process's time
 MAX_SUSPECTS = 1024  # groups that were worked on when the mask process was killed; the oldest are removed
 
 
@@ -172,24 +173,28 @@ class GrammarMasks:
             if of_process := [each for each in unsent if each[0].process is process]:
                 process.ask(_message(of_process))
 
-    def _wait(self, batch: GrammarBatch, computed: DeviceEvent) -> None:
+    def _wait(self, batch: GrammarBatch, num_rows: int, computed: DeviceEvent) -> None:
         """Wait a bounded time for the masks of a step. `computed` is complete after its forward pass."""
         self._receive(0.0)
         asked = [state for state in batch.states.values() if state.is_asked]
+        if len(asked) == num_rows:  # no other row is delayed
+            batch.awaited = asked
+            self._wait_for(batch, computed, ALONE_SHARE)
+            return
         tenants = {state.assignment.tenant for state in asked}
         tenants = {tenant for tenant in tenants if self._lateness.is_awaited(tenant)}
         batch.awaited = [state for state in asked if state.assignment.tenant in tenants]
-        self._wait_for(batch, computed)
+        self._wait_for(batch, computed, WAIT_SHARE)
         late = {state.assignment.tenant for state in batch.awaited if state.is_asked}
         for tenant in tenants:
             self._lateness.record(tenant, tenant in late)
 
-    def _wait_for(self, batch: GrammarBatch, computed: DeviceEvent) -> None:
+    def _wait_for(self, batch: GrammarBatch, computed: DeviceEvent, share: float) -> None:
         self._wait_until(batch, time.monotonic() + MIN_WAIT_S)
         if batch.is_waiting:
             computed.wait()
             now_s = time.monotonic()
-            self._wait_until(batch, now_s - MIN_WAIT_S + WAIT_SHARE * (now_s - batch.asked_s))
+            self._wait_until(batch, now_s - MIN_WAIT_S + share * (now_s - batch.asked_s))
 
     def _wait_until(self, batch: GrammarBatch, deadline_s: float) -> None:
         while batch.is_waiting and (now_s := time.monotonic()) < deadline_s:
@@ -253,7 +258,7 @@ class GrammarMasks:
             return Constrained(logits)
         if logits.device.type != "cpu":
             self._ask(grammars)
-        self._wait(grammars, DeviceEvent(logits.device))
+        self._wait(grammars, len(rows), DeviceEvent(logits.device))
         # One bit for each token that may come; other rows keep all of theirs.
         bits = np.full((len(rows), self._process.masks.shape[1]), -1, dtype=np.int32)
         ready, failures, deferred = [], [], []

@@ -26,6 +26,7 @@ from tests.support.timing import again_if_late, assert_within
 from workers.grammar import client
 from workers.grammar.messages import Mask
 from workers.loading.model_manager import LoadedModel
+from workers.sampling import structured_output
 
 TOKENIZER = load_tokenizer(DEMO_MODEL_PATH)
 PERSON: dict[str, Any] = {
@@ -246,6 +247,28 @@ def test_a_stopped_mask_process_delays_only_answers_with_a_grammar(demo: LoadedM
     os.kill(mask_process(engine), signal.SIGCONT)
     engine.run()
     assert constrained.output_token_ids == whole.output_token_ids and engine.num_failures == 0
+
+
+def test_steps_wait_for_late_masks_ever_more_rarely_while_other_rows_would_wait(
+    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = InProcessEngine(demo, num_blocks=400)
+    wait_until_ready(engine)
+    os.kill(mask_process(engine), signal.SIGSTOP)
+    grammars, waits = engine.runner.grammars, []
+    monkeypatch.setattr(grammars, "_wait_for", lambda batch, computed, share: waits.append((len(batch.awaited), share)))
+    constrained = engine.add(prompt_of(1), grammar=compile_one(GrammarKind.JSON_SCHEMA, ENDLESS), max_tokens=5)
+    free = engine.add(prompt_of(2), max_tokens=50, ignore_eos=True)
+    while free.finish_reason is None:
+        engine.step()
+    assert 2 <= sum(num_awaited for num_awaited, _ in waits) <= 12 and len(waits) >= 45
+    for _ in range(3):
+        engine.step()
+    assert waits[-3:] == [(1, structured_output.ALONE_SHARE)] * 3, "no other row waits"
+    monkeypatch.undo()
+    os.kill(mask_process(engine), signal.SIGCONT)
+    engine.run()
+    assert constrained.num_output_tokens == 5
 
 
 def test_a_grammar_that_crashes_its_process_fails_all_answers_of_its_request_and_no_other(demo: LoadedModel) -> None:
