@@ -8,7 +8,7 @@ RUNTIME := $(VENV)/.installed-runtime
 TERMINAL := $(VENV)/.installed-terminal
 DEVELOPMENT := $(VENV)/.installed
 
-.PHONY: serve chat top test test-long docs simulate torture coverage check format bench bench-manager bench-journal bench-grammar bench-scheduling bench-streams bench-accuracy bench-memory bench-worker bench-gpu bench-viewers parallel-queries screenshot demo-model demo-model-eval clean help
+.PHONY: serve chat top test test-long docs simulate torture coverage check format bench bench-manager bench-journal bench-grammar bench-scheduling bench-routing bench-streams bench-accuracy bench-memory bench-worker bench-gpu bench-viewers parallel-queries screenshot demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ bench-grammar: $(DEVELOPMENT)  ## measure the cost of structured output
 
 bench-scheduling: $(DEVELOPMENT)  ## compare the scheduling policies in virtual time (2 minutes)
 	$(BIN)/python benchmarks/scheduling.py $(ARGS)
+
+bench-routing: $(DEVELOPMENT)  ## compare the router with simple policies on a simulated fleet (2 minutes)
+	$(BIN)/python -m benchmarks.routing $(ARGS)
 
 bench-streams: $(DEVELOPMENT)  ## measure memory and tasks of an open stream
 	$(BIN)/python -m benchmarks.open_streams $(ARGS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from itertools import takewhile
 
 from msgspec import Struct
@@ -14,8 +13,13 @@ from servekit.scheduler.workload_manager import WorkloadManager
 class Speed(Struct, frozen=True, gc=False):
     """What steps take, in seconds."""
 
-    slope_s: float  # for each token of a prompt
-    base_s: float  # for a step without prompts, at the present number of running sequences
+    prefill_s: float  # for each token of a prompt
+    decode_s: float  # for each running sequence
+    idle_s: float  # beside that
+
+    def step_s(self, num_running: int) -> float:
+        """A step without prompts."""
+        return self.idle_s + self.decode_s * num_running
 
 
 class Sent(Struct, gc=False):
@@ -61,7 +65,7 @@ class Replica:
     def speed(self) -> Speed | None:
         """How fast the replica is; None until it has computed a prompt."""
         step_times = self.manager.prefill_limiter.step_times
-        return Speed(step_times.slope_s, step_times.base_s) if step_times.slope_s else None
+        return Speed(step_times.prefill_s, step_times.decode_s, step_times.idle_s) if step_times.prefill_s else None
 
     def load(self) -> Load:
         """The load at this moment."""
@@ -79,7 +83,7 @@ class Replica:
 
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
-    def num_found(self, hashes: Iterable[bytes]) -> int:
+    def num_found(self, hashes: list[bytes]) -> int:
         """How many blocks at the beginning of this chain are in the prefix cache."""
         return self.manager.kv_cache.prefixes.num_published(hashes)
 

@@ -4,8 +4,10 @@ All workload managers are in this process, so the router knows the state of ever
 when it decides, and what was added a moment ago is in their answers. It remembers only one thing that they do not know:
 which blocks the prompts will publish that were sent and are not computed yet.
 
-The replica with the lowest cost is chosen (`Router._cost_s`). A conversation stays on its replica because its prefix is
-cached there, and leaves it when waiting there costs more than computing the prefix again elsewhere.
+The replica with the lowest cost is chosen: the predicted time to the first token, and a part of the time that this
+sequence and those beside it then spend on its tokens (docs/design/routing.md). Among equal costs, the least loaded one
+is. A conversation stays on its replica because its prefix is cached there, and leaves it when waiting there costs more
+than computing the prefix again elsewhere.
 """
 
 from __future__ import annotations
@@ -15,19 +17,20 @@ from collections.abc import Iterable, Sequence
 from math import ceil
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from servekit.routing.replica import Load, Replica, Sent, Speed
 from servekit.scheduler.commands import AddSequence
 from servekit.scheduler.prefix_cache import continue_chain
 from servekit.scheduler.workload_manager import WorkloadManager
 
-# A second of computing delays this sequence, and then those that come after it.
-RECOMPUTE_WEIGHT = 2.0
-NUM_EARLY_TOKENS = 16  # the time between tokens counts as if the client waited for so many of them
+# What a second between tokens counts, for this sequence and those beside it, relative to one before the first token.
+# With more, prefixes are computed again elsewhere more often; with less, a replica that has returned idles for longer.
+DECODE_WEIGHT = 0.25
 MIN_GAIN_S = 0.05  # a move must pay at least so much
 MIN_GAIN_RATIO = 0.5  # and at least this part of what is left to wait after it
-UNKNOWN_SPEED = Speed(50e-6, 10e-3)  # until a replica has computed a prompt
+UNKNOWN_LENGTH = 128.0  # of answers, until one has ended
+UNKNOWN_SPEED = Speed(50e-6, 0.0, 10e-3)  # until a replica has computed a prompt
 
 
 class Route(Struct, frozen=True):
@@ -84,15 +87,16 @@ class Router:
             hashes = [*leader.block_hashes[:num_blocks]]
             continue_chain(hashes, leader.tenant, array("i", prompt), num_blocks, self._block_size)
         speeds = self._speeds(replicas)
+        length = self._mean_length(replicas)
         best, best_cost = None, (0.0, 0)
         for replica in replicas:
             load, speed = replica.load(), speeds[replica.replica_id]
             num_found = replica.num_found(hashes)
             num_cached = num_found + replica.num_expected(hashes, num_found)
             num_missing = num_tokens - num_cached * self._block_size
-            ttft_s = predicted_ttft_s(replica, load, speed, num_sequences, num_missing)
-            cost_s = ttft_s + self._cost_to_others_s(speed, num_missing)
-            cost = cost_s, load.num_running + load.num_waiting
+            ttft_s = predicted_ttft_s(replica, load, speed, length, num_sequences, num_missing)
+            decode_s = decode_cost_s(load, speed, length, num_sequences, num_missing)
+            cost = ttft_s + DECODE_WEIGHT * decode_s, load.num_running + load.num_waiting
             if best is None or cost < best_cost:
                 best, best_cost = (replica, num_found, num_cached, ttft_s), cost
         assert best is not None
@@ -101,19 +105,14 @@ class Router:
         replica.add(Sent(ids, hashes, num_tokens, num_found))
         return Route(replica.replica_id, num_cached * self._block_size, ttft_s)
 
-    @staticmethod
-    def _cost_to_others_s(speed: Speed, num_missing: int) -> float:
-        """What a sequence costs beside its own time to the first token."""
-        return (RECOMPUTE_WEIGHT - 1.0) * num_missing * speed.slope_s + NUM_EARLY_TOKENS * speed.base_s
-
     def rebalance(self, max_moves: int) -> list[Move]:
         """Choose waiting sequences that should move to another replica, and note that they are there.
 
-        A sequence moves if its time to the first token is predicted to become much shorter, and only once. So a call
-        proposes nothing if nothing has changed since the call before it, and no sequence goes back and forth.
+        A sequence moves if its time to the first token is predicted to become much shorter, and only once: so none goes
+        back and forth.
         """
         replicas = self._available()
-        speeds = self._speeds(replicas)
+        speeds, length = self._speeds(replicas), self._mean_length(replicas)
         loads = {replica.replica_id: replica.load() for replica in replicas}
         moves: list[Move] = []
         for source in sorted(replicas, key=lambda each: loads[each.replica_id].num_prefill_tokens, reverse=True):
@@ -123,26 +122,32 @@ class Router:
             for sent in source.waiting()[: 2 * max_moves]:
                 if len(moves) == max_moves:
                     return moves
-                target = self._better_replica(sent, source, ahead, loads, speeds)
+                target = self._better_replica(sent, source, ahead, loads, speeds, length)
                 if target is not None:
                     moves.append(Move(sent.sequence_ids, source.replica_id, target.replica_id))
         return moves
 
     def _better_replica(
-        self, sent: Sent, source: Replica, ahead: Load, loads: dict[int, Load], speeds: dict[int, Speed]
+        self,
+        sent: Sent,
+        source: Replica,
+        ahead: Load,
+        loads: dict[int, Load],
+        speeds: dict[int, Speed],
+        length: float,
     ) -> Replica | None:
         """Move one entry to the replica where it is computed much sooner, and return that; None if there is none."""
         num_sequences = len(sent.sequence_ids)
         missing_here = sent.num_tokens - source.num_found(sent.hashes) * self._block_size
         ahead.add(-num_sequences, -sent.num_tokens, -missing_here)
-        here_s = predicted_ttft_s(source, ahead, speeds[source.replica_id], num_sequences, missing_here)
+        here_s = predicted_ttft_s(source, ahead, speeds[source.replica_id], length, num_sequences, missing_here)
         best: tuple[float, Replica, int] | None = None
         for replica_id, load in loads.items():
             replica = self.replicas[replica_id]
             num_found = replica.num_found(sent.hashes)
             num_cached = num_found + replica.num_expected(sent.hashes, num_found)
             num_missing = sent.num_tokens - num_cached * self._block_size
-            ttft_s = predicted_ttft_s(replica, load, speeds[replica_id], num_sequences, num_missing)
+            ttft_s = predicted_ttft_s(replica, load, speeds[replica_id], length, num_sequences, num_missing)
             if replica is not source and (best is None or ttft_s < best[0]):
                 best = ttft_s, replica, num_missing
         if best is None or here_s - best[0] <= max(MIN_GAIN_S, MIN_GAIN_RATIO * best[0]):
@@ -164,31 +169,51 @@ class Router:
         known = [speed for speed in measured.values() if speed is not None]
         mean = UNKNOWN_SPEED
         if known and len(known) < len(measured):
-            mean = Speed(
-                sum(speed.slope_s for speed in known) / len(known), sum(speed.base_s for speed in known) / len(known)
-            )
+            columns = zip(*map(astuple, known), strict=True)
+            mean = Speed(*(sum(column) / len(known) for column in columns))
         return {replica_id: speed or mean for replica_id, speed in measured.items()}
 
+    @staticmethod
+    def _mean_length(replicas: Iterable[Replica]) -> float:
+        """The mean of recent answers, in tokens. It depends on the clients, and so is one for all replicas."""
+        known = [length for each in replicas if (length := each.manager.output_lengths.mean_length)]
+        return sum(known) / len(known) if known else UNKNOWN_LENGTH
 
-def predicted_ttft_s(replica: Replica, load: Load, speed: Speed, num_sequences: int, num_missing: int) -> float:
+
+def predicted_ttft_s(
+    replica: Replica, load: Load, speed: Speed, length: float, num_sequences: int, num_missing: int
+) -> float:
     """The time until answers that are added now have their first tokens.
 
     The steps in flight come first. Then the prompts before them must be computed; and if there are too few slots or
     blocks, running sequences must end first. Both go on at the same time, so the longer one counts.
     """
     manager, config = replica.manager, replica.manager.config
-    slope_s, base_s = speed.slope_s, speed.base_s
-    in_flight_s = load.num_tokens_in_flight * slope_s + load.num_steps_in_flight * base_s
+    prefill_s, base_s = speed.prefill_s, speed.step_s(load.num_running)
+    in_flight_s = load.num_tokens_in_flight * prefill_s + load.num_steps_in_flight * base_s
+    if in_flight_s:
+        in_flight_s *= 1.0 - 0.5 / load.num_steps_in_flight  # half of the first one is done, on average
     limit = max(1, min(manager.prefill_limiter.prefill_limit(), manager.step_token_limit - load.num_running))
-    queue_s = load.num_prefill_tokens * (slope_s + base_s / limit)
-    own_s = num_missing * slope_s + ceil(num_missing / limit) * base_s
+    queue_s = load.num_prefill_tokens * (prefill_s + base_s / limit)
+    own_s = num_missing * prefill_s + ceil(num_missing / limit) * base_s
     # How many running sequences must end, and how often one does.
     num_ends = load.num_waiting + load.num_running + num_sequences - config.max_num_seqs
     num_blocks = (load.num_queued_tokens + num_missing) / config.block_size - load.num_free_blocks
     if num_blocks > 0 and load.num_leased_blocks:
         num_ends = max(num_ends, ceil(num_blocks * load.num_running / load.num_leased_blocks))
     if num_ends > 0 and load.num_running:
-        step_s = base_s + slope_s * min(limit, load.num_prefill_tokens)
-        end_s = manager.output_lengths.mean_length * step_s / load.num_running
+        step_s = base_s + prefill_s * min(limit, load.num_prefill_tokens)
+        end_s = length * step_s / load.num_running
         queue_s = max(queue_s, num_ends * end_s)
     return in_flight_s + queue_s + own_s
+
+
+def decode_cost_s(load: Load, speed: Speed, length: float, num_sequences: int, num_missing: int) -> float:
+    """What answers that are added now cost after their first tokens, for them and for those beside them.
+
+    Their own tokens each take a step. Each of the others waits for the prompt once, and in every step for the decodes.
+    """
+    num_others = load.num_running + load.num_waiting
+    decodes_s = length * num_sequences * speed.decode_s
+    own_s = num_sequences * length * speed.step_s(num_others + num_sequences)
+    return own_s + num_others * (num_missing * speed.prefill_s + decodes_s)

@@ -28,6 +28,7 @@ from servekit.scheduler.prefix_cache import HashBlock, chain_hash
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import Sequence, Status
 from servekit.scheduler.step import Step
+from servekit.scheduler.step_time import StepTimes
 from servekit.scheduler.workload_manager import WorkloadManager
 
 CONTINUES, ENDS = 0, 1  # what the tokens of a replayed sequence mean
@@ -143,13 +144,14 @@ class ManagerState(Struct, frozen=True, array_like=True):
     safety_factor: float
     mean_length: float
     prefill_limiter: list[float]
+    step_times: list[list[float]]
     num_deferrals: int = 0
     num_share_preemptions: int = 0
 
 
-# What PrefillLimiter and its StepTimes learn, in the order of ManagerState.prefill_limiter.
+# The fields that PrefillLimiter and its StepTimes learn, in the order in which ManagerState has them.
 _LEARNED = ("_margin", "_largest_chunk")
-_LEARNED_STEP_TIMES = ("slope_s", "base_s", "_weight", "_tokens", "_seconds", "_tokens_squared", "_tokens_seconds")
+_LEARNED_STEP_TIMES = ("prefill_s", "base_s", "decode_s", "num_decodes")
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -193,7 +195,8 @@ def save_manager(manager: WorkloadManager) -> ManagerState:
         recent_lengths=list(manager.output_lengths._recent),
         safety_factor=manager.output_lengths.safety_factor,
         mean_length=manager.output_lengths.mean_length,
-        prefill_limiter=_save_limiter(manager.prefill_limiter),
+        prefill_limiter=[getattr(manager.prefill_limiter, name) for name in _LEARNED],
+        step_times=_save_step_times(manager.prefill_limiter.step_times),
         num_deferrals=manager.num_deferrals,
         num_share_preemptions=manager.num_share_preemptions,
     )
@@ -279,10 +282,9 @@ def summarize_result(result: StepResult, sampled: SampledSequences) -> ResultSta
     )
 
 
-def _save_limiter(limiter: PrefillLimiter) -> list[float]:
-    step_times = limiter.step_times
-    learned = [getattr(limiter, name) for name in _LEARNED]
-    return learned + [getattr(step_times, name) for name in _LEARNED_STEP_TIMES]
+def _save_step_times(step_times: StepTimes) -> list[list[float]]:
+    learned = [getattr(step_times, name) for name in _LEARNED_STEP_TIMES]
+    return [learned, step_times.prefills.sums.copy(), step_times.decodes.sums.copy()]
 
 
 def _save_queue(manager: WorkloadManager) -> QueueState:
@@ -350,7 +352,7 @@ def restore_manager(
     manager.output_lengths._update()
     manager.output_lengths.safety_factor = state.safety_factor
     manager.output_lengths.mean_length = state.mean_length
-    _restore_limiter(manager.prefill_limiter, state.prefill_limiter)
+    _restore_limiter(manager.prefill_limiter, state)
     _restore_pool(manager.kv_cache, state.pool, manager._running)
     _restore_queue(manager, state)
     return manager
@@ -449,11 +451,14 @@ def _find(sequences: dict[int, Sequence], sequence_id: int, incarnation: int, pr
     return sequence
 
 
-def _restore_limiter(limiter: PrefillLimiter, learned: list[float]) -> None:
-    for name, value in zip(_LEARNED, learned, strict=False):
+def _restore_limiter(limiter: PrefillLimiter, state: ManagerState) -> None:
+    for name, value in zip(_LEARNED, state.prefill_limiter, strict=True):
         setattr(limiter, name, value)
-    for name, value in zip(_LEARNED_STEP_TIMES, learned[len(_LEARNED) :], strict=True):
+    learned, prefill_sums, decode_sums = state.step_times
+    for name, value in zip(_LEARNED_STEP_TIMES, learned, strict=True):
         setattr(limiter.step_times, name, value)
+    limiter.step_times.prefills.sums = prefill_sums.copy()
+    limiter.step_times.decodes.sums = decode_sums.copy()
 
 
 def _restore_pool(kv_cache: KVCacheManager, state: PoolState, running: list[Sequence]) -> None:

@@ -36,24 +36,24 @@ class PrefillLimiter:
         """How many prefill tokens fit into the next step beside its decodes."""
         if self.target_s is None:
             return self.max_tokens
-        slope_s = self.step_times.slope_s
-        if not slope_s:
+        prefill_s = self.step_times.prefill_s
+        if not prefill_s:
             return MIN_PREFILL_TOKENS  # the cost is unknown yet: learn it from small steps
         room_s = self._margin * self.target_s - self.step_times.base_s
         # At most twice the largest recent chunk: beyond it the regression is an extrapolation, and doubling is quick.
         limit = min(self.max_tokens, int(2 * self._largest_chunk))
-        if room_s >= slope_s * limit:
+        if room_s >= prefill_s * limit:
             return limit
-        return max(MIN_PREFILL_TOKENS, int(room_s / slope_s))
+        return max(MIN_PREFILL_TOKENS, int(room_s / prefill_s))
 
     @property
     def is_out_of_reach(self) -> bool:
         """Whether steps take longer than the target without any prefill, so that less prefill cannot help."""
-        return self.target_s is not None and self.step_times.slope_s > 0.0 and self.step_times.base_s > self.target_s
+        return self.target_s is not None and self.step_times.prefill_s > 0.0 and self.step_times.base_s > self.target_s
 
     def observe(self, num_prefill_tokens: int, num_decodes: int, seconds: float) -> None:
         """Learn from a step: how long the streams that were running waited for it."""
-        self.step_times.observe(num_prefill_tokens, seconds)
+        self.step_times.observe(num_prefill_tokens, num_decodes, seconds)
         if num_prefill_tokens:
             self._largest_chunk = max(num_prefill_tokens, self.DECAY * self._largest_chunk, MIN_PREFILL_TOKENS)
         if self.target_s is not None and num_decodes and num_prefill_tokens > MIN_PREFILL_TOKENS:

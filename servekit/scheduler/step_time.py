@@ -1,47 +1,69 @@
-"""Learn from steps how long they take: what a prefill token costs, and what a step takes without prefill."""
+"""Learn from steps how long they take: what a prefill token costs, what a decode costs, and what the rest takes."""
 
 from __future__ import annotations
 
 MIN_SLOPE_S = 1e-8  # no hardware prefills a token faster; a lower estimate is noise
-MIN_SPREAD = 16.0  # of the chunks' sizes, squared: with less, a regression shows nothing
+MIN_SPREAD = 16.0  # of the sizes, squared: with less, a regression shows nothing
+
+
+class Regression:
+    """The slope of a line through points (size, seconds), whose weights decay."""
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+        self.sums = [0.0] * 5  # of the weights, sizes, seconds, squared sizes, and sizes times seconds
+
+    def add(self, size: float, seconds: float) -> float | None:
+        """Add a point, and return the slope; None while the sizes differ too little to show it."""
+        decay, sums = self._decay, self.sums
+        sums[0] = weight = decay * sums[0] + 1.0
+        sums[1] = sizes = decay * sums[1] + size
+        sums[2] = decay * sums[2] + seconds
+        sums[3] = decay * sums[3] + size * size
+        sums[4] = decay * sums[4] + size * seconds
+        mean = sizes / weight
+        spread = sums[3] - mean * sizes
+        return (sums[4] - mean * sums[2]) / spread if spread > MIN_SPREAD else None
 
 
 class StepTimes:
-    """Two estimates, in seconds:
+    """Three estimates, in seconds:
 
-    - `slope_s` is what a prefill token costs: the slope of a linear regression over steps with prefill, with weights
-      that decay. It is 0 until there was such a step.
+    - `prefill_s` is what a prefill token costs: a linear regression over steps with prefill. It is 0 until there was
+      such a step.
     - `base_s` is what a step takes without prefill (decodes, attention, overhead): learned from every step, with a fast
       decay, because it drifts with the decodes. It is 0 until there was a step.
+    - `decode_s` is what one more decode adds to `base_s`: a linear regression over all steps. It is 0 until steps had
+      different numbers of decodes.
     """
 
-    DECAY = 0.97  # the weight of a step with prefill, once another one has followed
+    PREFILL_DECAY = 0.97  # the weight of a step with prefill, once another one has followed
     BASE_DECAY = 0.8  # the same for what a step takes without prefill
+    DECODE_DECAY = 0.99  # and for what a decode costs
 
     def __init__(self) -> None:
-        self.slope_s = 0.0
+        self.prefill_s = 0.0
         self.base_s = 0.0
-        # Sums of the regression, each one decayed.
-        self._weight = self._tokens = self._seconds = self._tokens_squared = self._tokens_seconds = 0.0
+        self.decode_s = 0.0
+        self.num_decodes = 0.0  # in the steps of which `base_s` is the mean
+        self.prefills = Regression(self.PREFILL_DECAY)
+        self.decodes = Regression(self.DECODE_DECAY)
 
-    def observe(self, num_prefill_tokens: int, seconds: float) -> None:
+    @property
+    def idle_s(self) -> float:
+        """What a step with neither prefill nor decodes would take."""
+        return max(0.0, self.base_s - self.decode_s * self.num_decodes)
+
+    def observe(self, num_prefill_tokens: int, num_decodes: int, seconds: float) -> None:
         """Learn from a step that took `seconds`."""
         if num_prefill_tokens:
-            self._learn_slope(float(num_prefill_tokens), seconds)
-        without_s = max(0.0, seconds - self.slope_s * num_prefill_tokens)
+            slope_s = self.prefills.add(float(num_prefill_tokens), seconds)
+            if slope_s is None:
+                slope_s = (seconds - self.base_s) / num_prefill_tokens  # at first: all of its time
+            self.prefill_s = max(slope_s, MIN_SLOPE_S)
+        without_s = max(0.0, seconds - self.prefill_s * num_prefill_tokens)
         self.base_s += (1.0 - self.BASE_DECAY) * (without_s - self.base_s)
-
-    def _learn_slope(self, tokens: float, seconds: float) -> None:
-        decay = self.DECAY
-        self._weight = decay * self._weight + 1.0
-        self._tokens = decay * self._tokens + tokens
-        self._seconds = decay * self._seconds + seconds
-        self._tokens_squared = decay * self._tokens_squared + tokens * tokens
-        self._tokens_seconds = decay * self._tokens_seconds + tokens * seconds
-        mean = self._tokens / self._weight
-        spread = self._tokens_squared - mean * self._tokens
-        if spread > MIN_SPREAD:  # chunks differ enough to show what a token costs
-            slope_s = (self._tokens_seconds - mean * self._seconds) / spread
-            self.slope_s = max(slope_s, MIN_SLOPE_S)
-        else:
-            self.slope_s = max((seconds - self.base_s) / tokens, MIN_SLOPE_S)  # at first: all of its time
+        self.num_decodes += (1.0 - self.BASE_DECAY) * (num_decodes - self.num_decodes)
+        slope_s = self.decodes.add(float(num_decodes), without_s)
+        if slope_s is not None:
+            self.decode_s = max(slope_s, 0.0)

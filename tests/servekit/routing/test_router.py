@@ -143,9 +143,10 @@ def test_a_conversation_leaves_when_waiting_costs_more_than_computing_it_again()
 
 
 def test_a_prompt_that_waits_counts_as_cached_for_the_next_one() -> None:
-    fleet = measured_fleet(4)
+    fleet = measured_fleet(2)
     document = prompt_of(0, 2000)
     first = fleet.send(document + prompt_of(1, 20))
+    fleet.send(prompt_of(9, 300))  # to the other one
     second = fleet.send(document + prompt_of(2, 20))
     assert (second.replica_id, second.num_cached_tokens) == (first.replica_id, 2000)
     other_tenant = fleet.send(document + prompt_of(2, 20), tenant="other")
@@ -158,6 +159,15 @@ def test_a_prompt_whose_sequence_ended_before_it_was_computed_does_not_count() -
     first = fleet.send(document)
     fleet.managers[first.replica_id].finish(0, FinishReason.ABORT)
     assert fleet.send(document + prompt_of(2, 20)).num_cached_tokens == 0
+
+
+def test_a_prompt_that_is_being_computed_counts_as_cached_for_the_next_one() -> None:
+    fleet = measured_fleet(1, max_num_batched_tokens=512)
+    document = prompt_of(0, 2010)
+    fleet.send(document)
+    fleet.step(0)
+    assert fleet.managers[0].num_prefill_tokens == 2010 - 512
+    assert fleet.send(document + prompt_of(2, 20)).num_cached_tokens == 2000
 
 
 def test_what_is_computed_or_has_ended_is_forgotten() -> None:
