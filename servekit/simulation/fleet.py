@@ -7,6 +7,7 @@ here; simulation/service.py is the one that checks them.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from heapq import heappop, heappush
 from typing import Protocol
@@ -18,6 +19,7 @@ from servekit.protocol.messages import StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.routing.router import Move, Route
 from servekit.scheduler.commands import AddSequence
+from servekit.scheduler.prefix_cache import continue_chain
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason
 from servekit.scheduler.workload_manager import WorkloadManager
@@ -113,7 +115,7 @@ class FleetSimulation:
         self._events: list[tuple[float, int, _Event]] = []
         self._num_events = 0
         self._num_turns = [0] * len(fleet.conversations)  # that were asked
-        self._histories: dict[int, tuple[int, ...]] = {}  # of conversations between two turns
+        self._histories: dict[int, array[int]] = {}  # of conversations between two turns
 
     def run(self) -> None:
         """Play until every answer has ended."""
@@ -152,7 +154,10 @@ class FleetSimulation:
         number = self._num_turns[index]
         self._num_turns[index] += 1
         turn = conversation.turns[number]
-        prompt = self._histories.pop(index, ()) + turn.token_ids
+        prompt = self._histories.pop(index, array("i")) + array("i", turn.token_ids)
+        block_size = self.fleet.scheduler.block_size
+        hashes: list[bytes] = []
+        continue_chain(hashes, conversation.tenant, prompt, len(prompt) // block_size, block_size)
         command = AddSequence(
             sequence_id=len(self.records),
             prompt_token_ids=prompt,
@@ -160,6 +165,7 @@ class FleetSimulation:
             arrival_s=self.now_s,
             tenant=conversation.tenant,
             has_length_bound=False,
+            block_hashes=hashes,
         )
         record = TurnRecord(index, number, self.now_s, -1, len(prompt))
         self.records.append(record)
@@ -204,14 +210,14 @@ class FleetSimulation:
                 if token.finish_reason is not None:
                     record.ended_s = self.now_s
                     num_ended += 1
-                    self._end(record, tuple(sequence.token_ids))
+                    self._end(record, sequence.token_ids[:])
                     del self._alive[sequence.sequence_id]
         if replica.in_flight:
             self._schedule(replica.in_flight[0][0], _Steps(replica))
         self._plan(replica)
         return num_ended
 
-    def _end(self, record: TurnRecord, history: tuple[int, ...]) -> None:
+    def _end(self, record: TurnRecord, history: array[int]) -> None:
         turns = self.fleet.conversations[record.conversation].turns
         if record.turn + 1 < len(turns):
             self._histories[record.conversation] = history
@@ -233,7 +239,7 @@ class FleetSimulation:
             if sequence is not None:
                 command, record = self._alive[sequence_id]
                 sampling = replace(command.sampling, max_tokens=sequence.max_length - sequence.num_tokens)
-                command = replace(command, prompt_token_ids=tuple(sequence.token_ids), sampling=sampling)
+                command = replace(command, prompt_token_ids=sequence.token_ids[:], sampling=sampling)
                 self._add(command, record)
 
     def _rebalance(self) -> None:
