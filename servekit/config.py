@@ -80,6 +80,15 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             "a device of its own",
         ),
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="stages that the layers are divided into, each with --tensor-parallel-size processes; several "
+            "steps are in different stages at the same time",
+        ),
+    ] = 1
     load_format: Annotated[
         Literal["auto", "dummy"],
         Meta(description="auto reads the weights of the model; dummy uses random weights, for benchmarks"),
@@ -449,6 +458,8 @@ RENAMED_SETTINGS = {
     "otlp_traces_endpoint": "otlp_endpoint",
     "page_size": "block_size",
     "payload_limit": "max_body_bytes",
+    "pp": "pipeline_parallel_size",
+    "pp_size": "pipeline_parallel_size",
     "prefix_caching": "enable_prefix_caching",
     "schedule_policy": "scheduling_policy",
     "sharded": "tensor_parallel_size",
@@ -458,7 +469,7 @@ RENAMED_SETTINGS = {
 }
 
 _ONE_DEVICE = (
-    "--tensor-parallel-size divides a model among devices; pipeline and expert parallelism are not supported yet, and "
+    "--tensor-parallel-size and --pipeline-parallel-size divide a model among devices of one machine; "
     "several servers (--device cuda:0, cuda:1 and so on) can share a port with --reuse-port"
 )
 _QUANTIZATION = (
@@ -525,8 +536,6 @@ EXPLAINED_SETTINGS = {
     "max_total_tokens": "TGI's setting is --max-model-len here; SGLang's is --num-kv-blocks times --block-size",
     "nnodes": _ONE_DEVICE,
     "num_speculative_tokens": _SPECULATION,
-    "pipeline_parallel_size": _ONE_DEVICE,
-    "pp_size": _ONE_DEVICE,
     "q": _QUANTIZATION,
     "quantization": _QUANTIZATION,
     "quantize": _QUANTIZATION,

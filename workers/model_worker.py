@@ -61,7 +61,7 @@ class ModelWorker:
         self._results = results
         self._sending = threading.Lock()  # answers and heartbeats share the pipe
         self._runner: Runner | None = None
-        self._rank = 0
+        self._sends_results = True
         self._failed_epoch: int | None = None
         self._profiler: Profiler | None = None
         # Steps that were launched and not answered, the oldest first: as many as the manager plans ahead.
@@ -116,7 +116,7 @@ class ModelWorker:
     def _answer_oldest(self) -> None:
         """Send the answer of the oldest step in flight; wait for the step if it is not complete."""
         answer = self._in_flight.popleft().finish()
-        self._send(StepAcknowledged.of(answer) if self._rank and isinstance(answer, StepResult) else answer)
+        self._send(answer if self._sends_results or isinstance(answer, StepFailed) else StepAcknowledged.of(answer))
 
     def _send(self, message: FromWorker) -> None:
         with self._sending:
@@ -148,7 +148,7 @@ class ModelWorker:
                 f"workers have loaded: its fingerprint is {fingerprint[:16]}, theirs {settings.fingerprint[:16]}; copy "
                 "the same files there"
             )
-        self._rank = settings.rank
+        self._sends_results = settings.is_result_rank
         if is_simulated(settings.model_path):
             from workers.runner.simulated_runner import load
         else:
@@ -162,8 +162,8 @@ class ModelWorker:
         """Launch a step; after an OutOfMemory, this step and all later ones of its epoch fail."""
         if plan.epoch == self._failed_epoch:
             return done(StepFailed(plan.epoch, plan.step_id, "the step before it failed"))
-        if not self._rank:
-            plan = plan.unpack_grammars()  # the other ranks take the tokens that rank 0 chooses by a grammar
+        if self._sends_results:
+            plan = plan.unpack_grammars()  # the other ranks take the tokens that this one chooses by a grammar
         try:
             return runner.launch(plan) if self._profiler is None else self._profiler.launch(plan, runner)
         except OutOfMemory as error:

@@ -117,10 +117,11 @@ class ModelExecutor:
             self.adopt(worker, ready)
             return ready
         self._model = model
-        size = self._config.tensor_parallel_size
-        self._worker = (
-            WorkerGroup(size, self._start_rank, self._on_loss) if size > 1 else self._start_rank(0, self._on_loss)
-        )
+        if model.num_ranks > 1:
+            result_rank = model.num_ranks - model.tensor_parallel_size
+            self._worker = WorkerGroup(model.num_ranks, result_rank, self._start_rank, self._on_loss)
+        else:
+            self._worker = self._start_rank(0, self._on_loss)
         self._worker.send(model)
         message = await self._worker.receive(self._config.load_timeout)
         if not isinstance(message, WorkerReady):
@@ -281,4 +282,5 @@ def load_model_message(config: ServeConfig, path: str) -> LoadModel:
         load_format=config.load_format,
         kv_cache_dtype=config.kv_cache_dtype,
         tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
     )

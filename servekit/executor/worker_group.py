@@ -1,8 +1,8 @@
 """Several workers, the ranks of a group, that execute each plan together: to its caller, one worker.
 
-Each rank holds a part of every layer. Rank 0 sends the results. The others acknowledge each step with a digest of the
-tokens that they sampled, which must be rank 0's. The end of one rank is the end of the group, because the others wait
-for it in the middle of a step.
+Each rank holds a part of the model. One of them, the first of the last stage, sends the results. The others acknowledge
+each step. Those that sampled tokens, too, send a digest of them, which must fit the result. The end of one rank is the
+end of the group, because the others wait for it in the middle of a step.
 """
 
 from __future__ import annotations
@@ -40,30 +40,29 @@ class WorkerGroup:
 
     is_leaving = False  # the ranks are children of the server, which end with it
 
-    def __init__(self, size: int, start_rank: StartRank, on_loss: Callable[[], None]) -> None:
-        """Start `size` ranks. `on_loss` is called when one of them is lost."""
+    def __init__(self, num_ranks: int, result_rank: int, start_rank: StartRank, on_loss: Callable[[], None]) -> None:
+        """Start the ranks. Those from `result_rank` on are the last stage. `on_loss` is called when one is lost."""
         self.loss: ServekitError | None = None
         self.cause = "other"  # as of WorkerConnection, or out_of_memory
         self._on_loss = on_loss
         self._directory = tempfile.TemporaryDirectory(prefix="servekit-ranks-")
-        self._ranks: list[WorkerConnection] = []
-        for rank in range(size):
-            self._ranks.append(start_rank(rank, partial(self._on_rank_lost, rank)))
-        # Of each rank but the first, what it has answered; None when it is lost.
-        self._answers = [asyncio.Queue[FromWorker | None](MAX_PENDING_MESSAGES) for _ in self._ranks[1:]]
-        self._readers = [
-            asyncio.create_task(self._read(rank), name=f"reader of rank {rank}") for rank in range(1, size)
-        ]
+        self._ranks = [start_rank(rank, partial(self._on_rank_lost, rank)) for rank in range(num_ranks)]
+        self._result_rank = result_rank
+        # By rank, of all but the one that sends results, what it has answered; None when it is lost.
+        self._answers: dict[int, asyncio.Queue[FromWorker | None]] = {
+            rank: asyncio.Queue(MAX_PENDING_MESSAGES) for rank in range(num_ranks) if rank != result_rank
+        }
+        self._readers = [asyncio.create_task(self._read(rank), name=f"reader of rank {rank}") for rank in self._answers]
 
     @property
     def stage(self) -> str:
-        """What rank 0 is doing, as text for people; the others do the same."""
-        return self._ranks[0].stage
+        """What the ranks are doing, as text for people: all of them do the same."""
+        return self._ranks[self._result_rank].stage
 
     @property
     def pid(self) -> int | None:
-        """The process id of rank 0."""
-        return self._ranks[0].pid
+        """The process id of the rank that sends results."""
+        return self._ranks[self._result_rank].pid
 
     # -- calls, as of WorkerConnection --------------------------------------------------------------------------------
 
@@ -74,22 +73,22 @@ class WorkerGroup:
             for rank, worker in enumerate(self._ranks):
                 worker.send(replace(message, rank=rank, rendezvous=rendezvous))
             return
-        payload = self._ranks[0].encode(message)
+        payload = self._ranks[self._result_rank].encode(message)
         for worker in self._ranks:
             worker.send_payload(payload)
 
     async def receive(self, timeout_s: float) -> FromWorker:
-        """Rank 0's next answer, when all ranks have given theirs. Raises the loss, like WorkerConnection's."""
+        """The next result, when all ranks have answered. Raises the loss, like WorkerConnection's."""
         try:
-            answer = await self._ranks[0].receive(timeout_s)
+            answer = await self._ranks[self._result_rank].receive(timeout_s)
         except ServekitError as error:
             raise self.loss or error from None
         if isinstance(answer, StepFailed):
-            self._mark_lost_for_memory(0, answer)
+            self._mark_lost_for_memory(self._result_rank, answer)
         what = f"the ranks of the model worker did not all answer within {timeout_s:.3g} s"
         timer = PauseTolerantTimer(timeout_s, lambda: self.mark_lost(WorkerTimeout(what), "step_timeout"))
         try:
-            for rank, answers in enumerate(self._answers, start=1):
+            for rank, answers in self._answers.items():
                 self._check_agreement(rank, answer, await answers.get())
         finally:
             timer.cancel()
@@ -98,8 +97,8 @@ class WorkerGroup:
         return answer
 
     async def ask(self, request: StartProfile | StopProfile) -> Profiled:
-        """Send a request to rank 0, and return its answer. A profile is rank 0's."""
-        return await self._ranks[0].ask(request)
+        """Send a request to the rank that sends results, and return its answer: a profile is of that rank."""
+        return await self._ranks[self._result_rank].ask(request)
 
     async def end(self, graceful: bool = False) -> None:
         """End all ranks. Idempotent."""
@@ -123,7 +122,7 @@ class WorkerGroup:
 
     async def _read(self, rank: int) -> None:
         """Take what a rank answers, so that its failure is noticed while the others wait for it."""
-        answers = self._answers[rank - 1]
+        answers = self._answers[rank]
         while True:
             try:
                 answer = await self._ranks[rank].receive(None)
@@ -134,7 +133,7 @@ class WorkerGroup:
             try:
                 answers.put_nowait(answer)
             except asyncio.QueueFull:
-                self.mark_lost(WorkerLost(f"rank {rank} of the model worker is ahead of rank 0"), "garbage")
+                self.mark_lost(WorkerLost(f"rank {rank} of the model worker is ahead of the others"), "garbage")
                 return
             if answer is None:
                 return
@@ -150,15 +149,18 @@ class WorkerGroup:
         self.mark_lost(WorkerLost(what), "out_of_memory")
 
     def _check_agreement(self, rank: int, answer: FromWorker, other: FromWorker | None) -> None:
-        """Check that a rank answered the same as rank 0; otherwise the group is lost."""
+        """Check that a rank's answer fits the result; otherwise the group is lost."""
         if other is None or self.loss is not None:
             return
         if isinstance(answer, WorkerReady) and isinstance(other, WorkerReady):
             agrees = (answer.model, answer.num_blocks) == (other.model, other.num_blocks)
-        elif isinstance(answer, StepResult):
-            agrees = other == StepAcknowledged.of(answer)
+        elif isinstance(answer, StepResult) and isinstance(other, StepAcknowledged):
+            expected = StepAcknowledged.of(answer)
+            if rank < self._result_rank:
+                expected = replace(expected, digest=b"")  # this stage samples nothing
+            agrees = other == expected
         else:
             agrees = False
         if not agrees:
-            what = f"rank {rank} of the model worker answered {type(other).__name__} that does not match rank 0's"
-            self.mark_lost(WorkerLost(f"{what} {type(answer).__name__}"), "garbage")
+            what = f"rank {rank} of the model worker answered {type(other).__name__}, which does not fit"
+            self.mark_lost(WorkerLost(f"{what} rank {self._result_rank}'s {type(answer).__name__}"), "garbage")

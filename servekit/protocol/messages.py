@@ -35,10 +35,21 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     kv_cache_dtype: str = "auto"  # the model's own
     # Of the files that other workers have loaded: others are refused before they are loaded. "" accepts any.
     fingerprint: str = ""
-    # With several ranks, each holds a part of every layer, and all of them get the same plans.
+    # With several ranks, each holds a part of the model, and all of them get the same plans. A stage of the pipeline
+    # has some of the layers, and consecutive ranks, each of which holds a part of every layer of the stage.
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     rank: int = 0
     rendezvous: str = ""  # a file by which the ranks find each other
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def is_result_rank(self) -> bool:
+        """Whether this rank sends the results: the first one of the last stage."""
+        return self.rank == self.num_ranks - self.tensor_parallel_size
 
 
 class ModelInfo(Struct, frozen=True):
@@ -223,17 +234,21 @@ class StepResult(Struct, frozen=True, tag="step_result"):
 
 
 class StepAcknowledged(Struct, frozen=True, tag="step_acknowledged"):
-    """The answer of all ranks but the first, which sends the result. Ranks must have sampled the same tokens."""
+    """The answer of all ranks but the one that sends the result.
+
+    The ranks of the last stage must have sampled the same tokens. The others sample none.
+    """
 
     epoch: int
     step_id: int
-    digest: bytes
+    digest: bytes  # of the sampled tokens; empty if there are none
 
     @classmethod
     def of(cls, result: StepResult) -> StepAcknowledged:
         """Return the acknowledgement of a rank that computed this result."""
         token_ids = array("q", result.token_ids).tobytes()
-        return cls(result.epoch, result.step_id, blake2b(token_ids, digest_size=8).digest())
+        digest = blake2b(token_ids, digest_size=8).digest() if token_ids else b""
+        return cls(result.epoch, result.step_id, digest)
 
 
 class StepFailed(Struct, frozen=True, tag="step_failed"):

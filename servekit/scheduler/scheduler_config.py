@@ -19,6 +19,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     max_steps_in_flight: int = 1
+    pipeline_parallel_size: int = 1
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     itl_target_s: float | None = None
@@ -45,6 +46,12 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         )
 
 
+def _max_steps_in_flight(config: ServeConfig) -> int:
+    """In a pipeline each stage has a step, and another one waits for the first stage to be free."""
+    num_stages = config.pipeline_parallel_size
+    return max(config.max_steps_in_flight, num_stages + 1) if num_stages > 1 else config.max_steps_in_flight
+
+
 def scheduler_config(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:
     """The scheduler's configuration, from the operator's settings and from what the worker reported."""
     return SchedulerConfig(
@@ -54,7 +61,8 @@ def scheduler_config(config: ServeConfig, worker: WorkerReady) -> SchedulerConfi
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         eos_token_ids=frozenset(worker.model.eos_token_ids),
-        max_steps_in_flight=config.max_steps_in_flight,
+        max_steps_in_flight=_max_steps_in_flight(config),
+        pipeline_parallel_size=config.pipeline_parallel_size,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
         itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1e3,

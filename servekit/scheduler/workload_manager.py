@@ -375,34 +375,41 @@ class WorkloadManager:
 
         This is the one loop that costs time for each running sequence in each step, hence flat. `_grow` preempts from
         the far end of the list that the loop walks along, so no sequence is met twice or skipped.
+
+        In a pipeline, a token is known to the first stage when the steps behind it have moved on through all stages. A
+        sequence that was in one of these steps would stop the pipeline, so it is left out; and a step takes only its
+        part of the sequences, so that the next steps have theirs.
         """
         chunks, sampled, budget, step_id = step.chunks, step.sampled, step.budget, step.step_id
-        block_size = self.config.block_size
+        block_size, num_stages = self.config.block_size, self.config.pipeline_parallel_size
+        num_left = min(budget, -(-len(self._running) // num_stages))
         prefills: list[Sequence] = []
         for sequence in self._running:
             if sequence.first_sampled_step_id is None:
                 prefills.append(sequence)
                 continue
             start = sequence.num_computed
-            if start + 1 >= sequence.max_length or not budget:
+            if start + 1 >= sequence.max_length or not num_left:
                 continue  # a step in flight is certain to end it, or the step is full
+            num_pending = sequence.num_pending
+            if num_pending and sequence.last_step_id > step_id - num_stages:
+                continue  # its newest token is still in the pipeline
             new_blocks: tuple[int, ...] = ()
             if start == sequence.kv.capacity:
                 if not self._grow(sequence):
                     continue  # no block is left, so no sequence will be admitted in this step either
                 new_blocks = (sequence.kv.table[-1],)
             assert sequence.slot is not None
-            num_pending = sequence.num_pending
             known = () if num_pending else (sequence.token_ids[start],)  # a step in flight samples what is not known
             chunks.append(ScheduledChunk(sequence.slot, start, 1, known, new_blocks, True))
             sampled.append((sequence, sequence.incarnation))
-            budget -= 1
+            num_left -= 1
             sequence.num_computed = start = start + 1
             sequence.num_pending = num_pending + 1
             sequence.last_step_id = step_id
             if not start % block_size:
                 self.kv_cache.publish(sequence)
-        step.budget = budget
+        step.budget = budget - len(chunks)
         step.num_decodes = len(chunks)
         if self.waiting_queue.has_shares:
             for sequence, _ in sampled:

@@ -22,6 +22,7 @@ from workers.attention.interface import AttentionParams, HeadNorms, PagedStep, R
 from workers.csrc.build import LANES
 from workers.layers.cpu_decoder import CpuDecoder, LayerParts, Norm
 from workers.layers.linear import MakeWeight, RowParallelWeight, Weight, concatenate
+from workers.parallel.pipeline_stage import PassOn, PipelineStage
 from workers.parallel.rank_group import RankGroup
 
 FUSIBLE = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -93,17 +94,21 @@ class FusedDecoder(nn.Module):
         make_weight: MakeWeight,
         make_cpu_decoder: MakeCpuDecoder | None = None,
         group: RankGroup | None = None,
+        stage: PipelineStage | None = None,
     ) -> None:
         """Take the weights of transformers' `decoder`, one layer after the other.
 
         `params` has one entry for each layer. `make_cpu_decoder` makes what runs steps of few tokens in one call; None
-        on GPUs. `group` is given where this process holds a part of each layer.
+        on GPUs. `group` is given where this process holds a part of each layer, and `stage` where it has a part of the
+        layers.
         """
         super().__init__()
         self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
-        self._ops, self._last_norm = ops, _norm_of(decoder.norm)
-        self._layers = []
-        for index, layer_params in enumerate(params):
+        self._ops = ops
+        self._last_norm = _norm_of(decoder.norm) if stage is None or stage.is_last else None
+        self._layers, self._stage = [], stage
+        first = 0 if stage is None else stage.layers_of(len(decoder.layers)).start
+        for index, layer_params in enumerate(params, start=first):
             self._layers.append(FusedLayer(decoder.layers[index], layer_params, ops, make_weight, group))
             decoder.layers[index] = nn.Identity()  # frees the layer, so that memory holds at most one layer twice
         self._cpu_decoder = make_cpu_decoder([layer.parts for layer in self._layers]) if make_cpu_decoder else None
@@ -118,21 +123,28 @@ class FusedDecoder(nn.Module):
         x = self.embed_tokens(input_ids)
         cosines, sines = self.rotary_emb(x, position_ids=position_ids)
         x, rotation = x[0], (cosines[0], sines[0])
+        if self._stage is not None and not self._stage.is_first:
+            x = self._stage.receive(x)
         # With few tokens, to leave some out of the last layer saves nothing, so logits_indices does not matter here.
         if self._cpu_decoder is not None and self._cpu_decoder.can_decode(len(x), paged):
             self._cpu_decoder.decode(x, rotation, paged)
             return self._output(x)
+        is_last_stage = self._stage is None or self._stage.is_last
         *layers, last = self._layers
         for layer in layers:
             x = layer.finish(layer.attend(x, rotation, paged), x)
         attended, indices = last.attend(x, rotation, paged), paged.logits_indices
-        if indices is None or len(indices) == len(x):
+        if not is_last_stage or indices is None or len(indices) == len(x):
             return self._output(last.finish(attended, x))
         hidden_states = torch.zeros_like(x)
         hidden_states[indices] = last.finish(attended[indices], x[indices])
         return self._output(hidden_states)
 
     def _output(self, x: Tensor) -> BaseModelOutputWithPast:
+        if self._last_norm is None:
+            assert self._stage is not None
+            self._stage.send_on(x)
+            return BaseModelOutputWithPast(last_hidden_state=x[None])
         return BaseModelOutputWithPast(last_hidden_state=self._ops.norm(x, *self._last_norm)[None])
 
 
@@ -162,11 +174,14 @@ def fuse_layers(
     make_weight: MakeWeight,
     make_cpu_decoder: MakeCpuDecoder | None = None,
     group: RankGroup | None = None,
+    stage: PipelineStage | None = None,
 ) -> nn.Module | None:
     """Replace the model's decoder and return the new one; None, and no change, if some layer cannot be fused."""
     layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not all(map(can_fuse, layers)) or model.model is not decoder:
+    if not isinstance(layers, nn.ModuleList) or model.model is not decoder:
         return None
-    fused = FusedDecoder(decoder, params, ops, make_weight, make_cpu_decoder, group)
+    if not all(can_fuse(layer) for layer in layers if not isinstance(layer, PassOn)):
+        return None
+    fused = FusedDecoder(decoder, params, ops, make_weight, make_cpu_decoder, group, stage)
     model.model = fused
     return fused

@@ -22,6 +22,7 @@ from workers.attention.selector import PAGED_ATTENTION, attention_params
 from workers.kv_cache.pages import LayerShape
 from workers.loading.decoder_output import decoders_recorded
 from workers.loading.refusals import forward_errors_named, in_one_line, refusal
+from workers.parallel.pipeline_stage import PipelineStage
 
 log = logging.getLogger("servekit.worker")
 
@@ -48,7 +49,7 @@ class RecordedModel:
     decoder: nn.Module  # all of the model but its output head
 
 
-def record_attention(model: PreTrainedModel, architecture: str) -> RecordedModel:
+def record_attention(model: PreTrainedModel, architecture: str, stage: PipelineStage | None = None) -> RecordedModel:
     """Run one token through the model, and check that every layer calls attention in a way that runs over KV pages.
 
     Afterwards every attention call gets the step that the model is called with, also in models whose layers drop
@@ -71,9 +72,13 @@ def record_attention(model: PreTrainedModel, architecture: str) -> RecordedModel
             log.debug("the forward pass of %s failed with a recording attention", architecture, exc_info=True)
             failure = in_one_line(error)
     config = model.config.get_text_config()
-    _check_all_layers_called(model, recorded, config.num_hidden_layers, architecture)
+    num_layers = config.num_hidden_layers
+    layers = range(num_layers) if stage is None else stage.layers_of(num_layers)
+    _check_all_layers_called(model, recorded, layers, num_layers, architecture)
     calls = sorted(recorded, key=lambda call: call.layer or 0)
-    _check_windows(config, calls, architecture)
+    _check_windows(config, calls, layers, architecture)
+    for index, call in enumerate(calls):
+        call.module.layer_idx = index  # type: ignore[assignment]  # of the KV cache, which has this stage's layers only
     if failure or not decoders:
         raise refusal(architecture, failure or "no part of it returns a last hidden state for the output head")
     without_step = [call.module for call in calls if not call.is_passed_step]
@@ -158,20 +163,20 @@ class _StepKeyword:
 
 
 def _check_all_layers_called(
-    model: PreTrainedModel, calls: list[AttentionCall], num_layers: int, architecture: str
+    model: PreTrainedModel, calls: list[AttentionCall], layers: range, num_layers: int, architecture: str
 ) -> None:
-    """Refuse a model unless each of its layers called attention once."""
+    """Refuse a model unless each of its layers, or of this stage's, called attention once."""
     called = [call.layer if call.layer is not None else -1 for call in calls]
-    if sorted(called) == list(range(num_layers)):
+    if sorted(called) == list(layers):
         return
-    missing = [layer for layer in range(num_layers) if layer not in called]
+    missing = [layer for layer in layers if layer not in called]
     if not missing:
         raise refusal(
-            architecture, f"its {num_layers} layers made {len(calls)} attention calls, where each must make one"
+            architecture, f"its {len(layers)} layers made {len(calls)} attention calls, where each must make one"
         )
     raise refusal(
         architecture,
-        f"{len(missing)} of its {num_layers} layers ({_classes_of(model, missing, num_layers)}) do not call "
+        f"{len(missing)} of its {len(layers)} layers ({_classes_of(model, missing, num_layers)}) do not call "
         "AttentionInterface",
     )
 
@@ -184,15 +189,16 @@ def _classes_of(model: PreTrainedModel, layers: list[int], num_layers: int) -> s
     return "of an unknown class"
 
 
-def _check_windows(config: Any, calls: list[AttentionCall], architecture: str) -> None:
+def _check_windows(config: Any, calls: list[AttentionCall], layers: range, architecture: str) -> None:
     """Refuse attention patterns that only the mask expresses: paged attention never sees the mask."""
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if kinds is None:
-        kinds = ["full_attention"] * len(calls)
+        kinds = ["full_attention"] * layers.stop
         if window and not any(call.params.window for call in calls):
             raise refusal(architecture, f"its sliding window of {window} is not passed to the attention interface")
-    for call, kind in zip(calls, kinds, strict=True):
+    for call, layer in zip(calls, layers, strict=True):
+        kind = kinds[layer]
         if kind == "sliding_attention" and not call.params.window:
             raise refusal(architecture, f"layer {call.layer} has a sliding window and does not pass it to attention")
         if kind not in ("full_attention", "sliding_attention"):

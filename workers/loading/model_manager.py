@@ -28,7 +28,7 @@ from workers.loading.refusals import forward_errors_named, loading_errors_named
 from workers.loading.weights import make_weights, move, read_weights
 from workers.parallel.collectives import add_collectives, with_collectives
 from workers.parallel.local_parameters import partial_class, use_local_parameters
-from workers.parallel.rank_group import RankGroup
+from workers.parallel.ranks import Ranks
 from workers.parallel.tensor_parallel_plan import TensorParallelPlan
 
 log = logging.getLogger("servekit.worker")
@@ -65,7 +65,7 @@ class LoadedModel:
     dtype: torch.dtype
     sample: Sample  # for the self-check
     weights: WeightsLoaded
-    group: RankGroup | None = None  # the ranks that hold the other parts of each layer
+    ranks: Ranks | None = None  # those that hold the other parts of the model
 
 
 class ModelManager:
@@ -94,11 +94,11 @@ class ModelManager:
         *,
         load_format: str = "auto",
         report_stage: Callable[[str], None] = lambda _: None,
-        group: RankGroup | None = None,
+        ranks: Ranks | None = None,
     ) -> LoadedModel:
         """Load the model in `path`; with the format `dummy` its weights are random, and no file of weights is read.
 
-        `report_stage` is called with the name of each stage. With a `group`, only this rank's part is read; all ranks
+        `report_stage` is called with the name of each stage. With `ranks`, only this rank's part is read; all of them
         must call this with the same arguments. Raises ConfigError, by name, for what cannot be served.
         """
         started_s, progress = time.monotonic(), Progress(report_stage)
@@ -113,15 +113,19 @@ class ModelManager:
         load_dtype = self._resolve_dtype(dtype)
         remedy = "choose a smaller model, a dtype of fewer bytes (--dtype), or a device with more memory"
         with loading_errors_named(architecture), allocation_refused_as("the model's weights", self.device, remedy):
-            if load_format == "dummy" and group is not None:
+            if load_format == "dummy" and ranks is not None:
                 raise ConfigError("random weights (--load-format dummy) cannot be divided among ranks; read a model's")
             if load_format == "dummy":
                 progress.report("making random weights")
                 model, num_bytes = make_weights(config, load_dtype, PAGED_ATTENTION, self.device)
             else:
-                model_class = AutoModelForCausalLM if group is None else partial_class(config, architecture, group)
+                model_class = AutoModelForCausalLM if ranks is None else partial_class(config, architecture, ranks)
                 model, num_bytes = read_weights(path, config, load_dtype, PAGED_ATTENTION, progress, model_class)
             num_parameters, plan = model.num_parameters(), None
+            group = stage = None
+            if ranks is not None:
+                group, stage = ranks.group, ranks.stage
+                num_parameters = model.num_parameters_of_all_ranks  # type: ignore[assignment]
             if group is not None:
                 plan = TensorParallelPlan.of(model, architecture, group.size)
                 use_local_parameters(model, group, plan)
@@ -129,18 +133,19 @@ class ModelManager:
         if dtype == "auto" and self.device.type == "cpu" and _multiplies_bfloat16() and config.dtype is torch.bfloat16:
             log.info("computing in float32, for exact tokens; --dtype bfloat16, the files' own, is about twice as fast")
         model.eval()
+        model_dtype = model.dtype  # asked for now: later, a stage of a pipeline may have no plain parameters left
         with with_collectives(model, plan, group):
-            recorded = record_attention(model, architecture)
+            recorded = record_attention(model, architecture, stage)
             info = describe_model(model.config, num_parameters, path, max_model_len)
             with forward_errors_named(architecture):
                 sample = _take_sample(model, info)
         shapes, params = [call.shape for call in recorded.calls], [call.params for call in recorded.calls]
         with progress.over("laying out the weights", params) as counted:
-            decoder = replace_layers(model, recorded.decoder, counted, group)
+            decoder = replace_layers(model, recorded.decoder, counted, group, stage)
         if group is not None and plan is not None:
             add_collectives(model, plan, group)
         weights = WeightsLoaded(num_bytes, time.monotonic() - started_s)
-        return LoadedModel(model, decoder, shapes, params, info, self.device, model.dtype, sample, weights, group)
+        return LoadedModel(model, decoder, shapes, params, info, self.device, model_dtype, sample, weights, ranks)
 
     def _resolve_dtype(self, dtype: str) -> str | torch.dtype:
         if dtype != "auto":

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from workers.parallel.pipeline_stage import PassOn, Zeros
 from workers.parallel.rank_group import RankGroup
 from workers.parallel.tensor_parallel_plan import TensorParallelPlan
 
@@ -19,6 +20,8 @@ def add_collectives(model: nn.Module, plan: TensorParallelPlan, group: RankGroup
     """Add hooks to the model's modules, and return their handles. Call it on all ranks."""
     handles: list[RemovableHandle] = []
     for name, module in model.named_modules():
+        if isinstance(module, PassOn | Zeros):
+            continue  # another stage has it
         style = plan.style_of(name)
         if style == "rowwise_split_input":
             handles.append(module.register_forward_pre_hook(_take_share(group)))

@@ -16,19 +16,36 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from workers.parallel.pipeline_stage import keep_stage
 from workers.parallel.rank_group import RankGroup
+from workers.parallel.ranks import Ranks
 from workers.parallel.tensor_parallel_plan import CUTS_INPUTS, CUTS_OUTPUTS, TensorParallelPlan
 
 
-def partial_class(config: Any, architecture: str, group: RankGroup) -> type[PreTrainedModel]:
-    """Return a subclass of the configuration's model whose parameters are placeholders for this rank's parts."""
+def partial_class(config: Any, architecture: str, ranks: Ranks) -> type[PreTrainedModel]:
+    """Return a subclass of the configuration's model with the layers of this stage only.
+
+    Its parameters are placeholders for this rank's parts.
+    """
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
     class PartialModel(model_class):  # type: ignore[misc]
         """A model that is made with placeholders."""
 
+        num_parameters_of_all_ranks = 0
+
         def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
             super().__init__(config, *arguments, **options)
+            self.num_parameters_of_all_ranks = sum(
+                parameter.numel()
+                for name, parameter in self.named_parameters()
+                if name not in self.all_tied_weights_keys  # they are tied after reading, and count once
+            )
+            if ranks.stage is not None:
+                keep_stage(self, ranks.stage)
+            group = ranks.group
+            if group is None:
+                return
             plan = TensorParallelPlan.of(self, architecture, group.size)
             for name, parameter in list(self.named_parameters()):
                 placement = _placement(plan.style_of_parameter(name), parameter, name)

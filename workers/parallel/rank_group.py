@@ -1,4 +1,4 @@
-"""The ranks that execute each step together, and the collective operations between them.
+"""The ranks that hold the parts of the same layers, and the collective operations between them.
 
 All ranks call the same operations in the same order, because they execute the same plans. A rank that does not would
 leave the others waiting in theirs. So what only one rank can know (the device's memory, a grammar's mask) never decides
@@ -7,42 +7,21 @@ which operations are called.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from servekit.errors import ConfigError
-
-# How long a rank may wait for the others. They load their parts of the weights at the speed of their disks. A rank that
-# has ended is noticed by the server, which ends the others.
-TIMEOUT = timedelta(minutes=30)
+from torch.distributed.device_mesh import DeviceMesh
 
 
 class RankGroup:
     """This process as one of `size` ranks."""
 
-    def __init__(self, rank: int, size: int, rendezvous: str, device: torch.device) -> None:
-        """Wait for the other ranks. `rendezvous` is a file that all of them can open, and that did not exist before.
-
-        Raises ConfigError if they cannot be connected.
-        """
-        self.rank, self.size = rank, size
-        # The ranks of one machine need no other interface, and the name of the machine may not resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        try:
-            dist.init_process_group(
-                backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=TIMEOUT
-            )
-        except (RuntimeError, ValueError) as error:
-            raise ConfigError(f"rank {rank} of {size} cannot be connected to the others: {error}") from error
-        self._group = dist.group.WORLD
-        self.mesh: DeviceMesh = init_device_mesh("cpu", (size,))  # of the parts in which weights are read
+    def __init__(self, mesh: DeviceMesh) -> None:
+        """`mesh` has one dimension; it is also that of the parts in which weights are read."""
+        self.mesh = mesh
+        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self._group = mesh.get_group()
+        self._first_rank = dist.get_global_rank(self._group, 0)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Add up `x` over all ranks, in place, and return it. The bits of the sum are the same on every rank."""
@@ -59,14 +38,8 @@ class RankGroup:
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Overwrite `x` with rank 0's on every rank, and return it."""
-        dist.broadcast(x, src=0, group=self._group)
+        dist.broadcast(x, src=self._first_rank, group=self._group)
         return x
-
-    def minimum(self, value: int) -> int:
-        """Return the smallest of the ranks' values."""
-        tensor = torch.tensor([value], dtype=torch.int64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
-        return int(tensor)
 
     def total(self, value: int) -> int:
         """Return the sum of the ranks' values."""
@@ -76,8 +49,3 @@ class RankGroup:
         """Return this rank's part of `size` items. Parts are as long as the first ones can be, as torch.chunk's."""
         width = -(-size // self.size)
         return slice(min(self.rank * width, size), min((self.rank + 1) * width, size))
-
-    def broadcast_all(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite all these tensors with rank 0's."""
-        for tensor in tensors:
-            self.broadcast(tensor)

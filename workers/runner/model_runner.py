@@ -37,7 +37,7 @@ from workers.device.transfer import DeviceEvent, to_device, to_host
 from workers.kv_cache.pages import KVCache, bytes_per_block
 from workers.loading.decoder_output import computed_once
 from workers.loading.model_manager import LoadedModel, ModelManager
-from workers.parallel.rank_group import RankGroup
+from workers.parallel.ranks import Ranks
 from workers.runner.cuda_graphs import Capture, CudaCapture, DecodeGraphs
 from workers.runner.interface import OutOfMemory, Pending
 from workers.runner.memory_profiling import (
@@ -133,8 +133,8 @@ class ModelRunner:
         self._bytes_per_block = bytes_per_block(layers, shapes, block_size, page_dtype)
         memory = settings.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
         num_blocks = settings.num_kv_blocks or num_blocks_in(memory, self._bytes_per_block)
-        if loaded.group is not None:
-            num_blocks = loaded.group.minimum(num_blocks)  # a plan names blocks that every rank has
+        if loaded.ranks is not None:
+            num_blocks = loaded.ranks.minimum(num_blocks)  # a plan names blocks that every rank has
         cache_bytes = num_blocks * self._bytes_per_block
         # On a CPU the operating system grants more memory than there is, and ends the process as it is used. A GPU's
         # allocation fails.
@@ -158,6 +158,10 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._finished_s = 0.0  # when the last step was seen to be complete
         # transformers takes a mask of four dimensions as it is. Without one it would look at the positions.
+        self._group = None if loaded.ranks is None else loaded.ranks.group
+        self._stage = None if loaded.ranks is None else loaded.ranks.stage
+        if self._stage is not None:
+            self._stage.discard_tokens()  # of a runner that measured memory
         self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
         tokenizer_file = Path(settings.model_path) / "tokenizer.json"
         self.grammars = GrammarMasks(tokenizer_file, loaded.info.vocab_size, loaded.info.eos_token_ids, num_slots)
@@ -205,6 +209,8 @@ class ModelRunner:
     def _apply(self, plan: StepPlan) -> Batch:
         if plan.copies:
             self.cache.copy_blocks(*to_device(list(np.array(plan.copies).T), self.loaded.device))
+        if self._stage is not None and self._stage.is_first:
+            self._stage.receive_tokens(self.table.token_ids)
         return make_batch(plan, self.table)
 
     def _execute_within_memory(self, plan: StepPlan, batch: Batch) -> StepOutputs | MergedOutputs:
@@ -213,8 +219,8 @@ class ModelRunner:
         try:
             return self._execute(plan, batch)
         except OutOfMemory as error:
-            # The other ranks wait in a collective operation, which cannot be taken back: the server ends all of them.
-            if self.loaded.group is not None:
+            # The other ranks wait for this one, and cannot be called back: the server ends all of them.
+            if self.loaded.ranks is not None:
                 raise
             reason = str(error)
         while max_tokens > MIN_TOKENS:
@@ -244,6 +250,11 @@ class ModelRunner:
     @raises_out_of_memory
     def _execute(self, plan: StepPlan, batch: Batch) -> StepOutputs:
         """Launch the forward pass and the choice of tokens."""
+        if self._stage is not None and not self._stage.is_last:
+            self._forward(batch, batch.logits_indices)
+            if self._stage.is_first:
+                self._stage.expect_tokens(batch.sampled_cells)
+            return StepOutputs(plan, None, None)
         grammars = self.grammars.begin(batch.sampling, self.table)
         raw_logits, of_prompts = self._compute(batch)
         sampled = self._choose(raw_logits, batch, grammars) if batch.sampling else None
@@ -252,10 +263,10 @@ class ModelRunner:
     def _choose(self, raw_logits: Tensor, batch: Batch, grammars: GrammarBatch) -> SampledTokens:
         """Choose a token for each row of raw logits [num_sampled, vocab_size], and write it to the token table.
 
-        All ranks have the same logits and choose the same tokens. Only grammars need rank 0, because it depends on the
-        time whether a mask is ready.
+        All ranks of the last stage have the same logits and choose the same tokens. Only grammars need the first of
+        them, because it depends on the time whether a mask is ready.
         """
-        rows, table, group = batch.sampling, self.table, self.loaded.group
+        rows, table, group = batch.sampling, self.table, self._group
         is_constrained = group is not None and any(table.is_constrained(row) for row in rows)
         logits = adjust(raw_logits, rows, table)
         logits = ban(logits, rows, table)
@@ -266,6 +277,8 @@ class ModelRunner:
         if group is not None and is_constrained:
             token_ids = group.broadcast(token_ids)
         table.token_ids.index_copy_(0, batch.sampled_cells, token_ids.int())
+        if self._stage is not None:
+            self._stage.return_tokens(token_ids)
         logprobs = sampled_logprobs(raw_logits, token_ids, rows)
         return SampledTokens(to_host(token_ids), logprobs, constrained.failures, constrained.deferred)
 
@@ -287,7 +300,9 @@ class ModelRunner:
 
     def _forward(self, batch: Batch, token_indices: Tensor) -> Tensor:
         """Return logits [num_indices, vocab_size] in float32 for those indices of the step's flat tokens."""
-        wanted = None if batch.prompt_logprobs else token_indices
+        # The next stage needs the hidden states of all tokens.
+        is_last_stage = self._stage is None or self._stage.is_last
+        wanted = None if batch.prompt_logprobs or not is_last_stage else token_indices
         paged = PagedStep(self.attention, self.cache, batch.attention, wanted)
         return self._logits(batch.input_ids[None], batch.position_ids[None], paged, token_indices).float()
 
@@ -382,6 +397,9 @@ def make_runner(loaded: LoadedModel, settings: LoadModel) -> ModelRunner:
 
 def _capture(runner: ModelRunner) -> None:
     """Let the runner's decode steps be graphs, if its attention and its model's layers allow that."""
+    if runner.loaded.ranks is not None and runner.loaded.ranks.stage is not None:
+        log.warning("decode steps are launched one kernel at a time: a stage of a pipeline is not captured as a graph")
+        return
     if not runner.attention.supports_cuda_graphs:
         log.warning(
             "decode steps are launched one kernel at a time: %s attention cannot be captured as a CUDA graph",
@@ -412,7 +430,7 @@ def _measure_memory_use(loaded: LoadedModel, settings: LoadModel) -> MemoryUse:
 def _device_of_rank(settings: LoadModel) -> str:
     """Return the device of this rank: on GPUs, each rank has the one of its number."""
     is_gpu = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
-    return f"cuda:{settings.rank}" if is_gpu and settings.tensor_parallel_size > 1 else settings.device
+    return f"cuda:{settings.rank}" if is_gpu and settings.num_ranks > 1 else settings.device
 
 
 def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[ModelRunner, WorkerReady]:
@@ -422,25 +440,31 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
     """
     started_s = time.monotonic()
     manager = ModelManager(_device_of_rank(settings))
-    group = None
-    if settings.tensor_parallel_size > 1:
+    ranks = None
+    if settings.num_ranks > 1:
         report_stage("connecting the ranks")
         if manager.device.type == "cpu":  # the ranks share the cores
-            torch.set_num_threads(max(1, torch.get_num_threads() // settings.tensor_parallel_size))
-        group = RankGroup(settings.rank, settings.tensor_parallel_size, settings.rendezvous, manager.device)
+            torch.set_num_threads(max(1, torch.get_num_threads() // settings.num_ranks))
+        ranks = Ranks(
+            settings.rank,
+            settings.tensor_parallel_size,
+            settings.pipeline_parallel_size,
+            settings.rendezvous,
+            manager.device,
+        )
     loaded = manager.load(
         Path(settings.model_path),
         settings.dtype,
         settings.max_model_len,
         load_format=settings.load_format,
         report_stage=report_stage,
-        group=group,
+        ranks=ranks,
     )
     report_stage("allocating the KV cache")
     runner = make_runner(loaded, settings)
     report_stage("comparing paged with plain attention")
     distance = runner.self_check()
-    if not settings.rank:
+    if settings.is_result_rank:
         runner.grammars.warm_up()
     elapsed_s = time.monotonic() - started_s
     log.info(

@@ -18,7 +18,7 @@ def start_group(start: Start, *behaviours: str) -> tuple[WorkerGroup, list[Serve
     losses: list[ServekitError | None] = []
     of_ranks = ["works", *behaviours]
     group = WorkerGroup(
-        len(of_ranks), lambda rank, on_loss: start(of_ranks[rank], on_loss)[1], lambda: losses.append(group.loss)
+        len(of_ranks), 0, lambda rank, on_loss: start(of_ranks[rank], on_loss)[1], lambda: losses.append(group.loss)
     )
     return group, losses
 
@@ -42,8 +42,12 @@ async def test_ranks_that_agree_are_one_worker(start: Start) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "cause", "expected"),
     [
-        ("acknowledges other tokens", "garbage", "rank 1 of the model worker answered StepAcknowledged that does not"),
-        ("works", "garbage", "rank 1 of the model worker answered StepResult that does not match rank 0's StepResult"),
+        (
+            "acknowledges other tokens",
+            "garbage",
+            "rank 1 of the model worker answered StepAcknowledged, which does",
+        ),
+        ("works", "garbage", "rank 1 of the model worker answered StepResult, which does not fit rank 0's StepResult"),
         ("runs out of memory", "out_of_memory", "rank 1 of the model worker ran out of memory: no memory"),
         ("exits within a message", "ended", "rank 1 of 2: the model worker exited with code 0"),
         ("sends garbage", "garbage", "rank 1 of 2: the model worker sent an invalid message"),
@@ -70,7 +74,7 @@ async def test_a_rank_that_is_killed_while_rank_0_waits_for_it_is_noticed_at_onc
         processes.append(process)
         return worker
 
-    group = WorkerGroup(2, start_rank, lambda: None)  # type: ignore[arg-type]
+    group = WorkerGroup(2, 0, start_rank, lambda: None)  # type: ignore[arg-type]
     await group.receive(20)
     group.send(PLAN)
     os.kill(processes[1].pid, signal.SIGKILL)
@@ -81,6 +85,6 @@ async def test_a_rank_that_is_killed_while_rank_0_waits_for_it_is_noticed_at_onc
 
 async def test_ranks_with_different_numbers_of_blocks_do_not_serve(start: Start) -> None:
     group, _ = start_group(start, "has other blocks")
-    with pytest.raises(WorkerLost, match="answered WorkerReady that does not match"):
+    with pytest.raises(WorkerLost, match="answered WorkerReady, which does not fit"):
         await group.receive(20)
     await group.end()

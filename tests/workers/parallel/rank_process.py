@@ -1,6 +1,6 @@
 """One rank of several, each a process of its own with its own manager: they make the same plans, as from one manager.
 
-`python -m tests.workers.parallel.rank_process RANK SIZE RENDEZVOUS OUTPUT MODEL...`
+`python -m tests.workers.parallel.rank_process RANK TENSOR_SIZE PIPELINE_SIZE RENDEZVOUS OUTPUT MODEL...`
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from servekit.errors import ConfigError
+from servekit.protocol.messages import StepPlan, StepResult
 from tests.support.inprocess import InProcessEngine
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.workers.test_token_identity import make_prompts, serve_with_joins_and_leaves
-from workers.loading.model_manager import ModelManager
-from workers.parallel.rank_group import RankGroup
+from workers.loading.model_manager import LoadedModel, ModelManager
+from workers.parallel.ranks import Ranks
 
 
 class Served(msgspec.Struct):
     """What a rank computed with one model."""
 
     refusal: str = ""
-    layers: str = ""  # the class of the decoder
+    num_layers: int = 0
     num_kv_heads: int = 0
     num_parameters: int = 0
-    num_vocabulary_rows: int = 0  # of the output head
+    num_vocabulary_rows: int = 0  # of the output head; 0 without one
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     distance: float = 0.0  # of the self-check
@@ -35,23 +37,37 @@ class Served(msgspec.Struct):
     again: list[list[int]] = []  # with prompts that are cached
 
 
-def serve(group: RankGroup, directory: str) -> Served:
+def make_engine(loaded: LoadedModel, **settings: int) -> InProcessEngine:
+    """An engine whose manager gets the last stage's results, on every rank."""
+    engine = InProcessEngine(loaded, **settings)  # type: ignore[arg-type]
+    execute, last_rank = engine.runner.execute, dist.get_world_size() - 1
+
+    def execute_and_share(plan: StepPlan) -> StepResult:
+        result = [execute(plan)]
+        dist.broadcast_object_list(result, src=last_rank)
+        return result[0]
+
+    engine.runner.execute = execute_and_share  # type: ignore[method-assign]
+    return engine
+
+
+def serve(ranks: Ranks, directory: str) -> Served:
     """Load the model with the other ranks, and answer the prompts twice."""
     try:
-        loaded = ModelManager("cpu").load(Path(directory), "float32", None, group=group)
+        loaded = ModelManager("cpu").load(Path(directory), "float32", None, ranks=ranks)
     except ConfigError as error:
         return Served(refusal=error.message)
-    small = InProcessEngine(loaded, num_blocks=9, max_num_seqs=6, max_num_batched_tokens=7)
+    small = make_engine(loaded, num_blocks=9, max_num_seqs=6, max_num_batched_tokens=7)
     sequences = serve_with_joins_and_leaves(small, make_prompts(VOCAB_SIZE))
-    large = InProcessEngine(loaded, num_blocks=200, max_steps_in_flight=2)
+    large = make_engine(loaded, num_blocks=200, max_steps_in_flight=2 if ranks.stage is None else 1)
     for _ in range(2):
         again = [large.add(prompt, max_tokens=8, temperature=0.7, seed=3) for prompt in make_prompts(VOCAB_SIZE)]
         large.run()
     return Served(
-        layers=type(loaded.decoder).__name__,
+        num_layers=len(loaded.layers),
         num_kv_heads=loaded.layers[0].num_kv_heads,
         num_parameters=loaded.info.num_parameters,
-        num_vocabulary_rows=int(loaded.model.lm_head.out_features),
+        num_vocabulary_rows=int(getattr(loaded.model.lm_head, "out_features", 0)),
         num_preemptions=small.manager.num_preemptions,
         num_cached_tokens=large.manager.num_cached_tokens,
         distance=large.runner.self_check(),
@@ -61,11 +77,11 @@ def serve(group: RankGroup, directory: str) -> Served:
     )
 
 
-def main(rank: str, size: str, rendezvous: str, output: str, *directories: str) -> None:
+def main(rank: str, tensor_size: str, pipeline_size: str, rendezvous: str, output: str, *directories: str) -> None:
     """Serve each model, and write what was computed to the file `output`."""
     torch.set_num_threads(1)
-    group = RankGroup(int(rank), int(size), rendezvous, torch.device("cpu"))
-    served = [serve(group, directory) for directory in directories]
+    ranks = Ranks(int(rank), int(tensor_size), int(pipeline_size), rendezvous, torch.device("cpu"))
+    served = [serve(ranks, directory) for directory in directories]
     Path(output).write_bytes(msgspec.msgpack.encode(served))
 
 

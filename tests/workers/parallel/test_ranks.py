@@ -1,0 +1,100 @@
+"""The claim: ranks and stages together compute what one process computes, and each reads only its part."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import product
+
+import msgspec
+import pytest
+import torch
+
+from tests.support.inprocess import InProcessEngine
+from tests.support.tiny_models import VOCAB_SIZE
+from tests.workers.parallel.rank_process import Served
+from tests.workers.test_token_identity import make_prompts, prepared
+
+pytestmark = pytest.mark.long  # thousands of messages between processes, which may have to share two cores
+
+# (tensor parallel, pipeline parallel) and the models. The models have 6 query heads, 2 key-value heads, and 3 layers.
+RANKS = {
+    (2, 1): ["llama", "qwen3", "gemma2", "mixtral"],
+    (3, 1): ["llama", "gemma2"],
+    (1, 2): ["llama", "qwen3", "gemma2", "mixtral"],
+    (2, 2): ["llama", "mixtral"],
+}
+# Of each rank: key-value heads, rows of the vocabulary, layers. Where the number of ranks does not divide the two
+# key-value heads, a rank holds those that its queries use.
+PARTS = {
+    (2, 1): [(1, 64, 3), (1, 64, 3)],
+    (3, 1): [(1, 43, 3), (2, 43, 3), (1, 42, 3)],
+    (1, 2): [(2, 0, 2), (2, 128, 1)],
+    (2, 2): [(1, 0, 2), (1, 0, 2), (1, 64, 1), (1, 64, 1)],
+}
+TIMEOUT_S = 600
+
+
+@pytest.fixture(scope="module", params=RANKS, ids=lambda sizes: f"{sizes[0]}x{sizes[1]}")
+def sizes(request: pytest.FixtureRequest) -> tuple[int, int]:
+    chosen: tuple[int, int] = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def served(sizes: tuple[int, int], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Served]]:
+    """What each rank computed, by model."""
+    directory = tmp_path_factory.mktemp("ranks")
+    # The last model has no plan that divides it.
+    paths = [str(prepared(name)[0].model.name_or_path) for name in (*RANKS[sizes], "gpt2")]
+    tensor_size, pipeline_size = sizes
+    command = [sys.executable, "-m", "tests.workers.parallel.rank_process"]
+    processes, outputs = [], []
+    for rank, _ in enumerate(product(range(tensor_size), range(pipeline_size))):
+        outputs.append(directory / f"rank-{rank}")
+        arguments = [str(rank), *map(str, sizes), str(directory / "rendezvous"), str(outputs[-1])]
+        processes.append(subprocess.Popen([*command, *arguments, *paths]))
+    assert [process.wait(TIMEOUT_S) for process in processes] == [0] * len(processes)
+    by_rank = [msgspec.msgpack.decode(output.read_bytes(), type=list[Served]) for output in outputs]
+    return {name: [results[i] for results in by_rank] for i, name in enumerate((*RANKS[sizes], "gpt2"))}
+
+
+def of_one_process(name: str) -> tuple[torch.Tensor, list[list[int]]]:
+    """Logits by transformers' own layers, and sampled answers."""
+    loaded, _ = prepared(name)
+    engine = InProcessEngine(loaded, num_blocks=200)
+    sampled = [engine.add(prompt, max_tokens=8, temperature=0.7, seed=3) for prompt in make_prompts(VOCAB_SIZE)]
+    engine.run()
+    return loaded.sample.logits, [sequence.output_token_ids for sequence in sampled]
+
+
+def test_ranks_compute_what_one_process_computes(sizes: tuple[int, int], served: dict[str, list[Served]]) -> None:
+    """Logits within 1e-5, greedy tokens those of `generate`, sampled ones the same; chunked, preempted and cached."""
+    for name in RANKS[sizes]:
+        logits, sampled = of_one_process(name)
+        for rank in served[name]:
+            assert not rank.refusal
+            if rank.num_vocabulary_rows:  # other stages have hidden states in place of logits
+                distance = (torch.tensor(rank.logits) - logits).abs().max() / logits.abs().max()
+                assert distance < 1e-5, f"{name}: logits differ by {distance:.2g}"
+            assert rank.answers == prepared(name)[1]
+            assert rank.again == sampled
+            assert rank.num_preemptions > 0
+            assert rank.num_cached_tokens > 0
+            assert rank.distance < 1e-3
+
+
+def test_each_rank_holds_its_part(sizes: tuple[int, int], served: dict[str, list[Served]]) -> None:
+    for name in RANKS[sizes]:
+        parts = [(rank.num_kv_heads, rank.num_vocabulary_rows, rank.num_layers) for rank in served[name]]
+        tied = [(heads, rows or 0, layers) for heads, rows, layers in PARTS[sizes]]
+        assert parts == tied
+        assert {rank.num_parameters for rank in served[name]} == {prepared(name)[0].info.num_parameters}
+
+
+def test_architecture_without_a_plan_is_refused_by_name(
+    sizes: tuple[int, int], served: dict[str, list[Served]]
+) -> None:
+    flag = "--pipeline-parallel-size" if sizes[1] > 1 else "--tensor-parallel-size"
+    for rank in served["gpt2"]:
+        assert f"architecture GPT2LMHeadModel cannot be served with {flag}" in rank.refusal

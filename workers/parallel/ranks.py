@@ -1,0 +1,54 @@
+"""Connect the processes of a worker group: `tensor_parallel_size` ranks for each of `pipeline_parallel_size` stages."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from servekit.errors import ConfigError
+from workers.parallel.pipeline_stage import PipelineStage
+from workers.parallel.rank_group import RankGroup
+
+# How long a rank may wait for the others. They load their parts of the weights at the speed of their disks. A rank that
+# has ended is noticed by the server, which ends the others.
+TIMEOUT = timedelta(minutes=30)
+
+
+class Ranks:
+    """This process among all of its worker group. The ranks of a stage have consecutive numbers."""
+
+    def __init__(
+        self, rank: int, tensor_parallel_size: int, pipeline_parallel_size: int, rendezvous: str, device: torch.device
+    ) -> None:
+        """Wait for the other ranks. `rendezvous` is a file that all of them can open, and that did not exist before.
+
+        Raises ConfigError if they cannot be connected.
+        """
+        size = tensor_parallel_size * pipeline_parallel_size
+        # The ranks of one machine need no other interface, and the name of the machine may not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(
+                backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=TIMEOUT
+            )
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"rank {rank} of {size} cannot be connected to the others: {error}") from error
+        # Every rank makes the groups of all stages, in this order.
+        mesh = init_device_mesh(
+            "cpu", (pipeline_parallel_size, tensor_parallel_size), mesh_dim_names=("stage", "tensor")
+        )
+        self.group = RankGroup(mesh["tensor"]) if tensor_parallel_size > 1 else None
+        self.stage = None
+        if pipeline_parallel_size > 1:
+            self.stage = PipelineStage(rank, tensor_parallel_size, pipeline_parallel_size)
+
+    def minimum(self, value: int) -> int:
+        """Return the smallest of all ranks' values."""
+        tensor = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+        return int(tensor)
