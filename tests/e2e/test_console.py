@@ -160,11 +160,11 @@ def test_stop_ends_sixteen_streaming_copies_and_frees_their_blocks(slow: ServerP
     open_at(page, slow)
     send(page, n=16, max_tokens=2000)
     page.locator("#answers:not(:has(li:not(.running), .untrusted:empty)) li:nth-child(16)").wait_for()
-    slow.wait_for_metric("servekit_num_requests_running", 16, timeout_s=30)
+    slow.wait_for_metric("servekit_num_requests_running", 16)
     page.locator("#stop-button").click()
     wait_for_status(page, "Stopped.")
     assert page.locator(".figures").filter(has_text="stopped").count() == 16
-    slow.wait_for_metric("servekit_num_requests_running", 0, timeout_s=30)
+    slow.wait_for_metric("servekit_num_requests_running", 0)
     slow.wait_until_at_rest()
 
 

