@@ -212,3 +212,10 @@ def test_the_queue_is_never_overfull_and_a_single_place_is_never_withheld(
             assert (own, number) != (0, 1) or total == num_places
         assert limits.sequences.total <= num_places
         assert sum(places.num_sequences for places in held) == limits.sequences.total
+
+
+def test_usage_counts_what_is_queued_and_what_is_prepared() -> None:
+    limits = make_limits(max_num_queued_reqs=100, max_num_queued_tokens=1000)
+    assert limits.usage(0, QueuedWork()) == (0, 0)
+    limits.sequences.take("", 10)
+    assert limits.usage(20, queue_of(a=20)) == (0.3, 0.1)

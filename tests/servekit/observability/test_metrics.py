@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from servekit.config import ServeConfig
-from servekit.observability.metrics import RESTART_CAUSES, Metrics, SchedulerStats
+from servekit.observability.metrics import RESTART_CAUSES, Metrics, QueueUsage, SchedulerStats
 from servekit.observability.observer import StepSummary
 from servekit.protocol.messages import StepResult
 from servekit.protocol.sampling_params import SamplingParams
@@ -220,3 +220,11 @@ def test_each_group_of_the_engines_events_is_updated_and_our_own_errors_are_coun
         observer.accounting_error()
     assert metrics.observers == [metrics.requests, metrics.steps, metrics.workers]
     assert samples(metrics)["accounting_faults_total",] == 1
+
+
+def test_usage_of_the_queue_is_read_at_each_scrape() -> None:
+    metrics, used = make_metrics(), [QueueUsage(0.25, 0.5), QueueUsage(1.0, 0.0)]
+    metrics.watch_queue(used.pop)
+    for sequences, tokens in ((1.0, 0.0), (0.25, 0.5)):
+        values = samples(metrics)
+        assert (values["queue_usage_perc", "sequences"], values["queue_usage_perc", "tokens"]) == (sequences, tokens)

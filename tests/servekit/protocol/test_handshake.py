@@ -48,6 +48,7 @@ def test_two_sides_with_one_key_accept_each_other_and_read_each_others_frames() 
     worker, server = make_sides()
     converse(worker, server)
     assert worker.state is server.state is State.ACCEPTED and server.offer == OFFER
+    assert worker.is_accepted and server.is_accepted
     of_worker, of_server = worker.sealed_frames(), server.sealed_frames()
     for payload in (b"", b"plan", b"x" * 100_000):
         assert of_worker.decode(of_server.encode(payload)) == [payload]

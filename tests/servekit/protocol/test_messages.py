@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, TokenLogprobs, ToWorker
+from servekit.protocol.messages import (
+    ScheduledChunk,
+    SlotAssignment,
+    StepAcknowledged,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    ToWorker,
+)
 from servekit.protocol.sampling_params import SamplingParams
 
 
@@ -37,3 +45,9 @@ def test_likeliest_tokens_are_read_as_they_were_written() -> None:
     assert logprobs.logprob == -0.5 and logprobs.top == [(7, -0.25), (2**31 - 1, -1.5)]
     with pytest.raises(ValueError, match="multiple of"):
         _ = TokenLogprobs(-0.5, b"123").top
+
+
+def test_an_acknowledgement_tells_whether_two_ranks_sampled_the_same_tokens() -> None:
+    """The time that a rank took makes no difference."""
+    ours, same, other = StepResult(1, 2, (5, 6), 0.1), StepResult(1, 2, (5, 6), 0.2), StepResult(1, 2, (6, 5), 0.1)
+    assert StepAcknowledged.of(ours) == StepAcknowledged.of(same) != StepAcknowledged.of(other)

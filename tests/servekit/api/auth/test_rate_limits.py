@@ -300,3 +300,12 @@ def test_a_request_that_counts_no_longer_reserves_nothing() -> None:
     running.end(0, 0.0)
     running.reserve(1, 10, 0, 0.0)
     assert try_to_reserve(allowance, 1, 1) is not None
+
+
+def test_an_open_answer_of_a_request_that_has_ended_takes_nothing_from_the_key() -> None:
+    allowance = Allowance(Limits(tokens_per_minute=10), now=0.0)
+    allowance.enter(0.0)
+    request = RunningRequest(allowance)
+    request.end(0, 0.0)
+    assert request.extend(10**6, 0.0)
+    allowance.enter(0.0)
