@@ -68,7 +68,7 @@ bench-grammar: $(DEVELOPMENT)  ## measure the cost of structured output
 bench-scheduling: $(DEVELOPMENT)  ## compare the scheduling policies in virtual time (2 minutes)
 	$(BIN)/python benchmarks/scheduling.py $(ARGS)
 
-bench-routing: $(DEVELOPMENT)  ## compare the router with simple policies on a simulated fleet (2 minutes)
+bench-routing: $(DEVELOPMENT)  ## compare the router with simple policies on a simulated fleet (3 minutes)
 	$(BIN)/python -m benchmarks.routing $(ARGS)
 
 bench-streams: $(DEVELOPMENT)  ## measure memory and tasks of an open stream

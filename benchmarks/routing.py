@@ -1,6 +1,6 @@
 """Compare the router with simple policies on a simulated fleet: the real workload managers, in virtual time.
 
-    python -m benchmarks.routing [--replicas 8] [--seconds 40] [--seed 1]
+    python -m benchmarks.routing [--replicas 8] [--seconds 25] [--seeds 3]
 
 It prints three tables. *Policies*: hit rate and TTFT of each policy at three loads, beside one replica that has the
 memory and the speed of all. *Outage*: what happens when a replica is lost and returns with an empty cache. *Cost*: the
@@ -19,6 +19,7 @@ import statistics
 import time
 from array import array
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from hashlib import blake2b
@@ -226,34 +227,39 @@ def play(fleet: Fleet, policy: str) -> FleetSimulation:
 
 def figures(records: list[TurnRecord], from_s: float, to_s: float) -> Figures:
     """Hit rate and TTFT of the turns that were asked in this time."""
-    asked = [record for record in records if from_s <= record.asked_s < to_s]
-    ttft_s = [record.ttft_s for record in asked]
-    num_cached = sum(record.num_cached_tokens for record in asked)
-    hit_rate = num_cached / sum(record.num_prompt_tokens for record in asked)
+    return figures_of([record for record in records if from_s <= record.asked_s < to_s])
+
+
+def figures_of(turns: list[TurnRecord]) -> Figures:
+    ttft_s = [turn.ttft_s for turn in turns]
+    hit_rate = sum(turn.num_cached_tokens for turn in turns) / sum(turn.num_prompt_tokens for turn in turns)
     return Figures(hit_rate, percentile(ttft_s, 0.5), percentile(ttft_s, 0.99))
 
 
-def measure(num_replicas: int, load: float, seconds: float, seed: int, policy: str) -> Figures:
-    """Play a fleet for some seconds after it has warmed up."""
+def measure(num_replicas: int, load: float, seconds: float, seed: int, policy: str) -> list[TurnRecord]:
+    """Play a fleet, and return the turns of some seconds after it has warmed up."""
     span_s = WARM_UP_S + seconds
-    return figures(play(make_fleet(num_replicas, load, span_s, seed), policy).records, WARM_UP_S, span_s)
+    records = play(make_fleet(num_replicas, load, span_s, seed), policy).records
+    return [record for record in records if WARM_UP_S <= record.asked_s < span_s]
 
 
-def compare_policies(num_replicas: int, seconds: float, seed: int) -> None:
+def compare_policies(num_replicas: int, seconds: float, num_seeds: int) -> None:
     names = [ONE_BIG, *POLICIES]
-    runs = [(load, name) for load in LOADS for name in names]
+    runs = [(load, name, seed) for load in LOADS for name in names for seed in range(1, num_seeds + 1)]
+    turns: defaultdict[tuple[float, str], list[TurnRecord]] = defaultdict(list)
     with ProcessPoolExecutor(min(len(runs), os.cpu_count() or 1)) as pool:
-        futures = {run: pool.submit(measure, num_replicas, run[0], seconds, seed, run[1]) for run in runs}
-        found = {run: futures[run].result() for run in progress(runs, "policies", lambda run: f"{run[1]} at {run[0]}")}
-    print(
-        f"{num_replicas} replicas, {seconds:g} s, seed {seed}. Hit rate of prompt tokens in %; TTFT p50 / p99 in ms\n"
-    )
-    print("| policy | " + " | ".join(f"hit rate at {load} | TTFT" for load in LOADS) + " |")
-    print("|---|" + "---:|---:|" * len(LOADS))
+        futures = [pool.submit(measure, num_replicas, load, seconds, seed, name) for load, name, seed in runs]
+        for (load, name, _), future in progress(
+            list(zip(runs, futures, strict=True)), "policies", lambda run: f"{run[0][1]} at {run[0][0]}"
+        ):
+            turns[load, name] += future.result()
+    print(f"{num_replicas} replicas, {num_seeds} times {seconds:g} s. Hit rate of prompt tokens in %; TTFT in ms\n")
+    print("| policy | " + " | ".join(f"load {load}: hit rate | TTFT p50 | p99" for load in LOADS) + " |")
+    print("|---|" + "---:|---:|---:|" * len(LOADS))
     for name in names:
-        cells = [found[load, name] for load in LOADS]
-        row = " | ".join(f"{100 * f.hit_rate:.1f} | {1e3 * f.p50_s:,.0f} / {1e3 * f.p99_s:,.0f}" for f in cells)
-        print(f"| {name} | {row} |")
+        cells = [figures_of(turns[load, name]) for load in LOADS]
+        row = " | ".join(f"{100 * f.hit_rate:.1f} | {1e3 * f.p50_s:,.0f} | {1e3 * f.p99_s:,.0f}" for f in cells)
+        print(f"| {name} | {row} |", flush=True)
 
 
 # -- outage -----------------------------------------------------------------------------------------------------------
@@ -337,11 +343,11 @@ def show_cost() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--replicas", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of virtual time, after warming up")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=25.0, help="of virtual time, after warming up")
+    parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
-    compare_policies(arguments.replicas, arguments.seconds, arguments.seed)
-    show_outage(arguments.replicas, 0.8, arguments.seed)
+    compare_policies(arguments.replicas, arguments.seconds, arguments.seeds)
+    show_outage(arguments.replicas, 0.8, seed=1)
     show_cost()
 
 

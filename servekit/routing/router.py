@@ -26,7 +26,7 @@ from servekit.scheduler.workload_manager import WorkloadManager
 
 # What a second between tokens counts, for this sequence and those beside it, relative to one before the first token.
 # With more, prefixes are computed again elsewhere more often; with less, a replica that has returned idles for longer.
-DECODE_WEIGHT = 0.25
+DECODE_WEIGHT = 0.15
 MIN_GAIN_S = 0.05  # a move must pay at least so much
 MIN_GAIN_RATIO = 0.5  # and at least this part of what is left to wait after it
 UNKNOWN_LENGTH = 128.0  # of answers, until one has ended

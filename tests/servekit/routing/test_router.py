@@ -321,3 +321,10 @@ def test_nothing_moves_twice_and_nothing_moves_without_a_reason() -> None:
         assert max(moved.values(), default=0) <= 1
         num_moved += len(moved)
     assert num_moved > 20
+
+
+def test_one_replica_alone_has_nowhere_to_move_anything() -> None:
+    fleet = measured_fleet(1)
+    for number in range(10):
+        fleet.send(prompt_of(number, 1000))
+    assert fleet.router.rebalance(8) == []

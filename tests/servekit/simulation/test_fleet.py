@@ -38,7 +38,7 @@ def test_a_replica_that_returns_takes_its_part_and_conversations_do_not_swing() 
         return moved / total
 
     shares = [routing.share_of(0, records, at_s, at_s + 3.0) for at_s in (12.0, 15.0, 18.0, 21.0)]
-    assert all(0.4 / NUM_REPLICAS < share < 2.0 / NUM_REPLICAS for share in shares), shares
+    assert all(0.25 / NUM_REPLICAS < share < 2.0 / NUM_REPLICAS for share in shares), shares
     assert changes(returns_s + 6.0, 24.0) <= changes(4.0, lost_s) + 0.1
     assert changes(returns_s, 24.0) < 0.25, "a quarter of the conversations would be all that it takes for good"
 
