@@ -182,11 +182,11 @@ class WorkerListener:
             assert task is not None
             self._handshakes.pop(task, None)  # from here on it has no place among strangers, and cannot be evicted
             self._loading.add(task)
-            worker, offer = joining
-            await self._load(worker, offer, f"worker {offer.pid} on {offer.host}, {offer.device} ({name})")
+            worker, offer, name = joining
+            await self._load(worker, offer, f"worker {name}")
 
-    async def _admit(self, connected: socket.socket, name: str) -> tuple[WorkerConnection, Offer]:
-        """Open a connection and authenticate the worker.
+    async def _admit(self, connected: socket.socket, name: str) -> tuple[WorkerConnection, Offer, str]:
+        """Open a connection and authenticate the worker; return it with its name for people.
 
         Raises TimeoutError, HandshakeFailed, EOFError, ValueError or OSError; the connection is closed then.
         """
@@ -197,7 +197,8 @@ class WorkerListener:
                 stream = await self._open(connected, name)
                 offer = await self._authenticate(stream, handshake)
             heartbeat_timeout_s, frames = self._settings.heartbeat_timeout_s, handshake.sealed_frames()
-            return WorkerConnection(stream, heartbeat_timeout_s, lambda: None, frames), offer
+            stream.name = f"{offer.pid} on {offer.host}, {offer.device}"
+            return WorkerConnection(stream, heartbeat_timeout_s, lambda: None, frames), offer, stream.name
         except BaseException as error:
             if stream is None:
                 connected.close()

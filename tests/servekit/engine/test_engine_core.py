@@ -86,8 +86,10 @@ class InlineExecutor:
 class Service:
     """An EngineCore with its parts, and requests whose sequences are made up from their ids."""
 
-    def __init__(self, loses: Callable[[StepPlan], bool] = lambda _: False, **settings: Any) -> None:
-        self.manager = make_manager(is_reckless=True)
+    def __init__(
+        self, loses: Callable[[StepPlan], bool] = lambda _: False, max_steps_in_flight: int = 1, **settings: Any
+    ) -> None:
+        self.manager = make_manager(is_reckless=True, max_steps_in_flight=max_steps_in_flight)
         self.executor = InlineExecutor(self.manager, loses)
         self.registry = RequestRegistry()
         self.metrics = Metrics(ServeConfig(), "")
@@ -188,7 +190,7 @@ async def test_sequences_continue_token_for_token_after_a_lost_worker() -> None:
 
 async def test_a_worker_that_leaves_answers_its_steps_first_and_no_token_is_computed_for_nothing() -> None:
     """`mark_left` of the executor above checks that no step is in flight."""
-    service = Service()
+    service = Service(max_steps_in_flight=2)
     computed = []
 
     def leaves(plan: StepPlan) -> bool:

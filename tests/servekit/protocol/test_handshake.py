@@ -18,9 +18,11 @@ from servekit.protocol.handshake import (
     Refused,
     ServerHandshake,
     ServerHello,
+    ServerProof,
     State,
     WorkerHandshake,
     WorkerHello,
+    WorkerProof,
 )
 
 KEY = b"k" * 32
@@ -140,8 +142,31 @@ def test_frames_that_are_sent_back_to_their_sender_are_refused() -> None:
     assert challenge is not None
     proof = worker.receive(challenge)
     assert proof is not None
-    with pytest.raises(HandshakeFailed):  # the MAC of a worker is none of a server
+    with pytest.raises(HandshakeFailed):
         worker.receive(proof)
+
+
+def test_a_proof_with_a_field_that_no_mac_covers_is_refused() -> None:
+    worker, server = make_sides()
+    challenge = server.receive(worker.hello())
+    assert challenge is not None
+    proof = worker.receive(challenge)
+    assert proof is not None
+    more = {**msgspec.msgpack.decode(proof), "more": 1}
+    with pytest.raises(HandshakeFailed, match="not encoded as it must be"):
+        server.receive(msgspec.msgpack.encode(more))
+
+
+def test_the_mac_of_a_worker_is_none_of_a_server() -> None:
+    """A false server that has no key sends the worker's own MAC back, as its proof."""
+    worker, server = make_sides()
+    challenge = server.receive(worker.hello())
+    assert challenge is not None
+    proof = worker.receive(challenge)
+    assert proof is not None
+    mac = msgspec.msgpack.decode(proof, type=WorkerProof).mac
+    with pytest.raises(HandshakeFailed, match="does not have this worker's key"):
+        worker.receive(msgspec.msgpack.encode(ServerProof(mac)))
 
 
 def test_a_worker_that_relays_another_workers_proof_has_no_keys() -> None:
