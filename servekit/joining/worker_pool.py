@@ -93,18 +93,16 @@ class WorkerPool:
             self._let_go(worker)
             return
         self._idle.append(worker)
-        worker.connection.on_loss = partial(self._forget, worker)
-        worker.connection.on_leaving = partial(self._let_go, worker)
+        worker.connection.on_loss = worker.connection.on_leaving = partial(self._let_go, worker)
         if worker.connection.loss is not None or worker.connection.is_leaving:
             self._let_go(worker)
         self._has_idle.set()
 
     def _let_go(self, worker: JoinedWorker) -> None:
-        self._forget(worker)
+        """End a worker that waits here: it is lost, leaves, or does not fit."""
+        if worker in self._idle:
+            self._idle.remove(worker)
+        worker.connection.on_loss = worker.connection.on_leaving = lambda: None
         task = asyncio.create_task(worker.connection.end(graceful=True), name=f"ends {worker.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def _forget(self, worker: JoinedWorker) -> None:
-        if worker in self._idle:
-            self._idle.remove(worker)

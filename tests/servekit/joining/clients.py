@@ -77,9 +77,7 @@ async def listening(
         await listener.stop()
         for worker in host.workers:
             await worker.connection.end()
-        while _connected:
-            await _connected.pop().end()
-        await asyncio.sleep(0)
+        await close_all()
 
 
 async def connect(address: UnixAddress | TcpAddress, ssl: object = None) -> SocketStream:
@@ -90,6 +88,13 @@ async def connect(address: UnixAddress | TcpAddress, ssl: object = None) -> Sock
         reader, writer = await asyncio.open_connection(address.host, address.port, ssl=ssl)  # type: ignore[arg-type]
     _connected.append(SocketStream(reader, writer, str(address)))
     return _connected[-1]
+
+
+async def close_all() -> None:
+    """Close what `connect` has opened."""
+    while _connected:
+        await _connected.pop().end()
+    await asyncio.sleep(0)
 
 
 async def closed(stream: SocketStream) -> bytes:

@@ -1,0 +1,120 @@
+"""Tests of the workers that have joined and wait for work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from servekit.config import ServeConfig
+from servekit.joining.address import UnixAddress
+from servekit.joining.worker_pool import WorkerPool
+from servekit.protocol.handshake import HandshakeFailed
+from servekit.protocol.messages import FromWorker, Leaving, LoadModel, Shutdown
+from tests.servekit.joining.clients import ENOUGH_S, KEY, LOAD, READY, StandInWorker, close_all, connect, shake_hands
+
+
+class Pool:
+    """A pool that listens in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "key").write_bytes(KEY)
+        (folder / "key").chmod(0o600)
+        self.address = UnixAddress(f"{folder}/workers.sock")
+        config = ServeConfig(listen_workers=str(self.address), worker_key_file=str(folder / "key"))
+        self.pool = WorkerPool(config)
+        self.pool.start(replace(LOAD, num_kv_blocks=None))
+
+    async def join(self, answer: FromWorker = READY) -> tuple[StandInWorker, LoadModel]:
+        worker = await StandInWorker.join(self.address)
+        load = await worker.receive()
+        assert isinstance(load, LoadModel)
+        worker.send(answer)
+        return worker, load
+
+    async def wait_for_idle(self, number: int) -> None:
+        async with asyncio.timeout(ENOUGH_S):
+            while len(self.pool._idle) != number:  # noqa: ASYNC110  # it has no event for that
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def pooling(folder: Path) -> AsyncIterator[Pool]:
+    pool = Pool(folder)
+    try:
+        yield pool
+    finally:
+        closing = asyncio.create_task(close_all())  # so that nobody waits for a worker that does not exit
+        await pool.pool.stop()
+        await closing
+
+
+async def test_workers_are_given_in_the_order_in_which_they_became_ready(tmp_path: Path) -> None:
+    async with pooling(tmp_path) as pool:
+        waiting = asyncio.create_task(pool.pool.next_worker())
+        _, load = await pool.join()
+        first, ready = await waiting
+        assert load.num_kv_blocks is None and ready == READY
+        _, load = await pool.join()
+        assert load.num_kv_blocks == READY.num_blocks and load.fingerprint == READY.model.fingerprint
+        second, _ = await pool.pool.next_worker()
+        assert second is not first
+        for worker in (first, second):
+            await worker.end()
+
+
+async def test_a_worker_that_is_lost_while_it_waits_is_not_given(tmp_path: Path) -> None:
+    async with pooling(tmp_path) as pool:
+        lost, _ = await pool.join()
+        await pool.wait_for_idle(1)
+        await lost.stream.end()
+        await pool.wait_for_idle(0)
+        waiting = asyncio.create_task(pool.pool.next_worker())
+        await pool.join()
+        worker, _ = await waiting
+        assert worker.loss is None
+        await worker.end()
+
+
+async def test_a_worker_that_leaves_while_it_waits_is_told_to_exit(tmp_path: Path) -> None:
+    async with pooling(tmp_path) as pool:
+        leaving, _ = await pool.join()
+        await pool.wait_for_idle(1)
+        leaving.send(Leaving())
+        assert await leaving.receive() == Shutdown()
+        assert not pool.pool._idle
+
+
+async def test_a_worker_with_another_number_of_blocks_is_told_to_exit(tmp_path: Path) -> None:
+    """It began to load when no number was known. It joins again, and then gets the number."""
+    async with pooling(tmp_path) as pool:
+        await pool.join()
+        await pool.wait_for_idle(1)
+        other, _ = await pool.join(replace(READY, num_blocks=9))
+        assert await other.receive() == Shutdown()
+        assert len(pool.pool._idle) == 1
+
+
+async def test_a_draining_server_refuses_workers_unless_it_needs_one(tmp_path: Path) -> None:
+    async with pooling(tmp_path) as pool:
+        pool.pool.is_draining = True
+        with pytest.raises(HandshakeFailed, match="draining"):
+            await shake_hands(await connect(pool.address))
+        waiting = asyncio.create_task(pool.pool.next_worker())
+        await pool.join()
+        worker, _ = await waiting
+        await worker.end()
+
+
+async def test_stopping_lets_waiting_workers_go(tmp_path: Path) -> None:
+    pool = Pool(tmp_path)
+    worker, _ = await pool.join()
+    await pool.wait_for_idle(1)
+    stopping = asyncio.create_task(pool.pool.stop())
+    assert await worker.receive() == Shutdown()
+    await close_all()
+    await stopping
