@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from servekit.protocol.messages import (
+    LoadModel,
     ScheduledChunk,
     SlotAssignment,
     StepAcknowledged,
@@ -51,3 +53,9 @@ def test_an_acknowledgement_tells_whether_two_ranks_sampled_the_same_tokens() ->
     """The time that a rank took makes no difference."""
     ours, same, other = StepResult(1, 2, (5, 6), 0.1), StepResult(1, 2, (5, 6), 0.2), StepResult(1, 2, (6, 5), 0.1)
     assert StepAcknowledged.of(ours) == StepAcknowledged.of(same) != StepAcknowledged.of(other)
+
+
+def test_the_first_rank_of_the_last_stage_sends_the_results() -> None:
+    """Two stages of three ranks each."""
+    first = LoadModel("", "auto", "cpu", 16, 1, 1, None, 1, None, 0.9, tensor_parallel_size=3, pipeline_parallel_size=2)
+    assert [replace(first, rank=rank).is_result_rank for rank in range(6)] == [False, False, False, True, False, False]

@@ -18,6 +18,7 @@ def figures(load: float, policy: str) -> routing.Figures:
     return routing.figures(routing.play(fleet, policy).records, WARM_UP_S, SPAN_S)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("load", routing.LOADS)
 def test_the_router_finds_what_one_big_replica_would_and_answers_before_simple_policies(load: float) -> None:
     router = figures(load, "router")

@@ -19,10 +19,12 @@ from servekit.scheduler.recording import CheckpointRecord, RecordedManager, Reco
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.workload_manager import WorkloadManager
+from servekit.simulation.replica import SimulatedReplica
 from servekit.simulation.scenario import Arrival, Scenario
 from servekit.simulation.service import Simulation
+from servekit.simulation.worker import Violation
 from tests.servekit.simulation.recorded import KEY, ListSink, replay
-from tests.servekit.simulation.scenarios import make_replicated_scenario
+from tests.servekit.simulation.scenarios import make_replicated_scenario, make_scenario
 
 STEPS_PER_SHARD = 40_000
 
@@ -106,6 +108,26 @@ def test_each_manager_is_replayed_with_identical_plans() -> None:
                 if isinstance(record, CheckpointRecord):
                     replay(scenario, records[index : index + 200])
     assert num_plans > 3_000
+
+
+def test_where_there_is_one_replica_nothing_moves() -> None:
+    simulation = Simulation(make_scenario(0))
+    (replica,) = simulation.replicas
+    simulation._move(replica, None)
+    simulation.run()
+    assert simulation.clients
+
+
+def test_sequences_that_arrive_out_of_order_are_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    withdraw = SimulatedReplica.withdraw
+    monkeypatch.setattr(SimulatedReplica, "withdraw", lambda self, ids: list(withdraw(self, ids))[::-1])
+
+    def run() -> None:
+        for seed in range(100):
+            Simulation(make_replicated_scenario(seed)).run()
+
+    with pytest.raises(Violation, match="is out of order of arrival"):
+        run()
 
 
 # -- planted bugs ------------------------------------------------------------------------------------------------------
