@@ -103,13 +103,13 @@ def test_streams_go_on_when_a_worker_is_killed_and_when_another_leaves(service: 
 
     killed = service.serving_worker()
     assert service.answers(lambda: os.kill(model_process(killed), signal.SIGKILL)) == expected()
-    assert service.serving_worker() is not killed
+    service.wait_until(lambda: service.serving_worker() is not killed)
     service.wait_until(lambda: service.num_joined() == 3)  # its agent has started another process
 
     leaving = service.serving_worker()
     assert service.answers(lambda: leaving.send_signal(signal.SIGTERM)) == expected()
     assert leaving.wait(ENOUGH_S) == 0
-    assert service.serving_worker() is killed
+    service.wait_until(lambda: service.serving_worker() is killed)
 
 
 def test_a_server_that_restarts_finds_its_worker_again(service: Service) -> None:
