@@ -21,7 +21,7 @@ class ByteStream(Protocol):
 
     @property
     def name(self) -> str:
-        """What people call the worker in log lines: its process id, or its address."""
+        """The worker's name in log lines: its process id, or its address."""
 
     def start(self, on_bytes: OnBytes, on_end: OnEnd) -> None:
         """Begin to deliver what arrives, in pieces of any size.
@@ -37,10 +37,10 @@ class ByteStream(Protocol):
         """Deliver nothing more, and send nothing more. Idempotent."""
 
     async def wait_ended(self, timeout_s: float) -> bool:
-        """Wait until the worker has ended; returns False if it has not by then."""
+        """Wait until the worker has ended, for at most `timeout_s` seconds. Returns whether it has ended."""
 
     async def end(self, is_hung: bool) -> None:
         """End the worker, or at least the connection to it, and free what it holds here. Called once.
 
-        A worker that `is_hung` reports first what it is doing, if it can.
+        If `is_hung`, a worker process first writes the stacks of its threads to the log, if it can.
         """

@@ -96,7 +96,7 @@ class WorkerConnection:
             self._stream.write(self._frames.encode(payload))
 
     async def receive(self, timeout_s: float | None) -> FromWorker:
-        """Its next answer. Raises the loss: WorkerLost, WorkerTimeout, or ConfigError before it was ready.
+        """Return the worker's next answer. Raises the loss: WorkerLost, WorkerTimeout, or ConfigError while it loads.
 
         Without a timeout, only silence and its end are noticed.
         """

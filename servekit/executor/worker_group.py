@@ -1,8 +1,8 @@
-"""Several workers, the ranks of a group, that execute each plan together: to its caller, one worker.
+"""Run a group of workers, its ranks, that execute each plan together. The caller uses it like one worker.
 
 Each rank holds a part of the model. One of them, the first of the last stage, sends the results. The others acknowledge
-each step. Those that sampled tokens, too, send a digest of them, which must fit the result. The end of one rank is the
-end of the group, because the others wait for it in the middle of a step.
+each step. The other ranks of the last stage sample the same tokens, and send a digest of them, which is compared with
+the result. If one rank ends, the group ends, because the others wait for it in the middle of a step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WorkerGroup:
 
     @property
     def stage(self) -> str:
-        """What the ranks are doing, as text for people: all of them do the same."""
+        """What the ranks are doing, as text for log lines: all of them do the same."""
         return self._ranks[self._result_rank].stage
 
     @property
@@ -78,7 +78,7 @@ class WorkerGroup:
             worker.send_payload(payload)
 
     async def receive(self, timeout_s: float) -> FromWorker:
-        """The next result, when all ranks have answered. Raises the loss, like WorkerConnection's."""
+        """Return the next result, when all ranks have answered. Raises the loss, like WorkerConnection's."""
         try:
             answer = await self._ranks[self._result_rank].receive(timeout_s)
         except ServekitError as error:

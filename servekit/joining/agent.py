@@ -53,7 +53,7 @@ class AgentSettings(Struct, frozen=True):
 
 
 class WorkerAgent:
-    """One worker's place in a server, through all restarts of either of them."""
+    """Keeps one worker joined to a server, through all restarts of either of them."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
@@ -157,7 +157,8 @@ class _Service:
             return
         log.info("leaving: the steps in flight are finished first, for %g s at most", LEAVE_TIMEOUT_S)
         self._to_server(msgspec.msgpack.encode(Leaving()))
-        asyncio.get_running_loop().call_later(LEAVE_TIMEOUT_S, self._finish, "the server did not let it go in time")
+        what = f"the server did not send Shutdown within {LEAVE_TIMEOUT_S:g} s"
+        asyncio.get_running_loop().call_later(LEAVE_TIMEOUT_S, self._finish, what)
 
     async def end(self) -> None:
         """End the worker process, if it has not exited, and the connection, when the last frames are sent."""
@@ -251,16 +252,17 @@ def _offer(device: str) -> Offer:
 
 
 def _explain(error: Exception, settings: AgentSettings) -> str:
-    """What went wrong before the server accepted this worker, as a sentence with the remedy."""
+    """Return what went wrong before the server accepted this worker, as a sentence with the remedy."""
     if isinstance(error, TimeoutError):
         return f"no answer within {CONNECT_TIMEOUT_S:g} s"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the server's certificate is not accepted ({error.verify_message}); --tls-ca must hold who signed it"
+        what = f"the server's certificate is not accepted ({error.verify_message})"
+        return f"{what}; --tls-ca must contain the certificate that signed it"
     if isinstance(error, ssl.SSLError):
         return f"no TLS connection ({error.reason}); is TLS configured on the server (--worker-tls-cert)?"
     if isinstance(error, EOFError):
         tls = "" if settings.tls is not None or isinstance(settings.address, UnixAddress) else "; does it use TLS?"
-        return f"what answers there closed the connection{tls}"
+        return f"the peer closed the connection{tls}"
     return error.strerror or str(error) if isinstance(error, OSError) else NOT_SERVEKIT
 
 

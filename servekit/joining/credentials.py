@@ -1,4 +1,4 @@
-"""Read what workers and server prove themselves with: the shared key, and certificates for TLS."""
+"""Read the credentials of workers that join and of their server: the shared key, and certificates for TLS."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MAX_KEY_FILE_BYTES = 4096
 
 
 def read_key(path: str, setting: str) -> bytes:
-    """The key in a file, without white space around it. Raises ConfigError.
+    """Return the key in a file, without white space around it. Raises ConfigError.
 
-    It warns of a file that every user of the machine may read. A mounted secret of Kubernetes often is such a file, so
-    it is not refused.
+    A warning is logged if every user of the machine may read the file. It is not refused, because mounted Secrets of
+    Kubernetes often are such files.
     """
     try:
         with open(path, "rb") as file:
@@ -38,7 +38,7 @@ def read_key(path: str, setting: str) -> bytes:
 
 
 def server_tls(certificate: str | None, private_key: str | None) -> ssl.SSLContext | None:
-    """The server's TLS settings; None without a certificate. Raises ConfigError."""
+    """Return the server's TLS settings; None without a certificate. Raises ConfigError."""
     if certificate is None and private_key is None:
         return None
     if certificate is None or private_key is None:
@@ -56,7 +56,7 @@ def server_tls(certificate: str | None, private_key: str | None) -> ssl.SSLConte
 
 
 def worker_tls(authorities: str | None) -> ssl.SSLContext | None:
-    """A worker's TLS settings, which trust the certificates in this file only; None without one. Raises ConfigError."""
+    """Return TLS settings that trust the certificates in this file only; None without a file. Raises ConfigError."""
     if authorities is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # it checks the certificate and the host's name

@@ -1,9 +1,9 @@
 """Listen for workers that join: authenticate them, let them load the model, and hand them to the engine.
 
-Anybody who can reach the socket can connect. So everything is bounded before the handshake: how many connections are
-open, how many are accepted in a second, how long a handshake takes, and how long its frames are. When all places are
-taken, the oldest connection of the host with the most of them makes room. So a host that opens many connections closes
-its own, and a worker's handshake, which takes milliseconds, is among the youngest.
+Every process that can reach the socket can connect. So everything is bounded before the handshake has succeeded: how
+many connections are open, how many are accepted in a second, how long a handshake takes, and how long its frames are.
+When all places are taken, the oldest connection of the host with the most of them is closed. So a host that opens many
+connections loses its own, and a worker's handshake, which takes milliseconds, is among the youngest.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ class JoinedWorker(Struct, frozen=True):
     connection: WorkerConnection
     offer: Offer
     ready: WorkerReady
-    name: str  # for log lines, metrics and people: where it runs
+    name: str  # in log lines and metrics: where it runs
 
 
-class WorkerHost(Protocol):
-    """What the listener needs to know of the engine, and whom it gives workers to."""
+class JoinHandler(Protocol):
+    """Decide which workers may join with which model, and take over those that have joined. The engine's side."""
 
     @property
     def model(self) -> ModelInfo | None:
         """The model that every worker must have; None while no worker has loaded one."""
 
     def load_model(self) -> LoadModel:
-        """The first message to each worker. Its path may be another one on the worker's machine."""
+        """Return the first message to each worker. Its path may be another one on the worker's machine."""
 
     def refusal(self, offer: Offer) -> tuple[Reason, str] | None:
-        """Why no worker, or not this one, may join now; None if it may."""
+        """Return why no worker, or not this one, may join now; None if it may."""
 
     def worker_joined(self, worker: JoinedWorker) -> None:
-        """Take over a worker. It may be lost or leaving already: `on_loss` and `on_leaving` are yours to set."""
+        """Take over a worker, and set its `on_loss` and `on_leaving`. It may be lost or leaving already."""
 
 
 class ListenerSettings(Struct, frozen=True):
@@ -87,17 +87,17 @@ class ListenerSettings(Struct, frozen=True):
 class WorkerListener:
     """The socket that workers join at. Create it and call it on the event loop's thread."""
 
-    def __init__(self, settings: ListenerSettings, host: WorkerHost) -> None:
+    def __init__(self, settings: ListenerSettings, handler: JoinHandler) -> None:
         self.num_refused = 0  # connections that did not become workers
         self._settings = settings
-        self._host = host
+        self._handler = handler
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         # Every connection until it is refused or handed over. The first ones began first.
         self._handshakes: dict[asyncio.Task[None], str] = {}  # with the host it came from
         self._loading: set[asyncio.Task[None]] = set()
         self._joined: set[WorkerConnection] = set()
-        self._log = _SparseLog()
+        self._log = _RateLimitedLog()
 
     @property
     def address(self) -> UnixAddress | TcpAddress:
@@ -180,7 +180,7 @@ class WorkerListener:
         else:
             task = asyncio.current_task()
             assert task is not None
-            self._handshakes.pop(task, None)  # from here on it has no place among strangers, and cannot be evicted
+            self._handshakes.pop(task, None)  # it is authenticated, so other connections cannot close it
             self._loading.add(task)
             worker, offer, name = joining
             await self._load(worker, offer, f"worker {name}")
@@ -241,25 +241,25 @@ class WorkerListener:
         self._joined = {worker for worker in self._joined if worker.loss is None}
         if len(self._joined) + len(self._loading) >= MAX_JOINED:
             return "too_many", f"{MAX_JOINED} workers have joined already, which is the limit"
-        return self._host.refusal(offer)
+        return self._handler.refusal(offer)
 
     async def _load(self, worker: WorkerConnection, offer: Offer, name: str) -> None:
         """Let a worker load the model, and hand it over when it is ready."""
         is_handed_over = False
         try:
             log.info("%s is joining; it loads the model", name)
-            model = self._host.model
-            worker.send(replace(self._host.load_model(), fingerprint="" if model is None else model.fingerprint))
+            model = self._handler.model
+            worker.send(replace(self._handler.load_model(), fingerprint="" if model is None else model.fingerprint))
             message = await worker.receive(self._settings.load_timeout_s)
             if not isinstance(message, WorkerReady):
                 self._refused(f"{name} answered {type(message).__name__} to its first message")
-            elif (why := _misfit(message, self._host.model)) is not None:
+            elif (why := _mismatch(message, self._handler.model)) is not None:
                 self._refused(f"{name} was refused: {why}")
             else:
                 is_handed_over = True
                 self._joined.add(worker)
                 log.info("%s has joined, %.1f s to load the model", name, message.load_time_s)
-                self._host.worker_joined(JoinedWorker(worker, offer, message, name))
+                self._handler.worker_joined(JoinedWorker(worker, offer, message, name))
         except ServekitError as error:
             self._refused(f"{name} did not join: {error.message}")
         finally:
@@ -267,8 +267,8 @@ class WorkerListener:
                 await worker.end()
 
 
-def _misfit(ready: WorkerReady, model: ModelInfo | None) -> str | None:
-    """Why a worker that has loaded a model cannot be used; None if it can."""
+def _mismatch(ready: WorkerReady, model: ModelInfo | None) -> str | None:
+    """Return why a worker that has loaded a model cannot be used; None if it can."""
     if not 1 <= ready.num_blocks <= MAX_BLOCKS:
         return f"it reports {ready.num_blocks} KV blocks; 1 to {MAX_BLOCKS} can be used"
     if model is None or ready.model == model:
@@ -281,14 +281,14 @@ def _misfit(ready: WorkerReady, model: ModelInfo | None) -> str | None:
 
 
 def _peer(peer: object, address: UnixAddress | TcpAddress) -> tuple[str, str]:
-    """(name, host) of a peer: its address, as sock_accept returns it. All peers of a Unix socket are one host."""
+    """Return (name, host) of a peer, from its address as sock_accept returns it. On a Unix socket all have one host."""
     if isinstance(address, UnixAddress) or not isinstance(peer, tuple):
         return f"a connection to {address}", "this machine"
     return str(TcpAddress(peer[0], peer[1])), str(peer[0])
 
 
 def _bind(address: UnixAddress | TcpAddress) -> socket.socket:
-    """A listening socket. Raises ConfigError."""
+    """Return a listening socket. Raises ConfigError."""
     try:
         if isinstance(address, TcpAddress):
             family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -301,7 +301,7 @@ def _bind(address: UnixAddress | TcpAddress) -> socket.socket:
 
 
 def _bind_unix(path: str) -> socket.socket:
-    """A Unix socket that only this user may connect to. A socket that a dead server left behind is removed."""
+    """Listen at a Unix socket that only this user may connect to. The socket file of an ended server is replaced."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError), socket.socket(socket.AF_UNIX) as probe:
@@ -324,8 +324,8 @@ def _bind_unix(path: str) -> socket.socket:
         raise
 
 
-class _SparseLog:
-    """Log lines about strangers: at most one in LOG_INTERVAL_S, with the number of those that were left out."""
+class _RateLimitedLog:
+    """Log lines about refused connections: at most one in LOG_INTERVAL_S, with the number of those left out."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or asyncio.get_running_loop().time

@@ -16,7 +16,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def listener_settings(config: ServeConfig) -> ListenerSettings | None:
-    """The settings of the listener; None if no workers may join. Raises ConfigError."""
+    """Return the settings of the listener; None if no workers may join. Raises ConfigError."""
     if config.listen_workers is None:
         for name in ("worker_key_file", "worker_tls_cert", "worker_tls_key"):
             if getattr(config, name) is not None:
@@ -25,11 +25,12 @@ def listener_settings(config: ServeConfig) -> ListenerSettings | None:
     address = parse_address(config.listen_workers, "listen_workers")
     if config.worker_key_file is None:
         raise ConfigError(
-            "listen_workers needs worker_key_file: without a key anybody who can connect could join; make one with "
-            "`openssl rand -hex 32`"
+            "listen_workers needs worker_key_file: without a key, every process that can connect could join; make one "
+            "with `openssl rand -hex 32`"
         )
-    if config.tensor_parallel_size > 1:
-        raise ConfigError("listen_workers cannot be used with tensor_parallel_size > 1 yet: each worker joins alone")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(config, name) > 1:
+            raise ConfigError(f"listen_workers cannot be used with {name} > 1 yet: each worker joins alone")
     tls = server_tls(config.worker_tls_cert, config.worker_tls_key)
     if tls is not None and isinstance(address, UnixAddress):
         raise ConfigError("worker_tls_cert has no use with a Unix socket, whose bytes do not leave this machine")

@@ -16,8 +16,8 @@ READ_BYTES = 2**18
 # nothing gets here.
 MAX_UNSENT_BYTES = 2**30
 CLOSE_TIMEOUT_S = 1.0  # to send the last frames, and to end TLS
-# A peer that acknowledges nothing for this long is gone: its machine, or the network. Without a limit, the kernel tries
-# for a quarter of an hour.
+# A peer that acknowledges nothing for this long is lost, or the network is. Without a limit, the kernel sends again for
+# a quarter of an hour.
 TCP_USER_TIMEOUT_S = 15.0
 
 
@@ -38,7 +38,7 @@ class SocketStream:
     # -- the handshake ------------------------------------------------------------------------------------------------
 
     async def read_frame(self) -> bytes:
-        """The next frame of a handshake. Raises EOFError, OSError, or ValueError for a frame that is too long."""
+        """Return the next frame of a handshake. Raises EOFError, OSError, or ValueError if it is too long."""
         length = frame_length(await self._reader.readexactly(HEADER_BYTES))
         if not 0 <= length <= MAX_HANDSHAKE_BYTES:
             raise ValueError(f"a frame of {length} bytes; the limit is {MAX_HANDSHAKE_BYTES}")
@@ -109,6 +109,6 @@ class SocketStream:
 def _limit_silence(connected: socket.socket | None) -> None:
     """Let the kernel end a TCP connection whose peer acknowledges nothing."""
     if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError):  # not all sandboxes have them; heartbeats are the second sign
+        with contextlib.suppress(OSError):  # not all kernels and sandboxes have them; heartbeats detect the loss, too
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TCP_USER_TIMEOUT_S * 1e3))

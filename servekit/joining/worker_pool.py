@@ -22,8 +22,8 @@ log = logging.getLogger("servekit")
 class WorkerPool:
     """The workers that have joined, the oldest first. They have loaded the model, so they can begin at once.
 
-    The first one decides about the model and the number of KV blocks: sequences go on from one worker to the next, so
-    all of them need the same.
+    The first one sets the model and the number of KV blocks. Sequences continue from one worker on the next, so all
+    workers need the same.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -39,7 +39,7 @@ class WorkerPool:
 
     @property
     def stage(self) -> str:
-        """What the engine waits for, as text for people."""
+        """What the engine waits for, as text for log lines and errors."""
         return f"waiting for a worker to join at {self._config.listen_workers}"
 
     def start(self, load: LoadModel) -> None:
@@ -52,14 +52,14 @@ class WorkerPool:
         self._listener.start()
 
     async def stop(self) -> None:
-        """Stop listening, and let the workers go that wait here. Idempotent."""
+        """Stop listening, and shut down the workers that wait here. Idempotent."""
         if self._listener is not None:
             await self._listener.stop()
         idle, self._idle = self._idle, []
         await asyncio.gather(*(worker.connection.end(graceful=True) for worker in idle), *self._tasks)
 
     async def next_worker(self) -> tuple[WorkerConnection, WorkerReady]:
-        """The worker that has waited longest; waits until there is one."""
+        """Wait for a worker, and return the one that has waited longest."""
         self._num_wanted += 1
         try:
             while not self._idle:
@@ -90,15 +90,15 @@ class WorkerPool:
         first = self._first = self._first or worker.ready
         if worker.ready.num_blocks != first.num_blocks:  # it began to load before the first one was ready
             log.warning("%s has %d KV blocks; loading again", worker.name, worker.ready.num_blocks)
-            self._let_go(worker)
+            self._shut_down(worker)
             return
         self._idle.append(worker)
-        worker.connection.on_loss = worker.connection.on_leaving = partial(self._let_go, worker)
+        worker.connection.on_loss = worker.connection.on_leaving = partial(self._shut_down, worker)
         if worker.connection.loss is not None or worker.connection.is_leaving:
-            self._let_go(worker)
+            self._shut_down(worker)
         self._has_idle.set()
 
-    def _let_go(self, worker: JoinedWorker) -> None:
+    def _shut_down(self, worker: JoinedWorker) -> None:
         """End a worker that waits here: it is lost, leaves, or does not fit."""
         if worker in self._idle:
             self._idle.remove(worker)

@@ -19,11 +19,14 @@ class FrameCodec:
         self._partial = bytearray()
 
     def encode(self, payload: bytes) -> bytes:
-        """The frame of a payload."""
+        """Return the frame of a payload."""
         return add_header(payload)
 
     def decode(self, data: bytes) -> list[bytes]:
-        """The payloads that are complete with the next piece of the stream. Raises ValueError for an invalid length."""
+        """Take the next bytes of the stream, and return the payloads that are complete.
+
+        Raises ValueError if the length of a frame is not valid.
+        """
         self._partial += data
         payloads = []
         while (end := self._end_of_frame()) is not None:
@@ -32,7 +35,7 @@ class FrameCodec:
         return payloads
 
     def _end_of_frame(self) -> int | None:
-        """Where the first frame ends, if it has arrived completely."""
+        """Return where the first frame ends; None if it has not arrived completely."""
         if len(self._partial) < HEADER_BYTES:
             return None
         length = frame_length(self._partial[:HEADER_BYTES])
@@ -48,5 +51,5 @@ def add_header(payload: bytes) -> bytes:
 
 
 def frame_length(header: bytes | bytearray) -> int:
-    """The length of the message behind this header, which may be invalid."""
+    """Return the length of the message after this header, which may be invalid."""
     return int.from_bytes(header, "big", signed=True)

@@ -1,7 +1,7 @@
-"""Authenticate a worker that joins and its server to each other, before either of them believes anything. Pure.
+"""Authenticate a worker that joins and its server to each other, before any other message. Pure.
 
-Both know one key. Each proves it by an HMAC-SHA256 over everything that was said before, with a fresh nonce of each
-side in it:
+Both have one shared key. Each proves it by an HMAC-SHA256 over all messages before, which contain a fresh nonce of each
+side:
 
     worker                                        server
       WorkerHello(version, nonce)          ──▶
@@ -9,9 +9,9 @@ side in it:
       WorkerProof(offer, mac)              ──▶
                                            ◀──    ServerProof(mac)      or at any time Refused(reason, message)
 
-The two proofs have different labels, so a proof that is sent back proves nothing. Both nonces are in both proofs, so a
-proof from another handshake proves nothing. The worker proves first: a stranger who connects to the server gets no MAC,
-and so nothing to test guesses of the key on.
+The two proofs have different labels, so a proof that is sent back (reflection) proves nothing. Both nonces are in both
+proofs, so a proof from another handshake (replay) proves nothing. The worker proves first: a client without the key
+gets no MAC from the server, and so cannot test guesses of the key.
 
 Afterwards both sides seal every frame with keys that only this handshake gives (`SealedFrameCodec`).
 
@@ -46,7 +46,7 @@ _Name = Annotated[str, Meta(max_length=100)]
 
 
 class WorkerHello(Struct, frozen=True, tag="servekit_worker_hello"):
-    """The first message of a worker. Fields may be added; the version decides who reads them."""
+    """The first message of a worker. A later version of the protocol may add fields."""
 
     version: int
     nonce: _Nonce
@@ -60,7 +60,7 @@ class ServerHello(Struct, frozen=True, tag="servekit_server_hello"):
 
 
 class Offer(Struct, frozen=True):
-    """What joins. It is for people and for checks of versions; nothing in it grants anything."""
+    """Describe the worker that joins, for log lines and checks of versions. No field of it grants any right."""
 
     host: _Name
     device: _Name
@@ -153,7 +153,7 @@ class _Handshake:
         return frame
 
     def _mac(self, label: bytes, frames: list[bytes], extra: bytes = b"") -> bytes:
-        """HMAC over a label, which says what it proves, and frames of the transcript."""
+        """Return the HMAC over a label, which says what it proves, and frames of the transcript."""
         return hmac.digest(self._key, label + framed_digest([*frames, extra]), "sha256")
 
     def _worker_mac(self, offer: Offer) -> bytes:
@@ -163,7 +163,7 @@ class _Handshake:
         return self._mac(b"servekit server proof ", self._frames[:3])
 
     def _session_keys(self) -> tuple[bytes, bytes]:
-        """(of frames to the server, of frames to the worker)."""
+        """Return the keys of frames to the server and of frames to the worker."""
         assert self.state is State.ACCEPTED
         frames = self._frames[:3]
         return self._mac(b"servekit to the server ", frames), self._mac(b"servekit to the worker ", frames)
@@ -205,14 +205,14 @@ class ServerHandshake(_Handshake):
         return None
 
     def accept(self) -> bytes:
-        """Accept the offer: the frame that proves the key to the worker."""
+        """Accept the offer. Returns the frame that proves the key to the worker."""
         assert self.state is State.DECISION
         mac = self._server_mac()
         self.state = State.ACCEPTED
         return self._write(ServerProof(mac))
 
     def refuse(self, reason: Reason, message: str) -> bytes:
-        """Refuse the worker: the frame that tells it why."""
+        """Refuse the worker. Returns the frame that gives it the reason."""
         self.state = State.REFUSED
         return self._write(Refused(reason, message[:500]))
 
@@ -234,7 +234,7 @@ class WorkerHandshake(_Handshake):
         self._offer = offer
 
     def hello(self) -> bytes:
-        """The first frame."""
+        """Return the first frame."""
         return self._write(WorkerHello(PROTOCOL_VERSION, self._nonce))
 
     def receive(self, frame: bytes) -> bytes | None:
@@ -263,8 +263,8 @@ class WorkerHandshake(_Handshake):
             self.state = State.REFUSED
             raise HandshakeFailed(
                 "wrong_key",
-                "what answers there does not have this worker's key, so it is not this worker's server, or its "
-                "messages were altered on their way",
+                "the peer does not have this worker's key: it is not this worker's server, or its messages were "
+                "altered on the network",
             )
         return None
 
@@ -274,16 +274,16 @@ class WorkerHandshake(_Handshake):
         return SealedFrameCodec(send_key=to_server, receive_key=to_worker)
 
 
-NOT_SERVEKIT = "what answers there is not a servekit server: the address must be its --listen-workers"
+NOT_SERVEKIT = "the peer is not a servekit server: --connect must be the address in its --listen-workers"
 
 
 class HandshakeFailed(WorkerError):
-    """The handshake is over, and the worker has not joined. No client gets this: it is for the worker and the log."""
+    """The handshake has failed, and the worker has not joined. It is reported to the worker and in the log."""
 
     def __init__(self, reason: Reason, message: str, answer: bytes | None = None) -> None:
         super().__init__(message)
         self.reason: Reason = reason
-        self.answer = answer  # the frame that tells the other side
+        self.answer = answer  # the frame that reports it to the other side
 
     @property
     def is_permanent(self) -> bool:

@@ -7,7 +7,7 @@ from hashlib import sha256
 
 from servekit.protocol.frames import HEADER_BYTES, MAX_MESSAGE_BYTES, FrameCodec, add_header
 
-MAC_BYTES = 16  # of HMAC-SHA256's 32; one guess in 2**128 succeeds, and the first wrong one ends the connection
+MAC_BYTES = 16  # of HMAC-SHA256's 32; a guess succeeds with probability 2**-128, and the first wrong one is the last
 
 
 class SealedFrameCodec(FrameCodec):
@@ -46,7 +46,7 @@ def _mac(key: bytes, number: int, payload: bytes) -> bytes:
 
 
 def framed_digest(frames: list[bytes]) -> bytes:
-    """The SHA-256 digest of frames with their lengths, so that no two lists of frames have the same."""
+    """Return the SHA-256 digest of frames with their lengths, so that no two lists of frames have the same."""
     digest = sha256()
     for frame in frames:
         digest.update(len(frame).to_bytes(HEADER_BYTES, "big"))

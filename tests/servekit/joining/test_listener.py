@@ -339,12 +339,12 @@ async def test_stopping_closes_what_has_not_joined() -> None:
 
 def test_log_lines_about_strangers_are_few(caplog: pytest.LogCaptureFixture) -> None:
     now_s = 0.0
-    sparse = listener_module._SparseLog(lambda: now_s)
+    limited = listener_module._RateLimitedLog(lambda: now_s)
     with caplog.at_level(logging.WARNING):
         for _ in range(1000):
-            sparse.warning("refused")
+            limited.warning("refused")
         now_s = 2.0
-        sparse.warning("refused")
+        limited.warning("refused")
     assert [record.getMessage() for record in caplog.records] == [
         "refused",
         "refused (999 more since the last such line)",
