@@ -81,10 +81,10 @@ def _cell(fields: dict[str, str], name: str, own: str) -> str:
 def metrics_table() -> Iterator[str]:
     """Yield one row for each metric of an idle server, without the label `model_name`, which nearly all have."""
     metrics = Metrics(ServeConfig(), "")
-    metrics.watch_scheduler(lambda: SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 1)))
+    metrics.watch_scheduler(lambda: [SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 1))])
     metrics.watch_queue(lambda: QueueUsage(1, 1))
     metrics.watch_log(lambda: 0)
-    metrics.registry.register(JournalCollector(Journal(Path("journal"), 1, 1), ""))
+    metrics.registry.register(JournalCollector([Journal(Path("journal"), 1, 1)], ""))
     metrics.http.request_refused("")
     metrics.http.request_ended("", "", 0)
     yield "| metric | type | labels | meaning |"

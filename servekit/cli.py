@@ -190,9 +190,14 @@ def _chat(arguments: dict[str, Any]) -> int:
 
 
 def _replay(arguments: dict[str, Any]) -> int:
+    from servekit.observability.journal import journal_paths
+
+    return max([_replay_file(path) for path in journal_paths(arguments["file"])])
+
+
+def _replay_file(path: Path) -> int:
     from servekit.observability.journal import replay_journal
 
-    path: Path = arguments["file"]
     result = replay_journal(path)
     if result.header.servekit_version != __version__:
         print(f"servekit: {path} was recorded by servekit {result.header.servekit_version}", file=sys.stderr)

@@ -89,6 +89,21 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             "steps are in different stages at the same time",
         ),
     ] = 1
+    data_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="replicas: workers that each hold the whole model and compute different requests; on GPUs, "
+            "each on a device of its own, and on a CPU the cores are divided among them",
+        ),
+    ] = 1
+    devices: Annotated[
+        Annotated[str, Meta(pattern=r"^(cpu|cuda:\d+)(,(cpu|cuda:\d+))*$")] | None,
+        Meta(
+            description="devices of the replicas, for example cuda:0,cuda:1; instead of device and data_parallel_size"
+        ),
+    ] = None
     load_format: Annotated[
         Literal["auto", "dummy"],
         Meta(description="auto reads the weights of the model; dummy uses random weights, for benchmarks"),
@@ -354,7 +369,7 @@ def _accepts(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return "one of " + ", ".join(schema["enum"])
     if "pattern" in schema:
-        return "auto, cpu, cuda or cuda:N"  # `device` is the only setting with a pattern
+        return "auto, cpu, cuda or cuda:N" if "auto" in schema["pattern"] else "cpu or cuda:N, separated by commas"
     bounds = [
         f"{word} {schema[key]}"
         for key, word in (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", "to"))
@@ -469,8 +484,8 @@ RENAMED_SETTINGS = {
 }
 
 _ONE_DEVICE = (
-    "--tensor-parallel-size and --pipeline-parallel-size divide a model among devices of one machine; "
-    "several servers (--device cuda:0, cuda:1 and so on) can share a port with --reuse-port"
+    "--data-parallel-size gives each device the whole model; --tensor-parallel-size and --pipeline-parallel-size "
+    "divide a model among devices of one machine"
 )
 _QUANTIZATION = (
     "quantized weights are not supported yet; use a checkpoint in bfloat16, float16 or float32. "
@@ -505,13 +520,10 @@ EXPLAINED_SETTINGS = {
     "cpu_offload_gb": _OFFLOADING,
     "cuda_graph_max_bs": _GRAPHS,
     "cuda_graphs": _GRAPHS,
-    "data_parallel_size": _ONE_DEVICE,
     "disable_cuda_graph": _GRAPHS,
     "disaggregation_mode": _TRANSFER,
     "distributed_executor_backend": _ONE_DEVICE,
     "download_dir": _DOWNLOADS,
-    "dp": _ONE_DEVICE,
-    "dp_size": _ONE_DEVICE,
     "draft_model": _SPECULATION,
     "enable_auto_tool_choice": _TOOLS,
     "enable_chunked_prefill": _ALWAYS,

@@ -7,6 +7,7 @@ Torch is imported only after the arguments have been checked.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-format", default="text", choices=["text", "json"])
     for name in ("--task-fd", "--result-fd", "--parent-pid"):  # of a server that starts it
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--cpus", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.task_fd is not None:
         return execute(arguments)
@@ -55,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def execute(arguments: argparse.Namespace) -> int:
     """Execute step plans until the server sends Shutdown or exits."""
     configure_logging(arguments.log_level, arguments.log_format)
+    if arguments.cpus is not None:  # before any library starts threads, which inherit the cores
+        os.sched_setaffinity(0, map(int, arguments.cpus.split(",")))
     die_with_parent(arguments.parent_pid)
     ignore_signals()
     dump_stacks_on_crash()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Protocol
 
 from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.config import ServeConfig
@@ -17,15 +18,34 @@ from servekit.executor.model_executor import ModelExecutor
 from servekit.observability.metrics import SchedulerStats
 from servekit.observability.observer import Observer, StepSummary
 from servekit.protocol.messages import StepFailed
-from servekit.scheduler.commands import Commit, Expire, Finish, Operation, Outcome, Plan, Restart
+from servekit.scheduler.commands import AddSequence, Commit, Expire, Finish, Operation, Outcome, Plan, Restart
 from servekit.scheduler.crash_quarantine import CRASHES_TO_FAIL
-from servekit.scheduler.sequence import NEVER
+from servekit.scheduler.sequence import NEVER, Sequence
 from servekit.scheduler.workload_manager import WorkloadManager
 
 log = logging.getLogger("servekit")
 
 STALL_TIMEOUT_S = 10.0  # of the main loop, in addition to the time that a step may take
 RETRY_AFTER_S = 5  # for clients, while it is not known when the next worker will be ready
+
+
+class Peers(Protocol):
+    """What a core asks of its engine, because it concerns the engine's other cores."""
+
+    async def core_lost(self, core: EngineCore) -> None:
+        """Continue its sequences elsewhere: its worker is lost, and it has forgotten what that held."""
+
+    async def core_ready(self, core: EngineCore) -> None:
+        """Let it take over what waits elsewhere: its worker has been replaced."""
+
+    def has_other_worker(self, core: EngineCore) -> bool:
+        """Whether another core has a worker."""
+
+    def finish(self, commands: Iterable[Finish]) -> None:
+        """End sequences, which may be on any core."""
+
+    def fail_all(self, error: ServekitError) -> None:
+        """Report an error to all clients."""
 
 
 class EngineCore:
@@ -44,6 +64,7 @@ class EngineCore:
         registry: RequestRegistry,
         observers: list[Observer],
         clock: Callable[[], float],
+        peers: Peers,
     ) -> None:
         """`executor` has a worker that is ready."""
         self.manager = manager
@@ -54,6 +75,7 @@ class EngineCore:
         self._registry = registry
         self._observers = observers
         self._clock = clock
+        self._peers = peers
         self._wake = asyncio.Event()  # wakes an idle main loop
         self._is_idle = False
         self._iteration_began_s = clock()
@@ -76,13 +98,12 @@ class EngineCore:
         self._watch_deadlines()
         self.wake()
 
-    def abort(self, request: RequestState) -> None:
-        """End the sequences of a request whose client no longer reads. Idempotent."""
-        self._finish_all(self._output.abort(request, self._clock()))
-
-    def fail_all(self, error: ServekitError) -> None:
-        """End all sequences and report `error` to their clients."""
-        self._finish_all(self._output.fail_all(error, self._clock()))
+    def resume(self, command: AddSequence) -> Sequence:
+        """Continue a sequence of another core. Its tokens are delivered as before."""
+        sequence = self.apply(command)
+        self._watch_deadlines()
+        self.wake()
+        return sequence
 
     def wake(self) -> None:
         """Make an idle main loop look for work, or for the loss of its worker."""
@@ -223,14 +244,18 @@ class EngineCore:
     # -- lost workers -------------------------------------------------------------------------------------------------
 
     async def _replace_worker(self, loss: WorkerError) -> None:
-        """Start another worker; all sequences continue on it from their tokens. Raises WorkerLost if none starts."""
+        """Start another worker. All sequences continue from their tokens: on other cores, or there when it is ready.
+
+        Raises WorkerLost if none starts.
+        """
         lost_s = self._clock()
         has_left = self._executor.cause == "left"
         log.log(
             logging.INFO if has_left else logging.ERROR,
-            "worker %s; resuming %s on its replacement",
+            "worker %s; resuming %s on %s",
             "left" if has_left else "lost",
-            self._registry.describe(),
+            self._registry.describe(self.manager.sequence_ids),
+            "others" if self._peers.has_other_worker(self) else "its replacement",
         )
         for observer in self._observers:
             observer.worker_lost(self._executor.cause)
@@ -238,6 +263,7 @@ class EngineCore:
         timeout_s = self._config.worker_restart_timeout
         outage_timer = PauseTolerantTimer(timeout_s, partial(self._declare_outage, loss))
         try:
+            await self._peers.core_lost(self)
             await self._executor.replace(self._on_failed_start)
         finally:
             outage_timer.cancel()
@@ -247,6 +273,7 @@ class EngineCore:
         for observer in self._observers:
             observer.worker_ready(now_s - lost_s, now_s)
         log.info("the replacement worker is ready, %.1f s after the loss", now_s - lost_s)
+        await self._peers.core_ready(self)
 
     def _on_failed_start(self) -> None:
         for observer in self._observers:
@@ -275,10 +302,15 @@ class EngineCore:
                 "alone; the request is not retried"
             )
             log.error("request %s failed: the model worker %s each time it ran", output.request_id, what)
-            self._finish_all(self._output.fail_request_of(sequence.sequence_id, error, self._clock()))
+            self._peers.finish(self._output.fail_request_of(sequence.sequence_id, error, self._clock()))
 
     def _declare_outage(self, loss: WorkerError) -> None:
-        """Fail all requests, and reject new ones until there is a worker."""
+        """Fail all requests, and reject new ones until there is a worker.
+
+        The core that lost its worker last does it: while another one has a worker, there is no outage.
+        """
+        if self._peers.has_other_worker(self):
+            return
         self.outage = WorkerNotReady(
             f"there has been no model worker for {self._config.worker_restart_timeout:g} s (worker_restart_timeout): "
             f"{loss.message}",
@@ -287,4 +319,4 @@ class EngineCore:
         log.error(
             "%s; rejecting requests until a worker starts; failing %s", self.outage.message, self._registry.describe()
         )
-        self.fail_all(self.outage)
+        self._peers.fail_all(self.outage)

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from servekit.engine.replicas import Replica
 from servekit.engine.request_state import SequenceOutput
 from servekit.observability.live_frames import (
     CACHED,
@@ -24,6 +25,7 @@ from servekit.observability.live_frames import (
     LiveLimits,
     LiveSequence,
     LiveState,
+    LiveWorker,
 )
 from servekit.observability.step_history import StepHistory
 from servekit.scheduler.kv_cache_manager import KVCacheManager
@@ -51,38 +53,60 @@ class LiveView(NamedTuple):
         return replace(self.state, sequences=sequences) if is_any_own else self.state
 
 
-def build_live_view(
-    server: LiveState, manager: WorkloadManager, outputs: Collection[SequenceOutput], history: StepHistory
-) -> LiveView:
-    """Complete the frame `server` of a server whose model is loaded with the state of its scheduler.
+def live_worker(replica: Replica) -> LiveWorker:
+    """The worker of one replica, and the replica's sequences and blocks."""
+    state = "serving" if replica.is_ready else replica.executor.stage
+    ready = replica.worker
+    if ready is None:
+        return LiveWorker(state)
+    manager = replica.core.manager
+    pool = manager.kv_cache.pool
+    return LiveWorker(
+        state,
+        ready.device,
+        ready.dtype,
+        ready.attention,
+        manager.num_running,
+        manager.num_waiting,
+        pool.num_blocks,
+        pool.num_available,
+    )
 
-    `outputs` are those of all unfinished sequences, in order of arrival.
+
+def build_live_view(
+    server: LiveState, managers: list[WorkloadManager], outputs: Collection[SequenceOutput], history: StepHistory
+) -> LiveView:
+    """Complete the frame `server` of a server whose model is loaded with the state of its schedulers.
+
+    Counts are sums over all replicas, and the cells of their pools follow each other. `outputs` are those of all
+    unfinished sequences, in order of arrival.
     """
-    config, pool, now_s = manager.config, manager.kv_cache.pool, server.now_s
-    running, waiting = _running_and_waiting(manager, outputs)
+    now_s, pools = server.now_s, [manager.kv_cache.pool for manager in managers]
+    config = max((manager.config for manager in managers), key=lambda config: config.max_total_tokens)
+    running, waiting = _running_and_waiting(managers, outputs)
     ttft_p50_s, ttft_p95_s = history.first_token_percentiles(50, 95, now_s=now_s)
-    blocks_per_cell, cells = _cells(manager.kv_cache, [output.sequence for output in running])
+    blocks_per_cell, cells = _cells(managers, [output.sequence for output in running])
     shown = [*running, *waiting][:MAX_SEQUENCES]
     state = replace(
         server,
         limits=LiveLimits(
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=sum(manager.config.max_num_seqs for manager in managers),
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_total_tokens=config.max_total_tokens,
-            num_blocks=pool.num_blocks,
+            num_blocks=sum(pool.num_blocks for pool in pools),
             block_size=config.block_size,
         ),
-        num_running=manager.num_running,
-        num_waiting=manager.num_waiting,
-        num_free_blocks=pool.num_free,
-        num_cached_blocks=pool.num_cached,
+        num_running=sum(manager.num_running for manager in managers),
+        num_waiting=sum(manager.num_waiting for manager in managers),
+        num_free_blocks=sum(pool.num_free for pool in pools),
+        num_cached_blocks=sum(pool.num_cached for pool in pools),
         num_generated_tokens=history.num_generated_tokens,
-        num_prompt_tokens=manager.num_prompt_tokens,
-        num_cached_tokens=manager.num_cached_tokens,
-        num_preemptions=manager.num_preemptions,
+        num_prompt_tokens=sum(manager.num_prompt_tokens for manager in managers),
+        num_cached_tokens=sum(manager.num_cached_tokens for manager in managers),
+        num_preemptions=sum(manager.num_preemptions for manager in managers),
         num_steps=history.num_steps,
         tokens_per_s=history.tokens_per_s(now_s),
-        prefill_limit=manager.prefill_limiter.prefill_limit(),
+        prefill_limit=max(manager.prefill_limiter.prefill_limit() for manager in managers),
         ttft_p50_s=ttft_p50_s,
         ttft_p95_s=ttft_p95_s,
         sequences=[_live_sequence(output) for output in shown],
@@ -98,19 +122,20 @@ def build_live_view(
 
 
 def _running_and_waiting(
-    manager: WorkloadManager, outputs: Collection[SequenceOutput]
+    managers: list[WorkloadManager], outputs: Collection[SequenceOutput]
 ) -> tuple[list[SequenceOutput], list[SequenceOutput]]:
     """(all running sequences by rank, waiting ones in order of arrival, as many as fit into a frame)."""
     running: list[SequenceOutput] = []
     waiting: list[SequenceOutput] = []
+    num_running = sum(manager.num_running for manager in managers)
     for output in outputs:
         if output.sequence.status is Status.RUNNING:
             running.append(output)
         elif len(waiting) < MAX_SEQUENCES:
             waiting.append(output)
-        elif len(running) == manager.num_running:
+        elif len(running) == num_running:
             break  # all others are waiting, and there may be thousands of them
-    running.sort(key=lambda output: manager.waiting_queue.rank(output.sequence))
+    running.sort(key=lambda output: managers[0].waiting_queue.rank(output.sequence))
     return running, waiting
 
 
@@ -141,14 +166,17 @@ def _live_sequence(output: SequenceOutput) -> LiveSequence:
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-def _cells(memory: KVCacheManager, running: list[Sequence]) -> tuple[int, list[tuple[int, int]]]:
-    """(number of blocks per cell, runs of equal cells).
+def _cells(managers: list[WorkloadManager], running: list[Sequence]) -> tuple[int, list[tuple[int, int]]]:
+    """(number of blocks per cell, runs of equal cells), of the pools one after the other.
 
     A cell of several blocks shows the sequence that holds most of them. Only if no sequence holds any, it shows fenced,
     cached or free, in this order. So the pool looks fuller than it is. Showing the majority would be wrong in the other
     direction: it would hide a lone sequence among free blocks.
     """
-    kinds = block_kinds(memory, running)
+    kinds: list[int] = []
+    for manager in managers:
+        own = [sequence for sequence in running if manager.find(sequence.sequence_id) is sequence]
+        kinds += block_kinds(manager.kv_cache, own)
     blocks_per_cell = -(-len(kinds) // MAX_CELLS)
     if blocks_per_cell > 1:
         kinds = [_cell_kind(kinds[first : first + blocks_per_cell]) for first in range(0, len(kinds), blocks_per_cell)]

@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from servekit import __version__
 from servekit.aio.daemon_thread import run_in_daemon_thread
@@ -21,20 +21,21 @@ from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.client_queue import ClientQueue
 from servekit.engine.engine_core import RETRY_AFTER_S, EngineCore
 from servekit.engine.input_processor import InputProcessor, PreparedPrompt, num_logprobs
-from servekit.engine.live_view import LiveView, build_live_view
+from servekit.engine.live_view import LiveView, build_live_view, live_worker
 from servekit.engine.model_files import find_chat_template, find_model
 from servekit.engine.output_processor import OutputProcessor
 from servekit.engine.profiling import Profiling
 from servekit.engine.queue_limits import QueueLimits, QueuePlaces
 from servekit.engine.readiness_probe import ReadinessProbe
+from servekit.engine.replicas import Replica, Replicas
 from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput, add_commands
 from servekit.engine.tokenizer import Tokenizer, load_tokenizer
 from servekit.errors import DeadlineExceeded, InvalidRequest, QueueFull, ServekitError, WorkerNotReady, shutting_down
-from servekit.executor.model_executor import ModelExecutor, load_model_message
+from servekit.executor.model_executor import load_model_message
 from servekit.joining.worker_pool import WorkerPool
-from servekit.observability.journal import Journal, JournalCollector, open_journal
-from servekit.observability.live_frames import LiveState, LiveWorker
+from servekit.observability.journal import Journal, JournalCollector, open_journals
+from servekit.observability.live_frames import LiveState
 from servekit.observability.metrics import Metrics
 from servekit.observability.observer import Observer
 from servekit.observability.step_history import StepHistory
@@ -64,22 +65,20 @@ class LLMEngine:
         self.config = config
         self.metrics = Metrics(config, __version__)
         self.history = StepHistory()
-        self.worker: WorkerReady | None = None  # what the first worker reported; None until it is ready
         self.failure: ServekitError | None = None  # why the main loop ended, if it did
         self._clock = clock
         self._worker_pool = None if config.listen_workers is None else WorkerPool(config)
-        self._executor = ModelExecutor(config, self._wake_core, self._wake_core, self._worker_pool)
-        self.profiling = Profiling(config, self._executor)
         self._registry = RequestRegistry()
+        self.replicas = Replicas(config, self._registry, self._worker_pool)
+        self.profiling = Profiling(config, self.replicas.all[0].executor)
         self._queue_limits = QueueLimits(config)
         self._result_budget = SharedBudget(config.max_total_logprobs)  # in logprobs
         self._probe = ReadinessProbe(self._generate_token, clock)
-        self._observers: list[Observer] = [*self.metrics.observers, self.history, self._queue_limits, self._probe]
+        self._output: OutputProcessor | None = None
         self._sequence_ids = itertools.count()  # in order of arrival
         self._tokenizer: Tokenizer | None = None
-        self._journal: Journal | None = None
+        self._journals: list[Journal] = []  # one for each replica, if there are any
         self._input_processor: InputProcessor | None = None
-        self._core: EngineCore | None = None
         self._main_loop: asyncio.Task[None] | None = None
         self._is_draining = False
         self._rejects_requests = False
@@ -95,25 +94,30 @@ class LLMEngine:
             return "draining"
         if self._main_loop is None:
             return "loading"
-        return "ready" if self._executor.is_ready else "recovering"
+        return "ready" if self.replicas.num_ready else "recovering"
 
     @property
     def stage(self) -> str:
         """What a server that is not ready is doing, as text for people."""
-        return "serving" if self._executor.is_ready else self._executor.stage
+        return "serving" if self.replicas.num_ready else self.replicas.stage
 
     @property
-    def worker_pid(self) -> int | None:
-        return self._executor.pid
+    def worker(self) -> WorkerReady | None:
+        """What the first worker reported; None until it is ready."""
+        return self.replicas.all[0].worker
+
+    @property
+    def worker_pids(self) -> list[int | None]:
+        """The process id of each replica's worker; None before its first start."""
+        return [replica.executor.pid for replica in self.replicas.all]
 
     @property
     def is_healthy(self) -> bool:
-        """False if only a new process can help: the main loop has ended, or has stalled.
+        """False if only a new process can help: the main loop has ended, or one of its cores has stalled.
 
         Loading is healthy. So is an outage, because workers are started until one is ready, or the process ends.
         """
-        is_stalled = self._core is not None and self.state == "ready" and self._core.is_stalled
-        return self.failure is None and not is_stalled
+        return self.failure is None and not (self.state == "ready" and self.replicas.is_stalled)
 
     async def probe_readiness(self) -> bool:
         """Whether the engine generates tokens: one was sampled recently, or one is sampled for this call."""
@@ -125,12 +129,12 @@ class LLMEngine:
 
     def live_view(self) -> LiveView:
         """One frame of the live view."""
-        info = () if self.worker is None else (self.worker.device, self.worker.dtype, self.worker.attention)
-        worker = LiveWorker(self.stage, *info)
-        server = LiveState(self._clock(), self.state, self.stage, self.config.model_name, __version__, [worker])
-        if self._core is None:
+        workers = [live_worker(replica) for replica in self.replicas.all]
+        server = LiveState(self._clock(), self.state, self.stage, self.config.model_name, __version__, workers)
+        managers = [core.manager for core in self.replicas.cores]
+        if not managers:
             return LiveView(server)
-        return build_live_view(server, self._core.manager, self._registry.outputs, self.history)
+        return build_live_view(server, managers, self._registry.outputs, self.history)
 
     # -- the parts of a running engine; each property raises WorkerNotReady while the model loads ----------------------
 
@@ -148,13 +152,14 @@ class LLMEngine:
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
-        return self._running_core.manager.config
+        """The limits of the scheduler; with several replicas, of the one with the most KV blocks."""
+        return self._running_replicas.limits
 
     @property
-    def _running_core(self) -> EngineCore:
-        if self._core is None or not self._is_running:
+    def _running_replicas(self) -> Replicas:
+        if not self._is_running:
             raise self._not_ready()
-        return self._core
+        return self.replicas
 
     @property
     def _is_running(self) -> bool:
@@ -169,32 +174,42 @@ class LLMEngine:
     async def start(self) -> None:
         """Load the model and begin to serve. Raises ConfigError or WorkerError."""
         self.profiling.prepare()
-        self._journal = open_journal(self.config)
+        self._journals = open_journals(self.config, len(self.replicas.all))
         path = await run_in_daemon_thread(find_model, self.config.model)
         self._tokenizer = await run_in_daemon_thread(load_tokenizer, path)
         template = find_chat_template(path, self.config.chat_template)
         load = load_model_message(self.config, str(path))
         if self._worker_pool is not None:
             self._worker_pool.start(load)
-        self.worker = await self._executor.start(load)
-        limits, journal = scheduler_config(self.config, self.worker), self._journal
-        output = OutputProcessor(self._registry, self._observers, self._tokenizer.is_special)
-        manager = WorkloadManager(limits) if journal is None else journal.make_manager(limits)
-        if journal is not None:
-            self.metrics.registry.register(JournalCollector(journal, self.config.model_name))
-        core = EngineCore(self.config, manager, self._executor, output, self._registry, self._observers, self._clock)
-        self._core = core
-        self._input_processor = InputProcessor(self.config, path, self._tokenizer, template, self.worker.model, limits)
+        observers: list[Observer] = [self.metrics.requests, self.history, self._queue_limits]
+        self._output = OutputProcessor(self._registry, observers, self._tokenizer.is_special)
+        replicas = self.replicas
+        await replicas.start(load, self._make_core)
+        assert self.worker is not None
+        model, limits = self.worker.model, replicas.limits
+        if self._journals:
+            self.metrics.registry.register(JournalCollector(self._journals, self.config.model_name))
+        self._input_processor = InputProcessor(self.config, path, self._tokenizer, template, model, limits)
         self._input_processor.start()
-        self.metrics.watch_scheduler(core.stats)
-        self.metrics.watch_queue(lambda: self._queue_limits.usage(manager.num_waiting, manager.queued))
-        now_s = self._clock()
-        for observer in self._observers:
-            observer.worker_ready(None, now_s)
-        self._main_loop = asyncio.create_task(self._serve(core), name="servekit main loop")
+        self.metrics.watch_scheduler(replicas.stats)
+        self.metrics.watch_queue(lambda: self._queue_limits.usage(replicas.num_waiting, replicas.queued))
+        self._main_loop = asyncio.create_task(self._serve(), name="servekit main loop")
 
-    async def _serve(self, core: EngineCore) -> None:
-        self.failure = await core.run()
+    def _make_core(self, replica: Replica) -> EngineCore:
+        """Make the core of a replica whose first worker is ready."""
+        index, config = replica.index, self.config
+        assert replica.worker is not None and self._output is not None
+        limits = scheduler_config(config, replica.worker)
+        manager = self._journals[index].make_manager(limits) if self._journals else WorkloadManager(limits)
+        observers = [*self.metrics.of_replica(index), self.history.of_replica(index), self._probe.of_replica()]
+        for observer in observers:
+            observer.worker_ready(None, self._clock())
+        return EngineCore(
+            config, manager, replica.executor, self._output, self._registry, observers, self._clock, self.replicas
+        )
+
+    async def _serve(self) -> None:
+        self.failure = await self.replicas.run(self.fail_all)
         self.fail_all(self.failure)  # the server's process exits next
 
     async def stop(self, graceful: bool = True) -> None:
@@ -210,13 +225,13 @@ class LLMEngine:
         self.fail_all(shutting_down())
         if self._worker_pool is not None:
             await self._worker_pool.stop()
-        await self._executor.stop(graceful)
+        await self.replicas.stop(graceful)
         if self._input_processor is not None:
             await self._input_processor.stop()
         if self._tokenizer is not None:
             self._tokenizer.close()
-        if self._journal is not None:
-            await run_in_daemon_thread(Journal.close, self._journal)
+        for journal in self._journals:
+            await run_in_daemon_thread(Journal.close, journal)
 
     def drain(self, admits_requests: bool = False) -> None:
         """Begin to drain: admitted requests continue, and new ones are rejected unless `admits_requests` is set."""
@@ -237,12 +252,8 @@ class LLMEngine:
             log.warning("failing %s: %s", self._registry.describe(), error.message)
         if self._input_processor is not None:
             self._input_processor.cancel_all()
-        if self._core is not None:
-            self._core.fail_all(error)
-
-    def _wake_core(self) -> None:
-        if self._core is not None:
-            self._core.wake()
+        if self._output is not None:
+            self.replicas.finish(self._output.fail_all(error, self._clock()))
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -256,12 +267,12 @@ class LLMEngine:
         if self._rejects_requests:
             raise shutting_down()
         self._check_outage()
-        manager = self._running_core.manager
-        return self._queue_limits.reserve(request, caller.tenant, manager.num_waiting, manager.queued, self._clock())
+        replicas = self._running_replicas
+        return self._queue_limits.reserve(request, caller.tenant, replicas.num_waiting, replicas.queued, self._clock())
 
     def _check_outage(self) -> None:
-        if self._core is not None and self._core.outage is not None:
-            raise self._core.outage
+        if self.replicas.outage is not None:
+            raise self.replicas.outage
 
     async def submit(
         self, request: GenerationRequest, caller: Caller = ANONYMOUS, places: QueuePlaces | None = None
@@ -275,10 +286,10 @@ class LLMEngine:
         try:
             prepared = await self._prepare(request, caller, places.arrival_s)
             self._check_outage()
-            manager = self._running_core.manager
+            replicas = self._running_replicas
             num_tokens = sum(len(prompt.token_ids) * len(prompt.sampling) for prompt in prepared)
-            num_waiting, now_s = manager.num_waiting, self._clock()
-            self._queue_limits.reserve_tokens(places, num_tokens, num_waiting, manager.queued, now_s)
+            num_waiting, now_s = replicas.num_waiting, self._clock()
+            self._queue_limits.reserve_tokens(places, num_tokens, num_waiting, replicas.queued, now_s)
             release = self._reserve_result(caller.tenant, num_logprobs(request, prepared))
             return await self._admit(request, caller, prepared, places, release)
         finally:
@@ -327,17 +338,17 @@ class LLMEngine:
         places: QueuePlaces,
         release_result: Callable[[], None],
     ) -> RequestState:
-        """Add the request's sequences to the workload manager, in slices: a thousand take a tenth of a second.
+        """Add the request's sequences to workload managers, in slices: a thousand take a tenth of a second.
 
         Each sequence takes one of the request's places. If the client leaves meanwhile, all of them end. All answers to
-        one prompt are added together, because later ones could not share a prompt whose first answer has ended.
+        one prompt are added together, and to one replica, because later ones could not share a prompt whose first
+        answer has ended.
         """
         state = self._new_state(request, caller, release_result)
         num_tokens = 0
         try:
             for prompt in prepared:
-                for command in self._commands(state, prompt, places.arrival_s):
-                    self._add(state, command)
+                self._add(state, self._commands(state, prompt, places.arrival_s))
                 places.release(len(prompt.sampling), len(prompt.token_ids) * len(prompt.sampling))
                 num_tokens += len(prompt.token_ids) + TOKENS_PER_ANSWER * len(prompt.sampling)
                 if num_tokens >= TOKENS_PER_SLICE:
@@ -355,30 +366,30 @@ class LLMEngine:
         interval = request.stream_interval or self.config.stream_interval
         return RequestState(request, caller, [], ClientQueue(interval), interval, self.abort, release_result)
 
-    def _commands(self, state: RequestState, prompt: PreparedPrompt, arrival_s: float) -> Iterator[AddSequence]:
+    def _commands(self, state: RequestState, prompt: PreparedPrompt, arrival_s: float) -> list[AddSequence]:
         ids = self._sequence_ids
         of_prompt = prompt.token_ids, prompt.block_hashes, prompt.sampling
-        return add_commands(state.request, state.caller, *of_prompt, arrival_s, ids)
+        return list(add_commands(state.request, state.caller, *of_prompt, arrival_s, ids))
 
-    def _add(self, state: RequestState, command: AddSequence) -> None:
-        """Add one sequence to the workload manager, and deliver its tokens from now on."""
-        core, caller = self._running_core, state.caller
-        detokenizer = self.tokenizer.make_detokenizer(command.sampling)
-        sequence, index = core.apply(command), len(state.outputs)
-        output = SequenceOutput(sequence, index, detokenizer, state.queue, caller.request_id, caller is PROBE_CALLER)
-        state.outputs.append(output)
-        core.add(state, output)
+    def _add(self, state: RequestState, commands: list[AddSequence]) -> None:
+        """Add all answers to one prompt to a workload manager, and deliver their tokens from now on."""
+        core, caller = self._running_replicas.choose(commands), state.caller
+        for command in commands:
+            detokenizer = self.tokenizer.make_detokenizer(command.sampling)
+            sequence, index, is_probe = core.apply(command), len(state.outputs), caller is PROBE_CALLER
+            output = SequenceOutput(sequence, index, detokenizer, state.queue, caller.request_id, is_probe)
+            state.outputs.append(output)
+            core.add(state, output)
 
     def abort(self, request: RequestState) -> None:
         """End a request early. Does nothing if it has ended."""
-        if self._core is not None:
-            self._core.abort(request)
+        if self._output is not None:
+            self.replicas.finish(self._output.abort(request, self._clock()))
 
     async def _generate_token(self) -> None:
         """Generate one token as for a client, through the waiting queue."""
         request = self._new_state(PROBE_REQUEST, PROBE_CALLER)
-        for command in self._commands(request, PROBE_PROMPT, self._clock()):
-            self._add(request, command)
+        self._add(request, self._commands(request, PROBE_PROMPT, self._clock()))
         try:
             await request.queue.get()
         finally:

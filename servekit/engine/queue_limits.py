@@ -21,7 +21,7 @@ from servekit.errors import InvalidRequest, QueueFull
 from servekit.observability.metrics import QueueUsage
 from servekit.observability.observer import Observer
 from servekit.request import GenerationRequest
-from servekit.scheduler.queued_work import QueuedWork
+from servekit.scheduler.queued_work import QueuedCounts
 from servekit.scheduler.sequence import FinishReason, Sequence
 from servekit.shared_budget import SharedBudget
 
@@ -76,7 +76,7 @@ class QueueLimits(Observer):
         self._ended_s.append(now_s)
 
     def reserve(
-        self, request: GenerationRequest, tenant: str, num_waiting: int, queued: QueuedWork, now_s: float
+        self, request: GenerationRequest, tenant: str, num_waiting: int, queued: QueuedCounts, now_s: float
     ) -> QueuePlaces:
         """Take a place for each answer that a request asks for. The caller releases them.
 
@@ -101,7 +101,7 @@ class QueueLimits(Observer):
         return QueuePlaces(self, tenant, num_answers, now_s)
 
     def reserve_tokens(
-        self, places: QueuePlaces, num_tokens: int, num_waiting: int, queued: QueuedWork, now_s: float
+        self, places: QueuePlaces, num_tokens: int, num_waiting: int, queued: QueuedCounts, now_s: float
     ) -> None:
         """Let a request hold its prompt tokens, each prompt counted once for each of its answers.
 
@@ -113,7 +113,7 @@ class QueueLimits(Observer):
         self.tokens.take(places.tenant, num_tokens)
         places.num_tokens = num_tokens
 
-    def _check_tokens(self, tenant: str, num_tokens: int, num_waiting: int, queued: QueuedWork, now_s: float) -> None:
+    def _check_tokens(self, tenant: str, num_tokens: int, num_waiting: int, queued: QueuedCounts, now_s: float) -> None:
         budget = self.tokens
         most = budget.share(tenant)
         if num_tokens > most:
@@ -131,7 +131,7 @@ class QueueLimits(Observer):
                 retry_after_s=self.retry_after_s(num_waiting, now_s),
             )
 
-    def usage(self, num_waiting: int, queued: QueuedWork) -> QueueUsage:
+    def usage(self, num_waiting: int, queued: QueuedCounts) -> QueueUsage:
         """Return how much of the queue is used, as `SharedBudget.usage` says."""
         by_tenant = queued.by_tenant()
         return QueueUsage(

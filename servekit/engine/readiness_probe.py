@@ -18,25 +18,22 @@ VALID_FOR_S = 30.0
 TIMEOUT_S = 5.0
 
 
-class ReadinessProbe(Observer):
-    """Learns from finished steps that the engine works; otherwise it calls `generate_token`."""
+class ReadinessProbe:
+    """Learns from finished steps of any replica that the engine works; otherwise it calls `generate_token`."""
 
     def __init__(self, generate_token: Callable[[], Coroutine[None, None, None]], clock: Callable[[], float]) -> None:
         self._generate_token = generate_token
         self._clock = clock
-        self._epoch: int | None = None  # of the newest step; results of earlier epochs prove nothing
         self._proven_s: float | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def worker_ready(self, recovery_time_s: float | None, now_s: float) -> None:
-        self._proven_s = now_s  # a worker that loads a model compares its logits with transformers'
+    def of_replica(self) -> Observer:
+        """What listens to the events of one replica."""
+        return _ReplicaProof(self)
 
-    def step_sent(self, step: StepSummary, is_alone: bool, now_s: float) -> None:
-        self._epoch = step.epoch
-
-    def step_done(self, result: StepResult, num_tokens: int, loop_time_s: float, now_s: float) -> None:
-        if result.epoch == self._epoch:
-            self._proven_s = now_s
+    def prove(self, now_s: float) -> None:
+        """Note that a replica works."""
+        self._proven_s = now_s
 
     @property
     def _is_proven(self) -> bool:
@@ -59,3 +56,21 @@ class ReadinessProbe(Observer):
         """Cancel a check that is under way."""
         if self._task is not None:
             self._task.cancel()
+
+
+class _ReplicaProof(Observer):
+    """Tells the probe of each step of one replica."""
+
+    def __init__(self, probe: ReadinessProbe) -> None:
+        self._probe = probe
+        self._epoch: int | None = None  # of the newest step; results of earlier epochs prove nothing
+
+    def worker_ready(self, recovery_time_s: float | None, now_s: float) -> None:
+        self._probe.prove(now_s)  # a worker that loads a model compares its logits with transformers'
+
+    def step_sent(self, step: StepSummary, is_alone: bool, now_s: float) -> None:
+        self._epoch = step.epoch
+
+    def step_done(self, result: StepResult, num_tokens: int, loop_time_s: float, now_s: float) -> None:
+        if result.epoch == self._epoch:
+            self._probe.prove(now_s)

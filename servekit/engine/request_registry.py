@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ValuesView
+from collections.abc import Iterable, ValuesView
 
 from servekit.engine.request_state import RequestState, SequenceOutput
 
@@ -47,10 +47,12 @@ class RequestRegistry:
         del self._outputs[sequence_id]
         del self._requests[sequence_id]
 
-    def describe(self) -> str:
-        """The numbers of unfinished sequences and requests, and the first request ids, for a log line."""
-        request_ids = list(dict.fromkeys(output.request_id for output in self._outputs.values()))
-        counts = f"{len(self._outputs)} sequences of {len(request_ids)} requests"
+    def describe(self, sequence_ids: Iterable[int] | None = None) -> str:
+        """The numbers of unfinished sequences and requests, of these or all, and the first request ids, for the log."""
+        found = map(self.output, self._outputs if sequence_ids is None else sequence_ids)
+        outputs = [output for output in found if output is not None]
+        request_ids = list(dict.fromkeys(output.request_id for output in outputs))
+        counts = f"{len(outputs)} sequences of {len(request_ids)} requests"
         if not request_ids:
             return counts
         more = ", …" if len(request_ids) > MAX_DESCRIBED_IDS else ""

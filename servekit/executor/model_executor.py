@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from servekit.config import ServeConfig
 from servekit.errors import ServekitError, WorkerLost, WorkerNotReady
+from servekit.executor.placement import ANYWHERE, Placement
 from servekit.executor.step_timeout import StepTimeout, backoff_s
 from servekit.executor.worker_connection import WorkerConnection
 from servekit.executor.worker_group import WorkerGroup
@@ -56,17 +57,19 @@ class ModelExecutor:
         on_loss: Callable[[], None],
         on_leaving: Callable[[], None] = lambda: None,
         source: WorkerSource | None = None,
+        placement: Placement = ANYWHERE,
     ) -> None:
         """`on_loss` is called when the worker is lost, even while no call waits for a result.
 
         `on_leaving` is called when a worker that has joined wants to leave (`is_leaving`). With a `source`, no child
-        process is started.
+        process is started. Child processes run where `placement` says.
         """
         self.ready: WorkerReady | None = None  # what the first worker reported; its replacements must report the same
         self._config = config
         self._on_loss = on_loss
         self._on_leaving = on_leaving
         self._source = source
+        self._placement = placement
         self._model: LoadModel | None = None
         self._worker: WorkerConnection | WorkerGroup | None = None
         self._is_ready = False
@@ -146,7 +149,10 @@ class ModelExecutor:
 
     def _start_rank(self, rank: int, on_loss: Callable[[], None]) -> WorkerConnection:
         arguments = ["--log-level", self._config.log_level, "--log-format", self._config.log_format]
-        return WorkerConnection(WorkerProcess(arguments), self._config.heartbeat_timeout, on_loss)
+        arguments += self._placement.arguments
+        return WorkerConnection(
+            WorkerProcess(arguments, self._placement.environment), self._config.heartbeat_timeout, on_loss
+        )
 
     def send(self, plan: StepPlan) -> None:
         """Send a step to the worker. Does not wait."""

@@ -9,12 +9,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from servekit.executor.byte_stream import OnBytes, OnEnd
 from servekit.protocol.child_process import DUMP_SIGNAL
 from servekit.protocol.framing import PIPE_BYTES, PipeWriter, make_pipe
 
 log = logging.getLogger("servekit")
+
+EMPTY: Mapping[str, str] = MappingProxyType({})
 
 # Writing the stacks of a hung worker takes milliseconds. After this time it is killed without them.
 DUMP_TIMEOUT_S = 0.3
@@ -42,9 +46,9 @@ WORKER_ENVIRONMENT = {
 }
 
 
-def worker_environment() -> dict[str, str]:
-    """Return the environment of a new worker: this process's, and WORKER_ENVIRONMENT."""
-    environment = {**WORKER_ENVIRONMENT, **os.environ}
+def worker_environment(more: Mapping[str, str] = EMPTY) -> dict[str, str]:
+    """Return the environment of a new worker: WORKER_ENVIRONMENT and more, and this process's, which comes first."""
+    environment = {**WORKER_ENVIRONMENT, **more, **os.environ}
     # transformers reads the docstrings of its classes, which Python leaves out at level 2 (-OO).
     if environment.get("PYTHONOPTIMIZE", "") not in ("", "0"):
         environment["PYTHONOPTIMIZE"] = "1"
@@ -58,8 +62,11 @@ class WorkerProcess:
     killed when the thread that started it ends.
     """
 
-    def __init__(self, arguments: list[str]) -> None:
-        """Start it. It reads nothing and is not watched before `start`."""
+    def __init__(self, arguments: list[str], environment: Mapping[str, str] = EMPTY) -> None:
+        """Start it, with these variables unless the operator has set them.
+
+        It reads nothing and is not watched before `start`.
+        """
         task_reader, task_writer = make_pipe()
         result_reader, result_writer = make_pipe()
         command = [
@@ -74,7 +81,7 @@ class WorkerProcess:
             command,
             pass_fds=(task_reader.fileno(), result_writer.fileno()),
             stdin=subprocess.DEVNULL,
-            env=worker_environment(),
+            env=worker_environment(environment),
             start_new_session=True,  # Ctrl-C in a terminal must reach the server only, which ends its workers itself
         )
         # Close the worker's ends in this process. Otherwise the worker's death would not show as EOF.

@@ -18,7 +18,8 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import count, takewhile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -210,32 +211,48 @@ class Journal:
             log.error("journal %s stopped: %s; the server continues without a journal", self.path, reason)
 
 
-def open_journal(config: ServeConfig) -> Journal | None:
-    """Create the journal that the settings ask for, if any. Raises ConfigError."""
+def open_journals(config: ServeConfig, num_replicas: int) -> list[Journal]:
+    """Create the journal of each replica, if the settings ask for journals. Raises ConfigError."""
     if config.journal is None:
-        return None
-    journal = Journal(Path(config.journal), config.journal_max_bytes, config.journal_max_files, config.journal_tokens)
-    journal.open()
-    return journal
+        return []
+    limits = config.journal_max_bytes, config.journal_max_files, config.journal_tokens
+    path = Path(config.journal)
+    paths = [path] if num_replicas == 1 else [_replica_path(path, index) for index in range(num_replicas)]
+    journals = [Journal(each, *limits) for each in paths]
+    for journal in journals:
+        journal.open()
+    return journals
+
+
+def _replica_path(path: Path, index: int) -> Path:
+    return path.with_name(f"{path.name}.replica-{index}")
+
+
+def journal_paths(path: Path) -> list[Path]:
+    """The newest files that a server with `--journal PATH` has written: PATH, or one for each replica."""
+    if path.exists() or not _replica_path(path, 0).exists():
+        return [path]
+    return list(takewhile(Path.exists, (_replica_path(path, index) for index in count())))
 
 
 class JournalCollector(Collector):
-    """Metrics of a journal, read at each scrape."""
+    """Metrics of the journals of all replicas, read at each scrape."""
 
-    def __init__(self, journal: Journal, model_name: str) -> None:
-        self._journal = journal
+    def __init__(self, journals: Sequence[Journal], model_name: str) -> None:
+        self._journals = journals
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        labels = ["model_name"]
+        labels = ["model_name", "replica"]
         recording = GaugeMetricFamily(
             "servekit_journal_recording",
             "1 while --journal records; 0 after it stopped, because the disk was full or too slow.",
             labels=labels,
         )
-        recording.add_metric([self._model_name], float(self._journal.is_recording))
         num_bytes = CounterMetricFamily("servekit_journal_bytes", "Bytes written to the journal.", labels=labels)
-        num_bytes.add_metric([self._model_name], self._journal.num_bytes)
+        for index, journal in enumerate(self._journals):
+            recording.add_metric([self._model_name, str(index)], float(journal.is_recording))
+            num_bytes.add_metric([self._model_name, str(index)], journal.num_bytes)
         yield recording
         yield num_bytes
 

@@ -23,12 +23,13 @@ FREE, CACHED, SHARED, FENCED = -1, -2, -3, -4
 class LiveStep(Struct, frozen=True, array_like=True, gc=False):
     """One step."""
 
-    step_id: int  # ascends, also across workers
+    step_id: int  # of its replica; ascends, also across workers
     sent_s: float
     num_prefill_tokens: int
     num_decode_tokens: int
     num_sequences: int
     duration_s: float | None  # in the worker; None while the step runs, and if its worker was lost
+    replica: int = 0
 
 
 class LiveSequence(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -66,12 +67,16 @@ class LiveEnd(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class LiveWorker(Struct, frozen=True, omit_defaults=True):
-    """A model worker."""
+    """The model worker of a replica, and the replica's sequences and KV blocks."""
 
     state: str  # "serving", or the current stage of loading
     device: str = ""  # known when the model is loaded, as are the next two fields
     dtype: str = ""
     attention: str = ""
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_available_blocks: int = 0  # hold no KV, or a cached prefix
 
 
 class LiveLimits(Struct, frozen=True):

@@ -11,7 +11,7 @@ costs more than counting with it. For this reason they are exported with value 0
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -57,28 +57,50 @@ _EXPORTED_SETTINGS = (
 _MAX_LABEL_VALUES = 100
 
 
+_Family = TypeVar("_Family", Gauge, Counter, Histogram)
+
+
 class _MetricFactory:
-    """Declares metrics with the prefix `servekit_` and the label `model_name`, and registers them."""
+    """Declares metrics with the prefix `servekit_` and the label `model_name`, and registers them.
+
+    `of_replica` returns a factory of the metrics that each replica has: they have the label `replica`, too.
+    """
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self.registry = registry
-        self.model_name = model_name
+        self.label_values: tuple[str, ...] = (model_name,)  # of the labels that all metrics of this factory have
+        self._label_names: tuple[str, ...] = ("model_name",)
+        self._families: dict[str, Any] = {}  # what was declared for an earlier replica
+
+    def of_replica(self, index: int) -> _MetricFactory:
+        """The factory of one replica's metrics."""
+        factory = _MetricFactory(self.registry, self.label_values[0])
+        factory.label_values += (str(index),)
+        factory._label_names += ("replica",)
+        factory._families = self._families
+        return factory
 
     def gauge(self, name: str, text: str) -> Gauge:
-        return self.labelled_gauge(name, text).labels(self.model_name)
+        return self.labelled_gauge(name, text).labels(*self.label_values)
 
     def labelled_gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"servekit_{name}", text, ["model_name", *labels], registry=self.registry)
+        return self._declare(Gauge, name, text, *labels)
 
     def counter(self, name: str, text: str) -> Counter:
-        return self.labelled_counter(name, text).labels(self.model_name)
+        return self.labelled_counter(name, text).labels(*self.label_values)
 
     def labelled_counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"servekit_{name}", text, ["model_name", *labels], registry=self.registry)
+        return self._declare(Counter, name, text, *labels)
 
     def histogram(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS) -> Histogram:
-        metric = Histogram(f"servekit_{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
-        return metric.labels(self.model_name)
+        return self._declare(Histogram, name, text, buckets=buckets).labels(*self.label_values)
+
+    def _declare(self, kind: Callable[..., _Family], name: str, text: str, *labels: str, **options: Any) -> _Family:
+        if name not in self._families:
+            names = [*self._label_names, *labels]
+            self._families[name] = kind(f"servekit_{name}", text, names, registry=self.registry, **options)
+        family: _Family = self._families[name]
+        return family
 
 
 class RequestMetrics(Observer):
@@ -95,7 +117,7 @@ class RequestMetrics(Observer):
             "and error, too; only stop and length are successes.",
             "finished_reason",
         )
-        self._ended = {reason: ended.labels(metrics.model_name, str(reason)) for reason in FinishReason}
+        self._ended = {reason: ended.labels(*metrics.label_values, str(reason)) for reason in FinishReason}
         self._time_to_first_token = metrics.histogram(
             "time_to_first_token_seconds", "Time from arrival to the first token."
         )
@@ -187,8 +209,8 @@ class StepMetrics(Observer):
             "it, prefill for the others.",
             "phase",
         )
-        self._batch_decode_tokens = tokens.labels(metrics.model_name, "decode")
-        self._batch_prefill_tokens = tokens.labels(metrics.model_name, "prefill")
+        self._batch_decode_tokens = tokens.labels(*metrics.label_values, "decode")
+        self._batch_prefill_tokens = tokens.labels(*metrics.label_values, "prefill")
 
     def step_sent(self, step: StepSummary, is_alone: bool, now_s: float) -> None:
         self._iteration_tokens.observe(step.num_prefill_tokens + step.num_decode_tokens)
@@ -230,7 +252,7 @@ class WorkerMetrics(Observer):
         restarts = metrics.labelled_counter(
             "worker_restarts_total", "Workers that had to be replaced, by cause.", "cause"
         )
-        self._restarts = {cause: restarts.labels(metrics.model_name, cause) for cause in RESTART_CAUSES}
+        self._restarts = {cause: restarts.labels(*metrics.label_values, cause) for cause in RESTART_CAUSES}
         self._recovery = metrics.histogram(
             "worker_recovery_seconds",
             "Time from detecting the loss of a worker until its replacement has loaded the model.",
@@ -261,7 +283,7 @@ class HttpMetrics:
     """HTTP requests. The API and the HTTP protocol update them."""
 
     def __init__(self, metrics: _MetricFactory) -> None:
-        self._model_name = metrics.model_name
+        (self._model_name,) = metrics.label_values
         self._refusals = metrics.labelled_counter(
             "admission_rejections_total", "Requests refused before they were queued, by error code.", "reason"
         )
@@ -308,7 +330,7 @@ class ServerMetrics:
         build.labels(version=version).set(1)
         exported = {name: str(getattr(config, name)) for name in _EXPORTED_SETTINGS}
         settings = metrics.labelled_gauge("config_info", "Settings of the scheduler.", *exported)
-        settings.labels(metrics.model_name, *exported.values()).set(1)
+        settings.labels(*metrics.label_values, *exported.values()).set(1)
 
 
 class SchedulerStats(Struct, frozen=True, kw_only=True):
@@ -336,24 +358,35 @@ class _SchedulerCollector(Collector):
     """Metrics of the scheduler's state, read at each scrape, so that steps spend nothing on gauges."""
 
     def __init__(
-        self, model_name: str, read_stats: Callable[[], SchedulerStats], idle_s: Callable[[float], float]
+        self, model_name: str, read_stats: Callable[[], list[SchedulerStats]], idle_s: Callable[[int, float], float]
     ) -> None:
+        """`read_stats` gives the state of each replica, `idle_s` how long one was idle until now."""
         self._model_name = model_name
         self._read_stats = read_stats
         self._idle_s = idle_s
+        self._labels = [model_name, ""]  # of the replica that is exported
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._read_stats()
+        families: dict[str, Metric] = {}
+        for replica, stats in enumerate(self._read_stats()):
+            self._labels = [self._model_name, str(replica)]
+            for family in self._collect_one(stats, self._idle_s(replica, stats.now_s)):
+                families.setdefault(family.name, family)
+                if families[family.name] is not family:
+                    families[family.name].samples += family.samples
+        yield from families.values()
+
+    def _collect_one(self, stats: SchedulerStats, idle_s: float) -> Iterator[Metric]:
         yield self._gauge("num_requests_running", "Sequences that hold a slot and KV blocks.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Sequences in the waiting queue.", stats.num_waiting)
         reasons = GaugeMetricFamily(
             "servekit_num_requests_waiting_by_reason",
             "Waiting sequences by what they wait for: a slot or KV memory (capacity), or the prompt that another "
             "answer to the same request still has to compute (deferred).",
-            labels=["model_name", "reason"],
+            labels=["model_name", "replica", "reason"],
         )
-        reasons.add_metric([self._model_name, "capacity"], stats.num_waiting - stats.num_followers)
-        reasons.add_metric([self._model_name, "deferred"], stats.num_followers)
+        reasons.add_metric([*self._labels, "capacity"], stats.num_waiting - stats.num_followers)
+        reasons.add_metric([*self._labels, "deferred"], stats.num_followers)
         yield reasons
         yield self._gauge(
             "num_tokens_waiting", "Prompt tokens of sequences that have not been in a step.", stats.num_waiting_tokens
@@ -403,18 +436,16 @@ class _SchedulerCollector(Collector):
             "that to a later step.",
             stats.num_deferrals,
         )
-        yield self._counter(
-            "scheduler_idle_seconds", "Seconds in which the main loop had nothing to do.", self._idle_s(stats.now_s)
-        )
+        yield self._counter("scheduler_idle_seconds", "Seconds in which the main loop had nothing to do.", idle_s)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"servekit_{name}", text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+        family = GaugeMetricFamily(f"servekit_{name}", text, labels=["model_name", "replica"])
+        family.add_metric(self._labels, value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"servekit_{name}", text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+        family = CounterMetricFamily(f"servekit_{name}", text, labels=["model_name", "replica"])
+        family.add_metric(self._labels, value)
         return family
 
 
@@ -470,20 +501,26 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model_name = config.model_name
         metrics = _MetricFactory(self.registry, config.model_name)
+        self._factory = metrics
         self.requests = RequestMetrics(metrics)
-        self.steps = StepMetrics(metrics)
-        self.workers = WorkerMetrics(metrics)
+        self._replicas: list[tuple[StepMetrics, WorkerMetrics]] = []
+        self.steps, self.workers = self.of_replica(0)
         self.http = HttpMetrics(metrics)
         self.server = ServerMetrics(metrics, config, version)
 
-    @property
-    def observers(self) -> list[Observer]:
-        """The groups that the engine's events update."""
-        return [self.requests, self.steps, self.workers]
+    def of_replica(self, index: int) -> tuple[StepMetrics, WorkerMetrics]:
+        """The groups that the events of one replica update."""
+        while len(self._replicas) <= index:
+            factory = self._factory.of_replica(len(self._replicas))
+            self._replicas.append((StepMetrics(factory), WorkerMetrics(factory)))
+        return self._replicas[index]
 
-    def watch_scheduler(self, read_stats: Callable[[], SchedulerStats]) -> None:
-        """Export what `read_stats` returns at each scrape."""
-        self.registry.register(_SchedulerCollector(self._model_name, read_stats, self.steps.idle_s))
+    def watch_scheduler(self, read_stats: Callable[[], list[SchedulerStats]]) -> None:
+        """Export what `read_stats` returns for each replica at each scrape."""
+        collector = _SchedulerCollector(
+            self._model_name, read_stats, lambda replica, now_s: self.of_replica(replica)[0].idle_s(now_s)
+        )
+        self.registry.register(collector)
 
     def watch_queue(self, read_usage: Callable[[], QueueUsage]) -> None:
         """Export what `read_usage` returns at each scrape."""

@@ -4,19 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 LAG_INTERVAL_S = 0.25
 
 NO_PROCESS = 0  # /proc/0 does not exist, so nothing is exported
 
 
-def watch_processes(registry: CollectorRegistry, worker_pid: Callable[[], int | None]) -> None:
-    """Export `process_*` of this process and `servekit_worker_process_*` of the worker, read at each scrape."""
+def watch_processes(registry: CollectorRegistry, worker_pids: Callable[[], Sequence[int | None]]) -> None:
+    """Export `process_*` of this process and `servekit_worker_process_*` of each worker, read at each scrape."""
     ProcessCollector(registry=registry)
-    ProcessCollector("servekit_worker", pid=lambda: worker_pid() or NO_PROCESS, registry=registry)
+    registry.register(_WorkersCollector(worker_pids))
+
+
+class _WorkersCollector(Collector):
+    """Memory, open files and CPU time of the workers, by replica."""
+
+    def __init__(self, pids: Callable[[], Sequence[int | None]]) -> None:
+        self._pids = pids
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for replica, pid in enumerate(self._pids()):
+            process = ProcessCollector("servekit_worker", pid=partial(_pid, pid), registry=None)
+            for family in process.collect():
+                for sample in family.samples:
+                    sample.labels["replica"] = str(replica)
+                if families.setdefault(family.name, family) is not family:
+                    families[family.name].samples += family.samples
+        yield from families.values()
+
+
+def _pid(pid: int | None) -> int:
+    return pid or NO_PROCESS
 
 
 async def watch_event_loop(lag: Histogram, num_tasks: Gauge) -> None:

@@ -26,7 +26,7 @@ class StepHistory(Observer):
     def __init__(self) -> None:
         self.num_steps = 0  # executed since the server began
         self.num_generated_tokens = 0
-        self._steps: OrderedDict[int, LiveStep] = OrderedDict()  # by step_id, which ascends across workers
+        self._steps: OrderedDict[tuple[int, int], LiveStep] = OrderedDict()  # by replica and step id
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST_TOKENS)  # (when, latency)
         self._ends: deque[LiveEnd] = deque(maxlen=MAX_ENDED)
         # [tenth of a second, tokens in it]: the current tenth, and those in the window of the rate.
@@ -34,17 +34,29 @@ class StepHistory(Observer):
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    def step_sent(self, step: StepSummary, is_alone: bool, now_s: float) -> None:
-        self._steps[step.step_id] = LiveStep(
-            step.step_id, now_s, step.num_prefill_tokens, step.num_decode_tokens, step.num_sequences, duration_s=None
+    def of_replica(self, replica: int) -> Observer:
+        """What listens to the steps of one replica."""
+        return _ReplicaSteps(self, replica)
+
+    def add_step(self, replica: int, step: StepSummary, now_s: float) -> None:
+        """Record a step that was sent."""
+        self._steps[replica, step.step_id] = LiveStep(
+            step.step_id,
+            now_s,
+            step.num_prefill_tokens,
+            step.num_decode_tokens,
+            step.num_sequences,
+            duration_s=None,
+            replica=replica,
         )
         if len(self._steps) > MAX_STEPS:
             self._steps.popitem(last=False)
 
-    def step_done(self, result: StepResult, num_tokens: int, loop_time_s: float, now_s: float) -> None:
+    def add_result(self, replica: int, result: StepResult, num_tokens: int, now_s: float) -> None:
+        """Record that a step was done."""
         self.num_steps += 1
-        if (step := self._steps.get(result.step_id)) is not None:
-            self._steps[step.step_id] = replace(step, duration_s=result.step_time_s)
+        if (step := self._steps.get((replica, result.step_id))) is not None:
+            self._steps[replica, step.step_id] = replace(step, duration_s=result.step_time_s)
         self.num_generated_tokens += num_tokens
         tenth = _tenth(now_s)
         if self._tenths and self._tenths[-1][0] == tenth:
@@ -102,6 +114,20 @@ class StepHistory(Observer):
         """Percentiles of time to first token in the last minute, by nearest rank; None if there was no token."""
         latencies = sorted(latency for when, latency in self._first_tokens if when > now_s - FIRST_TOKENS_WINDOW_S)
         return [latencies[-(-percent * len(latencies) // 100) - 1] if latencies else None for percent in percents]
+
+
+class _ReplicaSteps(Observer):
+    """Records the steps of one replica."""
+
+    def __init__(self, history: StepHistory, replica: int) -> None:
+        self._history = history
+        self._replica = replica
+
+    def step_sent(self, step: StepSummary, is_alone: bool, now_s: float) -> None:
+        self._history.add_step(self._replica, step, now_s)
+
+    def step_done(self, result: StepResult, num_tokens: int, loop_time_s: float, now_s: float) -> None:
+        self._history.add_result(self._replica, result, num_tokens, now_s)
 
 
 def _tenth(time_s: float) -> int:

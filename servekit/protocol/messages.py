@@ -33,6 +33,7 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     gpu_memory_utilization: float
     load_format: str = "auto"  # dummy: random weights
     kv_cache_dtype: str = "auto"  # the model's own
+    device_index: int | None = None  # of the first GPU, where `device` names none; None lets torch choose
     # Of the files that other workers have loaded: others are refused before they are loaded. "" accepts any.
     fingerprint: str = ""
     # With several ranks, each holds a part of the model, and all of them get the same plans. A stage of the pipeline

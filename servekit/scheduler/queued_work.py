@@ -5,7 +5,8 @@ A preempted sequence waits again, but it is not counted, because it was admitted
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -22,6 +23,47 @@ class WorkCount(Struct, gc=False):
         """Count more, or with negative numbers less."""
         self.num_sequences += num_sequences
         self.num_tokens += num_tokens
+
+
+class QueuedCounts(Protocol):
+    """What is queued, for those that only read it."""
+
+    @property
+    def total(self) -> WorkCount:
+        """What all tenants have queued."""
+
+    def of(self, tenant: str) -> WorkCount:
+        """What one tenant has queued."""
+
+    def by_tenant(self) -> Mapping[str, WorkCount]:
+        """What each tenant has queued that has something queued."""
+
+
+class CombinedWork:
+    """What several managers have queued together, counted when it is read."""
+
+    def __init__(self, parts: Iterable[QueuedCounts]) -> None:
+        self._parts = list(parts)
+
+    @property
+    def total(self) -> WorkCount:
+        """What all tenants have queued."""
+        return _sum(part.total for part in self._parts)
+
+    def of(self, tenant: str) -> WorkCount:
+        """What one tenant has queued."""
+        return _sum(part.of(tenant) for part in self._parts)
+
+    def by_tenant(self) -> Mapping[str, WorkCount]:
+        """What each tenant has queued that has something queued."""
+        return {tenant: self.of(tenant) for part in self._parts for tenant in part.by_tenant()}
+
+
+def _sum(counts: Iterable[WorkCount]) -> WorkCount:
+    total = WorkCount()
+    for count in counts:
+        total.add(count.num_sequences, count.num_tokens)
+    return total
 
 
 class QueuedWork:

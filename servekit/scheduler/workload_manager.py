@@ -126,6 +126,11 @@ class WorkloadManager:
         """The sequence with this id; None if it has ended, or was never here."""
         return self._sequences.get(sequence_id)
 
+    @property
+    def sequence_ids(self) -> list[int]:
+        """The ids of all living sequences, in order of arrival."""
+        return sorted(self._sequences)
+
     @staticmethod
     def prefill_left(sequence: Sequence) -> int:
         """What a sequence contributes to `num_prefill_tokens`."""

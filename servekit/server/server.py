@@ -63,7 +63,7 @@ async def _serve(config: ServeConfig) -> int:
     supervisor = asyncio.create_task(_supervise(engine, app.state.body_decoder, server, listener))
     reloading = asyncio.create_task(reload.run(), name="keys file")
     engine.metrics.watch_log(num_dropped_lines)
-    watch_processes(engine.metrics.registry, lambda: engine.worker_pid)
+    watch_processes(engine.metrics.registry, lambda: engine.worker_pids)
     watching = watch_event_loop(engine.metrics.server.event_loop_lag, engine.metrics.server.event_loop_tasks)
     lag = asyncio.create_task(watching, name="event loop lag")
     try:

@@ -428,9 +428,10 @@ def _measure_memory_use(loaded: LoadedModel, settings: LoadModel) -> MemoryUse:
 
 
 def _device_of_rank(settings: LoadModel) -> str:
-    """Return the device of this rank: on GPUs, each rank has the one of its number."""
+    """Return the device of this rank: on GPUs, each rank of each replica has one of its own."""
     is_gpu = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
-    return f"cuda:{settings.rank}" if is_gpu and settings.num_ranks > 1 else settings.device
+    is_alone = settings.num_ranks == 1 and settings.device_index is None
+    return f"cuda:{(settings.device_index or 0) + settings.rank}" if is_gpu and not is_alone else settings.device
 
 
 def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[ModelRunner, WorkerReady]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import pytest
@@ -29,7 +29,7 @@ from servekit.observability.step_history import StepHistory
 from servekit.protocol.messages import StepFailed, StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest, Prompt, Sampling
-from servekit.scheduler.commands import AddSequence, Operation, Outcome
+from servekit.scheduler.commands import AddSequence, Finish, Operation, Outcome
 from servekit.scheduler.sequence import FinishReason
 from servekit.scheduler.workload_manager import WorkloadManager
 from tests.support.scheduler import add_sequence, make_manager, make_prompt, make_worker, reference
@@ -83,6 +83,29 @@ class InlineExecutor:
         return self.loss
 
 
+class Alone:
+    """Stands in for the engine of a lone core."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def core_lost(self, core: EngineCore) -> None:
+        pass
+
+    async def core_ready(self, core: EngineCore) -> None:
+        core.outage = None
+
+    def has_other_worker(self, core: EngineCore) -> bool:
+        return False
+
+    def finish(self, commands: Iterable[Finish]) -> None:
+        for command in commands:
+            self._service.manager.apply(command)
+
+    def fail_all(self, error: ServekitError) -> None:
+        self.finish(self._service.output.fail_all(error, self._service.now_s))
+
+
 class Service:
     """An EngineCore with its parts, and requests whose sequences are made up from their ids."""
 
@@ -93,19 +116,24 @@ class Service:
         self.executor = InlineExecutor(self.manager, loses)
         self.registry = RequestRegistry()
         self.metrics = Metrics(ServeConfig(), "")
-        observers: list[Observer] = [*self.metrics.observers]
+        observers: list[Observer] = [self.metrics.requests, *self.metrics.of_replica(0)]
+        self.output = OutputProcessor(self.registry, observers, lambda _: False)
         self.now_s = 0.0
         self.core = EngineCore(
             ServeConfig(**settings),
             self.manager,
             cast(ModelExecutor, self.executor),
-            OutputProcessor(self.registry, observers, lambda _: False),
+            self.output,
             self.registry,
             observers,
             lambda: self.now_s,
+            Alone(self),
         )
-        self.metrics.watch_scheduler(self.core.stats)
+        self.metrics.watch_scheduler(lambda: [self.core.stats()])
         self._ids = itertools.count()
+
+    def abort(self, request: RequestState) -> None:
+        Alone(self).finish(self.output.abort(request, self.now_s))
 
     def submit(self, n: int = 1, caller: Caller = ANONYMOUS, stop: tuple[str, ...] = (), **fields: Any) -> RequestState:
         queue = ClientQueue()
@@ -120,13 +148,16 @@ class Service:
             detokenizer = Detokenizer(lambda token_id: b"%d " % token_id, stop)
             outputs.append(SequenceOutput(sequence, index, detokenizer, queue, caller.request_id))
         asked = GenerationRequest(prompts=[Prompt("", "prompt")], sampling=Sampling(), n=n, best_of=n)
-        state = RequestState(asked, caller, outputs, queue, 1, self.core.abort)
+        state = RequestState(asked, caller, outputs, queue, 1, self.abort)
         for output in outputs:
             self.core.add(state, output)
         return state
 
     def value(self, name: str, **labels: str) -> float | None:
-        return self.metrics.registry.get_sample_value(f"servekit_{name}", {"model_name": "demo", **labels})
+        labels["model_name"] = "demo"
+        found = self.metrics.registry.get_sample_value
+        value = found(f"servekit_{name}", labels)
+        return found(f"servekit_{name}", {**labels, "replica": "0"}) if value is None else value
 
 
 @contextlib.asynccontextmanager
@@ -328,7 +359,7 @@ def test_metrics_and_live_view_agree() -> None:
     manager.commit(worker.execute(plan), 1.0)
     service.now_s = 100.0
     server = LiveState(100.0, "ready", "serving", "demo", "1.2.3", [LiveWorker("serving")])
-    state, stats = build_live_view(server, manager, [], StepHistory()).state, service.core.stats()
+    state, stats = build_live_view(server, [manager], [], StepHistory()).state, service.core.stats()
     assert (state.num_running, state.num_waiting) == (stats.num_running, stats.num_waiting)
     assert state.num_free_blocks + state.num_cached_blocks == stats.num_free_blocks
     assert (state.num_prompt_tokens, state.num_cached_tokens) == (stats.num_prompt_tokens, stats.num_cached_tokens)

@@ -43,7 +43,7 @@ def output_of(sequence: Sequence, request_id: str = "", is_probe: bool = False) 
 
 def look_at(manager: WorkloadManager, *sequences: Sequence, tenant: str = "") -> LiveState:
     outputs = [output_of(sequence, f"r{sequence.sequence_id}") for sequence in sequences]
-    return build_live_view(SERVER, manager, outputs, StepHistory()).for_tenant(tenant)
+    return build_live_view(SERVER, [manager], outputs, StepHistory()).for_tenant(tenant)
 
 
 def unrolled(state: LiveState) -> list[int]:
@@ -103,7 +103,7 @@ def test_cells_cover_all_blocks_and_show_the_main_holder_of_each(runs: list[tupl
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(live_view, "block_kinds", lambda *_: kinds)
         patch.setattr(live_view, "MAX_CELLS", max_cells)
-        size, cells = live_view._cells(cast(Any, None), [])
+        size, cells = live_view._cells([make_manager()], [])
     shown = [kind for kind, length in cells for _ in range(length)]
     assert len(shown) <= max_cells and size == -(-len(kinds) // max_cells)
     assert shown == [naive_cell(kinds[first : first + size]) for first in range(0, len(kinds), size)]
@@ -176,7 +176,7 @@ def test_only_its_own_tenant_sees_a_sequences_request_id() -> None:
         for number, tenant in enumerate(("ours", "theirs", "ours"))
     )
     outputs = [output_of(ours, "mine"), output_of(theirs, "secret"), output_of(probe, "probe", True)]
-    view = build_live_view(SERVER, manager, outputs, StepHistory())
+    view = build_live_view(SERVER, [manager], outputs, StepHistory())
     shown = view.for_tenant("ours")
     assert [each.request_id for each in shown.sequences] == ["mine", "", ""]
     assert b"secret" not in msgspec.json.encode(shown)

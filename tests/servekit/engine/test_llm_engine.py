@@ -15,6 +15,7 @@ from servekit.errors import InvalidRequest, QueueFull, WorkerNotReady
 from servekit.protocol.messages import TokenLogprobs
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.scheduler.queued_work import QueuedWork
 from tests.support.scheduler import make_manager
 
 
@@ -36,7 +37,18 @@ class StandIns:
         self.manager = make_manager(num_blocks=512)
         self.apply = self.manager.apply
         self.max_num_tokens = 0
-        engine._core = engine._main_loop = engine._tokenizer = engine._input_processor = cast(Any, self)
+        engine.replicas = engine._main_loop = engine._tokenizer = engine._input_processor = cast(Any, self)
+
+    @property
+    def num_waiting(self) -> int:
+        return self.manager.num_waiting
+
+    @property
+    def queued(self) -> QueuedWork:
+        return self.manager.queued
+
+    def choose(self, _: Any) -> StandIns:
+        return self
 
     async def prepare(self, *_: Any) -> list[PreparedPrompt]:
         return [PreparedPrompt([1] * 500, [SamplingParams(max_tokens=1)]) for _ in range(100)]

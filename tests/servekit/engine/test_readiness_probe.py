@@ -20,6 +20,7 @@ class Probed:
         self.now_s, self.num_generated = 100.0, 0
         self.fails = self.hangs = False
         self.probe = ReadinessProbe(self.generate, lambda: self.now_s)
+        self.steps = self.probe.of_replica()
 
     async def generate(self) -> None:
         self.num_generated += 1
@@ -29,8 +30,8 @@ class Probed:
         self.finish_step()
 
     def finish_step(self, epoch: int = 0) -> None:
-        self.probe.step_sent(StepSummary(0, 1, 0, 1, 1), is_alone=True, now_s=self.now_s)
-        self.probe.step_done(StepResult(epoch, 1, (7,), 0.1), 1, loop_time_s=0.1, now_s=self.now_s)
+        self.steps.step_sent(StepSummary(0, 1, 0, 1, 1), is_alone=True, now_s=self.now_s)
+        self.steps.step_done(StepResult(epoch, 1, (7,), 0.1), 1, loop_time_s=0.1, now_s=self.now_s)
 
 
 async def test_a_finished_step_proves_readiness_for_half_a_minute() -> None:

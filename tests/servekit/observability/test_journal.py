@@ -24,7 +24,7 @@ from servekit.observability.journal import (
     LENGTH_BYTES,
     Journal,
     JournalCollector,
-    open_journal,
+    open_journals,
     replay_journal,
 )
 from servekit.protocol.sampling_params import SamplingParams
@@ -178,7 +178,7 @@ def test_a_full_disk_stops_the_journal_and_nothing_else(path: Path, caplog: pyte
     journal._file.close()
     journal._file = disk  # type: ignore[assignment]
     manager = journal.make_manager(LIMITS)
-    collector = JournalCollector(journal, "model")
+    collector = JournalCollector([journal], "model")
     assert next(iter(collector.collect())).samples[0].value == 1.0
     serve(manager, 200)
     wait_for(lambda: not journal.is_recording)
@@ -240,22 +240,22 @@ def test_a_journal_that_cannot_be_created_is_a_config_error(
 ) -> None:
     make(path)
     with pytest.raises(ConfigError, match=message):
-        open_journal(ServeConfig(journal=str(path)))
+        open_journals(ServeConfig(journal=str(path)), 1)
 
 
 def test_a_directory_where_no_file_can_be_created_is_a_config_error() -> None:
     """The kernel refuses it in /proc to root, too, who may write in every directory of a disk."""
     with pytest.raises(ConfigError, match="/proc/journal"):
-        open_journal(ServeConfig(journal="/proc/journal"))
+        open_journals(ServeConfig(journal="/proc/journal"), 1)
 
 
 def test_without_the_setting_there_is_no_journal() -> None:
-    assert open_journal(ServeConfig()) is None
+    assert open_journals(ServeConfig(), 2) == []
 
 
 def test_a_journal_that_records_nothing_can_be_closed(path: Path) -> None:
     """The model could not be loaded."""
-    journal = open_journal(ServeConfig(journal=str(path)))
+    (journal,) = open_journals(ServeConfig(journal=str(path)), 1)
     assert journal is not None
     journal.close()
     with pytest.raises(ConfigError, match="this is not a journal of servekit"):

@@ -18,11 +18,14 @@ from servekit.scheduler.sequence import FinishReason, Sequence
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
-    """The value of each sample, by its name without `servekit_` and its label values without the model's name."""
+    """The value of each sample, by its name without `servekit_` and its label values.
+
+    Without the model's name and the replica.
+    """
     values = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
-            labels = [value for name, value in sample.labels.items() if name != "model_name"]
+            labels = [value for name, value in sample.labels.items() if name not in ("model_name", "replica")]
             values[sample.name.removeprefix("servekit_"), *labels] = sample.value
     return values
 
@@ -125,24 +128,26 @@ def test_dropped_log_lines_are_read_at_each_scrape() -> None:
 def test_idle_time_includes_the_current_idle_period() -> None:
     metrics, now = make_metrics(), 0.0
     metrics.watch_scheduler(
-        lambda: SchedulerStats(
-            now_s=now,
-            num_running=1,
-            num_waiting=3,
-            num_followers=1,
-            num_waiting_tokens=40,
-            num_preemptions=0,
-            num_share_preemptions=0,
-            num_stale_results=0,
-            num_deferrals=5,
-            num_blocks=4,
-            num_free_blocks=3,
-            num_prompt_tokens=9,
-            num_cached_tokens=8,
-            prefill_limit=16,
-            step_token_limit=512,
-            num_quarantined=2,
-        )
+        lambda: [
+            SchedulerStats(
+                now_s=now,
+                num_running=1,
+                num_waiting=3,
+                num_followers=1,
+                num_waiting_tokens=40,
+                num_preemptions=0,
+                num_share_preemptions=0,
+                num_stale_results=0,
+                num_deferrals=5,
+                num_blocks=4,
+                num_free_blocks=3,
+                num_prompt_tokens=9,
+                num_cached_tokens=8,
+                prefill_limit=16,
+                step_token_limit=512,
+                num_quarantined=2,
+            )
+        ]
     )
     metrics.steps.idle_began(10.0)
     now = 12.0

@@ -26,7 +26,7 @@ def make_result(step_id: int, step_time_s: float = 0.5) -> StepResult:
 
 
 def record_done(history: StepHistory, step_id: int, num_tokens: int, now_s: float, step_time_s: float = 0.5) -> None:
-    history.step_done(make_result(step_id, step_time_s), num_tokens, loop_time_s=step_time_s, now_s=now_s)
+    history.of_replica(0).step_done(make_result(step_id, step_time_s), num_tokens, loop_time_s=step_time_s, now_s=now_s)
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -40,9 +40,9 @@ def test_a_single_position_that_samples_is_decode_and_all_other_tokens_are_prefi
 
 def test_a_step_is_listed_when_sent_and_gets_its_duration_when_done() -> None:
     history = StepHistory()
-    history.step_sent(StepSummary(0, 0, 7, 2, 4), is_alone=True, now_s=10.0)
+    history.of_replica(0).step_sent(StepSummary(0, 0, 7, 2, 4), is_alone=True, now_s=10.0)
     assert history.steps == [LiveStep(0, 10.0, 7, 2, 4, None)]
-    history.step_sent(make_step(1), is_alone=False, now_s=10.5)
+    history.of_replica(0).step_sent(make_step(1), is_alone=False, now_s=10.5)
     record_done(history, 0, 3, 10.75, step_time_s=0.25)
     assert history.steps == [LiveStep(0, 10.0, 7, 2, 4, 0.25), LiveStep(1, 10.5, 0, 1, 1, None)]
     assert history.num_steps == 1 and history.num_generated_tokens == 3
@@ -51,7 +51,7 @@ def test_a_step_is_listed_when_sent_and_gets_its_duration_when_done() -> None:
 def test_a_step_of_a_lost_worker_never_gets_a_duration() -> None:
     history = StepHistory()
     for step_id, epoch in ((0, 0), (1, 0), (2, 1)):
-        history.step_sent(make_step(step_id, epoch), is_alone=True, now_s=float(step_id))
+        history.of_replica(0).step_sent(make_step(step_id, epoch), is_alone=True, now_s=float(step_id))
     record_done(history, 0, 1, 5.0)
     record_done(history, 2, 1, 6.0)
     record_done(history, 99, 0, 6.0)  # an unknown step
@@ -61,7 +61,7 @@ def test_a_step_of_a_lost_worker_never_gets_a_duration() -> None:
 def test_only_the_last_steps_are_kept_and_a_late_result_is_harmless() -> None:
     history = StepHistory()
     for step_id in range(MAX_STEPS + 5):
-        history.step_sent(make_step(step_id), is_alone=False, now_s=0.0)
+        history.of_replica(0).step_sent(make_step(step_id), is_alone=False, now_s=0.0)
     record_done(history, 0, 1, 1.0)
     assert [step.step_id for step in history.steps] == list(range(5, MAX_STEPS + 5))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import string
 import time
@@ -97,9 +98,11 @@ async def test_blocked_event_loop_shows_as_lag() -> None:
 
 
 def test_missing_worker_has_no_memory_metric() -> None:
-    registry, pids = CollectorRegistry(), [None, "self"]
-    watch_processes(registry, lambda: pids[-1])  # type: ignore[arg-type,return-value]
-    names = [family.name for family in registry.collect()]
-    assert "process_resident_memory_bytes" in names and "servekit_worker_process_resident_memory_bytes" in names
-    pids.append(None)
+    registry, pids = CollectorRegistry(), [None, os.getpid()]
+    watch_processes(registry, lambda: pids)
+    found = {family.name: family.samples for family in registry.collect()}
+    assert "process_resident_memory_bytes" in found
+    (memory,) = found["servekit_worker_process_resident_memory_bytes"]
+    assert memory.labels == {"replica": "1"} and memory.value > 0
+    pids[1] = None
     assert not any(family.name.startswith("servekit_worker") for family in registry.collect())

@@ -1,0 +1,319 @@
+"""Run several engine cores as one: choose the core of each sequence, and move sequences when a core is lost or ready.
+
+A sequence is on one core at a time. It moves as values: its manager forgets it and answers with the command that
+continues it elsewhere, token for token (docs/design/replicas.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+from servekit.config import ServeConfig
+from servekit.engine.engine_core import EngineCore
+from servekit.engine.request_registry import RequestRegistry
+from servekit.errors import ServekitError, WorkerLost
+from servekit.executor.model_executor import ModelExecutor, WorkerSource
+from servekit.executor.placement import Placement, placements
+from servekit.observability.metrics import SchedulerStats
+from servekit.protocol.messages import LoadModel, WorkerReady
+from servekit.routing.router import Router
+from servekit.scheduler.commands import AddSequence, Finish, Withdraw
+from servekit.scheduler.queued_work import CombinedWork, QueuedCounts
+from servekit.scheduler.scheduler_config import SchedulerConfig
+
+log = logging.getLogger("servekit")
+
+MOVED_PER_SLICE = 32  # sequences that move without a pause; each takes some 0.1 ms
+REBALANCE_INTERVAL_S = 1.0
+MAX_REBALANCED = 16  # prompts at a time: what moves away for a wrong prediction has to wait twice
+
+
+class Replica:
+    """One engine core, the executor of its steps, and where its worker runs."""
+
+    def __init__(self, index: int, executor: ModelExecutor, placement: Placement) -> None:
+        self.index = index
+        self.executor = executor
+        self.placement = placement
+        self.worker: WorkerReady | None = None  # what its first worker reported; None until it is ready
+        self.has_failed = False  # its worker cannot be replaced
+        self._core: EngineCore | None = None
+
+    @property
+    def core(self) -> EngineCore:
+        """Its core; there is one when the first worker is ready."""
+        assert self._core is not None
+        return self._core
+
+    @core.setter
+    def core(self, core: EngineCore) -> None:
+        self._core = core
+
+    @property
+    def state(self) -> str:
+        """One of loading, ready, recovering, failed."""
+        if self.has_failed:
+            return "failed"
+        if self._core is None:
+            return "loading"
+        return "ready" if self.is_ready else "recovering"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its worker executes steps, as far as is known."""
+        return self._core is not None and self.executor.is_ready and not self.executor.is_leaving
+
+    @property
+    def takes_sequences(self) -> bool:
+        """Whether a new sequence can run here at once: not beside one that is suspected of crashing workers."""
+        return self.is_ready and not self.core.manager.quarantine
+
+    def fits(self, max_length: int) -> bool:
+        """Whether a sequence of so many tokens can run here alone."""
+        return max_length <= self.core.manager.config.max_total_tokens
+
+
+class Replicas:
+    """All replicas of one engine. Everything runs on the event loop's thread."""
+
+    def __init__(self, config: ServeConfig, registry: RequestRegistry, source: WorkerSource | None) -> None:
+        self._config = config
+        self._registry = registry
+        self._router = Router(config.block_size)
+        self._fail_all: Callable[[ServekitError], None] = lambda _: None
+        self._has_cores = False
+        self.all = [
+            Replica(index, ModelExecutor(config, wake, wake, source, placement), placement)
+            for index, placement in enumerate(placements(config))
+            for wake in [partial(self._wake, index)]
+        ]
+
+    # -- start and stop -----------------------------------------------------------------------------------------------
+
+    async def start(self, load: LoadModel, make_core: Callable[[Replica], EngineCore]) -> None:
+        """Start all workers at the same time, and a core for each. Raises ConfigError or WorkerError."""
+        workers = await asyncio.gather(*(each.executor.start(each.placement.apply(load)) for each in self.all))
+        for replica, worker in zip(self.all, workers, strict=True):
+            replica.worker = worker
+            replica.core = make_core(replica)
+            self._router.add_replica(replica.index, replica.core.manager)
+            if len(self.all) > 1:
+                log.info(
+                    "replica %d: %s, %d KV blocks, %s",
+                    replica.index,
+                    worker.device,
+                    worker.num_blocks,
+                    replica.placement,
+                )
+        self._has_cores = True
+
+    async def run(self, fail_all: Callable[[ServekitError], None]) -> ServekitError:
+        """Serve until the engine fails, and return the failure. Cancel this to stop serving.
+
+        A replica whose worker cannot be replaced is given up, unless it is the last one.
+        """
+        self._fail_all = fail_all
+        loops: dict[asyncio.Task[ServekitError], Replica] = {
+            asyncio.create_task(replica.core.run(), name=f"core {replica.index}"): replica for replica in self.all
+        }
+        rebalancing = asyncio.create_task(self._rebalance_forever(), name="rebalancing")
+        try:
+            while True:
+                done, _ = await asyncio.wait([*loops], return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    replica, failure = loops.pop(task), task.result()
+                    if not isinstance(failure, WorkerLost) or not loops:
+                        return failure
+                    log.error("replica %d is given up: %s", replica.index, failure.message)
+                    replica.has_failed = True
+                    await self._move_from(replica)
+        finally:
+            for each in (*loops, rebalancing):
+                each.cancel()
+            await asyncio.gather(*loops, rebalancing, return_exceptions=True)
+
+    async def stop(self, graceful: bool) -> None:
+        """End all workers."""
+        await asyncio.gather(*(replica.executor.stop(graceful) for replica in self.all))
+
+    def _wake(self, index: int) -> None:
+        if self._has_cores:
+            self.all[index].core.wake()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def cores(self) -> list[EngineCore]:
+        """The cores of all replicas; none before all are ready for the first time."""
+        return [replica.core for replica in self.all] if self._has_cores else []
+
+    @property
+    def num_ready(self) -> int:
+        return sum(replica.executor.is_ready for replica in self.all)
+
+    @property
+    def stage(self) -> str:
+        """What the first replica that is not ready is doing, as text for people."""
+        return next((each.executor.stage for each in self.all if not each.executor.is_ready), "serving")
+
+    @property
+    def limits(self) -> SchedulerConfig:
+        """The limits of the replica with the most KV blocks: what fits there can be served."""
+        return max((core.manager.config for core in self.cores), key=lambda config: config.max_total_tokens)
+
+    @property
+    def num_waiting(self) -> int:
+        """Waiting sequences of all replicas."""
+        return sum(core.manager.num_waiting for core in self.cores)
+
+    @property
+    def queued(self) -> QueuedCounts:
+        """What is queued at all replicas."""
+        cores = self.cores
+        return cores[0].manager.queued if len(cores) == 1 else CombinedWork([each.manager.queued for each in cores])
+
+    @property
+    def outage(self) -> ServekitError | None:
+        """Set while there has been no worker at all for worker_restart_timeout."""
+        if self.num_ready:
+            return None
+        return next((core.outage for core in self.cores if core.outage is not None), None)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a core with a worker makes no progress."""
+        return any(replica.is_ready and replica.core.is_stalled for replica in self.all)
+
+    def stats(self) -> list[SchedulerStats]:
+        """The state of each scheduler, for metrics."""
+        return [core.stats() for core in self.cores]
+
+    # -- sequences ----------------------------------------------------------------------------------------------------
+
+    def finish(self, commands: Iterable[Finish]) -> None:
+        """End sequences, wherever they are: for the other cores, Finish does nothing."""
+        for command in commands:
+            for core in self.cores:
+                core.apply(command)
+
+    def choose(self, commands: Sequence[AddSequence]) -> EngineCore:
+        """The core for all answers to one prompt, the first of which is the leader of the others."""
+        if len(self.all) == 1:
+            return self.all[0].core
+        return self._choose([each for each in self.all if not each.has_failed], commands).core
+
+    def _choose(self, candidates: list[Replica], commands: Sequence[AddSequence]) -> Replica:
+        """The replica for all answers to one prompt, of these. The router prefers those that can begin at once."""
+        fitting = [each for each in candidates if each.fits(_max_length(commands[0]))] or candidates
+        for replica in self.all:
+            self._router.set_available(replica.index, replica in fitting and replica.takes_sequences)
+        route = self._router.route(commands)
+        if route is not None:
+            return self.all[route.replica_id]
+        return min(fitting, key=lambda each: (not each.is_ready, each.core.manager.num_waiting))
+
+    # -- moving -------------------------------------------------------------------------------------------------------
+
+    async def core_lost(self, core: EngineCore) -> None:
+        """Continue the sequences of a core that has lost its worker on those that have one, in order of arrival."""
+        await self._move_from(self._replica_of(core))
+
+    async def core_ready(self, core: EngineCore) -> None:
+        """Let a core whose worker is ready take over what waits at others."""
+        for other in self.cores:
+            other.outage = None
+        for replica in self.all:
+            if replica.core is not core and not replica.is_ready:
+                await self._move_from(replica)
+        self._rebalance()
+
+    def has_other_worker(self, core: EngineCore) -> bool:
+        """Whether another core than this one has a worker."""
+        return any(replica.is_ready and replica.core is not core for replica in self.all)
+
+    def fail_all(self, error: ServekitError) -> None:
+        """Report an error to all clients."""
+        self._fail_all(error)
+
+    def _replica_of(self, core: EngineCore) -> Replica:
+        return next(replica for replica in self.all if replica.core is core)
+
+    async def _move_from(self, source: Replica) -> None:
+        """Move what a replica without a worker has to others that can run it at once.
+
+        Suspects of a crash stay, and run alone when its worker is replaced. Only one replica has suspects: if another
+        one has, they go there. So a sequence that crashes workers does not take them down one after the other.
+        """
+        manager = source.core.manager
+        suspects = set(manager.quarantine.sequence_ids)
+        others = [replica for replica in self.all if replica is not source and not replica.has_failed]
+        isolating = [replica for replica in others if replica.core.manager.quarantine]
+        if suspects and (isolating or source.has_failed):
+            self._move(source, sorted(suspects), isolating[:1] or others)
+        ids = [each for each in manager.sequence_ids if each not in suspects]
+        for start in range(0, len(ids), MOVED_PER_SLICE):
+            targets = [replica for replica in others if replica.takes_sequences] or (
+                others if source.has_failed else []
+            )
+            if not targets or source.is_ready:
+                return
+            self._move(source, ids[start : start + MOVED_PER_SLICE], targets)
+            await asyncio.sleep(0)
+
+    def _move(self, source: Replica, sequence_ids: Sequence[int], targets: list[Replica]) -> None:
+        """Move sequences, all answers to one prompt together."""
+        num_moved = 0
+        largest = max(targets, key=lambda replica: replica.core.manager.config.max_total_tokens)
+        ids = tuple(each for each in sequence_ids if self._fits(each, source, largest))  # the others wait
+        commands = source.core.apply(Withdraw(ids))
+        for prompt in _by_prompt(commands):
+            target = self._choose(targets, prompt)
+            for command in prompt:
+                output = self._registry.output(command.sequence_id)
+                assert output is not None, "a sequence that has not ended is in the registry"
+                output.sequence = target.core.resume(command)
+                num_moved += 1
+        if num_moved:
+            log.info("%d sequences of replica %d continue on others", num_moved, source.index)
+
+    @staticmethod
+    def _fits(sequence_id: int, source: Replica, target: Replica) -> bool:
+        sequence = source.core.manager.find(sequence_id)
+        return sequence is not None and target.fits(sequence.max_length)
+
+    async def _rebalance_forever(self) -> None:
+        while len(self.all) > 1:
+            await asyncio.sleep(REBALANCE_INTERVAL_S)
+            for replica in self.all:
+                if not replica.is_ready and replica.core.manager.has_work:
+                    await self._move_from(replica)
+            self._rebalance()
+
+    def _rebalance(self) -> None:
+        """Move waiting sequences to where they start much sooner."""
+        for replica in self.all:
+            self._router.set_available(replica.index, replica.takes_sequences)
+        for move in self._router.rebalance(MAX_REBALANCED):
+            source, target = self.all[move.source_id], self.all[move.target_id]
+            if not all(self._fits(each, source, target) for each in move.sequence_ids):
+                continue
+            for command in source.core.apply(Withdraw(move.sequence_ids)):
+                output = self._registry.output(command.sequence_id)
+                assert output is not None, "a sequence that has not ended is in the registry"
+                output.sequence = target.core.resume(command)
+
+
+def _max_length(command: AddSequence) -> int:
+    return len(command.prompt_token_ids) + command.sampling.max_tokens
+
+
+def _by_prompt(commands: Iterable[AddSequence]) -> Iterator[list[AddSequence]]:
+    """The answers to each prompt, in order of the first one's arrival."""
+    prompts: dict[int, list[AddSequence]] = {}
+    for command in commands:
+        leader_id = command.sequence_id if command.leader_id is None else command.leader_id
+        prompts.setdefault(leader_id, []).append(command)
+    return iter(prompts.values())
