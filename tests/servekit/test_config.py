@@ -117,7 +117,7 @@ def test_invalid_command_lines_exit_with_code_2(
     ("argument", "expected"),
     [
         ("--enable-lora", "LoRA adapters are not supported yet"),
-        ("--enable-expert-parallel", "--tensor-parallel-size and --pipeline-parallel-size divide a model"),
+        ("--enable-expert-parallel", "--data-parallel-size gives each device the whole model"),
         ("-pp", "the setting is called --pipeline-parallel-size here"),
         ("-tp", "the setting is called --tensor-parallel-size here"),
         ("--quantization", "quantized weights are not supported yet"),
@@ -149,7 +149,7 @@ def test_other_servers_names_are_explained_in_files_and_variables_too() -> None:
     with pytest.raises(ConfigError, match="unknown setting 'quantization'; quantized weights are not supported yet"):
         load_config({}, {}, b"quantization = 'awq'")
     (warning,) = ignored_variables({"SERVEKIT_EP_SIZE": "2"})
-    assert "SERVEKIT_EP_SIZE; --tensor-parallel-size and" in warning
+    assert "SERVEKIT_EP_SIZE; --data-parallel-size gives" in warning
 
 
 def test_a_kv_cache_beyond_the_machines_memory_is_refused_before_the_start(capsys: pytest.CaptureFixture[str]) -> None:
