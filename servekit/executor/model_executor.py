@@ -39,10 +39,10 @@ class WorkerSource(Protocol):
 
     @property
     def stage(self) -> str:
-        """What `next_worker` waits for, as text for people."""
+        """What `next_worker` waits for, as text for log lines and errors."""
 
     async def next_worker(self) -> tuple[WorkerConnection, WorkerReady]:
-        """The next worker, as soon as there is one. All have the same model and the same number of KV blocks."""
+        """Wait for the next worker, and return it. All have the same model and the same number of KV blocks."""
 
 
 class ModelExecutor:

@@ -1,4 +1,4 @@
-"""What the router knows of one replica: its workload manager, its load, and what was sent there."""
+"""Read the state of one replica for the router: load, speed, cached prefixes, and the prompts that were sent to it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from servekit.scheduler.workload_manager import WorkloadManager
 
 
 class Speed(Struct, frozen=True, gc=False):
-    """What steps take, in seconds."""
+    """The measured times of which a step consists, in seconds."""
 
     prefill_s: float  # for each token of a prompt
     decode_s: float  # for each running sequence
-    idle_s: float  # beside that
+    overhead_s: float  # for each step, whatever is in it
 
     def step_s(self, num_running: int) -> float:
-        """A step without prompts."""
-        return self.idle_s + self.decode_s * num_running
+        """Return the time of a step without prompts, in seconds."""
+        return self.overhead_s + self.decode_s * num_running
 
 
-class Sent(Struct, gc=False):
+class RoutedPrompt(Struct, gc=False):
     """The answers to one prompt that were sent to a replica."""
 
     sequence_ids: tuple[int, ...]  # the leader first
@@ -60,15 +60,15 @@ class Replica:
         self.is_available = True
         # Blocks that the prompts sent here will publish: the leader of each, by the block's hash. It may have ended.
         self._expected: dict[bytes, int] = {}
-        self._sent: deque[Sent] = deque()  # in no order; some of them are computed, or have ended
+        self._sent: deque[RoutedPrompt] = deque()  # in no order; some of them are computed, or have ended
 
     def speed(self) -> Speed | None:
-        """How fast the replica is; None until it has computed a prompt."""
+        """Return how fast the replica is; None until it has computed a prompt."""
         step_times = self.manager.prefill_limiter.step_times
-        return Speed(step_times.prefill_s, step_times.decode_s, step_times.idle_s) if step_times.prefill_s else None
+        return Speed(step_times.prefill_s, step_times.decode_s, step_times.overhead_s) if step_times.prefill_s else None
 
     def load(self) -> Load:
-        """The load at this moment."""
+        """Return the load at this moment."""
         manager, pool = self.manager, self.manager.kv_cache.pool
         return Load(
             manager.num_running,
@@ -84,11 +84,11 @@ class Replica:
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
     def num_found(self, hashes: list[bytes]) -> int:
-        """How many blocks at the beginning of this chain are in the prefix cache."""
+        """Return how many blocks at the beginning of this chain are in the prefix cache."""
         return self.manager.kv_cache.prefixes.num_published(hashes)
 
     def num_expected(self, hashes: list[bytes], start: int) -> int:
-        """How many blocks from `start` on are computed here before the next sequence, because prompts have them."""
+        """Return how many blocks from `start` on earlier prompts will have computed before the next sequence starts."""
         if start == len(hashes) or hashes[start] not in self._expected:
             return 0
         expected, find = self._expected, self.manager.find
@@ -104,7 +104,7 @@ class Replica:
 
     # -- what was sent ------------------------------------------------------------------------------------------------
 
-    def add(self, sent: Sent) -> None:
+    def add(self, sent: RoutedPrompt) -> None:
         """Remember what was sent. Takes constant time: two older entries are looked at, and forgotten if computed."""
         for _ in range(min(2, len(self._sent))):
             older = self._sent.popleft()
@@ -117,13 +117,13 @@ class Replica:
         for block_hash in sent.hashes[sent.num_found :]:
             self._expected[block_hash] = leader_id
 
-    def remove(self, sent: Sent) -> None:
+    def remove(self, sent: RoutedPrompt) -> None:
         """Forget what moves to another replica."""
         self._sent.remove(sent)
         self._forget(sent)
 
-    def waiting(self) -> list[Sent]:
-        """What was sent and has not begun, the newest first; without what came from another replica."""
+    def waiting(self) -> list[RoutedPrompt]:
+        """Return the prompts that have not begun, the newest first, without those moved here from another replica."""
         find = self.manager.find
         found = []
         for sent in self._sent:
@@ -132,12 +132,12 @@ class Replica:
                 found.append(sent)
         return sorted(found, key=lambda sent: sent.sequence_ids[0], reverse=True)
 
-    def _is_computed(self, sent: Sent) -> bool:
-        """Whether the prefix cache has the prompt, or nobody will compute it."""
+    def _is_computed(self, sent: RoutedPrompt) -> bool:
+        """Return whether the prompt is computed, or will never be, because its leader has ended."""
         leader = self.manager.find(sent.sequence_ids[0])
         return leader is None or leader.first_sampled_step_id is not None
 
-    def _forget(self, sent: Sent) -> None:
+    def _forget(self, sent: RoutedPrompt) -> None:
         leader_id = sent.sequence_ids[0]
         for block_hash in sent.hashes[sent.num_found :]:
             if self._expected.get(block_hash) == leader_id:

@@ -19,7 +19,7 @@ from math import ceil
 from msgspec import Struct
 from msgspec.structs import astuple, replace
 
-from servekit.routing.replica import Load, Replica, Sent, Speed
+from servekit.routing.replica import Load, Replica, RoutedPrompt, Speed
 from servekit.scheduler.commands import AddSequence
 from servekit.scheduler.prefix_cache import continue_chain
 from servekit.scheduler.workload_manager import WorkloadManager
@@ -102,7 +102,7 @@ class Router:
         assert best is not None
         replica, num_found, num_cached, ttft_s = best
         ids = tuple(command.sequence_id for command in commands)
-        replica.add(Sent(ids, hashes, num_tokens, num_found))
+        replica.add(RoutedPrompt(ids, hashes, num_tokens, num_found))
         return Route(replica.replica_id, num_cached * self._block_size, ttft_s)
 
     def rebalance(self, max_moves: int) -> list[Move]:
@@ -129,7 +129,7 @@ class Router:
 
     def _better_replica(
         self,
-        sent: Sent,
+        sent: RoutedPrompt,
         source: Replica,
         ahead: Load,
         loads: dict[int, Load],
@@ -157,14 +157,14 @@ class Router:
         loads[target.replica_id].add(num_sequences, sent.num_tokens, num_missing)
         source.remove(sent)
         num_found = target.num_found(sent.hashes)
-        target.add(Sent(sent.sequence_ids, sent.hashes, sent.num_tokens, num_found, is_moved=True))
+        target.add(RoutedPrompt(sent.sequence_ids, sent.hashes, sent.num_tokens, num_found, is_moved=True))
         return target
 
     def _available(self) -> list[Replica]:
         return [replica for replica in self.replicas.values() if replica.is_available]
 
     def _speeds(self, replicas: Iterable[Replica]) -> dict[int, Speed]:
-        """The speed of each replica; of one that has not been measured, the mean of the others."""
+        """Return the speed of each replica; for one that has not been measured, the mean of the others."""
         measured = {replica.replica_id: replica.speed() for replica in replicas}
         known = [speed for speed in measured.values() if speed is not None]
         mean = UNKNOWN_SPEED
@@ -175,7 +175,7 @@ class Router:
 
     @staticmethod
     def _mean_length(replicas: Iterable[Replica]) -> float:
-        """The mean of recent answers, in tokens. It depends on the clients, and so is one for all replicas."""
+        """Return the mean length of recent answers, in tokens. It is the same for all replicas: clients decide it."""
         known = [length for each in replicas if (length := each.manager.output_lengths.mean_length)]
         return sum(known) / len(known) if known else UNKNOWN_LENGTH
 
@@ -183,7 +183,7 @@ class Router:
 def predicted_ttft_s(
     replica: Replica, load: Load, speed: Speed, length: float, num_sequences: int, num_missing: int
 ) -> float:
-    """The time until answers that are added now have their first tokens.
+    """Predict the time, in seconds, until answers that are added now have their first tokens.
 
     The steps in flight come first. Then the prompts before them must be computed; and if there are too few slots or
     blocks, running sequences must end first. Both go on at the same time, so the longer one counts.
@@ -209,7 +209,7 @@ def predicted_ttft_s(
 
 
 def decode_cost_s(load: Load, speed: Speed, length: float, num_sequences: int, num_missing: int) -> float:
-    """What answers that are added now cost after their first tokens, for them and for those beside them.
+    """Predict the time, in seconds, that answers added now take after their first tokens, summed over all sequences.
 
     Their own tokens each take a step. Each of the others waits for the prompt once, and in every step for the decodes.
     """

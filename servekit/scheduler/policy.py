@@ -65,9 +65,9 @@ class WaitingQueue(Protocol):
     def find_victim(
         self, tenant: str, size: int, running: list[Sequence], size_of: Callable[[Sequence], int]
     ) -> Sequence | None:
-        """The sequence of `running`, which is by rank, that is preempted for a waiting one of `tenant`, if any.
+        """Return the running sequence to preempt for a waiting one of `tenant`, if any. `running` is sorted by rank.
 
-        `size` is what the waiting sequence needs of slots or of blocks, and `size_of` tells what a running one has.
+        `size` is what the waiting sequence needs of slots or of blocks, and `size_of` returns what a running one has.
         """
 
 
@@ -272,7 +272,7 @@ class Fair(_ByArrival):
     def find_victim(
         self, tenant: str, size: int, running: list[Sequence], size_of: Callable[[Sequence], int]
     ) -> Sequence | None:
-        """The last-ranked sequence of the tenant that holds most, if this tenant has a right to take from it.
+        """Return the last-ranked sequence of the tenant that holds most, if this tenant may take from it; else None.
 
         Three conditions hold for every victim:
 
@@ -281,7 +281,7 @@ class Fair(_ByArrival):
           each other in turn: max-min fairness, Bertsekas and Gallager, "Data Networks", section 6.5. It follows that no
           tenant has fewer than max_num_seqs / (tenants with work) slots, rounded down, while others have more.
         - It is not the first-ranked of its tenant. So each tenant's first-ranked sequence runs to its end, and then the
-          next one is the first: nobody starves, however often the others come.
+          next one is the first: no sequence starves, however many requests the other tenants send.
         """
         if len(self.num_served_tokens) == 1:
             return None

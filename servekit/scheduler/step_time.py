@@ -27,7 +27,7 @@ class Regression:
 
 
 class StepTimes:
-    """Three estimates, in seconds:
+    """Estimate the three parts of a step's time, in seconds.
 
     - `prefill_s` is what a prefill token costs: a linear regression over steps with prefill. It is 0 until there was
       such a step.
@@ -50,8 +50,8 @@ class StepTimes:
         self.decodes = Regression(self.DECODE_DECAY)
 
     @property
-    def idle_s(self) -> float:
-        """What a step with neither prefill nor decodes would take."""
+    def overhead_s(self) -> float:
+        """What a step with neither prefill nor decodes would take, in seconds."""
         return max(0.0, self.base_s - self.decode_s * self.num_decodes)
 
     def observe(self, num_prefill_tokens: int, num_decodes: int, seconds: float) -> None:

@@ -1,8 +1,8 @@
 """Simulate replicas behind a router in virtual time: the real workload managers, and conversations of several turns.
 
 A `Fleet` is a value: the replicas, the conversations, and when replicas are lost and return. `FleetSimulation` plays it
-with a routing policy, and records what each turn found in the prefix cache and how long it waited. Tokens mean nothing
-here; simulation/service.py is the one that checks them.
+with a routing policy, and records what each turn found in the prefix cache and how long it waited. Tokens are not
+checked here; simulation/service.py does that.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def ask(server: ServerProcess, key: str = "modest", **fields: Any) -> Any:
     return server.client.post("/generate", json=body, headers={"authorization": f"Bearer {key}"})
 
 
-async def test_a_modest_tenant_is_let_in_each_time_while_another_floods_the_queue(server: ServerProcess) -> None:
+async def test_a_modest_tenant_is_admitted_each_time_while_another_floods_the_queue(server: ServerProcess) -> None:
     flood, end = Flood(server.port), asyncio.Event()
     flooding = asyncio.create_task(flood.run(end))
     async with asyncio.timeout(300):

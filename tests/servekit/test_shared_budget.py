@@ -67,7 +67,7 @@ def test_what_is_counted_elsewhere_is_added() -> None:
     assert budget.num_missing("a", 1, total_elsewhere=90) == 1
 
 
-def test_a_budget_that_is_not_shared_is_given_to_whom_comes_first() -> None:
+def test_a_budget_that_is_not_shared_is_first_come_first_served() -> None:
     budget = SharedBudget(120, is_shared=False)
     assert (budget.share("a"), fill(budget, "a"), fill(budget, "b")) == (120, 120, 0)
 

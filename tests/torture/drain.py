@@ -179,7 +179,7 @@ def _findings(shutdown: Shutdown, share: int, results: ShutdownResults) -> list[
     )
     return [
         Finding(shutdown.name, demanded, measured, not results.violations),
-        Finding(f"{shutdown.name}: requests let in or on their way", "", _counts(results.ends)),
+        Finding(f"{shutdown.name}: requests accepted or in transit", "", _counts(results.ends)),
         Finding(f"{shutdown.name}: requests sent after it", "", _counts(results.probes)),
         Finding(f"{shutdown.name}: /ready after it", "", _counts(results.ready)),
     ]

@@ -41,7 +41,7 @@ class GroupBudget:
 
 
 class SlowTenants:
-    """The tenants whose grammars took too long lately. New answers of them are followed by a process of their own."""
+    """The tenants whose grammars took too long lately. The second mask process follows their new answers."""
 
     def __init__(self) -> None:
         self._slow_until_s: dict[str, float] = {}
@@ -57,13 +57,13 @@ class SlowTenants:
 
 
 class Lateness:
-    """For which tenants' masks a step waits. After a wait in vain, 1, 2, 4, … steps do not wait for the tenant."""
+    """For which tenants' masks a step waits. After waits that ended without a mask, 1, 2, 4, … steps do not wait."""
 
     def __init__(self) -> None:
         self._skipping: dict[str, tuple[int, int]] = {}  # of late tenants: steps still to skip, and to skip at first
 
     def is_awaited(self, tenant: str) -> bool:
-        """Whether a step waits for the tenant's masks. Asked once for each step."""
+        """Return whether this step waits for the tenant's masks. Call it once for each step."""
         num_left, num_skipped = self._skipping.get(tenant, (0, 0))
         if num_left:
             self._skipping[tenant] = num_left - 1, num_skipped

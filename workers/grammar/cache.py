@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 
 @dataclass(eq=False, slots=True)
 class CompiledGrammar:
-    """A tenant's grammar, and what was made of it and can be made again."""
+    """A tenant's grammar, and what was compiled from it and can be compiled again."""
 
     tenant: str
     text: str
@@ -67,7 +67,7 @@ class GrammarCache:
         self._tenants[grammar.tenant].num_bytes += num_bytes
 
     def drop(self, grammar: CompiledGrammar) -> None:
-        """Free what can be made again."""
+        """Free the compiled grammar and its matchers, which can be made again."""
         self.add_bytes(grammar, -grammar.num_bytes)
         self._tenants[grammar.tenant].compiled.pop(grammar.text, None)
         grammar.root = None
@@ -76,7 +76,7 @@ class GrammarCache:
         self._forget_if_unused(grammar)
 
     def least_recent(self, kept: CompiledGrammar) -> CompiledGrammar | None:
-        """Return a grammar that is not `kept`: of the tenant whose grammars take most, the one not used for longest."""
+        """Return the least recently used grammar of the tenant whose grammars take most bytes; never `kept`."""
         oldest = [
             (tenant.num_bytes, grammar)
             for tenant in self._tenants.values()

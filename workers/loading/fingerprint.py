@@ -23,11 +23,11 @@ class _Tensor(msgspec.Struct):
 
 
 def fingerprint(path: Path, has_weights: bool) -> str:
-    """The fingerprint of the files in a directory, as hex digits. Raises ConfigError if they cannot be read.
+    """Return the fingerprint of the files in a directory, as hex digits. Raises ConfigError if they cannot be read.
 
-    To read all weights would take as long as to load them. So it takes the size and the header of each file, which name
-    all tensors, and a kilobyte of each tensor: two trainings of one model have the same shapes, and differ in all
-    tensors that were trained. The path and the names of the files' machine are not in it.
+    To read all weights would take as long as to load them. So it covers the size and the header of each file, and a
+    kilobyte of each tensor. Two trainings of one model have the same shapes, but differ in every tensor that was
+    trained. The path and the name of the machine are not covered.
     """
     digest = sha256()
     for name in SMALL_FILES:

@@ -1,4 +1,4 @@
-"""Let a model that holds one rank's parts exchange results with the others, at the modules that the plan names."""
+"""Add the collective operations of tensor parallelism to a model, as hooks at the modules that the plan names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_collectives(model: nn.Module, plan: TensorParallelPlan, group: RankGroup
     handles: list[RemovableHandle] = []
     for name, module in model.named_modules():
         if isinstance(module, PassOn | Zeros):
-            continue  # another stage has it
+            continue  # another stage computes this module
         style = plan.style_of(name)
         if style == "rowwise_split_input":
             handles.append(module.register_forward_pre_hook(_take_share(group)))

@@ -1,4 +1,4 @@
-"""Read only this rank's part of a model's weights, and make a model of it whose layers are as usual, but smaller.
+"""Read only this rank's part of a model's weights, into a model with the usual modules and smaller parameters.
 
 transformers reads a part of each tensor in a file where the model's parameter is a DTensor. So the model's class is
 given placeholders of that kind before it is filled. Afterwards the parts become plain parameters: DTensors would cost a

@@ -20,12 +20,15 @@ class PipelineStage:
     """Stage `index` of `size`."""
 
     def __init__(self, rank: int, num_ranks: int, size: int) -> None:
-        """`rank` is this process's among all. Each stage has `num_ranks`; one talks to its like in the others."""
+        """`rank` is this process's number among all ranks. Each stage has `num_ranks`.
+
+        A rank sends to, and receives from, the ranks that have its own position in the other stages.
+        """
         self.index, self.size = rank // num_ranks, size
         self.is_first, self.is_last = self.index == 0, self.index == size - 1
         self._next, self._previous = rank + num_ranks, rank - num_ranks
         self._first, self._last = rank % num_ranks, (size - 1) * num_ranks + rank % num_ranks
-        self._sending: list[tuple[dist.Work, Tensor]] = []  # what may not have arrived; the tensors must live so long
+        self._sending: list[tuple[dist.Work, Tensor]] = []  # not yet complete; the tensors must be kept until then
         # Of each step whose sampled tokens the first stage has not received: where they go. The oldest is first.
         self._expected: deque[Tensor] = deque()
 
@@ -87,11 +90,11 @@ class PipelineStage:
 
 
 def keep_stage(model: Any, stage: PipelineStage) -> None:
-    """Leave in a model of transformers what this stage computes. What others compute passes its input on.
+    """Keep only this stage's modules in a model of transformers. A module of another stage returns its input unchanged.
 
-    The model's own forward pass stays as it is: behind the stage's last layer is one that sends the hidden states on,
-    and before its first one is one that puts what the previous stage sent in their place. Raises ConfigError for a
-    model that transformers has no pipeline plan for.
+    The model's own forward pass stays as it is. The layer before the stage's first one is replaced by one that receives
+    hidden states from the previous stage. The layer after its last one is replaced by one that sends them to the next.
+    Raises ConfigError for a model that transformers has no pipeline plan for.
     """
     decoder = getattr(model, model.base_model_prefix, None)
     layers = getattr(decoder, "layers", None)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class RankGroup:
-    """This process as one of `size` ranks."""
+    """One of `size` ranks of a stage, which is this process, and its collective operations."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         """`mesh` has one dimension; it is also that of the parts in which weights are read."""
@@ -29,7 +29,7 @@ class RankGroup:
         return x
 
     def all_gather(self, x: Tensor, num_columns: int) -> Tensor:
-        """Return the ranks' parts of the last dimension side by side [..., num_columns]; `x` is this rank's part."""
+        """Concatenate the ranks' parts `x` along the last dimension, and return the whole [..., num_columns]."""
         width = -(-num_columns // self.size)  # the last parts may be narrower
         padded = x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
         parts = [torch.empty_like(padded) for _ in range(self.size)]

@@ -19,8 +19,8 @@ from servekit.errors import InvalidRequest, RateLimited
 
 Limit = Annotated[int, Meta(ge=1, le=2**40)]
 
-# Reserved at a time for an answer whose length the client leaves open. To reserve what the context holds would let
-# honest clients in one by one, for answers that are much shorter.
+# Reserved at a time for an answer whose length the client leaves open. To reserve the whole context would admit clients
+# one at a time, although most answers are much shorter.
 OPEN_ANSWER_TOKENS = 1024
 
 # Of a token. A client that waits exactly Retry-After seconds must be admitted, although sums of floats are inexact.
@@ -159,8 +159,8 @@ class Allowance:
     def extend(self, num_tokens: int, now: float) -> bool:
         """Charge a running request with tokens that it generated, and return whether it may generate as many again.
 
-        What it holds stays reserved for those. It may not if then more than two minutes' worth were charged and
-        reserved. The key's only running answer always may.
+        Its reservation stays, for those next tokens. It may not generate them if more than two minutes' worth would
+        then be charged and reserved. The key's only running answer always may.
         """
         if self._tokens is None or self.limits.tokens_per_minute is None:
             return True

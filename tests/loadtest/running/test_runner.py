@@ -151,7 +151,7 @@ def test_latency_includes_the_wait_for_a_connection() -> None:
     records = run_known(plan_of(*evenly(6, 0.001, slow, num_tokens=1)), max_connections=2)
     waits = sorted(record.started_s - record.intended_s for record in records)
     assert waits[2] > 0.02 and waits[4] > 0.05, "two rounds of two wait for those before"
-    assert_within(waits[2] - 0.01, waits[1], "and the first round for nobody")
+    assert_within(waits[2] - 0.01, waits[1], "and the first round for no client")
 
 
 @again_if_late

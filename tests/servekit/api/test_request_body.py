@@ -244,7 +244,7 @@ async def test_result_is_released_when_the_answer_has_ended() -> None:
 
 @pytest.mark.parametrize(("tenant", "most"), [("", MAX_BYTES), ("a", MAX_BYTES // 2)])
 async def test_a_body_that_can_never_be_admitted_is_too_large(tenant: str, most: int) -> None:
-    """To try again later, as a 503 asks, would be in vain."""
+    """It would be refused later, too, so the status is not 503."""
     budget = make_budget()
     budget.budget.take("other", MAX_BYTES // 4)
     with pytest.raises(RequestTooLarge, match=f"may have {most + UNCOUNTED_BODY_BYTES} bytes .*max_total_body_bytes"):

@@ -197,11 +197,11 @@ async def test_a_worker_waits_for_its_server_and_says_what_is_wrong_meanwhile(tm
         assert joining.process.stdout is not None
         async with asyncio.timeout(SLOW_S):
             assert b"cannot join" in await joining.process.stdout.readline()
-        stranger = await asyncio.start_unix_server(answer, str(tmp_path / "workers.sock"))
+        other_server = await asyncio.start_unix_server(answer, str(tmp_path / "workers.sock"))
         async with asyncio.timeout(SLOW_S):
             await has_answered.wait()
-        stranger.close()
-        await stranger.wait_closed()
+        other_server.close()
+        await other_server.wait_closed()
         async with listening(host, tmp_path):
             executor = await executor_of(host)
             await executor.stop(graceful=False)

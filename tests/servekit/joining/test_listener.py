@@ -195,7 +195,7 @@ async def test_bytes_that_trickle_do_not_prolong_a_handshake() -> None:
         assert listener.num_refused == 1
 
 
-async def test_a_flood_of_strangers_keeps_no_worker_out_and_loses_none() -> None:
+async def test_a_flood_of_unauthenticated_connections_keeps_no_worker_out_and_loses_none() -> None:
     """1,000 connections that say nothing. At most the limit is open; the oldest ones are closed."""
     host = Host()
     async with listening(host) as listener:
@@ -223,8 +223,8 @@ async def test_a_host_with_many_connections_closes_its_own(monkeypatch: pytest.M
         assert isinstance(listener.address, TcpAddress)
         port = listener.address.port
         _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
-        strangers = [await connect(TcpAddress("127.0.0.1", port)) for _ in range(20)]
-        assert await closed(strangers[0]) == b""
+        clients = [await connect(TcpAddress("127.0.0.1", port)) for _ in range(20)]
+        assert await closed(clients[0]) == b""
         assert "127.0.0.2" in listener._handshakes.values()
         writer.close()
         await writer.wait_closed()
@@ -256,7 +256,7 @@ async def test_a_worker_with_another_model_or_another_answer_does_not_join(
     assert expected in caplog.text
 
 
-async def test_results_that_cannot_be_end_the_connection() -> None:
+async def test_invalid_results_end_the_connection() -> None:
     host = Host()
     async with listening(host) as listener:
         worker = await StandInWorker.join(listener.address)
@@ -330,14 +330,14 @@ async def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
 
 async def test_stopping_closes_what_has_not_joined() -> None:
     async with listening(Host()) as listener:
-        stranger = await connect(listener.address)
+        client = await connect(listener.address)
         loading = await StandInWorker.join(listener.address)
         await loading.receive()
-    assert await closed(stranger) == b""
+    assert await closed(client) == b""
     await loading.wait_ended()
 
 
-def test_log_lines_about_strangers_are_few(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_about_refused_connections_are_limited(caplog: pytest.LogCaptureFixture) -> None:
     now_s = 0.0
     limited = listener_module._RateLimitedLog(lambda: now_s)
     with caplog.at_level(logging.WARNING):
@@ -354,7 +354,7 @@ def test_log_lines_about_strangers_are_few(caplog: pytest.LogCaptureFixture) -> 
 # -- TLS --------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_worker_joins_over_tls_and_strangers_without_it_do_not(certificate: tuple[str, str]) -> None:
+async def test_a_worker_joins_over_tls_and_clients_without_it_do_not(certificate: tuple[str, str]) -> None:
     host = Host()
     async with listening(host, tls=server_tls(*certificate)) as listener:
         worker = await StandInWorker.join(listener.address, worker_tls(certificate[0]))

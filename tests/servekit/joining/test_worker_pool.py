@@ -48,7 +48,7 @@ async def pooling(folder: Path) -> AsyncIterator[Pool]:
     try:
         yield pool
     finally:
-        closing = asyncio.create_task(close_all())  # so that nobody waits for a worker that does not exit
+        closing = asyncio.create_task(close_all())  # it would wait for a worker that does not exit
         await pool.pool.stop()
         await closing
 
@@ -80,7 +80,7 @@ async def test_a_worker_that_is_lost_while_it_waits_is_not_given(tmp_path: Path)
         await worker.end()
 
 
-async def test_a_worker_that_leaves_while_it_waits_is_told_to_exit(tmp_path: Path) -> None:
+async def test_a_worker_that_leaves_while_it_waits_is_shut_down(tmp_path: Path) -> None:
     async with pooling(tmp_path) as pool:
         leaving, _ = await pool.join()
         await pool.wait_for_idle(1)
@@ -89,7 +89,7 @@ async def test_a_worker_that_leaves_while_it_waits_is_told_to_exit(tmp_path: Pat
         assert not pool.pool._idle
 
 
-async def test_a_worker_with_another_number_of_blocks_is_told_to_exit(tmp_path: Path) -> None:
+async def test_a_worker_with_another_number_of_blocks_is_shut_down(tmp_path: Path) -> None:
     """It began to load when no number was known. It joins again, and then gets the number."""
     async with pooling(tmp_path) as pool:
         await pool.join()
@@ -110,7 +110,7 @@ async def test_a_draining_server_refuses_workers_unless_it_needs_one(tmp_path: P
         await worker.end()
 
 
-async def test_stopping_lets_waiting_workers_go(tmp_path: Path) -> None:
+async def test_stopping_shuts_down_waiting_workers(tmp_path: Path) -> None:
     pool = Pool(tmp_path)
     worker, _ = await pool.join()
     await pool.wait_for_idle(1)

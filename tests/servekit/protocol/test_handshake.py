@@ -1,4 +1,4 @@
-"""Tests of the handshake: no message that is altered, cut, replayed, reflected or out of turn lets anybody in."""
+"""Tests of the handshake: no message that is altered, cut, replayed, reflected or out of order is accepted."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def test_a_worker_with_another_key_is_refused_and_both_sides_say_why() -> None:
     with pytest.raises(HandshakeFailed, match="key is not the server's") as refused:
         server.receive(proof)
     assert refused.value.answer is not None and server.state is State.REFUSED and server.offer is None
-    with pytest.raises(HandshakeFailed, match="key is not the server's") as told:
+    with pytest.raises(HandshakeFailed, match="key is not the server's") as refused:
         worker.receive(refused.value.answer)
-    assert told.value.is_permanent and told.value.reason == "wrong_key"
+    assert refused.value.is_permanent and refused.value.reason == "wrong_key"
 
 
 def test_a_server_without_the_key_is_refused() -> None:
@@ -91,7 +91,7 @@ def test_a_server_without_the_key_is_refused() -> None:
     cut=st.booleans(),
 )
 def test_any_altered_or_truncated_frame_is_refused(number: int, position: int, change: int, cut: bool) -> None:
-    """By whoever receives it, or at the next proof, which covers it."""
+    """The receiver refuses it, or the next proof does not match, because it covers the frame."""
     worker, server = make_sides()
 
     def on_the_way(index: int, frame: bytes) -> bytes:
@@ -225,7 +225,7 @@ def test_another_version_is_refused_on_both_sides_even_with_fields_that_this_one
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n", b""])
-def test_what_is_not_a_servekit_server_is_called_so(answer: bytes) -> None:
+def test_the_error_says_that_a_peer_is_not_a_servekit_server(answer: bytes) -> None:
     worker, _ = make_sides()
     worker.hello()
     with pytest.raises(HandshakeFailed, match="not a servekit server") as failed:

@@ -92,13 +92,13 @@ def measured_fleet(num_replicas: int, **limits: Any) -> Fleet:
 def test_the_hashes_are_those_that_the_manager_computes() -> None:
     fleet = Fleet(1)
     prompt = prompt_of(0, 100)
-    fleet.send(prompt, tenant="somebody")
+    fleet.send(prompt, tenant="another")
     sequence = fleet.managers[0].find(0)
     assert sequence is not None
     (sent,) = fleet.router.replicas[0].waiting()
     assert sent.hashes == sequence.kv.hashes[:6]
     given = [b"%d" % number for number in range(7)]
-    fleet.send(prompt, tenant="somebody", block_hashes=given)
+    fleet.send(prompt, tenant="another", block_hashes=given)
     assert fleet.router.replicas[0].waiting()[0].hashes == given[:6], "they are not computed again"
 
 
@@ -221,7 +221,7 @@ def test_a_slow_replica_takes_its_part_and_no_more() -> None:
     assert 8 <= counts[1] <= 14
 
 
-def test_a_replica_that_has_just_joined_is_taken_for_one_like_its_siblings() -> None:
+def test_a_replica_that_has_just_joined_is_assumed_to_be_as_fast_as_the_others() -> None:
     fleet = measured_fleet(2)
     fleet.join(2)
     counts = Counter(fleet.send(prompt_of(number, 1000)).replica_id for number in range(60))

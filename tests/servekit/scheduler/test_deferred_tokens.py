@@ -80,7 +80,7 @@ def test_a_deferred_sequence_keeps_its_slot_and_blocks() -> None:
     for _ in range(20):
         assert driver.step(slots(sequence)) == []
     assert sequence.slot == slot and sequence.kv.table[: len(table)] == table
-    assert len(sequence.kv.table) <= len(table) + 1, "for the position that a step in flight computed in vain"
+    assert len(sequence.kv.table) <= len(table) + 1, "for the position of the step in flight whose result is dropped"
     assert [len(plan.slot_assignments) for plan in driver.sent] == [1] + [0] * (len(driver.sent) - 1)
     assert {chunk.num_tokens for plan in driver.sent[1:] for chunk in plan.chunks} == {1}
     driver.finish()

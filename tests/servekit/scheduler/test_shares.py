@@ -91,7 +91,7 @@ def test_a_tenant_that_is_alone_has_all_slots_again_as_soon_as_the_others_end() 
     assert slots(greedy) == {"greedy": 8}
 
 
-def test_with_more_tenants_than_slots_nobody_loses_its_only_slot() -> None:
+def test_with_more_tenants_than_slots_no_tenant_loses_its_only_slot() -> None:
     manager = make_manager(scheduling_policy="fair", **(ROOMY | {"max_num_seqs": 2}))
     worker = make_worker(manager)
     sequences = [add(manager, number, tenant, max_tokens=20) for number, tenant in enumerate("aabcd")]

@@ -8,7 +8,7 @@ import pytest
 
 from servekit.scheduler.step_time import StepTimes
 
-IDLE_S, PREFILL_S, DECODE_S = 0.02, 100e-6, 400e-6
+OVERHEAD_S, PREFILL_S, DECODE_S = 0.02, 100e-6, 400e-6
 
 
 def play(step_times: StepTimes, num_steps: int, noise: float, factor: float = 1.0) -> None:
@@ -18,17 +18,17 @@ def play(step_times: StepTimes, num_steps: int, noise: float, factor: float = 1.
     for _ in range(num_steps):
         num_decodes = max(0, num_decodes + rng.randint(-2, 2))
         num_prefill_tokens = rng.choice([0, 0, 50, 300, 512])
-        seconds = IDLE_S + PREFILL_S * num_prefill_tokens + DECODE_S * num_decodes
+        seconds = OVERHEAD_S + PREFILL_S * num_prefill_tokens + DECODE_S * num_decodes
         step_times.observe(num_prefill_tokens, num_decodes, factor * seconds * rng.lognormvariate(0.0, noise))
 
 
 @pytest.mark.parametrize(("noise", "error"), [(0.0, 0.02), (0.05, 0.35)])
-def test_three_parts_of_a_step_are_told_apart(noise: float, error: float) -> None:
+def test_three_parts_of_a_step_are_distinguished(noise: float, error: float) -> None:
     step_times = StepTimes()
     play(step_times, 2000, noise)
     assert step_times.prefill_s == pytest.approx(PREFILL_S, rel=error)
     assert step_times.decode_s == pytest.approx(DECODE_S, rel=error)
-    assert step_times.idle_s == pytest.approx(IDLE_S, rel=error)
+    assert step_times.overhead_s == pytest.approx(OVERHEAD_S, rel=error)
 
 
 def test_a_device_that_becomes_slower_is_learned_anew() -> None:
@@ -36,7 +36,7 @@ def test_a_device_that_becomes_slower_is_learned_anew() -> None:
     play(step_times, 1000, 0.0)
     play(step_times, 1000, 0.0, factor=3.0)
     assert step_times.prefill_s == pytest.approx(3 * PREFILL_S, rel=0.05)
-    assert step_times.idle_s == pytest.approx(3 * IDLE_S, rel=0.05)
+    assert step_times.overhead_s == pytest.approx(3 * OVERHEAD_S, rel=0.05)
 
 
 def test_without_a_prompt_its_cost_is_unknown_and_decodes_that_never_change_cost_nothing() -> None:
@@ -44,4 +44,4 @@ def test_without_a_prompt_its_cost_is_unknown_and_decodes_that_never_change_cost
     for _ in range(100):
         step_times.observe(0, 8, 0.03)
     assert (step_times.prefill_s, step_times.decode_s) == (0.0, 0.0)
-    assert step_times.idle_s == step_times.base_s == pytest.approx(0.03)
+    assert step_times.overhead_s == step_times.base_s == pytest.approx(0.03)

@@ -477,7 +477,7 @@ def test_no_block_and_no_slot_is_leaked_while_sequences_run_and_after_they_end()
     assert manager.num_leaked == 0
     manager._free_slots.pop()
     manager.kv_cache.pool.lease(2)
-    assert manager.num_leaked == 3, "a slot and two blocks that nobody has"
+    assert manager.num_leaked == 3, "a slot and two blocks that no sequence has"
 
 
 def test_forks_that_wait_for_their_leaders_prompt_count_as_deferred() -> None:

@@ -27,7 +27,7 @@ def test_the_router_finds_what_one_big_replica_would_and_answers_before_simple_p
         assert router.p99_s < 0.95 * figures(load, policy).p99_s, policy
 
 
-def test_a_replica_that_returns_takes_its_part_and_conversations_do_not_swing() -> None:
+def test_a_replica_that_returns_takes_its_part_and_its_share_does_not_oscillate() -> None:
     """It is empty, and the others are not: hot conversations stay where they are, and new ones begin there."""
     lost_s, returns_s = 8.0, 12.0
     fleet = routing.make_fleet(NUM_REPLICAS, 0.8, 24.0, SEED, (Outage(0, lost_s, returns_s),))
@@ -41,7 +41,7 @@ def test_a_replica_that_returns_takes_its_part_and_conversations_do_not_swing() 
     shares = [routing.share_of(0, records, at_s, at_s + 3.0) for at_s in (12.0, 15.0, 18.0, 21.0)]
     assert all(0.25 / NUM_REPLICAS < share < 2.0 / NUM_REPLICAS for share in shares), shares
     assert changes(returns_s + 6.0, 24.0) <= changes(4.0, lost_s) + 0.1
-    assert changes(returns_s, 24.0) < 0.25, "a quarter of the conversations would be all that it takes for good"
+    assert changes(returns_s, 24.0) < 0.25, "a quarter would be more conversations than it keeps"
 
 
 def test_a_slow_replica_beside_a_fast_one_takes_the_smaller_part() -> None:

@@ -29,7 +29,7 @@ def test_the_tenant_that_holds_most_loses_what_it_used_least_recently() -> None:
     assert third.root is ROOT and not any(each.root for each in dropped)
 
 
-def test_one_of_many_grammars_is_found_without_a_look_at_the_others() -> None:
+def test_one_of_many_grammars_is_found_without_visiting_the_others() -> None:
     class Unseen(CompiledGrammar):
         """Fails when its bytes are read."""
 

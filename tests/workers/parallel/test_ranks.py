@@ -92,7 +92,7 @@ def test_each_rank_holds_its_part(sizes: tuple[int, int], served: dict[str, list
         assert {rank.num_parameters for rank in served[name]} == {prepared(name)[0].info.num_parameters}
 
 
-def test_architecture_without_a_plan_is_refused_by_name(
+def test_architecture_without_a_plan_is_refused_and_named(
     sizes: tuple[int, int], served: dict[str, list[Served]]
 ) -> None:
     flag = "--pipeline-parallel-size" if sizes[1] > 1 else "--tensor-parallel-size"

@@ -139,9 +139,13 @@ async def test_large_body_is_refused_as_a_small_one_is(kinds: Kinds, body: dict[
     refusal = decoded_here(text, kinds, MAX_TOKENS)
     assert isinstance(refusal, Refusal)
     assert KINDS[refusal.kind] is choose_kind(text, kinds), "errors are written in the format of the body"
-    told = error_of(refusal)
-    assert type(told) is type(expected)
-    assert (told.message, told.param, told.answer_code) == (expected.message, expected.param, expected.answer_code)
+    actual = error_of(refusal)
+    assert type(actual) is type(expected)
+    assert (actual.message, actual.param, actual.answer_code) == (
+        expected.message,
+        expected.param,
+        expected.answer_code,
+    )
 
 
 def refused(body: dict[str, Any], kinds: Kinds, max_tokens: int = MAX_TOKENS) -> str:
