@@ -66,9 +66,9 @@ def test_a_worker_with_another_key_is_refused_and_both_sides_say_why() -> None:
     with pytest.raises(HandshakeFailed, match="key is not the server's") as refused:
         server.receive(proof)
     assert refused.value.answer is not None and server.state is State.REFUSED and server.offer is None
-    with pytest.raises(HandshakeFailed, match="key is not the server's") as refused:
+    with pytest.raises(HandshakeFailed, match="key is not the server's") as on_worker:
         worker.receive(refused.value.answer)
-    assert refused.value.is_permanent and refused.value.reason == "wrong_key"
+    assert on_worker.value.is_permanent and on_worker.value.reason == "wrong_key"
 
 
 def test_a_server_without_the_key_is_refused() -> None:
