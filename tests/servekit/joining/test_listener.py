@@ -1,4 +1,4 @@
-"""Tests of the socket that workers join at, with real sockets: who gets in, who does not, and who suffers from whom."""
+"""Tests of the socket that workers join at, with real sockets: which connections are accepted, refused and closed."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_the_loss_of_a_worker_that_joined_is_reported_and_it_is_not_replac
             await executor.replace(lambda: None)
 
 
-# -- who does not get in ----------------------------------------------------------------------------------------------
+# -- refused connections ----------------------------------------------------------------------------------------------
 
 
 async def test_a_wrong_key_is_refused_with_a_sentence_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
@@ -155,7 +155,7 @@ async def test_garbage_is_refused_and_closed(garbage: bytes) -> None:
 
 
 async def test_a_replayed_handshake_is_refused() -> None:
-    """Someone who has seen a worker join, and sends the same bytes again."""
+    """A recorded handshake is sent a second time, byte for byte."""
     host = Host()
     async with listening(host) as listener:
         stream, seen = await connect(listener.address), []
@@ -196,7 +196,7 @@ async def test_bytes_that_trickle_do_not_prolong_a_handshake() -> None:
 
 
 async def test_a_flood_of_unauthenticated_connections_keeps_no_worker_out_and_loses_none() -> None:
-    """1,000 connections that say nothing. At most the limit is open; the oldest ones are closed."""
+    """1,000 connections send nothing. At most the limit is open; the oldest ones are closed."""
     host = Host()
     async with listening(host) as listener:
         before = await StandInWorker.join(listener.address)
@@ -230,11 +230,11 @@ async def test_a_host_with_many_connections_closes_its_own(monkeypatch: pytest.M
         await writer.wait_closed()
 
 
-# -- workers that lie -------------------------------------------------------------------------------------------------
+# -- workers with the key that send invalid messages ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("lie", "expected"),
+    ("invalid", "expected"),
     [
         (replace(READY, model=replace(MODEL, vocab_size=11)), "its vocab_size is 11, that of other workers 10"),
         (replace(READY, model=replace(MODEL, fingerprint="0" * 64)), "its fingerprint is '000"),
@@ -245,12 +245,12 @@ async def test_a_host_with_many_connections_closes_its_own(monkeypatch: pytest.M
     ],
 )
 async def test_a_worker_with_another_model_or_another_answer_does_not_join(
-    lie: object, expected: str, caplog: pytest.LogCaptureFixture
+    invalid: object, expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = Host()
     async with listening(host) as listener:
         worker = await StandInWorker.join(listener.address)
-        worker.send(lie)  # type: ignore[arg-type]
+        worker.send(invalid)  # type: ignore[arg-type]
         await worker.wait_ended()
         assert host.joined.empty() and listener.num_refused == 1
     assert expected in caplog.text

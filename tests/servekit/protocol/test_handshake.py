@@ -72,7 +72,7 @@ def test_a_worker_with_another_key_is_refused_and_both_sides_say_why() -> None:
 
 
 def test_a_server_without_the_key_is_refused() -> None:
-    """It answers as a server does, and cannot prove anything."""
+    """It answers like a server, but cannot make a valid proof."""
     worker, _ = make_sides()
     liar = ServerHandshake(b"other" * 8, os.urandom(32))
     challenge = liar.receive(worker.hello())
@@ -170,7 +170,7 @@ def test_the_mac_of_a_worker_is_none_of_a_server() -> None:
 
 
 def test_a_worker_that_relays_another_workers_proof_has_no_keys() -> None:
-    """Someone between the two can pass frames on, and then can neither read the keys nor alter a frame."""
+    """A machine between the two can relay the handshake, but has no session keys, and so cannot alter a frame."""
     worker, server = make_sides()
     converse(worker, server)
     sealed = worker.sealed_frames().encode(b"result")

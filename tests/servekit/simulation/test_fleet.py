@@ -28,7 +28,7 @@ def test_the_router_finds_what_one_big_replica_would_and_answers_before_simple_p
 
 
 def test_a_replica_that_returns_takes_its_part_and_its_share_does_not_oscillate() -> None:
-    """It is empty, and the others are not: hot conversations stay where they are, and new ones begin there."""
+    """Its cache is empty: conversations with cached prefixes stay on the others, and new ones begin on it."""
     lost_s, returns_s = 8.0, 12.0
     fleet = routing.make_fleet(NUM_REPLICAS, 0.8, 24.0, SEED, (Outage(0, lost_s, returns_s),))
     records = routing.play(fleet, "router").records

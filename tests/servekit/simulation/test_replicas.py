@@ -64,7 +64,7 @@ def test_the_seeds_cover_every_kind_of_move() -> None:
 
 
 def test_a_sequence_that_crashes_workers_ends_no_more_than_two_of_them_at_once() -> None:
-    """It goes on elsewhere after its first crash. After the second one it waits for a worker of its own."""
+    """After its first crash it continues on another replica. After the second one it waits for a worker of its own."""
     scheduler = SchedulerConfig(
         num_blocks=16, block_size=4, max_model_len=99, max_num_seqs=8, max_num_batched_tokens=16, max_steps_in_flight=2
     )
