@@ -27,18 +27,18 @@ class SharedBudget:
         self._held: Counter[str] = Counter()
 
     def held(self, tenant: str) -> int:
-        """What the tenant holds."""
+        """Return what the tenant holds."""
         return self._held[tenant]
 
     def is_shared_with(self, tenant: str) -> bool:
-        """Whether the tenant leaves some of it for others."""
+        """Return whether the tenant has to leave some of it for others."""
         return self._is_shared and tenant != ""
 
-    def share(self, tenant: str) -> int:
+    def max_share(self, tenant: str) -> int:
         """Return what the tenant may hold while all others hold nothing. A request for more can never be admitted."""
         return max(1, self.limit // 2) if self.is_shared_with(tenant) else self.limit
 
-    def share_of(self, tenant: str) -> str:
+    def describe_share(self, tenant: str) -> str:
         """Return the part of an error message that gives what the tenant holds; "" if others have no share."""
         if not self.is_shared_with(tenant):
             return ""

@@ -1,8 +1,8 @@
 """A timer and a timeout that a pause of this process does not use up.
 
-A container can be frozen, a process group stopped, a laptop put to sleep. Meanwhile the clock goes on, but neither this
-process nor its children run. A timeout in seconds of the clock expires at the moment of waking, before a healthy child
-can answer. So this timer counts ticks of the event loop: a pause of any length counts as one tick.
+A container can be frozen, a process group stopped, a laptop put to sleep. Meanwhile the clock continues, but neither
+this process nor its children run. A timeout by the clock expires as soon as they continue, before a healthy child can
+answer. So this timer counts ticks of the event loop: a pause of any length counts as one tick.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class BodyBudget:
         Raises RequestTooLarge for more than the tenant may ever hold, and QueueFull for more than it may hold now.
         """
         budget, tenant = self.budget, caller_of(request).tenant
-        most = UNCOUNTED_BODY_BYTES + budget.share(tenant)
+        most = UNCOUNTED_BODY_BYTES + budget.max_share(tenant)
         if length > most:
             raise RequestTooLarge(
                 f"the request body has {length} bytes or more; the bodies of one tenant may have {most} bytes (as "
@@ -74,7 +74,7 @@ class BodyBudget:
         more: int = length - UNCOUNTED_BODY_BYTES - request.state.num_body_bytes
         if more > 0 and not budget.has_room(tenant, more):
             raise QueueFull(
-                f"request bodies hold {budget.total} bytes of memory{budget.share_of(tenant)}; the limit is "
+                f"request bodies hold {budget.total} bytes of memory{budget.describe_share(tenant)}; the limit is "
                 f"{budget.limit} (max_total_body_bytes). Try again in {BODY_RETRY_AFTER_S} s.",
                 retry_after_s=BODY_RETRY_AFTER_S,
             )

@@ -308,18 +308,18 @@ class LLMEngine:
         Raises InvalidRequest for more than the tenant may ever hold, and QueueFull for more than it may hold now.
         """
         budget = self._result_budget
-        if num_values > budget.share(tenant):
+        if num_values > budget.max_share(tenant):
             raise InvalidRequest(
                 f"the request asks for up to {num_values} logprobs, over all its answers; one tenant may hold "
-                f"{budget.share(tenant)}, half of {budget.limit} (max_total_logprobs): lower max_tokens, or ask for "
-                "fewer logprobs",
+                f"{budget.max_share(tenant)} of {budget.limit} (max_total_logprobs); lower max_tokens, or ask for fewer "
+                "logprobs",
                 param="logprobs",
             )
         if num_values and not budget.has_room(tenant, num_values):
             raise QueueFull(
                 f"the request asks for up to {num_values} logprobs, and the requests before it may take "
-                f"{budget.total}{budget.share_of(tenant)}; the limit is {budget.limit} (max_total_logprobs). Please "
-                "try again later.",
+                f"{budget.total}{budget.describe_share(tenant)}; the limit is {budget.limit} (max_total_logprobs). "
+                "Please try again later.",
                 retry_after_s=RETRY_AFTER_S,
             )
         budget.take(tenant, num_values)

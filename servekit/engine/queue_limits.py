@@ -5,8 +5,8 @@ ones. A request takes its places when it arrives, before anything is computed fo
 admitted costs nothing, and a request that has its places is not refused for a full queue after it was prepared.
 
 Prompt tokens are known when the prompts are encoded. Until then each answer holds one: so while all tokens are in use,
-no prompt is prepared. Then the request reserves all its tokens, or is refused. What enters the queue is counted there,
-and no longer held here.
+no prompt is prepared. Then the request reserves all its tokens, or is refused. When its sequences enter the queue, they
+are counted there, and released here.
 
 Under the policy `fair` tenants share both limits (`SharedBudget`); under others the first comer takes what is free.
 """
@@ -115,11 +115,12 @@ class QueueLimits(Observer):
 
     def _check_tokens(self, tenant: str, num_tokens: int, num_waiting: int, queued: QueuedCounts, now_s: float) -> None:
         budget = self.tokens
-        most = budget.share(tenant)
+        most = budget.max_share(tenant)
         if num_tokens > most:
             raise InvalidRequest(
                 f"the request has {num_tokens} prompt tokens, each prompt counted once for each of its answers; the "
-                f"queue holds {most} {_of_one_tenant(budget, tenant)}(max_num_queued_tokens)"
+                f"queue holds {most} {_of_one_tenant(budget, tenant)}(max_num_queued_tokens); send fewer or shorter "
+                "prompts, or ask for fewer answers"
             )
         own, in_queue = queued.of(tenant).num_tokens, queued.total.num_tokens
         if budget.num_missing(tenant, num_tokens, own, in_queue):
@@ -152,11 +153,11 @@ class QueueLimits(Observer):
                 f"{self._max_answers} (max_client_batch_size)",
                 param=param,
             )
-        most = self.sequences.share(tenant)
+        most = self.sequences.max_share(tenant)
         if num_answers > most:
             raise InvalidRequest(
                 f"the request asks for {num_answers} answers; the queue holds {most} "
-                f"{_of_one_tenant(self.sequences, tenant)}(max_num_queued_reqs)",
+                f"{_of_one_tenant(self.sequences, tenant)}(max_num_queued_reqs); ask for fewer in one request",
                 param=param,
             )
 

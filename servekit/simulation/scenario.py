@@ -1,4 +1,4 @@
-"""What a simulation plays, as values: arrivals and faults with their times; and what each client should receive."""
+"""Describe what a simulation plays: arrivals and faults with their times, and what each client should receive."""
 
 from __future__ import annotations
 

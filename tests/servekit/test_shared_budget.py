@@ -69,7 +69,7 @@ def test_what_is_counted_elsewhere_is_added() -> None:
 
 def test_a_budget_that_is_not_shared_is_first_come_first_served() -> None:
     budget = SharedBudget(120, is_shared=False)
-    assert (budget.share("a"), fill(budget, "a"), fill(budget, "b")) == (120, 120, 0)
+    assert (budget.max_share("a"), fill(budget, "a"), fill(budget, "b")) == (120, 120, 0)
 
 
 def test_requests_without_a_tenant_share_all_of_it() -> None:
@@ -83,5 +83,5 @@ def test_requests_without_a_tenant_share_all_of_it() -> None:
 def test_an_error_gives_what_a_tenant_holds_if_others_have_a_share() -> None:
     budget = SharedBudget(120)
     budget.take("a", 30)
-    assert budget.share_of("a") == ", 30 of them for your API key, which may hold as many as it leaves free"
-    assert budget.share_of("") == SharedBudget(120, is_shared=False).share_of("a") == ""
+    assert budget.describe_share("a") == ", 30 of them for your API key, which may hold as many as it leaves free"
+    assert budget.describe_share("") == SharedBudget(120, is_shared=False).describe_share("a") == ""
