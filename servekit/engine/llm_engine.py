@@ -311,8 +311,8 @@ class LLMEngine:
         if num_values > budget.max_share(tenant):
             raise InvalidRequest(
                 f"the request asks for up to {num_values} logprobs, over all its answers; one tenant may hold "
-                f"{budget.max_share(tenant)} of {budget.limit} (max_total_logprobs); lower max_tokens, or ask for fewer "
-                "logprobs",
+                f"{budget.max_share(tenant)} of {budget.limit} (max_total_logprobs); lower max_tokens, or ask for "
+                "fewer logprobs",
                 param="logprobs",
             )
         if num_values and not budget.has_room(tenant, num_values):
