@@ -279,7 +279,7 @@ def num_moved(records: list[TurnRecord], from_s: float, to_s: float) -> tuple[in
 
 
 def share_of(replica_id: int, records: list[TurnRecord], from_s: float, to_s: float) -> float:
-    """The replica's share of the turns asked in this time."""
+    """Return the replica's share of the turns asked in this time."""
     asked = [record.replica_id for record in records if from_s <= record.asked_s < to_s]
     return asked.count(replica_id) / len(asked)
 

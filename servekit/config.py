@@ -76,8 +76,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Meta(
             ge=1,
             le=64,
-            description="processes that compute each step together, each with a part of every layer; on GPUs, each on "
-            "a device of its own",
+            description="processes that compute each step together, each with a part of every layer (tensor "
+            "parallelism); on GPUs, each on a device of its own",
         ),
     ] = 1
     pipeline_parallel_size: Annotated[
@@ -85,8 +85,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Meta(
             ge=1,
             le=64,
-            description="stages that the layers are divided into, each with --tensor-parallel-size processes; several "
-            "steps are in different stages at the same time",
+            description="stages among which the layers are divided, each with --tensor-parallel-size processes "
+            "(pipeline parallelism); each stage computes another step at the same time",
         ),
     ] = 1
     data_parallel_size: Annotated[
@@ -232,12 +232,12 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     listen_workers: Annotated[
         str | None,
         Meta(
-            description="address at which workers may join that the server did not start (docs/workers.md): unix:PATH "
-            "or tcp://HOST:PORT; needs --worker-key-file"
+            description="address, unix:PATH or tcp://HOST:PORT, at which workers join that the server does not start "
+            "(docs/workers.md); needs --worker-key-file"
         ),
     ] = None
     worker_key_file: Annotated[
-        str | None, Meta(description="file with the key that workers and server prove themselves with, when they join")
+        str | None, Meta(description="file with the shared key that authenticates workers that join and the server")
     ] = None
     worker_tls_cert: Annotated[
         str | None, Meta(description="PEM file with the certificate chain for --listen-workers tcp://; turns TLS on")

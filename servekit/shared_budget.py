@@ -57,7 +57,7 @@ class SharedBudget:
         return max(0, self._held[tenant] + held_elsewhere + amount - max(1, num_free))
 
     def has_room(self, tenant: str, amount: int) -> bool:
-        """Whether the tenant may take this amount now."""
+        """Return whether the tenant may take this amount now."""
         return not self.num_missing(tenant, amount)
 
     def usage(self, held_elsewhere: Mapping[str, int], total_elsewhere: int) -> float:

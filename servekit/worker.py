@@ -104,7 +104,7 @@ def join(arguments: argparse.Namespace) -> int:
 
 
 def find_local(model: str) -> str:
-    """The path of a model on this machine; of a simulated one, its name. Raises ConfigError."""
+    """Return the path of a model on this machine; for a simulated model, its name. Raises ConfigError."""
     from servekit.engine.model_files import find_model
     from servekit.simulation.model import is_simulated
 

@@ -103,7 +103,10 @@ class SlotTable:
         self.token_ids.index_copy_(0, indices, values)
 
     def is_constrained(self, row: SamplingRow) -> bool:
-        """Whether a grammar constrains the row. The rank that sends results has the grammar, the others its number."""
+        """Return whether a grammar constrains the row.
+
+        The rank that sends results has the grammar's text, and the others only its number.
+        """
         return row.sampling.grammar is not None or self.slot_assignments[row.slot].grammar is not None
 
     def append_blocks(self, chunk: ScheduledChunk) -> None:

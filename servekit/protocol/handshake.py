@@ -217,7 +217,7 @@ class ServerHandshake(_Handshake):
         return self._write(Refused(reason, message[:500]))
 
     def sealed_frames(self) -> SealedFrameCodec:
-        """The codec of all further frames."""
+        """Return the codec of all further frames."""
         to_server, to_worker = self._session_keys()
         return SealedFrameCodec(send_key=to_worker, receive_key=to_server)
 
@@ -269,7 +269,7 @@ class WorkerHandshake(_Handshake):
         return None
 
     def sealed_frames(self) -> SealedFrameCodec:
-        """The codec of all further frames."""
+        """Return the codec of all further frames."""
         to_server, to_worker = self._session_keys()
         return SealedFrameCodec(send_key=to_server, receive_key=to_worker)
 

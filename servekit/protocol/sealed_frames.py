@@ -36,7 +36,7 @@ class SealedFrameCodec(FrameCodec):
     def _open(self, sealed: bytes) -> bytes:
         payload, mac = sealed[:-MAC_BYTES], sealed[-MAC_BYTES:]
         if not hmac.compare_digest(mac, _mac(self._receive_key, self._num_received, payload)):
-            raise ValueError("a frame with a wrong MAC: it was altered, repeated or left out on its way")
+            raise ValueError("a frame has a wrong MAC: it was altered, repeated or left out on the network")
         self._num_received += 1
         return payload
 

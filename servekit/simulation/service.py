@@ -175,12 +175,12 @@ class Simulation:
         self.clients[arrival.name] = replica.clients[sequence.sequence_id] = client
 
     def _replica_of(self, client: Client) -> SimulatedReplica | None:
-        """The replica that has a client's sequence; None if that has ended."""
+        """Return the replica that has a client's sequence; None if that has ended."""
         sequence_id = client.sequence.sequence_id
         return next((replica for replica in self.replicas if sequence_id in replica.clients), None)
 
     def _choose(self, number: int, but: SimulatedReplica | None = None) -> SimulatedReplica:
-        """A replica, as if by chance: one that serves everything, if there is one."""
+        """Choose a replica pseudo-randomly: one that is ready and has no quarantine, if there is one."""
         others = [replica for replica in self.replicas if replica is not but] or self.replicas
         ready = [replica for replica in others if self._is_ready(replica)]
         serving = [replica for replica in ready if not replica.has_quarantine]
@@ -222,7 +222,7 @@ class Simulation:
                 raise Violation(f"{client.sequence}: the manager and its client disagree on whether it had ended")
 
     def _restart(self, replica: SimulatedReplica, is_out_of_memory: bool = False) -> None:
-        """A worker was lost, or a step did not fit into its memory."""
+        """Restart a replica whose worker was lost, or ran out of memory in a step."""
         for client in replica.restart(is_out_of_memory):
             self.num_failed += 1
             # With random crashes, a sequence that runs alone may be hit several times in a row by chance.
@@ -232,14 +232,14 @@ class Simulation:
         if not is_out_of_memory:
             self.num_losses += 1
             if self.num_losses > self._max_losses:
-                raise Violation(f"workers crash on and on: {self.num_losses} times until now")
+                raise Violation(f"workers crash again and again: {self.num_losses} times until now")
             replica.ready_s = self.now_s + self.scenario.recovery_s
             self._fail_over(replica)
 
     def _fail_over(self, replica: SimulatedReplica) -> None:
-        """Continue elsewhere what a replica without a worker has. Suspects wait for it, or go to the others' suspects.
+        """Move the sequences of a replica without a worker to others. Suspects stay, or join the suspects of another.
 
-        So a sequence that crashes workers does so on one replica at a time, once it is suspected.
+        So a suspect crashes the worker of one replica at a time.
         """
         if self._is_ready(replica) or len(self.replicas) == 1:
             return
@@ -251,13 +251,13 @@ class Simulation:
             self._move(replica, tuple(suspects), isolating)
 
     def _leave(self, replica: SimulatedReplica) -> None:
-        """A replica leaves while its worker lives; it is ready again after a while."""
+        """Let a replica leave although its worker runs. It is ready again after `recovery_s`."""
         if len(self.replicas) > 1 and self._is_ready(replica):
             self._move(replica, None)
             replica.ready_s = self.now_s + self.scenario.recovery_s
 
     def _recovered(self, replica: SimulatedReplica) -> None:
-        """Give a replica that is ready again what waits at replicas that are not, except suspects."""
+        """Move what waits at replicas without a worker to one that is ready again, except suspects."""
         if not replica.has_quarantine:
             for other in self.replicas:
                 if not self._is_ready(other):

@@ -52,7 +52,7 @@ class SlowTenants:
         self._slow_until_s[tenant] = now_s + SLOW_FOR_S
 
     def is_slow(self, tenant: str, now_s: float) -> bool:
-        """Whether a piece of work for the tenant took too long lately."""
+        """Return whether a piece of work for the tenant took too long in the last SLOW_FOR_S seconds."""
         return now_s < self._slow_until_s.get(tenant, now_s)
 
 

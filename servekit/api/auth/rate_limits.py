@@ -232,7 +232,7 @@ class OpenAnswer:
     __slots__ = ("_clock", "_num_left", "_request")
 
     def __init__(self, request: RunningRequest, clock: Callable[[], float]) -> None:
-        """The request has reserved the first slice."""
+        """Count the tokens of an answer to `request`, which has reserved the first slice. `clock` gives seconds."""
         self._request = request
         self._clock = clock
         self._num_left = OPEN_ANSWER_TOKENS  # of the slice
