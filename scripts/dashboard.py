@@ -48,9 +48,9 @@ def process(name: str) -> str:
 
 
 def of_both(name: str, form: str) -> tuple[tuple[str, str], ...]:
-    """Return curves of one process metric for the server and for its worker."""
+    """Return curves of one process metric for the server and for its workers."""
     server, worker = (form.format(expression=process(each)) for each in (name, f"servekit_worker_{name}"))
-    return (server, "{{instance}}"), (worker, "{{instance}} worker")
+    return (server, "{{instance}}"), (worker, "{{instance}} worker {{replica}}")
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,9 @@ def value(expression: Any, samples: dict[str, float]) -> float | None:
             return float(expression.val)
         case promql_parser.VectorSelector():
             return samples.get(expression.name)
+        case promql_parser.AggregateExpr():  # over the replicas, of which there is one
+            assert str(expression.op) == "sum"
+            return value(expression.expr, samples)
     assert isinstance(expression, promql_parser.BinaryExpr)
     left, right = value(expression.lhs, samples), value(expression.rhs, samples)
     match str(expression.op):

@@ -21,7 +21,11 @@ const TILES = {
 	preemptions: ({ num_preemptions, num_steps }) => [formatCompact(num_preemptions), `in ${formatCompact(num_steps)} steps`],
 	workers: ({ workers }) => {
 		const kinds = workers.map(({ device, dtype, attention }) => [device, dtype, attention].filter(Boolean).join(" · "));
-		return [workers.map((worker) => worker.state).join(", "), [...new Set(kinds)].join("; ")];
+		const kind = [...new Set(kinds)].filter(Boolean).join("; ");
+		if (workers.length === 1) return [workers[0].state, kind];
+		const numServing = workers.filter(({ state }) => state === "serving").length;
+		const loads = workers.map(({ num_running: running = 0, num_waiting: waiting = 0 }) => `${running}+${waiting}`);
+		return [`${numServing} of ${workers.length} serving`, `running+waiting ${loads.join(", ")}; ${kind}`];
 	},
 };
 

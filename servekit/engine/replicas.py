@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from servekit.config import ServeConfig
 from servekit.engine.engine_core import EngineCore
@@ -70,6 +71,16 @@ class Replica:
     def takes_sequences(self) -> bool:
         """Whether a new sequence can run here at once: not beside one that is suspected of crashing workers."""
         return self.is_ready and not self.core.manager.quarantine
+
+    def info(self) -> dict[str, Any]:
+        """What /info says of it."""
+        worker = self.worker
+        return {
+            "state": self.state,
+            "device": None if worker is None else worker.device,
+            "num_blocks": None if worker is None else worker.num_blocks,
+            "cpus": self.placement.cpus,
+        }
 
     def fits(self, max_length: int) -> bool:
         """Whether a sequence of so many tokens can run here alone."""

@@ -23,7 +23,7 @@ FREE, CACHED, SHARED, FENCED = -1, -2, -3, -4
 class LiveStep(Struct, frozen=True, array_like=True, gc=False):
     """One step."""
 
-    step_id: int  # of its replica; ascends, also across workers
+    step_id: int  # ascends, also across workers; with several replicas, over all of them
     sent_s: float
     num_prefill_tokens: int
     num_decode_tokens: int

@@ -26,6 +26,7 @@ class StepHistory(Observer):
     def __init__(self) -> None:
         self.num_steps = 0  # executed since the server began
         self.num_generated_tokens = 0
+        self._num_sent = 0  # steps, of all replicas
         self._steps: OrderedDict[tuple[int, int], LiveStep] = OrderedDict()  # by replica and step id
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST_TOKENS)  # (when, latency)
         self._ends: deque[LiveEnd] = deque(maxlen=MAX_ENDED)
@@ -40,8 +41,9 @@ class StepHistory(Observer):
 
     def add_step(self, replica: int, step: StepSummary, now_s: float) -> None:
         """Record a step that was sent."""
+        number, self._num_sent = self._num_sent, self._num_sent + 1
         self._steps[replica, step.step_id] = LiveStep(
-            step.step_id,
+            number,
             now_s,
             step.num_prefill_tokens,
             step.num_decode_tokens,
@@ -56,7 +58,7 @@ class StepHistory(Observer):
         """Record that a step was done."""
         self.num_steps += 1
         if (step := self._steps.get((replica, result.step_id))) is not None:
-            self._steps[replica, step.step_id] = replace(step, duration_s=result.step_time_s)
+            self._steps[replica, result.step_id] = replace(step, duration_s=result.step_time_s)
         self.num_generated_tokens += num_tokens
         tenth = _tenth(now_s)
         if self._tenths and self._tenths[-1][0] == tenth:

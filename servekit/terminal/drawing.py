@@ -57,7 +57,7 @@ def draw(state: LiveState, width: int, height: int, warning: str = "") -> list[T
     if warning:
         lines.append(Text(safe_line(warning), _BAD))
     lines += _flow(_figures(state), width)
-    lines += _flow([Text(f"worker: {words}", _MUTED) for words in _workers(state)], width)
+    lines += _flow([Text(words, _MUTED) for words in _workers(state)], width)
     if (limits := state.limits) is not None:
         # Of 24 lines some ten are left for sequences; from 60 lines on, strip and grid have their full height.
         num_rows = min(max(height // 8, 2), 8)
@@ -107,10 +107,16 @@ def _figures(state: LiveState) -> list[Text]:
 
 
 def _workers(state: LiveState) -> list[str]:
-    return [
-        " ".join(safe_line(word) for word in (worker.state, worker.device, worker.dtype, worker.attention) if word)
-        for worker in state.workers
-    ]
+    lines = []
+    for number, worker in enumerate(state.workers):
+        words = [safe_line(word) for word in (worker.state, worker.device, worker.dtype, worker.attention) if word]
+        if len(state.workers) == 1:
+            lines.append(f"worker: {' '.join(words)}")
+            continue
+        used = _percent(worker.num_blocks - worker.num_available_blocks, worker.num_blocks)
+        load = f"running {worker.num_running:,} waiting {worker.num_waiting:,} KV {used}"
+        lines.append(f"replica {number}: {' '.join([*words, load])}")
+    return lines
 
 
 def _flow(parts: Iterable[Text], width: int) -> list[Text]:

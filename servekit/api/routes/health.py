@@ -31,7 +31,7 @@ async def version(_: Request) -> Response:
 
 
 async def info(request: Request) -> Response:
-    """Return the model, the worker and all settings; secrets are masked."""
+    """Return the model, the workers and all settings; secrets are masked."""
     engine = engine_of(request)
     max_total_tokens = engine.scheduler_config.max_total_tokens
     return respond(
@@ -41,6 +41,7 @@ async def info(request: Request) -> Response:
             "model_name": engine.config.model_name,
             "max_total_tokens": max_total_tokens,
             "worker": engine.worker,
+            "replicas": [replica.info() for replica in engine.replicas.all],
             "settings": redacted(engine.config),
             # The names that TGI's clients read.
             "model_id": engine.config.model,
