@@ -32,8 +32,11 @@ RETRY_AFTER_S = 5  # for clients, while it is not known when the next worker wil
 class Peers(Protocol):
     """What a core asks of its engine, because it concerns the engine's other cores."""
 
-    async def core_lost(self, core: EngineCore) -> None:
-        """Continue its sequences elsewhere: its worker is lost, and it has forgotten what that held."""
+    async def core_lost(self, core: EngineCore) -> bool:
+        """Continue its sequences elsewhere: its worker is lost, and it has forgotten what that held.
+
+        Returns whether the worker is to be replaced.
+        """
 
     async def core_ready(self, core: EngineCore) -> None:
         """Let it take over what waits elsewhere: its worker has been replaced."""
@@ -104,6 +107,12 @@ class EngineCore:
         self._watch_deadlines()
         self.wake()
         return sequence
+
+    def worker_joined(self) -> None:
+        """Note that the executor has another worker, before `run` is called again."""
+        self._iteration_began_s = self._clock()
+        for observer in self._observers:
+            observer.worker_ready(None, self._iteration_began_s)
 
     def wake(self) -> None:
         """Make an idle main loop look for work, or for the loss of its worker."""
@@ -263,7 +272,8 @@ class EngineCore:
         timeout_s = self._config.worker_restart_timeout
         outage_timer = PauseTolerantTimer(timeout_s, partial(self._declare_outage, loss))
         try:
-            await self._peers.core_lost(self)
+            if not await self._peers.core_lost(self):
+                raise loss
             await self._executor.replace(self._on_failed_start)
         finally:
             outage_timer.cancel()

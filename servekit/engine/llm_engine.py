@@ -174,7 +174,7 @@ class LLMEngine:
     async def start(self) -> None:
         """Load the model and begin to serve. Raises ConfigError or WorkerError."""
         self.profiling.prepare()
-        self._journals = open_journals(self.config, len(self.replicas.all))
+        self._journals = open_journals(self.config, range(len(self.replicas.all)))
         path = await run_in_daemon_thread(find_model, self.config.model)
         self._tokenizer = await run_in_daemon_thread(load_tokenizer, path)
         template = find_chat_template(path, self.config.chat_template)
@@ -200,6 +200,8 @@ class LLMEngine:
         index, config = replica.index, self.config
         assert replica.worker is not None and self._output is not None
         limits = scheduler_config(config, replica.worker)
+        if self._journals and index == len(self._journals):  # of a worker that has joined
+            self._journals += open_journals(config, [index])
         manager = self._journals[index].make_manager(limits) if self._journals else WorkloadManager(limits)
         observers = [*self.metrics.of_replica(index), self.history.of_replica(index), self._probe.of_replica()]
         for observer in observers:
@@ -238,6 +240,7 @@ class LLMEngine:
         self._is_draining = True
         self._rejects_requests = not admits_requests
         self.metrics.server.is_draining = True
+        self.replicas.drain()
         if self._worker_pool is not None:
             self._worker_pool.is_draining = True
 

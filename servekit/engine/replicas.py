@@ -17,7 +17,8 @@ from servekit.engine.engine_core import EngineCore
 from servekit.engine.request_registry import RequestRegistry
 from servekit.errors import ServekitError, WorkerLost
 from servekit.executor.model_executor import ModelExecutor, WorkerSource
-from servekit.executor.placement import Placement, placements
+from servekit.executor.placement import ANYWHERE, Placement, placements
+from servekit.executor.worker_connection import WorkerConnection
 from servekit.observability.metrics import SchedulerStats
 from servekit.protocol.messages import LoadModel, WorkerReady
 from servekit.routing.router import Router
@@ -29,6 +30,7 @@ log = logging.getLogger("servekit")
 
 MOVED_PER_SLICE = 32  # sequences that move without a pause; each takes some 0.1 ms
 REBALANCE_INTERVAL_S = 1.0
+JOIN_INTERVAL_S = 0.1  # how soon a worker that waits is taken, when no other replica needs one any more
 MAX_REBALANCED = 16  # prompts at a time: what moves away for a wrong prediction has to wait twice
 
 
@@ -40,7 +42,7 @@ class Replica:
         self.executor = executor
         self.placement = placement
         self.worker: WorkerReady | None = None  # what its first worker reported; None until it is ready
-        self.has_failed = False  # its worker cannot be replaced
+        self.is_vacated = False  # its worker cannot be replaced, or has left for good
         self._core: EngineCore | None = None
 
     @property
@@ -55,9 +57,9 @@ class Replica:
 
     @property
     def state(self) -> str:
-        """One of loading, ready, recovering, failed."""
-        if self.has_failed:
-            return "failed"
+        """One of loading, ready, recovering, vacated."""
+        if self.is_vacated:
+            return "vacated"
         if self._core is None:
             return "loading"
         return "ready" if self.is_ready else "recovering"
@@ -94,23 +96,33 @@ class Replicas:
         self._config = config
         self._registry = registry
         self._router = Router(config.block_size)
+        self._source = source
         self._fail_all: Callable[[ServekitError], None] = lambda _: None
+        self._make_core: Callable[[Replica], EngineCore] | None = None
         self._has_cores = False
-        self.all = [
-            Replica(index, ModelExecutor(config, wake, wake, source, placement), placement)
-            for index, placement in enumerate(placements(config))
-            for wake in [partial(self._wake, index)]
-        ]
+        self._loops: dict[asyncio.Task[ServekitError], Replica] = {}  # the main loop of each core
+        self._ended: asyncio.Queue[asyncio.Task[ServekitError]] = asyncio.Queue()
+        self._joining: asyncio.Task[tuple[WorkerConnection, WorkerReady]] | None = None
+        self._is_draining = False
+        self.all: list[Replica] = []
+        for placement in placements(config):
+            self._new_replica(placement)
+
+    def _new_replica(self, placement: Placement = ANYWHERE) -> Replica:
+        wake = partial(self._wake, len(self.all))
+        executor = ModelExecutor(self._config, wake, wake, self._source, placement)
+        replica = Replica(len(self.all), executor, placement)
+        self.all.append(replica)
+        return replica
 
     # -- start and stop -----------------------------------------------------------------------------------------------
 
     async def start(self, load: LoadModel, make_core: Callable[[Replica], EngineCore]) -> None:
         """Start all workers at the same time, and a core for each. Raises ConfigError or WorkerError."""
+        self._make_core = make_core
         workers = await asyncio.gather(*(each.executor.start(each.placement.apply(load)) for each in self.all))
         for replica, worker in zip(self.all, workers, strict=True):
-            replica.worker = worker
-            replica.core = make_core(replica)
-            self._router.add_replica(replica.index, replica.core.manager)
+            self._give_core(replica, worker)
             if len(self.all) > 1:
                 log.info(
                     "replica %d: %s, %d KV blocks, %s",
@@ -121,30 +133,77 @@ class Replicas:
                 )
         self._has_cores = True
 
+    def _give_core(self, replica: Replica, worker: WorkerReady) -> None:
+        assert self._make_core is not None
+        replica.worker = worker
+        replica.core = self._make_core(replica)
+        self._router.add_replica(replica.index, replica.core.manager)
+
     async def run(self, fail_all: Callable[[ServekitError], None]) -> ServekitError:
         """Serve until the engine fails, and return the failure. Cancel this to stop serving.
 
-        A replica whose worker cannot be replaced is given up, unless it is the last one.
+        A replica whose worker cannot be replaced is vacated, unless it is the last one.
         """
         self._fail_all = fail_all
-        loops: dict[asyncio.Task[ServekitError], Replica] = {
-            asyncio.create_task(replica.core.run(), name=f"core {replica.index}"): replica for replica in self.all
-        }
-        rebalancing = asyncio.create_task(self._rebalance_forever(), name="rebalancing")
+        for replica in self.all:
+            self._start_loop(replica)
+        helpers = [asyncio.create_task(self._rebalance_forever(), name="rebalancing")]
+        if self._source is not None:
+            helpers.append(asyncio.create_task(self._take_joined_workers(self._source), name="joined workers"))
         try:
             while True:
-                done, _ = await asyncio.wait([*loops], return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    replica, failure = loops.pop(task), task.result()
-                    if not isinstance(failure, WorkerLost) or not loops:
-                        return failure
-                    log.error("replica %d is given up: %s", replica.index, failure.message)
-                    replica.has_failed = True
-                    await self._move_from(replica)
+                task = await self._ended.get()
+                replica, failure = self._loops.pop(task), task.result()
+                if not isinstance(failure, WorkerLost) or not self._loops:
+                    return failure
+                log.warning("replica %d is vacated: %s", replica.index, failure.message)
+                replica.is_vacated = True
+                await self._move_from(replica)
+                await replica.executor.stop()
         finally:
-            for each in (*loops, rebalancing):
+            for each in (*self._loops, *helpers):
                 each.cancel()
-            await asyncio.gather(*loops, rebalancing, return_exceptions=True)
+            await asyncio.gather(*self._loops, *helpers, return_exceptions=True)
+
+    def drain(self) -> None:
+        """Take no more workers that join, except for those that are lost."""
+        self._is_draining = True
+        if self._joining is not None:
+            self._joining.cancel()
+
+    def _start_loop(self, replica: Replica) -> None:
+        task = asyncio.create_task(replica.core.run(), name=f"core {replica.index}")
+        self._loops[task] = replica
+        task.add_done_callback(self._ended.put_nowait)
+
+    async def _take_joined_workers(self, source: WorkerSource) -> None:
+        """Give each worker that joins a replica. While a replica waits for a worker, the next one is for that."""
+        while True:
+            is_wanted = all(replica.executor.is_ready or replica.is_vacated for replica in self.all)
+            if self._is_draining or not is_wanted:
+                await asyncio.sleep(JOIN_INTERVAL_S)
+                continue
+            self._joining = asyncio.create_task(source.next_worker(), name="next worker")
+            try:
+                await asyncio.wait([self._joining])
+            finally:
+                self._joining.cancel()  # does nothing if it is done
+            if not self._joining.cancelled():
+                await self._add_worker(*self._joining.result())
+
+    async def _add_worker(self, worker: WorkerConnection, ready: WorkerReady) -> None:
+        """Let a worker that has joined serve: in a vacated replica, or in a new one."""
+        vacated = next((replica for replica in self.all if replica.is_vacated), None)
+        replica = vacated or self._new_replica()
+        replica.executor.adopt(worker, ready)
+        if vacated is None:
+            self._give_core(replica, ready)
+        else:
+            replica.worker, replica.is_vacated = ready, False
+            replica.core.worker_joined()
+        self._start_loop(replica)
+        log.info("replica %d begins: %s, %d KV blocks", replica.index, ready.device, ready.num_blocks)
+        await self.core_ready(replica.core)
 
     async def stop(self, graceful: bool) -> None:
         """End all workers."""
@@ -214,7 +273,7 @@ class Replicas:
         """The core for all answers to one prompt, the first of which is the leader of the others."""
         if len(self.all) == 1:
             return self.all[0].core
-        return self._choose([each for each in self.all if not each.has_failed], commands).core
+        return self._choose([each for each in self.all if not each.is_vacated], commands).core
 
     def _choose(self, candidates: list[Replica], commands: Sequence[AddSequence]) -> Replica:
         """The replica for all answers to one prompt, of these. The router prefers those that can begin at once."""
@@ -228,9 +287,18 @@ class Replicas:
 
     # -- moving -------------------------------------------------------------------------------------------------------
 
-    async def core_lost(self, core: EngineCore) -> None:
-        """Continue the sequences of a core that has lost its worker on those that have one, in order of arrival."""
-        await self._move_from(self._replica_of(core))
+    async def core_lost(self, core: EngineCore) -> bool:
+        """Continue the sequences of a core that has lost its worker on those that have one, in order of arrival.
+
+        Returns False if the worker needs no replacement: it has left, and others go on.
+        """
+        replica = self._replica_of(core)
+        await self._move_from(replica)
+        if replica.executor.cause == "left" and self.has_other_worker(core):
+            return False
+        if self._joining is not None:
+            self._joining.cancel()  # this core needs the next worker
+        return True
 
     async def core_ready(self, core: EngineCore) -> None:
         """Let a core whose worker is ready take over what waits at others."""
@@ -260,14 +328,14 @@ class Replicas:
         """
         manager = source.core.manager
         suspects = set(manager.quarantine.sequence_ids)
-        others = [replica for replica in self.all if replica is not source and not replica.has_failed]
+        others = [replica for replica in self.all if replica is not source and not replica.is_vacated]
         isolating = [replica for replica in others if replica.core.manager.quarantine]
-        if suspects and (isolating or source.has_failed):
+        if suspects and (isolating or source.is_vacated):
             self._move(source, sorted(suspects), isolating[:1] or others)
         ids = [each for each in manager.sequence_ids if each not in suspects]
         for start in range(0, len(ids), MOVED_PER_SLICE):
             targets = [replica for replica in others if replica.takes_sequences] or (
-                others if source.has_failed else []
+                others if source.is_vacated else []
             )
             if not targets or source.is_ready:
                 return

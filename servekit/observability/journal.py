@@ -18,7 +18,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, takewhile
 from pathlib import Path
 from typing import BinaryIO
@@ -211,28 +211,25 @@ class Journal:
             log.error("journal %s stopped: %s; the server continues without a journal", self.path, reason)
 
 
-def open_journals(config: ServeConfig, num_replicas: int) -> list[Journal]:
-    """Create the journal of each replica, if the settings ask for journals. Raises ConfigError."""
+def open_journals(config: ServeConfig, replicas: Iterable[int]) -> list[Journal]:
+    """Create the journals of these replicas, if the settings ask for journals. Raises ConfigError."""
     if config.journal is None:
         return []
     limits = config.journal_max_bytes, config.journal_max_files, config.journal_tokens
-    path = Path(config.journal)
-    paths = [path] if num_replicas == 1 else [_replica_path(path, index) for index in range(num_replicas)]
-    journals = [Journal(each, *limits) for each in paths]
+    journals = [Journal(_replica_path(Path(config.journal), index), *limits) for index in replicas]
     for journal in journals:
         journal.open()
     return journals
 
 
 def _replica_path(path: Path, index: int) -> Path:
-    return path.with_name(f"{path.name}.replica-{index}")
+    """The first replica, which is the only one of most servers, writes to the path itself."""
+    return path.with_name(f"{path.name}.replica-{index}") if index else path
 
 
 def journal_paths(path: Path) -> list[Path]:
-    """The newest files that a server with `--journal PATH` has written: PATH, or one for each replica."""
-    if path.exists() or not _replica_path(path, 0).exists():
-        return [path]
-    return list(takewhile(Path.exists, (_replica_path(path, index) for index in count())))
+    """The newest files that a server with `--journal PATH` has written: PATH, and one for each other replica."""
+    return [path, *takewhile(Path.exists, (_replica_path(path, index) for index in count(1)))]
 
 
 class JournalCollector(Collector):

@@ -95,21 +95,30 @@ def model_process(worker: subprocess.Popen[bytes]) -> int:
     return int(Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()[0])
 
 
+def num_serving(service: Service) -> float:
+    return service.server.metric("servekit_workers_alive")
+
+
 def test_streams_go_on_when_a_worker_is_killed_and_when_another_leaves(service: Service) -> None:
     for _ in range(2):
         service.add_worker()
     service.server.wait_until_ready(ENOUGH_S)
-    service.wait_until(lambda: service.num_joined() == 2)
+    service.wait_until(lambda: num_serving(service) == 2)  # each one is a replica
 
     killed = service.serving_worker()
     assert service.answers(lambda: os.kill(model_process(killed), signal.SIGKILL)) == expected()
-    service.wait_until(lambda: service.serving_worker() is not killed)
     service.wait_until(lambda: service.num_joined() == 3)  # its agent has started another process
+    service.wait_until(lambda: num_serving(service) == 2)
 
-    leaving = service.serving_worker()
+    leaving = service.workers[0]
     assert service.answers(lambda: leaving.send_signal(signal.SIGTERM)) == expected()
     assert leaving.wait(ENOUGH_S) == 0
-    service.wait_until(lambda: service.serving_worker() is killed)
+    service.wait_until(lambda: num_serving(service) == 1)
+
+    service.add_worker()  # takes the place of the one that has left
+    service.wait_until(lambda: num_serving(service) == 2)
+    assert [each["state"] for each in service.server.client.get("/info").json()["replicas"]] == ["ready", "ready"]
+    assert service.answers(lambda: None) == expected()
 
 
 def test_a_server_that_restarts_finds_its_worker_again(service: Service) -> None:

@@ -89,8 +89,8 @@ class Alone:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def core_lost(self, core: EngineCore) -> None:
-        pass
+    async def core_lost(self, core: EngineCore) -> bool:
+        return True
 
     async def core_ready(self, core: EngineCore) -> None:
         core.outage = None

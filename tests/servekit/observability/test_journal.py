@@ -240,22 +240,22 @@ def test_a_journal_that_cannot_be_created_is_a_config_error(
 ) -> None:
     make(path)
     with pytest.raises(ConfigError, match=message):
-        open_journals(ServeConfig(journal=str(path)), 1)
+        open_journals(ServeConfig(journal=str(path)), [0])
 
 
 def test_a_directory_where_no_file_can_be_created_is_a_config_error() -> None:
     """The kernel refuses it in /proc to root, too, who may write in every directory of a disk."""
     with pytest.raises(ConfigError, match="/proc/journal"):
-        open_journals(ServeConfig(journal="/proc/journal"), 1)
+        open_journals(ServeConfig(journal="/proc/journal"), [0])
 
 
 def test_without_the_setting_there_is_no_journal() -> None:
-    assert open_journals(ServeConfig(), 2) == []
+    assert open_journals(ServeConfig(), [0, 1]) == []
 
 
 def test_a_journal_that_records_nothing_can_be_closed(path: Path) -> None:
     """The model could not be loaded."""
-    (journal,) = open_journals(ServeConfig(journal=str(path)), 1)
+    (journal,) = open_journals(ServeConfig(journal=str(path)), [0])
     assert journal is not None
     journal.close()
     with pytest.raises(ConfigError, match="this is not a journal of servekit"):
