@@ -42,7 +42,7 @@ class Replica:
         self.executor = executor
         self.placement = placement
         self.worker: WorkerReady | None = None  # what its first worker reported; None until it is ready
-        self.is_vacated = False  # its worker cannot be replaced, or has left for good
+        self.is_vacated = False  # it has no worker and starts none: the last one left, or could not be replaced
         self._core: EngineCore | None = None
 
     @property
@@ -226,7 +226,7 @@ class Replicas:
 
     @property
     def stage(self) -> str:
-        """What the first replica that is not ready is doing, as text for people."""
+        """What the first replica that is not ready is doing, as text for log lines and errors."""
         return next((each.executor.stage for each in self.all if not each.executor.is_ready), "serving")
 
     @property
@@ -258,7 +258,7 @@ class Replicas:
         return any(replica.is_ready and replica.core.is_stalled for replica in self.all)
 
     def stats(self) -> list[SchedulerStats]:
-        """The state of each scheduler, for metrics."""
+        """Return the state of each scheduler, for metrics."""
         return [core.stats() for core in self.cores]
 
     # -- sequences ----------------------------------------------------------------------------------------------------
@@ -270,13 +270,13 @@ class Replicas:
                 core.apply(command)
 
     def choose(self, commands: Sequence[AddSequence]) -> EngineCore:
-        """The core for all answers to one prompt, the first of which is the leader of the others."""
+        """Return the core for all answers to one prompt, the first of which is the leader of the others."""
         if len(self.all) == 1:
             return self.all[0].core
         return self._choose([each for each in self.all if not each.is_vacated], commands).core
 
     def _choose(self, candidates: list[Replica], commands: Sequence[AddSequence]) -> Replica:
-        """The replica for all answers to one prompt, of these. The router prefers those that can begin at once."""
+        """Return the candidate for all answers to one prompt, preferably one that can begin at once."""
         fitting = [each for each in candidates if each.fits(_max_length(commands[0]))] or candidates
         for replica in self.all:
             self._router.set_available(replica.index, replica in fitting and replica.takes_sequences)
@@ -310,7 +310,7 @@ class Replicas:
         self._rebalance()
 
     def has_other_worker(self, core: EngineCore) -> bool:
-        """Whether another core than this one has a worker."""
+        """Return whether another core than this one has a worker."""
         return any(replica.is_ready and replica.core is not core for replica in self.all)
 
     def fail_all(self, error: ServekitError) -> None:
@@ -364,8 +364,10 @@ class Replicas:
         return sequence is not None and target.fits(sequence.max_length)
 
     async def _rebalance_forever(self) -> None:
-        while len(self.all) > 1:
+        while True:
             await asyncio.sleep(REBALANCE_INTERVAL_S)
+            if len(self.all) == 1:
+                continue  # another worker may join later
             for replica in self.all:
                 if not replica.is_ready and replica.core.manager.has_work:
                     await self._move_from(replica)
@@ -390,7 +392,7 @@ def _max_length(command: AddSequence) -> int:
 
 
 def _by_prompt(commands: Iterable[AddSequence]) -> Iterator[list[AddSequence]]:
-    """The answers to each prompt, in order of the first one's arrival."""
+    """Return the answers to each prompt, in order of the first one's arrival."""
     prompts: dict[int, list[AddSequence]] = {}
     for command in commands:
         leader_id = command.sequence_id if command.leader_id is None else command.leader_id

@@ -28,7 +28,7 @@ class Placement(Struct, frozen=True):
     cpus: tuple[int, ...] = ()  # cores that the worker is bound to; empty binds it to none
 
     def apply(self, load: LoadModel) -> LoadModel:
-        """The message that loads the model there."""
+        """Return the message that loads the model there."""
         return replace(load, device=self.device or load.device, device_index=self.device_index)
 
     @property
@@ -49,7 +49,7 @@ ANYWHERE = Placement()
 
 
 def placements(config: ServeConfig) -> list[Placement]:
-    """The place of each replica. A lone one is placed by torch and the kernel, as if there were no replicas."""
+    """Return the place of each replica's worker. A single worker is bound to no cores, and torch chooses its GPU."""
     devices = config.devices.split(",") if config.devices is not None else []
     num_replicas = len(devices) or config.data_parallel_size
     if num_replicas == 1:
@@ -71,7 +71,7 @@ def placements(config: ServeConfig) -> list[Placement]:
 
 
 def divide(cores: list[int], num_parts: int) -> list[tuple[int, ...]]:
-    """Divide cores into parts of neighbours, the first ones larger by one; with too few cores, several share one."""
+    """Divide cores into contiguous parts of nearly equal size. With too few cores, several parts share one."""
     if num_parts > len(cores):
         return [(cores[index % len(cores)],) for index in range(num_parts)]
     bounds = [index * len(cores) // num_parts for index in range(num_parts + 1)]
@@ -83,7 +83,7 @@ def _has_gpu() -> bool:
 
 
 def _cores() -> list[int]:
-    """The cores that this process may use, those of one NUMA node together."""
+    """Return the cores that this process may use, sorted by NUMA node."""
     allowed, found = os.sched_getaffinity(0), list[int]()
     for node in sorted(NODES.glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node"))):
         found += [core for core in _parse((node / "cpulist").read_text()) if core in allowed]
