@@ -29,8 +29,8 @@ ENOUGH_S = 30.0  # for what takes milliseconds on an idle machine
 _connected: list[SocketStream] = []  # by the test that runs; closed at its end
 
 
-class Host:
-    """What the engine is to a listener."""
+class RecordingHandler:
+    """A JoinHandler that records the workers that join."""
 
     def __init__(self, model: ModelInfo | None = MODEL) -> None:
         self.model = model
@@ -56,9 +56,9 @@ class Host:
 
 @contextlib.asynccontextmanager
 async def listening(
-    host: Host, address: UnixAddress | TcpAddress | Path = ANY_PORT, **settings: object
+    handler: RecordingHandler, address: UnixAddress | TcpAddress | Path = ANY_PORT, **settings: object
 ) -> AsyncIterator[WorkerListener]:
-    """A listener on a free port, or on a socket in a folder."""
+    """Run a listener on a free port, or on a socket in a folder."""
     if isinstance(address, Path):
         address = UnixAddress(str(address / "workers.sock"))
     defaults: dict[str, object] = {
@@ -69,19 +69,19 @@ async def listening(
         "accept_interval_s": 0.0,
         "handshake_timeout_s": ENOUGH_S,
     }
-    listener = WorkerListener(ListenerSettings(address=address, **{**defaults, **settings}), host)  # type: ignore[arg-type]
+    listener = WorkerListener(ListenerSettings(address=address, **{**defaults, **settings}), handler)  # type: ignore[arg-type]
     listener.start()
     try:
         yield listener
     finally:
         await listener.stop()
-        for worker in host.workers:
+        for worker in handler.workers:
             await worker.connection.end()
         await close_all()
 
 
 async def connect(address: UnixAddress | TcpAddress, ssl: object = None) -> SocketStream:
-    """A connection to a listener that has sent nothing."""
+    """Connect to a listener, and send nothing."""
     if isinstance(address, UnixAddress):
         reader, writer = await asyncio.open_unix_connection(address.path)
     else:
@@ -98,7 +98,7 @@ async def close_all() -> None:
 
 
 async def closed(stream: SocketStream) -> bytes:
-    """What the server sends until it closes the connection."""
+    """Return what the server sends until it closes the connection."""
     received = b""
     async with asyncio.timeout(ENOUGH_S):
         with contextlib.suppress(OSError):
@@ -108,7 +108,7 @@ async def closed(stream: SocketStream) -> bytes:
 
 
 async def shake_hands(stream: SocketStream, key: bytes = KEY, offer: Offer = OFFER) -> WorkerHandshake:
-    """The worker's side of a handshake. Raises HandshakeFailed if it is refused."""
+    """Play the worker's side of a handshake. Raises HandshakeFailed if it is refused."""
     handshake = WorkerHandshake(key, os.urandom(32), offer)
     frame: bytes | None = handshake.hello()
     async with asyncio.timeout(ENOUGH_S):

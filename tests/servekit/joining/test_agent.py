@@ -20,15 +20,15 @@ from servekit.joining.credentials import server_tls
 from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.worker import USAGE
-from tests.servekit.joining.clients import ENOUGH_S, KEY, LOAD, MODEL, Host, listening
+from tests.servekit.joining.clients import ENOUGH_S, KEY, LOAD, MODEL, RecordingHandler, listening
 
 SLOW_S = 90.0  # to start Python and join, on a machine that does much else
 
 
-def make_host(model: str = "sim:step=50ms") -> Host:
-    host = Host(model=None)
-    host.load = replace(LOAD, model_path=model, num_kv_blocks=8, max_num_batched_tokens=16)
-    return host
+def make_handler(model: str = "sim:step=50ms") -> RecordingHandler:
+    handler = RecordingHandler(model=None)
+    handler.load = replace(LOAD, model_path=model, num_kv_blocks=8, max_num_batched_tokens=16)
+    return handler
 
 
 def make_plan(step_id: int) -> StepPlan:
@@ -79,18 +79,18 @@ async def worker(folder: Path, *arguments: str, key: bytes = KEY) -> AsyncIterat
             await process.communicate()
 
 
-async def executor_of(host: Host, left: asyncio.Event | None = None) -> ModelExecutor:
+async def executor_of(handler: RecordingHandler, left: asyncio.Event | None = None) -> ModelExecutor:
     async with asyncio.timeout(SLOW_S):
-        joined = await host.joined.get()
+        joined = await handler.joined.get()
     executor = ModelExecutor(ServeConfig(), lambda: None, (left or asyncio.Event()).set)
     executor.adopt(joined.connection, joined.ready)
     return executor
 
 
 async def test_a_worker_that_gets_sigterm_finishes_its_steps_and_exits_with_0(tmp_path: Path) -> None:
-    host, left = make_host(), asyncio.Event()
-    async with listening(host, tmp_path), worker(tmp_path) as joining:
-        executor = await executor_of(host, left)
+    handler, left = make_handler(), asyncio.Event()
+    async with listening(handler, tmp_path), worker(tmp_path) as joining:
+        executor = await executor_of(handler, left)
         executor.send(make_plan(0))
         executor.send(make_plan(1))
         joining.process.send_signal(signal.SIGTERM)
@@ -105,14 +105,14 @@ async def test_a_worker_that_gets_sigterm_finishes_its_steps_and_exits_with_0(tm
 
 
 async def test_a_server_that_restarts_finds_its_workers_again(tmp_path: Path) -> None:
-    host = make_host()
+    handler = make_handler()
     async with worker(tmp_path) as joining:
-        async with listening(host, tmp_path):
-            executor = await executor_of(host)
+        async with listening(handler, tmp_path):
+            executor = await executor_of(handler)
             first = joining.model_process()
             await executor.stop(graceful=False)
-        async with listening(host, tmp_path):
-            executor = await executor_of(host)
+        async with listening(handler, tmp_path):
+            executor = await executor_of(handler)
             assert joining.model_process() != first
             executor.send(make_plan(0))
             assert isinstance(await executor.receive(), StepResult)
@@ -120,11 +120,11 @@ async def test_a_server_that_restarts_finds_its_workers_again(tmp_path: Path) ->
 
 
 async def test_a_worker_process_that_is_killed_is_a_loss_and_joins_again(tmp_path: Path) -> None:
-    host = make_host()
-    async with listening(host, tmp_path), worker(tmp_path) as joining:
-        executor = await executor_of(host)
+    handler = make_handler()
+    async with listening(handler, tmp_path), worker(tmp_path) as joining:
+        executor = await executor_of(handler)
         os.kill(joining.model_process(), signal.SIGKILL)
-        again = await executor_of(host)
+        again = await executor_of(handler)
         assert executor.loss is not None and again.loss is None
         again.send(make_plan(0))
         assert isinstance(await again.receive(), StepResult)
@@ -133,9 +133,9 @@ async def test_a_worker_process_that_is_killed_is_a_loss_and_joins_again(tmp_pat
 
 
 async def test_the_end_of_the_agent_ends_the_worker_process(tmp_path: Path) -> None:
-    host = make_host()
-    async with listening(host, tmp_path), worker(tmp_path) as joining:
-        executor = await executor_of(host)
+    handler = make_handler()
+    async with listening(handler, tmp_path), worker(tmp_path) as joining:
+        executor = await executor_of(handler)
         pidfd = os.pidfd_open(joining.model_process())
         joining.process.kill()
         ended = asyncio.Event()
@@ -148,36 +148,36 @@ async def test_the_end_of_the_agent_ends_the_worker_process(tmp_path: Path) -> N
 
 
 async def test_a_wrong_key_and_another_model_end_the_worker_with_a_sentence(tmp_path: Path) -> None:
-    host = make_host()
-    async with listening(host, tmp_path):
+    handler = make_handler()
+    async with listening(handler, tmp_path):
         async with worker(tmp_path, key=b"another" * 8) as joining:
             code, output = await joining.wait()
             assert code == 2 and "the worker's key is not the server's" in output, output
-        host.model = replace(MODEL, fingerprint="sim:another")
+        handler.model = replace(MODEL, fingerprint="sim:another")
         async with worker(tmp_path) as joining:
             code, output = await joining.wait()
             assert code == 2 and "is not the one that the server's other workers have loaded" in output, output
-        assert host.joined.empty()
+        assert handler.joined.empty()
 
 
 async def test_a_model_of_its_own_replaces_the_servers_path(tmp_path: Path) -> None:
     """Its fingerprint counts, wherever the files are."""
-    host = make_host("/a/path/on/the/server")
+    handler = make_handler("/a/path/on/the/server")
     arguments = ("--connect", f"unix:{tmp_path}/workers.sock", "--model", "sim:instant")
-    async with listening(host, tmp_path), worker(tmp_path, *arguments):
+    async with listening(handler, tmp_path), worker(tmp_path, *arguments):
         async with asyncio.timeout(SLOW_S):
-            joined = await host.joined.get()
+            joined = await handler.joined.get()
         assert joined.ready.model.fingerprint == "sim:instant" and joined.offer.device == "auto"
         await joined.connection.end()
 
 
 async def test_a_worker_joins_over_tcp_with_tls(tmp_path: Path, certificate: tuple[str, str]) -> None:
-    host = make_host()
-    async with listening(host, tls=server_tls(*certificate)) as listener:
+    handler = make_handler()
+    async with listening(handler, tls=server_tls(*certificate)) as listener:
         assert isinstance(listener.address, TcpAddress)
         address = f"tcp://localhost:{listener.address.port}"
         async with worker(tmp_path, "--connect", address, "--tls-ca", certificate[0]):
-            executor = await executor_of(host)
+            executor = await executor_of(handler)
             executor.send(make_plan(0))
             assert isinstance(await executor.receive(), StepResult)
             await executor.stop(graceful=False)
@@ -185,7 +185,7 @@ async def test_a_worker_joins_over_tcp_with_tls(tmp_path: Path, certificate: tup
 
 async def test_a_worker_waits_for_its_server_and_says_what_is_wrong_meanwhile(tmp_path: Path) -> None:
     """The server is not there yet; then something else listens there; then it is the server."""
-    host = make_host()
+    handler = make_handler()
 
     def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -202,8 +202,8 @@ async def test_a_worker_waits_for_its_server_and_says_what_is_wrong_meanwhile(tm
             await has_answered.wait()
         other_server.close()
         await other_server.wait_closed()
-        async with listening(host, tmp_path):
-            executor = await executor_of(host)
+        async with listening(handler, tmp_path):
+            executor = await executor_of(handler)
             await executor.stop(graceful=False)
         joining.process.send_signal(signal.SIGTERM)
         code, output = await joining.wait()

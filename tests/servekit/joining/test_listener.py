@@ -29,7 +29,7 @@ from tests.servekit.joining.clients import (
     MODEL,
     OFFER,
     READY,
-    Host,
+    RecordingHandler,
     StandInWorker,
     closed,
     connect,
@@ -38,8 +38,8 @@ from tests.servekit.joining.clients import (
 )
 
 
-async def executor_of(host: Host) -> ModelExecutor:
-    joined = await host.next_worker()
+async def executor_of(handler: RecordingHandler) -> ModelExecutor:
+    joined = await handler.next_worker()
     executor = ModelExecutor(ServeConfig(), lambda: None)
     executor.adopt(joined.connection, joined.ready)
     return executor
@@ -47,12 +47,12 @@ async def executor_of(host: Host) -> ModelExecutor:
 
 @pytest.mark.parametrize("is_unix", [False, True])
 async def test_a_worker_joins_loads_and_computes_steps(is_unix: bool, tmp_path: Path) -> None:
-    host = Host()
-    async with listening(host, tmp_path if is_unix else ANY_PORT) as listener:
+    handler = RecordingHandler()
+    async with listening(handler, tmp_path if is_unix else ANY_PORT) as listener:
         worker = await StandInWorker.join(listener.address)
         assert await worker.receive() == replace(LOAD, fingerprint=MODEL.fingerprint)
         worker.send(READY)
-        executor = await executor_of(host)
+        executor = await executor_of(handler)
         executor.send(PLAN)
         assert await worker.receive() == PLAN
         worker.send(StepResult(0, 0, (7,), 0.0))
@@ -64,11 +64,11 @@ async def test_a_worker_joins_loads_and_computes_steps(is_unix: bool, tmp_path: 
 
 
 async def test_a_worker_that_leaves_asks_for_no_more_steps_and_is_not_lost() -> None:
-    host, left = Host(), asyncio.Event()
-    async with listening(host) as listener:
+    handler, left = RecordingHandler(), asyncio.Event()
+    async with listening(handler) as listener:
         worker = await StandInWorker.join(listener.address)
         worker.send(READY)
-        joined = await host.next_worker()
+        joined = await handler.next_worker()
         executor = ModelExecutor(ServeConfig(), lambda: None, on_leaving=left.set)
         executor.adopt(joined.connection, joined.ready)
         worker.send(Leaving())
@@ -79,11 +79,11 @@ async def test_a_worker_that_leaves_asks_for_no_more_steps_and_is_not_lost() -> 
 
 
 async def test_the_loss_of_a_worker_that_joined_is_reported_and_it_is_not_replaced() -> None:
-    host, lost = Host(), asyncio.Event()
-    async with listening(host) as listener:
+    handler, lost = RecordingHandler(), asyncio.Event()
+    async with listening(handler) as listener:
         worker = await StandInWorker.join(listener.address)
         worker.send(READY)
-        joined = await host.next_worker()
+        joined = await handler.next_worker()
         executor = ModelExecutor(ServeConfig(), lost.set)
         executor.adopt(joined.connection, joined.ready)
         await worker.stream.end()
@@ -98,14 +98,14 @@ async def test_the_loss_of_a_worker_that_joined_is_reported_and_it_is_not_replac
 
 
 async def test_a_wrong_key_is_refused_with_a_sentence_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
-    host = Host()
-    async with listening(host) as listener:
+    handler = RecordingHandler()
+    async with listening(handler) as listener:
         stream = await connect(listener.address)
         with pytest.raises(HandshakeFailed, match="key is not the server's") as refused:
             await shake_hands(stream, key=b"w" * 32)
         assert refused.value.is_permanent
         assert await closed(stream) == b""
-        assert listener.num_refused == 1 and host.joined.empty()
+        assert listener.num_refused == 1 and handler.joined.empty()
     assert "key is not the server's" in caplog.text
 
 
@@ -117,16 +117,16 @@ async def test_a_wrong_key_is_refused_with_a_sentence_on_both_sides(caplog: pyte
     ],
 )
 async def test_the_engine_refuses_with_a_sentence(refusal: tuple[str, str], expected: str) -> None:
-    host = Host()
-    host.refuses = refusal  # type: ignore[assignment]
-    async with listening(host) as listener:
+    handler = RecordingHandler()
+    handler.refuses = refusal  # type: ignore[assignment]
+    async with listening(handler) as listener:
         with pytest.raises(HandshakeFailed, match=expected) as refused:
             await shake_hands(await connect(listener.address))
         assert not refused.value.is_permanent
 
 
 async def test_another_version_of_servekit_is_refused() -> None:
-    async with listening(Host()) as listener:
+    async with listening(RecordingHandler()) as listener:
         with pytest.raises(HandshakeFailed, match=r"worker is servekit 0\.0\.1, and the server is"):
             await shake_hands(await connect(listener.address), offer=replace(OFFER, servekit_version="0.0.1"))
 
@@ -144,20 +144,20 @@ async def test_another_version_of_servekit_is_refused() -> None:
     ids=["http", "tls", "garbage", "oversize", "long frame", "empty frame"],
 )
 async def test_garbage_is_refused_and_closed(garbage: bytes) -> None:
-    host = Host()
-    async with listening(host) as listener:
+    handler = RecordingHandler()
+    async with listening(handler) as listener:
         stream = await connect(listener.address)
         stream.write(garbage)
         answer = await closed(stream)
         assert len(answer) < 700  # a refusal at most
-        assert listener.num_refused == 1 and host.joined.empty()
+        assert listener.num_refused == 1 and handler.joined.empty()
         await StandInWorker.join(listener.address)
 
 
 async def test_a_replayed_handshake_is_refused() -> None:
     """A recorded handshake is sent a second time, byte for byte."""
-    host = Host()
-    async with listening(host) as listener:
+    handler = RecordingHandler()
+    async with listening(handler) as listener:
         stream, seen = await connect(listener.address), []
         write_frame = stream.write_frame
         stream.write_frame = lambda frame: (seen.append(frame), write_frame(frame))[1]  # type: ignore[method-assign]
@@ -166,13 +166,13 @@ async def test_a_replayed_handshake_is_refused() -> None:
         for frame in seen:
             again.write_frame(frame)
         assert b"wrong_key" in await closed(again)
-        assert host.joined.empty()
+        assert handler.joined.empty()
 
 
 @pytest.mark.parametrize("num_bytes", [0, 2, 30])
 async def test_a_handshake_that_does_not_go_on_ends_in_time(num_bytes: int) -> None:
     """Half-open connections, and those that send one byte after the other."""
-    async with listening(Host(), handshake_timeout_s=0.2) as listener:
+    async with listening(RecordingHandler(), handshake_timeout_s=0.2) as listener:
         stream = await connect(listener.address)
         stream.write((b"\x00\x00\x00\x60" + b"x" * 60)[:num_bytes])
         assert await closed(stream) == b""
@@ -180,7 +180,7 @@ async def test_a_handshake_that_does_not_go_on_ends_in_time(num_bytes: int) -> N
 
 
 async def test_bytes_that_trickle_do_not_prolong_a_handshake() -> None:
-    async with listening(Host(), handshake_timeout_s=0.5) as listener:
+    async with listening(RecordingHandler(), handshake_timeout_s=0.5) as listener:
         stream = await connect(listener.address)
 
         async def trickle() -> None:
@@ -197,16 +197,16 @@ async def test_bytes_that_trickle_do_not_prolong_a_handshake() -> None:
 
 async def test_a_flood_of_unauthenticated_connections_keeps_no_worker_out_and_loses_none() -> None:
     """1,000 connections send nothing. At most the limit is open; the oldest ones are closed."""
-    host = Host()
-    async with listening(host) as listener:
+    handler = RecordingHandler()
+    async with listening(handler) as listener:
         before = await StandInWorker.join(listener.address)
         before.send(READY)
-        executor = await executor_of(host)
+        executor = await executor_of(handler)
         for _ in range(1000):
             await connect(listener.address)
         after = await StandInWorker.join(listener.address)
         after.send(READY)
-        await host.next_worker()
+        await handler.next_worker()
         assert len(listener._handshakes) <= listener_module.MAX_HANDSHAKES
         assert listener.num_refused >= 1000 - listener_module.MAX_HANDSHAKES
         executor.send(PLAN)
@@ -219,7 +219,7 @@ async def test_a_flood_of_unauthenticated_connections_keeps_no_worker_out_and_lo
 async def test_a_host_with_many_connections_closes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker elsewhere, with a slow network, keeps its place although its connection is the oldest."""
     monkeypatch.setattr(listener_module, "MAX_HANDSHAKES", 4)
-    async with listening(Host(), TcpAddress("0.0.0.0", 0)) as listener:  # noqa: S104  # for two addresses of one machine
+    async with listening(RecordingHandler(), TcpAddress("0.0.0.0", 0)) as listener:  # noqa: S104  # for two addresses of one machine
         assert isinstance(listener.address, TcpAddress)
         port = listener.address.port
         _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
@@ -247,21 +247,21 @@ async def test_a_host_with_many_connections_closes_its_own(monkeypatch: pytest.M
 async def test_a_worker_with_another_model_or_another_answer_does_not_join(
     invalid: object, expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host = Host()
-    async with listening(host) as listener:
+    handler = RecordingHandler()
+    async with listening(handler) as listener:
         worker = await StandInWorker.join(listener.address)
         worker.send(invalid)  # type: ignore[arg-type]
         await worker.wait_ended()
-        assert host.joined.empty() and listener.num_refused == 1
+        assert handler.joined.empty() and listener.num_refused == 1
     assert expected in caplog.text
 
 
 async def test_invalid_results_end_the_connection() -> None:
-    host = Host()
-    async with listening(host) as listener:
+    handler = RecordingHandler()
+    async with listening(handler) as listener:
         worker = await StandInWorker.join(listener.address)
         worker.send(READY)
-        executor = await executor_of(host)
+        executor = await executor_of(handler)
         executor.send(PLAN)
         worker.send(StepResult(0, 0, (10,), 0.0))
         with pytest.raises(WorkerLost, match="token id outside its vocabulary"):
@@ -271,11 +271,11 @@ async def test_invalid_results_end_the_connection() -> None:
 
 
 async def test_a_frame_that_was_altered_on_its_way_ends_the_connection() -> None:
-    host = Host()
-    async with listening(host) as listener:
+    handler = RecordingHandler()
+    async with listening(handler) as listener:
         worker = await StandInWorker.join(listener.address)
         worker.send(READY)
-        executor = await executor_of(host)
+        executor = await executor_of(handler)
         worker.write(b"\x00\x00\x00\x14" + b"x" * 20)
         with pytest.raises(WorkerLost, match="wrong MAC"):
             await executor.receive()
@@ -283,16 +283,16 @@ async def test_a_frame_that_was_altered_on_its_way_ends_the_connection() -> None
 
 
 async def test_the_model_of_the_first_worker_counts_when_the_server_has_none() -> None:
-    host = Host(model=None)
-    async with listening(host) as listener:
+    handler = RecordingHandler(model=None)
+    async with listening(handler) as listener:
         worker = await StandInWorker.join(listener.address)
         assert await worker.receive() == LOAD
         worker.send(READY)
-        assert (await host.next_worker()).ready == READY
+        assert (await handler.next_worker()).ready == READY
 
 
 async def test_a_worker_that_loads_for_too_long_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    async with listening(Host(), load_timeout_s=0.2) as listener:
+    async with listening(RecordingHandler(), load_timeout_s=0.2) as listener:
         worker = await StandInWorker.join(listener.address)
         await worker.wait_ended()
     assert "did not answer within 0.2 s" in caplog.text
@@ -303,7 +303,7 @@ async def test_a_worker_that_loads_for_too_long_is_given_up(caplog: pytest.LogCa
 
 async def test_only_this_user_may_connect_to_a_unix_socket_and_it_is_removed_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "workers.sock"
-    async with listening(Host(), tmp_path):
+    async with listening(RecordingHandler(), tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not path.exists()
 
@@ -312,9 +312,9 @@ async def test_a_socket_that_a_dead_server_left_is_replaced_and_that_of_a_live_o
     path = tmp_path / "workers.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
-    async with listening(Host(), tmp_path):
+    async with listening(RecordingHandler(), tmp_path):
         with pytest.raises(ConfigError, match="another server listens there"):
-            async with listening(Host(), tmp_path):
+            async with listening(RecordingHandler(), tmp_path):
                 pass
         assert path.exists()
 
@@ -323,13 +323,13 @@ async def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "workers.sock"
     path.write_text("precious")
     with pytest.raises(ConfigError, match="cannot listen for workers on unix:"):
-        async with listening(Host(), UnixAddress(str(path))):
+        async with listening(RecordingHandler(), UnixAddress(str(path))):
             pass
     assert path.read_text() == "precious"
 
 
 async def test_stopping_closes_what_has_not_joined() -> None:
-    async with listening(Host()) as listener:
+    async with listening(RecordingHandler()) as listener:
         client = await connect(listener.address)
         loading = await StandInWorker.join(listener.address)
         await loading.receive()
@@ -355,11 +355,11 @@ def test_log_lines_about_refused_connections_are_limited(caplog: pytest.LogCaptu
 
 
 async def test_a_worker_joins_over_tls_and_clients_without_it_do_not(certificate: tuple[str, str]) -> None:
-    host = Host()
-    async with listening(host, tls=server_tls(*certificate)) as listener:
+    handler = RecordingHandler()
+    async with listening(handler, tls=server_tls(*certificate)) as listener:
         worker = await StandInWorker.join(listener.address, worker_tls(certificate[0]))
         worker.send(READY)
-        executor = await executor_of(host)
+        executor = await executor_of(handler)
         executor.send(PLAN)
         assert (await worker.receive(), await worker.receive())[1] == PLAN
         plain = await connect(listener.address)
