@@ -202,7 +202,7 @@ class Replicas:
             replica.worker, replica.is_vacated = ready, False
             replica.core.worker_joined()
         self._start_loop(replica)
-        log.info("replica %d begins: %s, %d KV blocks", replica.index, ready.device, ready.num_blocks)
+        log.info("replica %d serves: %s, %d KV blocks", replica.index, ready.device, ready.num_blocks)
         await self.core_ready(replica.core)
 
     async def stop(self, graceful: bool) -> None:

@@ -33,7 +33,9 @@ def listener_settings(config: ServeConfig) -> ListenerSettings | None:
             raise ConfigError(f"listen_workers cannot be used with {name} > 1 yet: each worker joins alone")
     tls = server_tls(config.worker_tls_cert, config.worker_tls_key)
     if tls is not None and isinstance(address, UnixAddress):
-        raise ConfigError("worker_tls_cert has no use with a Unix socket, whose bytes do not leave this machine")
+        raise ConfigError(
+            "worker_tls_cert has no use with a Unix socket, whose bytes do not leave this machine; leave it out"
+        )
     if tls is None and isinstance(address, TcpAddress) and address.host not in LOOPBACK:
         log.warning(
             "workers join at %s without TLS: what they exchange is authenticated, but not encrypted, and prompts and "

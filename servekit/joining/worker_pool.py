@@ -89,7 +89,12 @@ class WorkerPool:
     def worker_joined(self, worker: JoinedWorker) -> None:
         first = self._first = self._first or worker.ready
         if worker.ready.num_blocks != first.num_blocks:  # it began to load before the first one was ready
-            log.warning("%s has %d KV blocks; loading again", worker.name, worker.ready.num_blocks)
+            log.warning(
+                "%s has %d KV blocks, but the first worker has %d; it loads the model again",
+                worker.name,
+                worker.ready.num_blocks,
+                first.num_blocks,
+            )
             self._shut_down(worker)
             return
         self._idle.append(worker)

@@ -114,7 +114,9 @@ class ModelManager:
         remedy = "choose a smaller model, a dtype of fewer bytes (--dtype), or a device with more memory"
         with loading_errors_named(architecture), allocation_refused_as("the model's weights", self.device, remedy):
             if load_format == "dummy" and ranks is not None:
-                raise ConfigError("random weights (--load-format dummy) cannot be divided among ranks; read a model's")
+                raise ConfigError(
+                    "random weights (--load-format dummy) cannot be divided among ranks; use --load-format auto"
+                )
             if load_format == "dummy":
                 progress.report("making random weights")
                 model, num_bytes = make_weights(config, load_dtype, PAGED_ATTENTION, self.device)
