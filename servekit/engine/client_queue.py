@@ -15,7 +15,7 @@ from servekit.protocol.messages import TokenLogprobs
 from servekit.scheduler.sequence import FinishReason
 
 
-class TokenDelta(Struct, frozen=True):
+class TokenDelta(Struct, frozen=True, gc=False):
     """One token of a sequence and the text that it completes; or the end of a sequence, without a token."""
 
     index: int  # which of the request's sequences

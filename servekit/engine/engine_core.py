@@ -26,6 +26,7 @@ from servekit.scheduler.workload_manager import WorkloadManager
 log = logging.getLogger("servekit")
 
 STALL_TIMEOUT_S = 10.0  # of the main loop, in addition to the time that a step may take
+ENDS_PER_TURN = 64  # of sequences: so many take about 2 ms, and then other callbacks run before the next plan
 RETRY_AFTER_S = 5  # for clients, while it is not known when the next worker will be ready
 
 
@@ -196,12 +197,15 @@ class EngineCore:
             tokens = self.apply(Commit(result, now_s))
         except WorkerError:
             raise executor.mark_lost("sent a result that does not match its step") from None
-        self._finish_all(self._output.process(tokens, now_s))
+        ended = self._output.process(tokens, now_s)
+        self._finish_all(ended)
         self._check_accounting()
         self._warn_of_latency_target()
         loop_time_s = self._clock() - began_s
         for observer in self._observers:
             observer.step_done(result, len(tokens), loop_time_s, now_s)
+        if len(ended) >= ENDS_PER_TURN:
+            await asyncio.sleep(0)
 
     async def _wait_for_work(self) -> None:
         self._wake.clear()

@@ -46,7 +46,7 @@ MAX_GRAMMAR_CHARACTERS = 2**16  # a grammar is sent to the worker within a step 
 Value = TypeVar("Value")
 
 
-class PreparedPrompt(Struct, frozen=True):
+class PreparedPrompt(Struct, frozen=True, gc=False):
     """One checked prompt, and the sampling parameters of each of its answers."""
 
     token_ids: array[int]

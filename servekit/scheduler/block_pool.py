@@ -1,6 +1,7 @@
 """Account for KV blocks: which sequences hold each one, and when it may be reused.
 
-A block is free, cached, leased or fenced, and the four counts always sum to `num_blocks`:
+A block is free, cached, leased or fenced, and the four counts always sum to `num_blocks`. Free and cached blocks may be
+reserved, by their number: they can then be leased only for what they were reserved for.
 
 - *leased*: it is in the block table of one sequence, or of several that share it;
 - *fenced*: it is in no block table any more, but a step already sent to a worker may still write to it; when that step
@@ -24,6 +25,9 @@ from itertools import chain
 class BlockPool:
     """The blocks of one worker's KV cache, by number. It depends on neither sequences nor tensors.
 
+    Its methods take many blocks at once: a block table may have tens of thousands, and a call for each block would take
+    longer than what is done with it.
+
     `on_reuse(block)` is called when a kept block is leased again, and so loses its contents.
     """
 
@@ -37,6 +41,7 @@ class BlockPool:
         self._kept: set[int] = set()  # blocks whose contents are worth keeping
         self.num_leased = 0
         self.num_fenced = 0
+        self.num_reserved = 0
 
     @property
     def num_free(self) -> int:
@@ -48,48 +53,73 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """How many blocks can be leased."""
-        return len(self._free) + len(self._cached)
+        """How many blocks can be leased or reserved."""
+        return len(self._free) + len(self._cached) - self.num_reserved
 
-    def is_shareable(self, block: int) -> bool:
-        """Whether `share` may be called. A fenced block cannot be shared: it is neither leased nor cached yet."""
-        return self._holders[block] > 0 or block in self._cached
+    def num_shareable(self, blocks: list[int]) -> int:
+        """How many of these kept blocks, from the first one on, `share` may be called for.
 
-    def is_cached(self, block: int) -> bool:
-        return block in self._cached
+        A fenced block cannot be shared: it is neither leased nor cached yet.
+        """
+        if not self.num_fenced:
+            return len(blocks)
+        holders, cached = self._holders, self._cached
+        return [*[holders[block] > 0 or block in cached for block in blocks], False].index(False)
 
-    def lease(self, num_blocks: int) -> list[int]:
-        """Take `num_blocks` blocks for one holder. The caller ensures that so many are available."""
-        assert num_blocks <= self.num_available, f"leasing {num_blocks} blocks, {self.num_available} are available"
-        blocks = [self._free.popleft() if self._free else self._evict() for _ in range(num_blocks)]
+    def count_cached(self, blocks: list[int]) -> int:
+        """How many of these shareable blocks are in no block table."""
+        return list(map(self._holders.__getitem__, blocks)).count(0)
+
+    def reserve(self, num_blocks: int) -> None:
+        """Set `num_blocks` blocks aside. The caller ensures that so many are available."""
+        assert num_blocks <= self.num_available, f"reserving {num_blocks} blocks, {self.num_available} are available"
+        self.num_reserved += num_blocks
+
+    def unreserve(self, num_blocks: int) -> None:
+        """Make reserved blocks available to others."""
+        assert num_blocks <= self.num_reserved, f"{num_blocks} blocks are not needed, {self.num_reserved} are reserved"
+        self.num_reserved -= num_blocks
+
+    def lease(self, num_blocks: int, is_reserved: bool = False) -> list[int]:
+        """Take `num_blocks` blocks for one holder. The caller ensures that so many are available, or are reserved."""
+        if is_reserved:
+            assert num_blocks <= self.num_reserved, f"leasing {num_blocks} blocks, {self.num_reserved} are reserved"
+            self.num_reserved -= num_blocks
+        else:
+            assert num_blocks <= self.num_available, f"leasing {num_blocks} blocks, {self.num_available} are available"
+        free, holders = self._free, self._holders
+        blocks = [free.popleft() if free else self._evict() for _ in range(num_blocks)]
         for block in blocks:
-            self._holders[block] = 1
+            holders[block] = 1
         self.num_leased += num_blocks
         return blocks
 
-    def share(self, block: int) -> None:
-        """Add one more holder to a leased or cached block, which keeps its contents."""
-        assert self.is_shareable(block), f"block {block} is neither leased nor cached"
-        if self._holders[block] == 0:
-            del self._cached[block]
-            self.num_leased += 1
-        self._holders[block] += 1
+    def share(self, blocks: list[int]) -> None:
+        """Add one more holder to leased or cached blocks, which keep their contents."""
+        holders, cached = self._holders, self._cached
+        found = [block for block in blocks if not holders[block]]
+        assert all(map(cached.__contains__, found)), f"of the blocks {found}, some are neither leased nor cached"
+        for block in found:
+            del cached[block]
+        self.num_leased += len(found)
+        for block in blocks:
+            holders[block] += 1
 
     def keep(self, block: int) -> None:
         """Mark a leased block's contents as worth keeping when its last holder is gone."""
         assert self._holders[block] > 0, f"block {block} is not leased"
         self._kept.add(block)
 
-    def release(self, blocks: Iterable[int], fence_step_id: int | None = None) -> None:
+    def release(self, blocks: list[int], fence_step_id: int | None = None) -> None:
         """Remove one holder from each block: at once, or once step `fence_step_id` is settled.
 
         Their order is the order in which they will be reused.
         """
-        released = []
+        holders, released = self._holders, []
         for block in blocks:
-            assert self._holders[block] > 0, f"releasing block {block}, which is not leased"
-            self._holders[block] -= 1
-            if self._holders[block] == 0:
+            holders[block] = num_left = holders[block] - 1
+            assert num_left >= 0, f"releasing block {block}, which is not leased"
+            if not num_left:
                 released.append(block)
         self.num_leased -= len(released)
         if fence_step_id is None:
@@ -107,11 +137,12 @@ class BlockPool:
             self._put_back(blocks)
 
     def _put_back(self, blocks: list[int]) -> None:
+        kept, cached, free = self._kept, self._cached, self._free
         for block in blocks:
-            if block in self._kept:
-                self._cached[block] = None
+            if block in kept:
+                cached[block] = None
             else:
-                self._free.append(block)
+                free.append(block)
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
@@ -150,5 +181,6 @@ class BlockPool:
         assert (len(fenced), len(leased)) == (self.num_fenced, self.num_leased)
         everything = [*self._free, *self._cached, *leased, *fenced]
         assert len(everything) == len(set(everything)) == self.num_blocks, "a block was lost or duplicated"
+        assert 0 <= self.num_reserved <= len(self._free) + len(self._cached), "more is reserved than there is"
         assert self._kept.issuperset(self._cached)
         assert self._kept.isdisjoint(self._free)

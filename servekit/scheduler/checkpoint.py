@@ -84,6 +84,7 @@ class SequenceState(Struct, frozen=True, array_like=True):
     num_published_blocks: int
     block_hashes: list[bytes]
     num_share_preemptions: int = 0
+    num_reserved_blocks: int = 0
 
 
 class StepState(Struct, frozen=True, array_like=True):
@@ -243,6 +244,7 @@ def _save_sequence(sequence: Sequence, block_size: int) -> SequenceState:
         num_published_blocks=kv.num_published,
         block_hashes=hashes.copy(),
         num_share_preemptions=sequence.num_share_preemptions,
+        num_reserved_blocks=kv.num_reserved,
     )
 
 
@@ -420,6 +422,7 @@ def _restore_sequence(state: SequenceState, block_size: int) -> Sequence:
     sequence.last_step_id = state.last_step_id
     sequence.kv.table = state.block_table.copy()
     sequence.kv.capacity = len(state.block_table) * block_size
+    sequence.kv.num_reserved = state.num_reserved_blocks
     sequence.kv.num_found = state.num_found_blocks
     sequence.kv.num_published = state.num_published_blocks
     sequence.kv.hashes = state.block_hashes.copy()
@@ -470,6 +473,7 @@ def _restore_pool(kv_cache: KVCacheManager, state: PoolState, running: list[Sequ
         for block in sequence.kv.table:
             pool._holders[block] += 1
         kv_cache._num_blocks_to_come += kv_cache._max_blocks(sequence) - len(sequence.kv.table)
+    pool.num_reserved = sum(sequence.kv.num_reserved for sequence in running)
     pool.num_leased = sum(map(bool, pool._holders))
     pool.num_fenced = sum(len(blocks) for _, blocks in state.fenced)
     kv_cache.prefixes._hash_of = state.published.copy()

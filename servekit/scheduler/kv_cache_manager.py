@@ -72,7 +72,8 @@ class KVCacheManager:
         if self._enable_prefix_caching:
             num_blocks = num_shareable // self.block_size
             self._hash_blocks(sequence, num_blocks)
-            blocks = self.prefixes.find(sequence.kv.hashes[:num_blocks])
+            if num_blocks:
+                blocks = self.prefixes.find(sequence.kv.hashes[:num_blocks])
         found = PrefixMatch(blocks, len(blocks) * self.block_size)
         leader = sequence.leader
         # Copies are made at the start of a step, so what is copied must have been computed by an earlier one.
@@ -88,10 +89,10 @@ class KVCacheManager:
     def has_room(self, sequence: Sequence, match: PrefixMatch, running: list[Sequence]) -> bool:
         """Whether a sequence can be admitted now, and all running ones can still go on to their end.
 
-        The blocks for every known token are leased at once, so that a prompt never runs short between two chunks.
+        The blocks for every known token are reserved at once, so that a prompt never runs short between two chunks.
         """
         pool, found = self.pool, match.blocks
-        num_found_cached = sum(map(pool.is_cached, found))
+        num_found_cached = pool.count_cached(found) if found else 0
         missing = self._num_blocks_at_once(sequence) - len(found)
         if missing > pool.num_available - num_found_cached:
             return False
@@ -110,7 +111,7 @@ class KVCacheManager:
         demands.append(self._demand(sequence, len(found)))
         # A shared block is counted with the sequence that computed it, or here, if that one has ended.
         counted = sum(len(other.kv.table) - other.kv.num_found for other in running)
-        others = max(0, pool.num_leased + sum(map(pool.is_cached, found)) - counted)
+        others = max(0, pool.num_leased + pool.count_cached(found) - counted)
         return others + future_peak(demands, self.block_size) <= pool.num_blocks
 
     def num_blocks_at_end(self, sequence: Sequence, num_found_blocks: int) -> int:
@@ -132,28 +133,46 @@ class KVCacheManager:
         return sequence.num_tokens + sequence.num_pending - num_found, self._output_lengths.tokens_to_come(sequence)
 
     def allocate(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Share the blocks of `match`, and lease blocks for the rest; the caller has checked that there is room."""
-        for block in match.blocks:
-            self.pool.share(block)
-        num_found = len(match.blocks)
-        sequence.kv.table = match.blocks
-        sequence.kv.num_found = sequence.kv.num_published = num_found
-        self._lease(sequence, self._num_blocks_at_once(sequence) - num_found)
-        self._num_blocks_to_come += self._max_blocks(sequence) - len(sequence.kv.table)
+        """Share the blocks of `match`, and reserve blocks for the rest; the caller has checked that there is room.
+
+        Blocks are leased when a step computes them. To lease a block may evict a cached one, so what one plan evicts is
+        bounded by the tokens that it schedules, and not by the length of a prompt.
+        """
+        kv, num_found = sequence.kv, len(match.blocks)
+        if num_found:
+            self.pool.share(match.blocks)
+        kv.table = match.blocks
+        kv.capacity = num_found * self.block_size
+        kv.num_found = kv.num_published = num_found
+        kv.num_reserved = self._num_blocks_at_once(sequence) - num_found
+        self.pool.reserve(kv.num_reserved)
+        self._num_blocks_to_come += self._max_blocks(sequence) - num_found
+        if match.partial is not None:  # it is copied before anything is computed
+            self._lease(sequence, 1, is_reserved=True)
+
+    def cover(self, sequence: Sequence, num_positions: int) -> list[int]:
+        """Lease the blocks for these positions of a prompt, from the first one on, that it does not have yet."""
+        missing = -(-num_positions // self.block_size) - len(sequence.kv.table)
+        return self._lease(sequence, missing, is_reserved=True) if missing > 0 else []
 
     # -- growing, publishing, releasing -------------------------------------------------------------------------------
 
     def grow(self, sequence: Sequence) -> bool:
         """Lease one more block for a sequence. False if none is available."""
-        if not self.pool.num_available:
+        is_reserved = sequence.kv.num_reserved > 0
+        if not is_reserved and not self.pool.num_available:
             return False
-        self._lease(sequence, 1)
-        self._num_blocks_to_come -= 1
+        self._lease(sequence, 1, is_reserved)
         return True
 
-    def _lease(self, sequence: Sequence, num_blocks: int) -> None:
-        sequence.kv.table.extend(self.pool.lease(num_blocks))
-        sequence.kv.capacity = len(sequence.kv.table) * self.block_size
+    def _lease(self, sequence: Sequence, num_blocks: int, is_reserved: bool) -> list[int]:
+        kv, blocks = sequence.kv, self.pool.lease(num_blocks, is_reserved)
+        if is_reserved:
+            kv.num_reserved -= num_blocks
+        kv.table.extend(blocks)
+        kv.capacity += num_blocks * self.block_size
+        self._num_blocks_to_come -= num_blocks
+        return blocks
 
     def publish(self, sequence: Sequence) -> None:
         """Make the blocks findable whose tokens are all committed and computed by a dispatched step."""
@@ -176,8 +195,10 @@ class KVCacheManager:
     def release(self, sequence: Sequence, fence_step_id: int | None) -> None:
         """Release all blocks of a sequence, at once or when step `fence_step_id` is settled."""
         self._num_blocks_to_come -= self._max_blocks(sequence) - len(sequence.kv.table)
+        if sequence.kv.num_reserved:
+            self.pool.unreserve(sequence.kv.num_reserved)
         # Tail first: the blocks at the front are a prefix of more continuations, and are to be reused last.
-        self.pool.release(reversed(sequence.kv.table), fence_step_id)
+        self.pool.release(sequence.kv.table[::-1], fence_step_id)
         sequence.kv.clear()
 
     @staticmethod
@@ -202,9 +223,13 @@ class KVCacheManager:
             for block in sequence.kv.table:
                 held[block] += 1
             assert sequence.kv.capacity == len(sequence.kv.table) * self.block_size >= sequence.num_computed
+            if sequence.first_sampled_step_id is None:
+                num_blocks = len(sequence.kv.table) + sequence.kv.num_reserved
+                assert num_blocks * self.block_size >= sequence.num_tokens, "a prompt may run short of blocks"
             # A rewound sequence has nothing pending, and computes one position for the second time.
             num_written = sequence.num_computed + (not sequence.num_pending)
             assert sequence.kv.num_published * self.block_size <= min(num_written, sequence.num_tokens)
+        assert self.pool.num_reserved == sum(sequence.kv.num_reserved for sequence in running)
         to_come = sum(self._max_blocks(sequence) - len(sequence.kv.table) for sequence in running)
         assert to_come == self._num_blocks_to_come
         assert held == self.pool.holders(), "block tables and pool disagree on which sequences hold which blocks"

@@ -63,13 +63,9 @@ class PrefixCache:
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks that hold the longest known prefix of this chain."""
-        blocks = []
-        for block_hash in hashes:
-            block = self._block_of.get(block_hash)
-            if block is None or not self.pool.is_shareable(block):
-                break
-            blocks.append(block)
-        return blocks
+        # Without a loop in Python, up to the first hash that is not known: a prompt may have tens of thousands.
+        blocks: list[int] = list(iter(map(self._block_of.get, hashes).__next__, None))
+        return blocks[: self.pool.num_shareable(blocks)]
 
     def num_published(self, hashes: list[bytes]) -> int:
         """How many blocks at the beginning of this chain are published. Some may be fenced: `find` finds them soon."""

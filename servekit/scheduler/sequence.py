@@ -58,7 +58,7 @@ class SequenceBlocks:
     `hashes` belong to the tokens, and outlive the blocks.
     """
 
-    __slots__ = ("capacity", "hashes", "num_found", "num_published", "table")
+    __slots__ = ("capacity", "hashes", "num_found", "num_published", "num_reserved", "table")
 
     def __init__(self, hashes: Iterable[bytes]) -> None:
         self.hashes = list(hashes)  # of the full blocks of known tokens, as far as they were needed
@@ -69,6 +69,7 @@ class SequenceBlocks:
         self.table: list[int] = []
         self.capacity = 0  # positions that the table covers
         self.num_found = 0  # blocks at the front of the table that another sequence computed
+        self.num_reserved = 0  # blocks that are set aside for it, and follow those in the table
         self.num_published = 0  # blocks at the front of the table that the prefix cache knows
 
 

@@ -14,7 +14,8 @@ How one step is decided (docs/ARCHITECTURE.md has a picture, with the same numbe
    first unfinished prompt come waiting sequences that outrank it; or, under a policy with a share for short prompts,
    all shorter prompts, up to that share.
 3. Then the first unfinished prompt, and the other running ones.
-4. Then the sequences that the waiting queue proposes, as long as there are tokens, slots and memory.
+4. Then the sequences that the waiting queue proposes, as long as there are tokens, slots and memory, up to
+   `max_admissions_per_step`.
 
 No sequence is admitted in a step in which a running one found no block: then none is left, and an admitted sequence
 takes at least one.
@@ -146,8 +147,8 @@ class WorkloadManager:
     def num_leaked(self) -> int:
         """Blocks and slots that are neither held nor available, or counted twice. Any number but 0 is our bug."""
         pool = self.kv_cache.pool
-        num_leased = pool.num_leased + pool.num_fenced if self.has_work else 0
-        num_blocks = abs(pool.num_blocks - pool.num_available - num_leased)
+        num_held = pool.num_leased + pool.num_fenced + pool.num_reserved if self.has_work else 0
+        num_blocks = abs(pool.num_blocks - pool.num_available - num_held)
         return num_blocks + abs(self.config.max_num_seqs - len(self._free_slots) - len(self._running))
 
     @property
@@ -447,7 +448,7 @@ class WorkloadManager:
         suspect = self.quarantine.first
         if suspect.status is Status.WAITING:
             self._admit(step, suspect, self.kv_cache.find_prefix_match(suspect, step.step_id))
-            self._schedule(step, suspect, min(suspect.num_needed, step.budget), suspect.kv.table)
+            self._schedule(step, suspect, min(suspect.num_needed, step.budget), is_new=True)
         else:
             self._schedule_running(step, prefills)
 
@@ -478,12 +479,16 @@ class WorkloadManager:
     ) -> None:
         """Admit the sequences that the waiting queue proposes, as long as there are slots, tokens and memory.
 
+        At most `max_admissions_per_step` are admitted in one step; the others wait for the next one. Prompts in the
+        prefix cache cost few tokens, so the token budget alone would let one plan admit as many as there are slots.
+
         Only those with fewer tokens to compute than `shorter_than`, or that outrank `ahead_of`, if that is given.
 
         The order is strict: if there is no memory for the first in the queue, none behind it gets any. Otherwise the
         first would starve.
         """
-        while step.budget > reserve and len(self._running) < self.config.max_num_seqs:
+        num_left = self._num_admissible(step)
+        while step.budget > reserve and num_left:
             sequence = self.waiting_queue.first(shorter_than)
             if sequence is None or sequence is self._blocked:
                 return
@@ -494,19 +499,29 @@ class WorkloadManager:
                 self._blocked = sequence
                 return
             self._admit(step, sequence, match)
-            self._schedule(step, sequence, min(sequence.num_needed, step.budget - reserve), sequence.kv.table)
+            self._schedule(step, sequence, min(sequence.num_needed, step.budget - reserve), is_new=True)
+            num_left -= 1
 
-    def _schedule(self, step: Step, sequence: Sequence, num_tokens: int, new_blocks: Iterable[int] = ()) -> None:
-        """Schedule positions [num_computed, num_computed + num_tokens) of a prompt."""
+    def _num_admissible(self, step: Step) -> int:
+        """How many more sequences the step may admit: there is a slot for each."""
+        return min(len(self._free_slots), self.config.max_admissions_per_step - len(step.slot_assignments))
+
+    def _schedule(self, step: Step, sequence: Sequence, num_tokens: int, is_new: bool = False) -> None:
+        """Schedule positions [num_computed, num_computed + num_tokens) of a prompt.
+
+        If it is new in its slot, the worker does not know any of its blocks.
+        """
         assert sequence.slot is not None
         start, stop = sequence.num_computed, sequence.num_computed + num_tokens
+        leased = self.kv_cache.cover(sequence, stop)
+        new_blocks = tuple(sequence.kv.table if is_new else leased)
         samples = stop == len(sequence.token_ids)
         needs_logprobs = sequence.sampling.prompt_logprobs is not None
         if needs_logprobs:
             step.prompt_logprobs[len(step.chunks)] = sequence, sequence.incarnation
         # Logits predict the token after their own, so a chunk with prompt logprobs has the token behind it, too.
         known = tuple(sequence.token_ids[start : stop + needs_logprobs])
-        step.chunks.append(ScheduledChunk(sequence.slot, start, num_tokens, known, tuple(new_blocks), samples))
+        step.chunks.append(ScheduledChunk(sequence.slot, start, num_tokens, known, new_blocks, samples))
         step.budget -= num_tokens
         step.num_prefill_tokens += num_tokens
         self.num_prefill_tokens -= num_tokens
@@ -573,7 +588,7 @@ class WorkloadManager:
     # -- slots and blocks -----------------------------------------------------------------------------------------
 
     def _admit(self, step: Step, sequence: Sequence, match: PrefixMatch) -> None:
-        """Give a sequence a slot, the blocks of `match`, and blocks for the rest of its known tokens."""
+        """Give a sequence a slot, the blocks of `match`, and reserve blocks for its other known tokens."""
         self.kv_cache.allocate(sequence, match)
         sequence.num_computed = match.num_tokens
         if match.partial is not None:

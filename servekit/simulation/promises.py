@@ -99,6 +99,8 @@ class Promise:
         if self._first is not None and self._first.status is Status.WAITING:
             raise Violation(f"{self._first} was preempted, but was the first-ranked")
         new_slots = {assignment.slot for assignment in plan.slot_assignments}
+        if len(new_slots) > self._manager.config.max_admissions_per_step:
+            raise Violation(f"a step admits {len(new_slots)} sequences")
         admitted, waiting = [], []
         for client in clients:
             sequence = client.sequence

@@ -246,7 +246,10 @@ class SimulatedReplica:
             in_use.update(sequence.kv.table[chunk.start // block_size : last + 1])
             # The first blocks of a new slot assignment are shared, so another step may well use them.
             num_shared = sequence.kv.num_found if chunk.slot in new_slots else 0
-            taken += chunk.new_block_ids[num_shared:]
+            leased = chunk.new_block_ids[num_shared:]
+            if len(leased) > -(-chunk.num_tokens // block_size) + 1:
+                raise Violation(f"{len(leased)} blocks are taken for {chunk.num_tokens} tokens of {sequence}")
+            taken += leased
         for step in self._in_flight:
             if not step.blocks_in_use.isdisjoint(taken):
                 raise Violation(f"{plan} takes a block that a step in flight uses")

@@ -361,7 +361,8 @@ def test_metrics_and_live_view_agree() -> None:
     server = LiveState(100.0, "ready", "serving", "demo", "1.2.3", [LiveWorker("serving")])
     state, stats = build_live_view(server, [manager], [], StepHistory()).state, service.core.stats()
     assert (state.num_running, state.num_waiting) == (stats.num_running, stats.num_waiting)
-    assert state.num_free_blocks + state.num_cached_blocks == stats.num_free_blocks
+    num_unused = state.num_free_blocks + state.num_cached_blocks
+    assert num_unused - manager.kv_cache.pool.num_reserved == stats.num_free_blocks
     assert (state.num_prompt_tokens, state.num_cached_tokens) == (stats.num_prompt_tokens, stats.num_cached_tokens)
     assert state.now_s == stats.now_s == 100.0 and state.prefill_limit == stats.prefill_limit
     assert state.limits is not None and state.limits.num_blocks == stats.num_blocks

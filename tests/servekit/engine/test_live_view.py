@@ -142,12 +142,16 @@ def test_a_sequence_is_listed_from_its_arrival_to_its_end() -> None:
         "arrival_s": 50.0,
         "request_id": "r3",
     }
-    for state, num_computed, num_output in (("prefill", 4, 0), ("decode", 6, 0), ("decode", 7, 1)):
+    for state, num_computed, num_output, num_blocks in (
+        ("prefill", 4, 0, 1),
+        ("decode", 6, 0, 2),
+        ("decode", 7, 1, 2),
+    ):
         plan = manager.plan(60.0)
         assert plan is not None
         now = frame()
         assert (now["state"], now["num_computed_tokens"], now["num_output_tokens"]) == (state, num_computed, num_output)
-        assert now["first_scheduled_s"] == 60.0 and now["num_blocks"] == 2
+        assert now["first_scheduled_s"] == 60.0 and now["num_blocks"] == num_blocks
         manager.commit(worker.execute(plan), 61.0)
     state = look_at(manager, sequence)
     assert (state.num_running, state.num_waiting, state.num_free_blocks) == (1, 0, 62)

@@ -100,7 +100,7 @@ def test_the_command_exits_with_1_at_the_first_difference(
     serve(manager, 40)
     journal.close()
     lease = BlockPool.lease
-    monkeypatch.setattr(BlockPool, "lease", lambda self, num_blocks: lease(self, num_blocks)[::-1])
+    monkeypatch.setattr(BlockPool, "lease", lambda *arguments: lease(*arguments)[::-1])
     assert main(["replay", str(path)]) == 1
     output = capsys.readouterr().out
     pattern = r"different after (\d+) steps, .*: step (\d+): chunks.new_block_ids: expected .*, got .*"

@@ -24,7 +24,7 @@ def test_fenced_blocks_are_available_again_when_their_step_settles() -> None:
 def test_each_block_is_leased_free_cached_or_fenced() -> None:
     pool = BlockPool(4)
     leased, cached, fenced = pool.lease(3)
-    pool.share(leased)
+    pool.share([leased])
     pool.keep(cached)
     pool.release([cached])
     pool.release([fenced], fence_step_id=1)
@@ -54,7 +54,7 @@ def test_kept_blocks_are_reused_only_when_none_is_free_and_oldest_first() -> Non
         pool.keep(block)
     pool.release([blocks[1], blocks[0], blocks[2]])
     assert (pool.num_free, pool.num_cached, pool.num_available) == (1, 3, 4)
-    pool.share(blocks[0])
+    pool.share(blocks[:1])
     assert pool.lease(3) == [3, blocks[1], blocks[2]]
     assert reused == [blocks[1], blocks[2]]
 
@@ -62,7 +62,7 @@ def test_kept_blocks_are_reused_only_when_none_is_free_and_oldest_first() -> Non
 def test_a_shared_block_stays_leased_until_its_last_holder_releases_it() -> None:
     pool = BlockPool(2)
     (block,) = pool.lease(1)
-    pool.share(block)
+    pool.share([block])
     pool.release([block])
     assert (pool.num_leased, pool.num_free) == (1, 1)
     pool.release([block])
@@ -90,8 +90,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.kept)))
-        if self.pool.is_shareable(block):
-            self.pool.share(block)
+        if self.pool.num_shareable([block]):
+            self.pool.share([block])
             self.leases.append([block])
 
     @precondition(lambda self: any(self.leases))

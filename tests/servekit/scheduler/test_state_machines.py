@@ -50,10 +50,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert self.written[block] == chain[: index + 2], "a block is found that holds something else"
         pool = self.prefixes.pool
         missing = len(hashes) - len(found)
-        if missing > pool.num_available - sum(map(pool.is_cached, found)):
+        if missing > pool.num_available - pool.count_cached(found):
             return
-        for block in found:
-            pool.share(block)
+        pool.share(found)
         table = found + pool.lease(missing)
         for index in range(len(found), len(hashes)):
             self.written[table[index]] = chain[: index + 2]
@@ -66,7 +65,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), fenced=st.booleans())
     def leave(self, data: st.DataObject, fenced: bool) -> None:
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
-        self.prefixes.pool.release(reversed(table), 0 if fenced else None)
+        self.prefixes.pool.release(table[::-1], 0 if fenced else None)
 
     @rule()
     def settle(self) -> None:

@@ -1,5 +1,6 @@
 """Claims about the schedule, each against the naive reference, which serves one prompt at a time."""
 
+import itertools
 import random
 
 import pytest
@@ -485,3 +486,47 @@ def test_forks_that_wait_for_their_leaders_prompt_count_as_deferred() -> None:
     for sequence_id, leader_id in ((0, None), (1, 0)):
         add_prompt(manager, sequence_id, range(5), SamplingParams(max_tokens=2), leader_id=leader_id)
     assert manager.num_waiting == 2 and manager.num_followers == 1
+
+
+# -- what one plan may do ----------------------------------------------------------------------------------------------
+
+
+def test_one_plan_admits_only_so_many_sequences_and_the_next_plans_the_others() -> None:
+    manager = make_manager(max_admissions_per_step=2, max_steps_in_flight=9)
+    sequences = [add_sequence(manager, i, prompt_length=1) for i in range(5)]
+    plans = [manager.plan(0.0) for _ in range(3)]
+    assert [len(plan.slot_assignments) for plan in plans if plan is not None] == [2, 2, 1]
+    assert [sequence.slot is None for sequence in sequences] == [False] * 5
+
+
+def test_a_long_prompt_evicts_no_more_blocks_in_one_plan_than_it_computes() -> None:
+    manager = make_manager(num_blocks=32, max_num_batched_tokens=8, max_model_len=200)
+    pool = manager.kv_cache.pool
+    worker = make_worker(manager)
+    add_sequence(manager, 0, prompt_length=120, max_tokens=1)
+    run(manager, worker)
+    assert pool.num_cached == 30
+    long = add_sequence(manager, 1, prompt_length=110, max_tokens=1)
+    num_cached = [pool.num_cached]
+    while manager.has_work:
+        plan = manager.plan(0.0)
+        assert plan is not None
+        if long.kv.table:
+            num_cached.append(pool.num_cached)
+        manager.commit(worker.execute(plan), 0.0)
+    evicted = [before - after for before, after in itertools.pairwise(num_cached)]
+    assert sum(evicted) >= 26 and max(evicted) <= 2, "a step of 8 tokens writes to two blocks of four"
+
+
+def test_blocks_that_a_prompt_has_reserved_are_not_given_to_others() -> None:
+    manager = make_manager(num_blocks=8, max_num_batched_tokens=4, scheduling_policy="shortest")
+    long = add_sequence(manager, 0, prompt_length=24, max_tokens=1)
+    assert manager.plan(0.0) is not None
+    pool = manager.kv_cache.pool
+    assert (pool.num_leased, pool.num_reserved, pool.num_available) == (1, 5, 2)
+    add_sequence(manager, 1, prompt_length=12, max_tokens=1)
+    manager.commit(StepResult(0, 0, (), 0.0), 0.0)
+    assert manager.plan(0.0) is not None
+    assert manager.num_running == 1, "the short one needs three blocks, and two are not reserved"
+    manager.finish(long.sequence_id, FinishReason.ABORT)
+    assert pool.num_reserved == 0

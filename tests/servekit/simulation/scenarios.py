@@ -87,6 +87,7 @@ def make_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
     ]
     if scheduler.scheduling_policy == "fair" and rng.random() < 0.6:  # tenants have shares that hold whole sequences
         scheduler = msgspec.structs.replace(scheduler, num_blocks=8 * num_blocks)
+    scheduler = msgspec.structs.replace(scheduler, max_admissions_per_step=rng.choice([1, 2, 64, 64]))
     return Scenario(scheduler=scheduler, arrivals=tuple(arrivals), faults=tuple(faults), is_reckless=is_reckless)
 
 

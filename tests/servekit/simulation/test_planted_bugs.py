@@ -250,11 +250,50 @@ def history_rewritten(patch: Patch) -> None:
 
 
 def budget_ignored(patch: Patch) -> None:
-    def schedule(self: WorkloadManager, step: Any, sequence: Sequence, num_tokens: int, new_blocks: Any = ()) -> None:
-        original(self, step, sequence, sequence.num_needed, new_blocks)
+    def schedule(self: WorkloadManager, step: Any, sequence: Sequence, num_tokens: int, is_new: bool = False) -> None:
+        original(self, step, sequence, sequence.num_needed, is_new)
 
     original = WorkloadManager._schedule
     patch(WorkloadManager, "_schedule", schedule)
+
+
+def admissions_not_limited(patch: Patch) -> None:
+    patch(WorkloadManager, "_num_admissible", lambda self, step: len(self._free_slots))
+
+
+def reservation_forgotten(patch: Patch) -> None:
+    """Others may take the blocks that a prompt has reserved."""
+
+    def reserve(self: BlockPool, num_blocks: int) -> None:
+        pass
+
+    def unreserve(self: BlockPool, num_blocks: int) -> None:
+        pass
+
+    patch(BlockPool, "reserve", reserve)
+    patch(BlockPool, "unreserve", unreserve)
+
+
+def leased_at_once(patch: Patch) -> None:
+    """A prompt takes all its blocks at once, and so may evict tens of thousands of others in one plan."""
+
+    def allocate(self: KVCacheManager, sequence: Sequence, beginning: Any) -> None:
+        original(self, sequence, beginning)
+        self.cover(sequence, sequence.num_tokens)
+
+    original = KVCacheManager.allocate
+    patch(KVCacheManager, "allocate", allocate)
+
+
+def reservation_leaked(patch: Patch) -> None:
+    """A sequence that ends in its prompt keeps its reservation."""
+
+    def release(self: KVCacheManager, sequence: Sequence, fence_step_id: int | None) -> None:
+        sequence.kv.num_reserved = 0
+        original(self, sequence, fence_step_id)
+
+    original = KVCacheManager.release
+    patch(KVCacheManager, "release", release)
 
 
 def work_left_over(patch: Patch) -> None:
@@ -404,6 +443,10 @@ BUGS = [
     answer_too_long,
     history_rewritten,
     budget_ignored,
+    admissions_not_limited,
+    leased_at_once,
+    reservation_forgotten,
+    reservation_leaked,
     work_left_over,
     livelock,
     prompt_logprobs_repeated,
