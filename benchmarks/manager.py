@@ -34,6 +34,7 @@ def make_manager(num_sequences: int, positions_each: int, budget: int, enable_pr
             max_num_seqs=num_sequences,
             max_num_batched_tokens=budget,
             enable_prefix_caching=enable_prefix_caching,
+            max_admissions_per_step=num_sequences,
         )
     )
 

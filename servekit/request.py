@@ -27,7 +27,7 @@ class Grammar(Struct, frozen=True):
     param: str  # the name of the field in the client's request, for errors
 
 
-class Prompt(Struct, frozen=True):
+class Prompt(Struct, frozen=True, gc=False):
     """One prompt, as text or as token ids."""
 
     # Token ids are 32-bit integers. Those of a large body are arrays, because the garbage collector does not look into

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 
-class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Sampling parameters with every default already resolved.
 
     The optional fields of requests are in `api/schemas`; a value that reaches the workload manager has no unknowns

@@ -24,7 +24,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     scheduling_policy: str = "fcfs"
     itl_target_s: float | None = None
     max_preemptions: int = 4
-    max_admissions_per_step: int = 64  # each takes about 30 µs of `plan`, which holds the event loop
+    max_admissions_per_step: int = 32  # each takes 30 to 70 µs of `plan`, which holds the event loop
 
     @property
     def max_total_tokens(self) -> int:

@@ -297,7 +297,7 @@ def test_an_error_of_the_manager_is_recorded_and_replayed(monkeypatch: pytest.Mo
     manager, sink = make_recorded_manager()
     manager.apply(AddSequence(sequence_id=0, prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=2)))
 
-    def lease(self: BlockPool, num_blocks: int) -> list[int]:
+    def lease(self: BlockPool, num_blocks: int, is_reserved: bool = False) -> list[int]:
         raise AssertionError("a bug")
 
     with monkeypatch.context() as patched:
