@@ -8,6 +8,11 @@ from servekit.config import ServeConfig
 from servekit.errors import ContextTooLong
 from servekit.protocol.messages import WorkerReady
 
+# Each admission takes 30 to 70 µs of `plan`, which holds the event loop. With more slots a step takes longer anyway, and
+# all of them should be filled within a few steps.
+MIN_ADMISSIONS_PER_STEP = 32
+STEPS_TO_FILL_ALL_SLOTS = 8
+
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
     """The limits that every plan keeps, and how the scheduler chooses."""
@@ -24,7 +29,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     scheduling_policy: str = "fcfs"
     itl_target_s: float | None = None
     max_preemptions: int = 4
-    max_admissions_per_step: int = 32  # each takes 30 to 70 µs of `plan`, which holds the event loop
+    max_admissions_per_step: int = MIN_ADMISSIONS_PER_STEP
 
     @property
     def max_total_tokens(self) -> int:
@@ -61,6 +66,7 @@ def scheduler_config(config: ServeConfig, worker: WorkerReady) -> SchedulerConfi
         max_model_len=worker.model.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        max_admissions_per_step=max(MIN_ADMISSIONS_PER_STEP, config.max_num_seqs // STEPS_TO_FILL_ALL_SLOTS),
         eos_token_ids=frozenset(worker.model.eos_token_ids),
         max_steps_in_flight=_max_steps_in_flight(config),
         pipeline_parallel_size=config.pipeline_parallel_size,

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("servekit")
 
-# New objects between two collections of the youngest generation, of these collections between two of the middle one, and
-# of those between two of the oldest. A collection takes 0.5 to 1 µs for each object, so the first two take about 1 and
-# 5 ms. The oldest generation has no bound, and almost nothing of a request is in cycles, so it is rarely collected.
+# New objects between two collections of the youngest generation, of these collections between two of the middle one,
+# and of those between two of the oldest. A collection takes 0.5 to 1 µs for each object, so the first two take about 1
+# and 5 ms. The oldest has no bound; almost nothing of a request is in cycles, so it is rarely collected.
 GC_THRESHOLDS = (1_000, 5, 1_000)
 DRAIN_TICK_S = 0.05  # how often a draining server checks whether all requests are answered
 # To send the last errors, answers and frames when the drain is over. Clients that do not read are cut off earlier.

@@ -14,3 +14,5 @@ def test_scheduler_config_combines_settings_with_what_the_worker_reports() -> No
     assert (chosen.num_blocks, chosen.block_size, chosen.max_total_tokens) == (5, 4, 21)
     assert chosen.eos_token_ids == {7} and chosen.itl_target_s == 0.02 and chosen.scheduling_policy == "fcfs"
     assert scheduler_config(ServeConfig(), worker).itl_target_s is None
+    assert scheduler_config(ServeConfig(max_num_seqs=4), worker).max_admissions_per_step == 32
+    assert scheduler_config(ServeConfig(max_num_seqs=1024), worker).max_admissions_per_step == 128
