@@ -8,8 +8,8 @@ from servekit.config import ServeConfig
 from servekit.errors import ContextTooLong
 from servekit.protocol.messages import WorkerReady
 
-# Each admission takes 30 to 70 µs of `plan`, which holds the event loop. With more slots a step takes longer anyway, and
-# all of them should be filled within a few steps.
+# Each admission takes 30 to 70 µs of `plan`, which holds the event loop. With more slots a step takes longer anyway,
+# and all of them should be filled within a few steps.
 MIN_ADMISSIONS_PER_STEP = 32
 STEPS_TO_FILL_ALL_SLOTS = 8
 
