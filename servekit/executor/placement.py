@@ -72,6 +72,8 @@ def placements(config: ServeConfig) -> list[Placement]:
 
 def divide(cores: list[int], num_parts: int) -> list[tuple[int, ...]]:
     """Divide cores into contiguous parts of nearly equal size. With too few cores, several parts share one."""
+    if not num_parts:
+        return []
     if num_parts > len(cores):
         return [(cores[index % len(cores)],) for index in range(num_parts)]
     bounds = [index * len(cores) // num_parts for index in range(num_parts + 1)]

@@ -1,0 +1,207 @@
+"""Tests of several cores behind one engine: which one gets a sequence, and what happens when workers are lost.
+
+The managers are the real ones. Workers are stood in for, so that a test decides when one is lost and when it is back.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any, cast
+
+from servekit.config import ServeConfig
+from servekit.engine.engine_core import EngineCore
+from servekit.engine.replicas import Replica, Replicas
+from servekit.engine.request_registry import RequestRegistry
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.scheduler.commands import AddSequence, Finish, Plan, Restart
+from servekit.scheduler.sequence import FinishReason, Sequence
+from servekit.scheduler.workload_manager import WorkloadManager
+from tests.support.scheduler import make_manager
+
+BLOCK_SIZE = make_manager().config.block_size
+
+
+class Executor:
+    """Stands in for an executor whose worker is ready."""
+
+    is_ready, is_leaving, cause, stage = True, False, "ended", "serving"
+
+
+class Core:
+    """Stands in for a core: its manager is a real one."""
+
+    outage = None
+    is_stalled = False
+
+    def __init__(self, manager: WorkloadManager) -> None:
+        self.manager = manager
+        self.apply = manager.apply
+        self.resume = manager.add
+
+
+class Output:
+    """What the registry has of a sequence."""
+
+    request_id = ""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+
+
+class Fleet:
+    """Replicas, and sequences that are added to them."""
+
+    def __init__(self, *num_blocks: int) -> None:
+        self.registry = RequestRegistry()
+        self.replicas = Replicas(
+            ServeConfig(data_parallel_size=len(num_blocks), block_size=BLOCK_SIZE), self.registry, None
+        )
+        for replica, blocks in zip(self.replicas.all, num_blocks, strict=True):
+            replica.executor = cast(Any, Executor())
+            replica.core = cast(EngineCore, Core(make_manager(num_blocks=blocks)))
+            self.replicas._router.add_replica(replica.index, replica.core.manager)
+        self.replicas._has_cores = True
+        self.num_added = 0
+
+    def add(self, length: int = 5, max_tokens: int = 5, n: int = 1) -> Replica:
+        first = self.num_added
+        commands = [
+            AddSequence(
+                sequence_id=first + index,
+                prompt_token_ids=[first % 200] * length,
+                sampling=SamplingParams(max_tokens=max_tokens),
+                leader_id=first if index else None,
+            )
+            for index in range(n)
+        ]
+        core = self.replicas.choose(commands)
+        for command in commands:
+            self.registry.add(cast(Any, None), cast(Any, Output(core.apply(command))))
+        self.num_added += n
+        return next(replica for replica in self.replicas.all if replica.core is core)
+
+    def ids(self) -> list[list[int]]:
+        return [replica.core.manager.sequence_ids for replica in self.replicas.all]
+
+    def all_ids(self) -> list[int]:
+        return sorted(chain.from_iterable(self.ids()))
+
+    async def lose(self, index: int, is_idle: bool = False) -> None:
+        """Lose a worker while all that can run does, or nothing."""
+        replica = self.replicas.all[index]
+        if not is_idle:
+            replica.core.apply(Plan(0.0))
+        replica.executor.is_ready = False  # type: ignore[misc]
+        for failed in replica.core.apply(Restart()):
+            replica.core.apply(Finish(failed.sequence_id, FinishReason.ERROR))
+            self.registry.remove(failed.sequence_id)
+        await self.replicas.core_lost(replica.core)
+
+    async def replace(self, index: int) -> None:
+        replica = self.replicas.all[index]
+        replica.executor.is_ready = True  # type: ignore[misc]
+        await self.replicas.core_ready(replica.core)
+
+
+def test_answers_to_one_prompt_go_to_one_replica_and_prompts_are_spread() -> None:
+    fleet = Fleet(64, 64)
+    chosen = [fleet.add(n=3).index for _ in range(10)]
+    assert set(chosen) == {0, 1}
+    assert fleet.replicas.num_waiting == 30 and fleet.replicas.queued.total.num_sequences == 30
+    assert fleet.replicas.queued.of("").num_tokens == 150
+    assert fleet.replicas.queued.by_tenant()[""].num_sequences == 30
+    for first in range(0, 30, 3):
+        assert sum({first, first + 1, first + 2} <= set(ids) for ids in fleet.ids()) == 1
+
+
+async def test_sequences_of_a_lost_worker_go_to_the_others_and_the_registry_knows_them() -> None:
+    fleet = Fleet(64, 64, 64)
+    for _ in range(12):
+        fleet.add(n=2)
+    await fleet.lose(1)
+    assert not fleet.ids()[1] and fleet.all_ids() == list(range(24))
+    for replica in fleet.replicas.all:
+        replica.core.manager.check()
+        for sequence_id in replica.core.manager.sequence_ids:
+            output = fleet.registry.output(sequence_id)
+            assert output is not None and output.sequence is replica.core.manager.find(sequence_id)
+    assert fleet.add() is not fleet.replicas.all[1]
+
+
+async def test_without_another_worker_sequences_wait_for_the_first_one_that_is_ready() -> None:
+    fleet = Fleet(64, 64)
+    for _ in range(8):
+        fleet.add()
+    await fleet.lose(0)
+    await fleet.lose(1, is_idle=True)
+    assert fleet.all_ids() == list(range(8)) and fleet.replicas.num_ready == 0
+    fleet.add()  # waits, too
+    await fleet.replace(0)
+    assert fleet.ids() == [list(range(9)), []]
+
+
+async def test_suspects_wait_for_a_worker_of_their_own_and_all_at_one_replica() -> None:
+    fleet = Fleet(64, 64, 64)
+    for _ in range(6):
+        fleet.add()
+    await fleet.lose(0)
+    lost = fleet.ids()[1]
+    await fleet.lose(1)  # some of its sequences were in flight in the first loss, too
+    suspects = fleet.replicas.all[1].core.manager.quarantine.sequence_ids
+    assert suspects and set(suspects) < set(lost) and fleet.ids()[1] == suspects
+    assert fleet.replicas.all[2].takes_sequences and not fleet.replicas.all[2].core.manager.quarantine
+    await fleet.replace(0)
+    assert fleet.ids()[1] == suspects, "they stay while another replica has a worker again"
+    await fleet.replace(1)
+    assert not fleet.replicas.all[1].takes_sequences
+    assert {fleet.add().index for _ in range(6)} <= {0, 2}
+
+
+async def test_what_fits_on_the_largest_replica_only_waits_for_it() -> None:
+    fleet = Fleet(8, 64)
+    limit = fleet.replicas.limits.max_total_tokens
+    assert limit == fleet.replicas.all[1].core.manager.config.max_total_tokens
+    assert fleet.add(limit - 5, 5) is fleet.replicas.all[1]
+    small = fleet.num_added
+    while fleet.add() is not fleet.replicas.all[1]:
+        small = fleet.num_added
+    await fleet.lose(1)
+    assert 0 in fleet.ids()[1], "it does not fit on the other one"
+    assert small in fleet.ids()[0]
+    assert fleet.add(limit - 5, 5) is fleet.replicas.all[1]
+
+
+async def test_waiting_sequences_move_to_a_worker_that_is_back() -> None:
+    fleet = Fleet(256, 256)
+    await fleet.lose(1)
+    for _ in range(200):
+        fleet.add(length=40)
+    assert not fleet.ids()[1]
+    await fleet.replace(1)
+    moved = fleet.ids()[1]
+    assert moved and fleet.all_ids() == list(range(200))
+    await fleet.replace(1)
+    assert set(moved) <= set(fleet.ids()[1]), "none goes back"
+
+
+def test_state_and_outage_are_those_of_all_replicas() -> None:
+    fleet = Fleet(64, 64)
+    first, second = fleet.replicas.all
+    assert [each.state for each in fleet.replicas.all] == ["ready", "ready"] and fleet.replicas.stage == "serving"
+    first.executor.is_ready = False  # type: ignore[misc]
+    first.core.outage = cast(Any, "no worker")
+    assert first.state == "recovering" and fleet.replicas.outage is None and fleet.replicas.num_ready == 1
+    assert fleet.replicas.has_other_worker(first.core) and not fleet.replicas.has_other_worker(second.core)
+    second.executor.is_ready = False  # type: ignore[misc]
+    assert fleet.replicas.outage == "no worker"  # type: ignore[comparison-overlap]
+    first.is_vacated = True
+    assert first.state == "vacated" and first.info()["state"] == "vacated"
+    assert fleet.add() is second
+
+
+def test_an_end_reaches_a_sequence_wherever_it_is() -> None:
+    fleet = Fleet(64, 64)
+    for _ in range(4):
+        fleet.add()
+    fleet.replicas.finish([Finish(each, FinishReason.ABORT) for each in range(4)])
+    assert fleet.ids() == [[], []]
