@@ -627,6 +627,8 @@ def doubts(config: ServeConfig) -> list[str]:
         )
     if config.scheduling_policy == "fair" and config.api_keys_file is None:
         found.append("scheduling_policy = 'fair' has no effect without api_keys_file: all requests have one tenant")
+    if config.devices is not None and (config.device != "auto" or config.data_parallel_size > 1):
+        found.append(f"devices = {config.devices!r} places the replicas; device and data_parallel_size have no effect")
     if config.load_format == "dummy":
         found.append("load_format = 'dummy': the weights are random, so the model's answers mean nothing")
     return found

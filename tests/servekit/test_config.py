@@ -208,6 +208,7 @@ def test_doubtful_combinations_of_settings_are_reported() -> None:
     assert doubts(load_config({}, {})) == []
     assert len(doubts(load_config({"max_num_batched_tokens": "4", "scheduling_policy": "fair"}, {}))) == 2
     assert "the weights are random" in doubts(load_config({"load_format": "dummy"}, {}))[0]
+    assert "have no effect" in doubts(load_config({"devices": "cpu,cpu", "data_parallel_size": "3"}, {}))[0]
 
 
 def test_budget_smaller_than_one_body_gives_a_warning() -> None:
