@@ -75,7 +75,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         int,
         Meta(
             ge=1,
-            le=64,
+            le=32,
             description="processes that compute each step together, each with a part of every layer (tensor "
             "parallelism); on GPUs, each on a device of its own",
         ),
@@ -84,7 +84,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         int,
         Meta(
             ge=1,
-            le=64,
+            le=32,
             description="stages among which the layers are divided, each with --tensor-parallel-size processes "
             "(pipeline parallelism); each stage computes another step at the same time",
         ),
@@ -124,8 +124,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     kv_cache_memory_bytes: Annotated[
         Positive | None,
         Meta(
-            description="memory for the KV cache, in bytes; by default 1 GiB on a CPU, and on a GPU what "
-            "--gpu-memory-utilization leaves beside the weights"
+            description="memory for the KV cache of each worker, in bytes; by default 1 GiB on a CPU, and on a GPU "
+            "what --gpu-memory-utilization leaves beside the weights"
         ),
     ] = None
     gpu_memory_utilization: Annotated[
@@ -601,9 +601,11 @@ def check_host_memory(config: ServeConfig, host_memory_bytes: int) -> None:
     wanted = config.kv_cache_memory_bytes
     if config.device != "cpu" or wanted is None or config.num_kv_blocks is not None:
         return
-    if wanted > host_memory_bytes:
+    num_workers = config.data_parallel_size * config.tensor_parallel_size * config.pipeline_parallel_size
+    if wanted * num_workers > host_memory_bytes:
+        each = f", for each of {num_workers} workers," if num_workers > 1 else ""
         raise ConfigError(
-            f"kv_cache_memory_bytes = {wanted} (--kv-cache-memory-bytes) is more than this machine's memory of "
+            f"kv_cache_memory_bytes = {wanted} (--kv-cache-memory-bytes){each} is more than this machine's memory of "
             f"{host_memory_bytes} bytes; set less, or leave it out for the default"
         )
 

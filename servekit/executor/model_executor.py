@@ -11,7 +11,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from servekit.config import ServeConfig
-from servekit.errors import ServekitError, WorkerLost, WorkerNotReady
+from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerNotReady
 from servekit.executor.placement import ANYWHERE, Placement
 from servekit.executor.step_timeout import StepTimeout, backoff_s
 from servekit.executor.worker_connection import WorkerConnection
@@ -20,6 +20,7 @@ from servekit.executor.worker_process import WorkerProcess
 from servekit.protocol.messages import (
     LoadModel,
     Profiled,
+    Shutdown,
     StartProfile,
     StepFailed,
     StepPlan,
@@ -249,6 +250,7 @@ class ModelExecutor:
     def mark_left(self) -> ServekitError:
         """Let go of a worker that `is_leaving`, when no step is in flight. Returns the loss that `replace` handles."""
         assert self._worker is not None and self._worker.is_leaving
+        self._worker.send(Shutdown())
         self._worker.mark_lost(WorkerLost("the model worker has left"), "left")
         assert self._worker.loss is not None
         return self._worker.loss
@@ -273,7 +275,19 @@ def _top_tokens_exist(result: StepResult, vocab_size: int) -> Iterator[bool]:
 
 
 def load_model_message(config: ServeConfig, path: str) -> LoadModel:
-    """The first message to a worker. A simulated model has no weights at `path`; its name specifies the step times."""
+    """The first message to a worker. A simulated model has no weights at `path`; its name specifies the step times.
+
+    Raises ConfigError for what cannot be divided among ranks.
+    """
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        sizes = "--tensor-parallel-size and --pipeline-parallel-size"
+        if is_simulated(config.model):
+            raise ConfigError(f"the simulated model {config.model!r} cannot be divided: leave out {sizes}")
+        if config.devices is not None:
+            raise ConfigError(
+                f"--devices cannot be used with {sizes}: use --data-parallel-size, which gives the next GPU to each "
+                "rank of each replica"
+            )
     return LoadModel(
         model_path=config.model if is_simulated(config.model) else path,
         dtype=config.dtype,
@@ -289,4 +303,5 @@ def load_model_message(config: ServeConfig, path: str) -> LoadModel:
         kv_cache_dtype=config.kv_cache_dtype,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
+        load_timeout_s=config.load_timeout,
     )

@@ -46,23 +46,36 @@ class WorkerGroup:
         self.cause = "other"  # as of WorkerConnection, or out_of_memory
         self._on_loss = on_loss
         self._directory = tempfile.TemporaryDirectory(prefix="servekit-ranks-")
-        self._ranks = [start_rank(rank, partial(self._on_rank_lost, rank)) for rank in range(num_ranks)]
+        self._ranks: list[WorkerConnection] = []
         self._result_rank = result_rank
         # By rank, of all but the one that sends results, what it has answered; None when it is lost.
         self._answers: dict[int, asyncio.Queue[FromWorker | None]] = {
             rank: asyncio.Queue(MAX_PENDING_MESSAGES) for rank in range(num_ranks) if rank != result_rank
         }
-        self._readers = [asyncio.create_task(self._read(rank), name=f"reader of rank {rank}") for rank in self._answers]
+        self._readers: list[asyncio.Task[None]] = []
+        self._start(num_ranks, start_rank)
+
+    def _start(self, num_ranks: int, start_rank: StartRank) -> None:
+        """Start the ranks. If one cannot be started, the group is lost, and `end` ends the others."""
+        for rank in range(num_ranks):
+            try:
+                self._ranks.append(start_rank(rank, partial(self._on_rank_lost, rank)))
+            except OSError as error:
+                what = f"rank {rank} of {num_ranks} of the model worker did not start: {error}"
+                self.mark_lost(WorkerLost(what), "failed")
+                return
+        for rank in self._answers:
+            self._readers.append(asyncio.create_task(self._read(rank), name=f"reader of rank {rank}"))
 
     @property
     def stage(self) -> str:
         """What the ranks are doing, as text for log lines: all of them do the same."""
-        return self._ranks[self._result_rank].stage
+        return self._ranks[-1].stage if self._ranks else "starting the workers"
 
     @property
     def pid(self) -> int | None:
         """The process id of the rank that sends results."""
-        return self._ranks[self._result_rank].pid
+        return self._ranks[self._result_rank].pid if self._result_rank < len(self._ranks) else None
 
     # -- calls, as of WorkerConnection --------------------------------------------------------------------------------
 
@@ -73,12 +86,17 @@ class WorkerGroup:
             for rank, worker in enumerate(self._ranks):
                 worker.send(replace(message, rank=rank, rendezvous=rendezvous))
             return
+        if self.loss is not None:
+            return  # `receive` raises it
         payload = self._ranks[self._result_rank].encode(message)
         for worker in self._ranks:
             worker.send_payload(payload)
 
     async def receive(self, timeout_s: float) -> FromWorker:
         """Return the next result, when all ranks have answered. Raises the loss, like WorkerConnection's."""
+        if len(self._ranks) <= self._result_rank:
+            assert self.loss is not None
+            raise self.loss
         try:
             answer = await self._ranks[self._result_rank].receive(timeout_s)
         except ServekitError as error:

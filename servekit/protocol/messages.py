@@ -42,6 +42,7 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     pipeline_parallel_size: int = 1
     rank: int = 0
     rendezvous: str = ""  # a file by which the ranks find each other
+    load_timeout_s: float = 1800.0  # how long a rank may wait for another one
 
     @property
     def num_ranks(self) -> int:

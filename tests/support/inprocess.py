@@ -30,6 +30,7 @@ class InProcessEngine:
         max_num_batched_tokens: int = 64,
         max_steps_in_flight: int = 1,
         kv_cache_dtype: str = "auto",
+        pipeline_parallel_size: int = 1,
     ) -> None:
         settings = LoadModel(
             model_path=loaded.model.name_or_path,
@@ -54,6 +55,7 @@ class InProcessEngine:
                 max_num_batched_tokens=max_num_batched_tokens,
                 eos_token_ids=frozenset(loaded.info.eos_token_ids),
                 max_steps_in_flight=max_steps_in_flight,
+                pipeline_parallel_size=pipeline_parallel_size,
             ),
             RecklessPredictor(block_size),
         )

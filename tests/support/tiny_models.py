@@ -63,6 +63,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 
+# Their sizes are multiples of a vector's also if they are divided by two, so that divided layers are fused, too.
+_WIDE = {**_LLAMA_LIKE, "head_dim": 16, "intermediate_size": 192}
+WIDE_ARCHITECTURES = {"llama_wide": ("llama", _WIDE), "qwen3_wide": ("qwen3", _WIDE)}
+
 # Decoders that keep their state elsewhere, or do their attention themselves.
 REFUSED: dict[str, tuple[str, dict[str, object]]] = {
     "bloom": ("bloom", {"vocab_size": VOCAB_SIZE, "hidden_size": 48, "n_layer": 2, "n_head": 6}),

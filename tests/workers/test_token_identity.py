@@ -17,7 +17,7 @@ from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.errors import ConfigError
 from servekit.scheduler.sequence import FinishReason, Sequence
 from tests.support.inprocess import InProcessEngine, load
-from tests.support.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_model
+from tests.support.tiny_models import ARCHITECTURES, VOCAB_SIZE, WIDE_ARCHITECTURES, make_model
 from workers.attention.interface import AttentionMetadata
 from workers.attention.torch_backend import TorchAttention
 from workers.kv_cache.kv_quantization import PlainPages
@@ -56,7 +56,7 @@ def prepared(name: str) -> tuple[LoadedModel, list[list[int]]]:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     else:
         directory = Path(mkdtemp(prefix="tiny-"))
-        model = make_model(directory, *ARCHITECTURES[name])
+        model = make_model(directory, *{**ARCHITECTURES, **WIDE_ARCHITECTURES}[name])
     answers = [generate(model, *work) for work in zip(make_prompts(VOCAB_SIZE), MAX_TOKENS, IGNORE_EOS, strict=True)]
     assert len({tuple(answer) for answer in answers}) > 5, "the model answers every prompt alike"
     return load(directory), answers

@@ -180,7 +180,10 @@ def fuse_layers(
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or model.model is not decoder:
         return None
-    if not all(can_fuse(layer) for layer in layers if not isinstance(layer, PassOn)):
+    can_fuse_all = all(can_fuse(layer) for layer in layers if not isinstance(layer, PassOn))
+    if group is not None:  # parts may differ in size; ranks with and without fused layers would exchange other tensors
+        can_fuse_all = group.total(int(can_fuse_all)) == group.size
+    if not can_fuse_all:
         return None
     fused = FusedDecoder(decoder, params, ops, make_weight, make_cpu_decoder, group, stage)
     model.model = fused

@@ -24,7 +24,7 @@ from workers.loading.attention_recording import attention_switched, record_atten
 from workers.loading.checkpoint import check_not_quantized, quantization_format
 from workers.loading.model_config import architecture_of, check_is_decoder, describe_model, read_config
 from workers.loading.progress import Progress
-from workers.loading.refusals import forward_errors_named, loading_errors_named
+from workers.loading.refusals import forward_errors_named, loading_errors_named, refusal
 from workers.loading.weights import make_weights, move, read_weights
 from workers.parallel.collectives import add_collectives, with_collectives
 from workers.parallel.local_parameters import partial_class, use_local_parameters
@@ -131,6 +131,8 @@ class ModelManager:
             if group is not None:
                 plan = TensorParallelPlan.of(model, architecture, group.size)
                 use_local_parameters(model, group, plan)
+            if ranks is not None:
+                num_bytes = sum(parameter.nbytes for parameter in model.parameters())  # the files have all ranks' parts
             move(model, self.device, progress)
         if dtype == "auto" and self.device.type == "cpu" and _multiplies_bfloat16() and config.dtype is torch.bfloat16:
             log.info("computing in float32, for exact tokens; --dtype bfloat16, the files' own, is about twice as fast")
@@ -141,6 +143,9 @@ class ModelManager:
             info = describe_model(model.config, num_parameters, path, max_model_len)
             with forward_errors_named(architecture):
                 sample = _take_sample(model, info)
+        num_columns = sample.logits.shape[-1]
+        if (stage is None or stage.is_last) and num_columns != info.vocab_size:
+            raise refusal(architecture, f"its head returns {num_columns} logits for {info.vocab_size} tokens")
         shapes, params = [call.shape for call in recorded.calls], [call.params for call in recorded.calls]
         with progress.over("laying out the weights", params) as counted:
             decoder = replace_layers(model, recorded.decoder, counted, group, stage)

@@ -28,7 +28,7 @@ class PipelineStage:
         self.is_first, self.is_last = self.index == 0, self.index == size - 1
         self._next, self._previous = rank + num_ranks, rank - num_ranks
         self._first, self._last = rank % num_ranks, (size - 1) * num_ranks + rank % num_ranks
-        self._sending: list[tuple[dist.Work, Tensor]] = []  # not yet complete; the tensors must be kept until then
+        self._sending: deque[tuple[dist.Work, Tensor]] = deque()  # the tensors must be kept until they are sent
         # Of each step whose sampled tokens the first stage has not received: where they go. The oldest is first.
         self._expected: deque[Tensor] = deque()
 
@@ -54,8 +54,12 @@ class PipelineStage:
         return hidden_states
 
     def return_tokens(self, token_ids: Tensor) -> None:
-        """Send the sampled token ids to the first stage. Does not wait for it."""
-        self._send(token_ids.int(), self._first)
+        """Send the sampled token ids to the first stage. Does not wait for it.
+
+        They go over the host. NCCL connects two GPUs when both call it for the first time, so the first stage would
+        have to receive them at once.
+        """
+        self._send(token_ids.int().cpu(), self._first)
 
     def expect_tokens(self, cells: Tensor) -> None:
         """Note that a step was launched whose sampled tokens go to these cells of the token table."""
@@ -68,7 +72,7 @@ class PipelineStage:
         """
         while len(self._expected) >= self.size:
             cells = self._expected.popleft()
-            table.index_copy_(0, cells, self._receive_tokens(cells))
+            table.index_copy_(0, cells, self._receive_tokens(cells).to(table.device))
 
     def discard_tokens(self) -> None:
         """Receive the tokens of all steps so far, because their token table is no longer used."""
@@ -76,13 +80,15 @@ class PipelineStage:
             self._receive_tokens(self._expected.popleft())
 
     def _receive_tokens(self, cells: Tensor) -> Tensor:
-        token_ids = torch.empty(len(cells), dtype=torch.int32, device=cells.device)
+        token_ids = torch.empty(len(cells), dtype=torch.int32)
         if len(cells):  # else nothing is sent
             dist.recv(token_ids, src=self._last)
         return token_ids
 
     def _send(self, tensor: Tensor, target: int) -> None:
-        self._sending = [(work, sent) for work, sent in self._sending if not work.is_completed()]
+        # What is older than the steps in flight has arrived, so this does not wait. gloo notices it only in `wait`.
+        while len(self._sending) > 2 * self.size:
+            self._sending.popleft()[0].wait()
         tensor = tensor.contiguous()
         work = dist.isend(tensor, dst=target)
         assert work is not None
@@ -100,7 +106,8 @@ def keep_stage(model: Any, stage: PipelineStage) -> None:
     layers = getattr(decoder, "layers", None)
     if "layers" not in (model.pp_plan or {}) and not any(key.endswith(".layers") for key in model.pp_plan or {}):
         layers = None
-    if decoder is None or not isinstance(layers, nn.ModuleList):
+    has_names = all(hasattr(decoder, name) for name in ("embed_tokens", "norm")) and hasattr(model, "lm_head")
+    if decoder is None or not isinstance(layers, nn.ModuleList) or not has_names:
         raise ConfigError(
             f"architecture {type(model).__name__} cannot be served with --pipeline-parallel-size {stage.size}: "
             "transformers has no plan that divides its layers into stages; use --pipeline-parallel-size 1"

@@ -13,28 +13,36 @@ from servekit.errors import ConfigError
 from workers.parallel.pipeline_stage import PipelineStage
 from workers.parallel.rank_group import RankGroup
 
-# How long a rank may wait for the others. They load their parts of the weights at the speed of their disks. A rank that
-# has ended is noticed by the server, which ends the others.
-TIMEOUT = timedelta(minutes=30)
-
 
 class Ranks:
     """This process among all of its worker group. The ranks of a stage have consecutive numbers."""
 
     def __init__(
-        self, rank: int, tensor_parallel_size: int, pipeline_parallel_size: int, rendezvous: str, device: torch.device
+        self,
+        rank: int,
+        tensor_parallel_size: int,
+        pipeline_parallel_size: int,
+        rendezvous: str,
+        device: torch.device,
+        timeout_s: float = 1800.0,
     ) -> None:
         """Wait for the other ranks. `rendezvous` is a file that all of them can open, and that did not exist before.
 
+        `timeout_s` is how long a rank waits for another one in any operation, also while that one reads its weights.
         Raises ConfigError if they cannot be connected.
         """
         size = tensor_parallel_size * pipeline_parallel_size
         # The ranks of one machine need no other interface, and the name of the machine may not resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
             dist.init_process_group(
-                backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=TIMEOUT
+                backend,
+                init_method=f"file://{rendezvous}",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout_s),
             )
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"rank {rank} of {size} cannot be connected to the others: {error}") from error

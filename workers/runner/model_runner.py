@@ -125,6 +125,10 @@ class ModelRunner:
         that its tables are as large as then.
         """
         self.loaded = loaded
+        self._group = None if loaded.ranks is None else loaded.ranks.group
+        self._stage = None if loaded.ranks is None else loaded.ranks.stage
+        if self._stage is not None:
+            self._stage.discard_tokens()  # of a runner that measured memory
         layers, device, block_size = loaded.layers, loaded.device, settings.block_size
         self.attention = choose_attention(
             device, loaded.dtype, layers, loaded.attention_params, block_size, settings.kv_cache_dtype
@@ -158,10 +162,6 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._finished_s = 0.0  # when the last step was seen to be complete
         # transformers takes a mask of four dimensions as it is. Without one it would look at the positions.
-        self._group = None if loaded.ranks is None else loaded.ranks.group
-        self._stage = None if loaded.ranks is None else loaded.ranks.stage
-        if self._stage is not None:
-            self._stage.discard_tokens()  # of a runner that measured memory
         self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
         tokenizer_file = Path(settings.model_path) / "tokenizer.json"
         self.grammars = GrammarMasks(tokenizer_file, loaded.info.vocab_size, loaded.info.eos_token_ids, num_slots)
@@ -397,8 +397,9 @@ def make_runner(loaded: LoadedModel, settings: LoadModel) -> ModelRunner:
 
 def _capture(runner: ModelRunner) -> None:
     """Let the runner's decode steps be graphs, if its attention and its model's layers allow that."""
-    if runner.loaded.ranks is not None and runner.loaded.ranks.stage is not None:
-        log.warning("decode steps are launched one kernel at a time: a stage of a pipeline is not captured as a graph")
+    if runner.loaded.ranks is not None:
+        # If one rank captured a graph and another one could not, they would exchange tensors of different shapes.
+        log.warning("decode steps are launched one kernel at a time: ranks do not capture CUDA graphs")
         return
     if not runner.attention.supports_cuda_graphs:
         log.warning(
@@ -429,9 +430,11 @@ def _measure_memory_use(loaded: LoadedModel, settings: LoadModel) -> MemoryUse:
 
 def _device_of_rank(settings: LoadModel) -> str:
     """Return the device of this rank: on GPUs, each rank of each replica has one of its own."""
-    is_gpu = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
-    is_alone = settings.num_ranks == 1 and settings.device_index is None
-    return f"cuda:{(settings.device_index or 0) + settings.rank}" if is_gpu and not is_alone else settings.device
+    name, _, number = settings.device.partition(":")
+    is_gpu = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+    if not is_gpu or (settings.num_ranks == 1 and settings.device_index is None):
+        return settings.device
+    return f"cuda:{int(number or settings.device_index or 0) + settings.rank}"
 
 
 def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[ModelRunner, WorkerReady]:
@@ -452,6 +455,7 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
             settings.pipeline_parallel_size,
             settings.rendezvous,
             manager.device,
+            settings.load_timeout_s,
         )
     loaded = manager.load(
         Path(settings.model_path),

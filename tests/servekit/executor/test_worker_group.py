@@ -88,3 +88,20 @@ async def test_ranks_with_different_numbers_of_blocks_do_not_serve(start: Start)
     with pytest.raises(WorkerLost, match="answered WorkerReady, which does not fit"):
         await group.receive(20)
     await group.end()
+
+
+async def test_a_rank_that_cannot_be_started_ends_those_before_it(start: Start) -> None:
+    processes = []
+
+    def start_rank(rank: int, on_loss: object) -> object:
+        if rank == 2:
+            raise OSError("too many open files")
+        process, worker = start("works", on_loss)  # type: ignore[arg-type]
+        processes.append(process)
+        return worker
+
+    group = WorkerGroup(3, 0, start_rank, lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(WorkerLost, match="rank 2 of 3 of the model worker did not start: too many open files"):
+        await group.receive(20)
+    await group.end()
+    assert [await process.wait_ended(20) for process in processes] == [True, True]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -13,18 +14,20 @@ import torch
 import torch.distributed as dist
 
 from servekit.errors import ConfigError
-from servekit.protocol.messages import StepPlan, StepResult
+from servekit.protocol.messages import StepResult
 from tests.support.inprocess import InProcessEngine
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.workers.test_token_identity import make_prompts, serve_with_joins_and_leaves
 from workers.loading.model_manager import LoadedModel, ModelManager
 from workers.parallel.ranks import Ranks
+from workers.runner.interface import Pending
 
 
 class Served(msgspec.Struct):
     """What a rank computed with one model."""
 
     refusal: str = ""
+    decoder: str = ""  # its class
     num_layers: int = 0
     num_kv_heads: int = 0
     num_parameters: int = 0
@@ -37,18 +40,22 @@ class Served(msgspec.Struct):
     again: list[list[int]] = []  # with prompts that are cached
 
 
-def make_engine(loaded: LoadedModel, **settings: int) -> InProcessEngine:
-    """An engine whose manager gets the last stage's results, on every rank."""
-    engine = InProcessEngine(loaded, **settings)  # type: ignore[arg-type]
-    execute, last_rank = engine.runner.execute, dist.get_world_size() - 1
+class RanksEngine(InProcessEngine):
+    """An engine that launches each step when it is planned, and whose manager gets the result on every rank."""
 
-    def execute_and_share(plan: StepPlan) -> StepResult:
-        result = [execute(plan)]
-        dist.broadcast_object_list(result, src=last_rank)
-        return result[0]
+    def __init__(self, loaded: LoadedModel, ranks: Ranks, **settings: int) -> None:
+        num_stages = 1 if ranks.stage is None else ranks.stage.size
+        super().__init__(loaded, **settings, pipeline_parallel_size=num_stages, max_steps_in_flight=num_stages + 1)
+        self._launched: deque[Pending[StepResult]] = deque()
 
-    engine.runner.execute = execute_and_share  # type: ignore[method-assign]
-    return engine
+    def step(self) -> None:
+        while (plan := self.manager.plan(0.0)) is not None:
+            self._launched.append(self.runner.launch(plan))
+        result = [self._launched.popleft().finish()]
+        dist.broadcast_object_list(result, src=dist.get_world_size() - 1)
+        self.num_steps += 1
+        self.manager.commit(result[0], 0.0)
+        self.manager.check()
 
 
 def serve(ranks: Ranks, directory: str) -> Served:
@@ -57,13 +64,14 @@ def serve(ranks: Ranks, directory: str) -> Served:
         loaded = ModelManager("cpu").load(Path(directory), "float32", None, ranks=ranks)
     except ConfigError as error:
         return Served(refusal=error.message)
-    small = make_engine(loaded, num_blocks=9, max_num_seqs=6, max_num_batched_tokens=7)
+    small = RanksEngine(loaded, ranks, num_blocks=9, max_num_seqs=6, max_num_batched_tokens=7)
     sequences = serve_with_joins_and_leaves(small, make_prompts(VOCAB_SIZE))
-    large = make_engine(loaded, num_blocks=200, max_steps_in_flight=2 if ranks.stage is None else 1)
+    large = RanksEngine(loaded, ranks, num_blocks=200)
     for _ in range(2):
         again = [large.add(prompt, max_tokens=8, temperature=0.7, seed=3) for prompt in make_prompts(VOCAB_SIZE)]
         large.run()
     return Served(
+        decoder=type(loaded.decoder).__name__,
         num_layers=len(loaded.layers),
         num_kv_heads=loaded.layers[0].num_kv_heads,
         num_parameters=loaded.info.num_parameters,
