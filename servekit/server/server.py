@@ -104,10 +104,10 @@ async def _supervise(engine: LLMEngine, body_decoder: BodyDecoder, server: Serve
 
 
 def _tune_garbage_collector() -> None:
-    """Keep the garbage collector from holding the event loop: what was made at the start is never looked at again.
+    """Keep the garbage collector from holding the event loop: it does not traverse what was made at the start.
 
-    A full collection would look at a hundred thousand objects of the imported modules, each time that a request makes
-    some ten thousand.
+    A full collection would traverse a hundred thousand objects of the imported modules, each time that requests have
+    made some ten thousand.
     """
     gc.collect()
     gc.freeze()
