@@ -37,7 +37,7 @@ def test_whole_steps_with_triton_and_graphs_give_the_tokens_of_generate(
     monkeypatch.setattr(model_manager, "SAMPLE_TOKENS", 20)  # of the self-check; the interpreter is slow
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
 
-    def replace(model: Any, decoder: Any, params: Any) -> Any:
+    def replace(model: Any, decoder: Any, params: Any, *_: Any) -> Any:
         return fuse_layers(model, decoder, params, triton_ops.TritonOps(), DenseWeight)
 
     monkeypatch.setattr(layer_replacement, "_replace_on_cpu", replace)

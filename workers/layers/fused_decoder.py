@@ -178,7 +178,7 @@ def fuse_layers(
 ) -> nn.Module | None:
     """Replace the model's decoder and return the new one; None, and no change, if some layer cannot be fused."""
     layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or model.model is not decoder:
+    if not isinstance(layers, nn.ModuleList) or getattr(model, "model", None) is not decoder:
         return None
     can_fuse_all = all(can_fuse(layer) for layer in layers if not isinstance(layer, PassOn))
     if group is not None:  # parts may differ in size; ranks with and without fused layers would exchange other tensors
