@@ -211,8 +211,13 @@ class LLMEngine:
         )
 
     async def _serve(self) -> None:
-        self.failure = await self.replicas.run(self.fail_all)
+        self.failure = await self.replicas.run(self.fail_all, self._fail_request_of)
         self.fail_all(self.failure)  # the server's process exits next
+
+    def _fail_request_of(self, sequence_id: int, error: ServekitError) -> None:
+        """Report `error` to the client of a sequence."""
+        if self._output is not None and self._registry.output(sequence_id) is not None:
+            self.replicas.finish(self._output.fail_request_of(sequence_id, error, self._clock()))
 
     async def stop(self, graceful: bool = True) -> None:
         """Stop the main loop and the worker, and fail the requests that still run.

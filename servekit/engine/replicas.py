@@ -15,7 +15,7 @@ from typing import Any
 from servekit.config import ServeConfig
 from servekit.engine.engine_core import EngineCore
 from servekit.engine.request_registry import RequestRegistry
-from servekit.errors import ServekitError, WorkerLost
+from servekit.errors import InternalError, ServekitError, WorkerLost
 from servekit.executor.model_executor import ModelExecutor, WorkerSource
 from servekit.executor.placement import ANYWHERE, Placement, placements
 from servekit.executor.worker_connection import WorkerConnection
@@ -101,7 +101,7 @@ class Replicas:
         self._make_core: Callable[[Replica], EngineCore] | None = None
         self._has_cores = False
         self._loops: dict[asyncio.Task[ServekitError], Replica] = {}  # the main loop of each core
-        self._ended: asyncio.Queue[asyncio.Task[ServekitError]] = asyncio.Queue()
+        self._ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()  # no more than there are loops
         self._joining: asyncio.Task[tuple[WorkerConnection, WorkerReady]] | None = None
         self._is_draining = False
         self.all: list[Replica] = []
@@ -139,10 +139,13 @@ class Replicas:
         replica.core = self._make_core(replica)
         self._router.add_replica(replica.index, replica.core.manager)
 
-    async def run(self, fail_all: Callable[[ServekitError], None]) -> ServekitError:
+    async def run(
+        self, fail_all: Callable[[ServekitError], None], fail_request_of: Callable[[int, ServekitError], None]
+    ) -> ServekitError:
         """Serve until the engine fails, and return the failure. Cancel this to stop serving.
 
-        A replica whose worker cannot be replaced is vacated, unless it is the last one.
+        A replica whose worker cannot be replaced is vacated, unless it is the last one. `fail_all` reports an error to
+        all clients, `fail_request_of` to the client of one sequence.
         """
         self._fail_all = fail_all
         for replica in self.all:
@@ -150,20 +153,35 @@ class Replicas:
         helpers = [asyncio.create_task(self._rebalance_forever(), name="rebalancing")]
         if self._source is not None:
             helpers.append(asyncio.create_task(self._take_joined_workers(self._source), name="joined workers"))
+        for helper in helpers:
+            helper.add_done_callback(self._ended.put_nowait)
         try:
             while True:
                 task = await self._ended.get()
-                replica, failure = self._loops.pop(task), task.result()
+                if task not in self._loops:  # a helper, which ends by a mistake of ours only
+                    log.error("a task of the engine failed", exc_info=task.exception())
+                    return InternalError(f"a task of the engine failed: {task.exception()}")
+                failure: ServekitError = task.result()
+                replica = self._loops.pop(task)
                 if not isinstance(failure, WorkerLost) or not self._loops:
                     return failure
-                log.warning("replica %d is vacated: %s", replica.index, failure.message)
-                replica.is_vacated = True
-                await self._move_from(replica)
-                await replica.executor.stop()
+                await self._vacate(replica, failure, fail_request_of)
         finally:
             for each in (*self._loops, *helpers):
                 each.cancel()
             await asyncio.gather(*self._loops, *helpers, return_exceptions=True)
+
+    async def _vacate(
+        self, replica: Replica, failure: ServekitError, fail_request_of: Callable[[int, ServekitError], None]
+    ) -> None:
+        """Give up a replica whose worker has left or cannot be replaced."""
+        log.warning("replica %d is vacated: %s", replica.index, failure.message)
+        await replica.executor.stop()
+        replica.is_vacated = True  # from now on a worker that joins may take it
+        await self._move_from(replica)
+        if not replica.is_ready:
+            for sequence_id in replica.core.manager.sequence_ids:  # which fit on no other replica
+                fail_request_of(sequence_id, failure)
 
     def drain(self) -> None:
         """Take no more workers that join, except for those that are lost."""
@@ -197,7 +215,13 @@ class Replicas:
         replica = vacated or self._new_replica()
         replica.executor.adopt(worker, ready)
         if vacated is None:
-            self._give_core(replica, ready)
+            try:
+                self._give_core(replica, ready)
+            except ServekitError as error:
+                log.error("a worker that has joined cannot be used: %s", error.message)
+                self.all.remove(replica)
+                await replica.executor.stop()
+                return
         else:
             replica.worker, replica.is_vacated = ready, False
             replica.core.worker_joined()

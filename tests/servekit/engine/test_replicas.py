@@ -5,6 +5,7 @@ The managers are the real ones. Workers are stood in for, so that a test decides
 
 from __future__ import annotations
 
+import asyncio
 from itertools import chain
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from servekit.config import ServeConfig
 from servekit.engine.engine_core import EngineCore
 from servekit.engine.replicas import Replica, Replicas
 from servekit.engine.request_registry import RequestRegistry
+from servekit.errors import WorkerLost
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.commands import AddSequence, Finish, Plan, Restart
 from servekit.scheduler.sequence import FinishReason, Sequence
@@ -25,6 +27,9 @@ class Executor:
     """Stands in for an executor whose worker is ready."""
 
     is_ready, is_leaving, cause, stage = True, False, "ended", "serving"
+
+    async def stop(self) -> None:
+        self.is_ready = False
 
 
 class Core:
@@ -205,3 +210,43 @@ def test_an_end_reaches_a_sequence_wherever_it_is() -> None:
         fleet.add()
     fleet.replicas.finish([Finish(each, FinishReason.ABORT) for each in range(4)])
     assert fleet.ids() == [[], []]
+
+
+async def test_what_fits_on_no_other_replica_fails_when_its_replica_is_vacated() -> None:
+    fleet = Fleet(8, 64)
+    limit = fleet.replicas.limits.max_total_tokens
+    large, small = fleet.num_added, 1
+    assert fleet.add(limit - 5, 5).index == 1
+    while fleet.add().index != 1:
+        small = fleet.num_added
+    replica = fleet.replicas.all[1]
+    await fleet.lose(1, is_idle=True)
+    failed = []
+    await fleet.replicas._vacate(replica, WorkerLost("lost"), lambda sequence_id, _: failed.append(sequence_id))
+    assert failed == [large] and small in fleet.ids()[0] and replica.state == "vacated"
+    assert fleet.add().index == 0
+
+
+async def test_the_engine_fails_with_its_last_replica_or_with_a_task_of_its_own() -> None:
+    fleet = Fleet(64, 64)
+    ends = [asyncio.get_running_loop().create_future() for _ in range(2)]
+    for replica, end in zip(fleet.replicas.all, ends, strict=True):
+        replica.core.run = lambda end=end: asyncio.wait_for(end, 60)  # type: ignore[method-assign, misc]
+    serving = asyncio.create_task(fleet.replicas.run(lambda _: None, lambda *_: None))
+    await asyncio.sleep(0)
+    ends[0].set_result(WorkerLost("one"))
+    async with asyncio.timeout(60):
+        while not fleet.replicas.all[0].is_vacated:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    ends[1].set_result(WorkerLost("two"))
+    assert (await serving).message == "two"
+
+    broken = Fleet(64, 64)
+    broken.replicas.all[0].core.run = lambda: asyncio.sleep(60)  # type: ignore[method-assign, assignment, return-value]
+    broken.replicas.all[1].core.run = lambda: asyncio.sleep(60)  # type: ignore[method-assign, assignment, return-value]
+    broken.replicas._rebalance_forever = failing  # type: ignore[method-assign]
+    assert "a mistake" in (await broken.replicas.run(lambda _: None, lambda *_: None)).message
+
+
+async def failing() -> None:
+    raise RuntimeError("a mistake")
