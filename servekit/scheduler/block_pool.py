@@ -72,8 +72,8 @@ class BlockPool:
 
     def reserve(self, num_blocks: int) -> None:
         """Set `num_blocks` blocks aside. The caller ensures that so many are available."""
-        assert num_blocks <= self.num_available, f"reserving {num_blocks} blocks, {self.num_available} are available"
         self.num_reserved += num_blocks
+        assert self.num_reserved <= len(self._free) + len(self._cached), f"no {num_blocks} blocks are available"
 
     def unreserve(self, num_blocks: int) -> None:
         """Make reserved blocks available to others."""

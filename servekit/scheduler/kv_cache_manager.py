@@ -159,13 +159,15 @@ class KVCacheManager:
 
     def grow(self, sequence: Sequence) -> bool:
         """Lease one more block for a sequence. False if none is available."""
-        is_reserved = sequence.kv.num_reserved > 0
-        if not is_reserved and not self.pool.num_available:
+        if sequence.kv.num_reserved:
+            self._lease(sequence, 1, is_reserved=True)
+        elif self.pool.num_available:
+            self._lease(sequence, 1)
+        else:
             return False
-        self._lease(sequence, 1, is_reserved)
         return True
 
-    def _lease(self, sequence: Sequence, num_blocks: int, is_reserved: bool) -> list[int]:
+    def _lease(self, sequence: Sequence, num_blocks: int, is_reserved: bool = False) -> list[int]:
         kv, blocks = sequence.kv, self.pool.lease(num_blocks, is_reserved)
         if is_reserved:
             kv.num_reserved -= num_blocks
