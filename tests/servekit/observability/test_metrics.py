@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from servekit.config import ServeConfig
@@ -233,3 +234,18 @@ def test_usage_of_the_queue_is_read_at_each_scrape() -> None:
     for sequences, tokens in ((1.0, 0.0), (0.25, 0.5)):
         values = samples(metrics)
         assert (values["queue_usage_perc", "sequences"], values["queue_usage_perc", "tokens"]) == (sequences, tokens)
+
+
+def test_each_replica_has_its_own_values_of_the_same_metrics() -> None:
+    metrics = make_metrics()
+    stats = SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 1))
+    metrics.watch_scheduler(lambda: [stats, replace(stats, num_running=5)])
+    metrics.of_replica(1)[1].worker_lost("ended")
+    values = {
+        (sample.name, sample.labels["replica"]): sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.labels.get("cause", "ended") == "ended" and "replica" in sample.labels
+    }
+    assert values["servekit_num_requests_running", "0"] == 1 and values["servekit_num_requests_running", "1"] == 5
+    assert values["servekit_worker_restarts_total", "0"] == 0 and values["servekit_worker_restarts_total", "1"] == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.scheduler.queued_work import QueuedWork, WorkCount
+from servekit.scheduler.queued_work import CombinedWork, QueuedWork, WorkCount
 from servekit.scheduler.sequence import FinishReason
 from tests.support.scheduler import add_prompt, assert_idle, make_manager, make_prompt, make_sequence, make_worker, run
 
@@ -34,3 +34,13 @@ def test_a_sequence_is_queued_until_its_first_step_or_its_end() -> None:
     run(manager, make_worker(manager))
     assert manager.queued.total == WorkCount()
     assert_idle(manager)
+
+
+def test_the_work_of_several_managers_is_added_up_when_it_is_read() -> None:
+    parts = QueuedWork(), QueuedWork()
+    combined = CombinedWork(parts)
+    for number, (part, tenant) in enumerate(((0, "a"), (0, "b"), (1, "a"))):
+        parts[part].add(make_sequence(number, prompt_length=number + 1, tenant=tenant))
+    assert combined.total == WorkCount(3, 6)
+    assert (combined.of("a"), combined.of("nobody")) == (WorkCount(2, 4), WorkCount())
+    assert combined.by_tenant() == {"a": WorkCount(2, 4), "b": WorkCount(1, 2)}
