@@ -85,7 +85,7 @@ def test_live_frame_matches_its_schema() -> None:
     step, worker = LiveStep(7, 1.0, 5, 3, 4, None), LiveWorker("serving")
     frame = LiveState(1.0, "ready", "serving", "demo", "1.2.3", [worker], steps=[step], cells=[(-1, 4), (0, 2)])
     encoded = json.loads(encode(frame))
-    assert encoded["steps"] == [[7, 1.0, 5, 3, 4, None]] and encoded["cells"] == [[-1, 4], [0, 2]]
+    assert encoded["steps"] == [[7, 1.0, 5, 3, 4, None, 0]] and encoded["cells"] == [[-1, 4], [0, 2]]
     jsonschema.validate(encoded, content | {"components": API["components"]})
     events = API["paths"]["/ui/events"]["get"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
     assert events == content

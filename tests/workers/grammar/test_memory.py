@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mmap import PAGESIZE, mmap
+
 import pytest
 
 from workers.grammar import memory
@@ -22,6 +24,7 @@ def test_allocated_bytes_are_those_that_were_allocated_and_not_freed() -> None:
 def test_without_glibc_it_is_the_resident_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_mallinfo2", None)
     before = allocated_bytes()
-    block = bytearray(b"1" * 16 * MIB)
-    assert allocated_bytes() - before > 8 * MIB
-    assert block
+    with mmap(-1, 64 * MIB) as block:  # pages that this process did not have before
+        for start in range(0, len(block), PAGESIZE):
+            block[start] = 1
+        assert allocated_bytes() - before > 32 * MIB
