@@ -75,9 +75,12 @@ class Promise:
         """
         queue = self._manager.waiting_queue
         assert isinstance(queue, Fair)
-        num_served = queue.num_served_tokens
-        tenants = sorted({each.tenant for each in alive}, key=num_served.__getitem__)
-        if len(tenants) < 2 or num_served[tenants[0]] == num_served[tenants[1]] or self._is_quarantined:
+        if self._is_quarantined:
+            return None
+        # A tenant is not counted before one of its sequences has waited here.
+        num_served = {each.tenant: queue.num_served_tokens.get(each.tenant, 0) for each in alive}
+        tenants = sorted(num_served, key=num_served.__getitem__)
+        if len(tenants) < 2 or num_served[tenants[0]] == num_served[tenants[1]]:
             return None
         own = [each for each in alive if each.tenant == tenants[0]]
         sequence = min((s for s in own if s.status is Status.WAITING), key=lambda s: s.sequence_id, default=None)

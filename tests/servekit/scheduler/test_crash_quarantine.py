@@ -177,3 +177,20 @@ def test_queued_tokens_count_prompts_until_they_are_admitted() -> None:
     manager.commit(worker.execute(plan), 0.0)
     run(manager, worker)
     assert manager.queued.total.num_tokens == 0
+
+
+def test_a_suspect_that_gets_a_token_between_crashes_does_not_fail() -> None:
+    """Workers that are killed again and again from outside do not make a sequence fail that gets on meanwhile."""
+    manager = make_manager(max_steps_in_flight=2)
+    worker = make_worker(manager)
+    sequence = add_sequence(manager, 0, max_tokens=12, ignore_eos=True)
+    for _ in range(8):  # one step is computed by each worker
+        plan = manager.plan(0.0)
+        assert plan is not None
+        manager.commit(worker.execute(plan), 0.0)
+        if manager.plan(0.0) is not None:
+            assert manager.restart() == []
+            worker = make_worker(manager)
+    run(manager, worker)
+    assert sequence.output_token_ids == reference(sequence)
+    assert_idle(manager)
