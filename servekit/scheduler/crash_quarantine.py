@@ -1,10 +1,13 @@
 """Find the sequence that crashes workers: suspects run alone, one after the other, until they prove harmless.
 
 A worker may end for any reason, and most reasons have nothing to do with what it computed. So after a first crash all
-sequences go on. A sequence that was in flight in two crashes, with too few new tokens between them to prove it
-harmless, is a suspect. A suspect is computed with nothing beside it, so the next crash has one cause. If it gets past
-the position it had reached, and a little further, it returns to the waiting queue. If another worker crashes over it
-before it has a new token, it fails, and no other one with it.
+sequences go on. A sequence that was in flight in two crashes, with no new token between them, is a suspect. A suspect
+is computed with nothing beside it, so the next crash has one cause. If it gets past the position it had reached, and a
+little further, it returns to the waiting queue. If a third worker crashes over it, it fails, and no other one with it.
+
+With two steps in flight, a token of the first one may be new although the second one crashes the worker again. Then it
+takes one crash more to find the sequence. To ask for more progress would make sequences fail that only run while
+workers are killed from outside, again and again.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ CRASHES_TO_FAIL = 3
 
 
 class CrashRecord(Struct, frozen=True, gc=False):
-    """The crashes in a row that a sequence was in flight in, without progress between them."""
+    """The crashes in a row that a sequence was in flight in, with no new token between them."""
 
     num_crashes: int
     num_tokens: int  # that were known at the last one
@@ -62,14 +65,8 @@ class CrashQuarantine:
         failed = []
         for sequence in in_flight:
             last = self._records.get(sequence.sequence_id, CrashRecord(0, 0))
-            num_new_tokens = sequence.num_tokens - last.num_tokens
-            if num_new_tokens >= self._num_tokens_to_clear:
-                num_crashes = 1
-            elif num_new_tokens and last.makes_suspect:
-                num_crashes = last.num_crashes  # what still gets new tokens may run, alone
-            else:
-                num_crashes = last.num_crashes + 1
-            record = CrashRecord(num_crashes, sequence.num_tokens)
+            has_progressed = sequence.num_tokens > last.num_tokens
+            record = CrashRecord(1 if has_progressed else last.num_crashes + 1, sequence.num_tokens)
             self._records[sequence.sequence_id] = record
             if record.num_crashes >= CRASHES_TO_FAIL:
                 failed.append(sequence)
