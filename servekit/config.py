@@ -483,7 +483,7 @@ RENAMED_SETTINGS = {
     "uvicorn_log_level": "log_level",
 }
 
-_ONE_DEVICE = (
+_PARALLELISM = (
     "--data-parallel-size gives each device the whole model; --tensor-parallel-size and --pipeline-parallel-size "
     "divide a model among devices of one machine"
 )
@@ -522,17 +522,17 @@ EXPLAINED_SETTINGS = {
     "cuda_graphs": _GRAPHS,
     "disable_cuda_graph": _GRAPHS,
     "disaggregation_mode": _TRANSFER,
-    "distributed_executor_backend": _ONE_DEVICE,
+    "distributed_executor_backend": _PARALLELISM,
     "download_dir": _DOWNLOADS,
     "draft_model": _SPECULATION,
     "enable_auto_tool_choice": _TOOLS,
     "enable_chunked_prefill": _ALWAYS,
-    "enable_expert_parallel": _ONE_DEVICE,
+    "enable_expert_parallel": _PARALLELISM,
     "enable_lora": _LORA,
     "enable_metrics": _ALWAYS,
     "enable_reasoning": _REASONING,
     "enforce_eager": _GRAPHS,
-    "ep_size": _ONE_DEVICE,
+    "ep_size": _PARALLELISM,
     "grammar_backend": _GRAMMARS,
     "guided_decoding_backend": _GRAMMARS,
     "huggingface_hub_cache": _DOWNLOADS,
@@ -546,7 +546,7 @@ EXPLAINED_SETTINGS = {
     "max_lora_rank": _LORA,
     "max_loras": _LORA,
     "max_total_tokens": "TGI's setting is --max-model-len here; SGLang's is --num-kv-blocks times --block-size",
-    "nnodes": _ONE_DEVICE,
+    "nnodes": _PARALLELISM,
     "num_speculative_tokens": _SPECULATION,
     "q": _QUANTIZATION,
     "quantization": _QUANTIZATION,

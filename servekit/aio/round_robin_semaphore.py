@@ -24,7 +24,7 @@ class RoundRobinSemaphore:
 
     async def acquire(self, tenant: str) -> None:
         """Wait for a place. A task that is cancelled meanwhile gets none, or gives it back."""
-        # `release` hands a free place on at once, so nobody who waits could take it.
+        # `release` gives a free place to a waiting task at once. So a place that is free here suits none of them.
         if self._held.total() < self._capacity and self._may_hold_more(tenant):
             self._held[tenant] += 1
             return

@@ -158,7 +158,7 @@ class MaskProcess:
                 return self._check()
             return self._read()
         except (EOFError, ConnectionError):
-            return self._lose()
+            return self._mark_lost()
 
     def register(self, poll: select.poll) -> None:
         """Let `poll` wait for an answer, or until unsent bytes can be sent."""
@@ -202,9 +202,9 @@ class MaskProcess:
             ANSWER_TIMEOUT_S if self._is_ready else START_TIMEOUT_S,
             MAX_UNREAD_BYTES,
         )
-        return self._lose()
+        return self._mark_lost()
 
-    def _lose(self) -> Lost:
+    def _mark_lost(self) -> Lost:
         """Reap the process. Returns which sequence it was working on, and whether it crashed."""
         process, self._process = self._process, None
         assert process is not None

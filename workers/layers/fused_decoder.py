@@ -24,6 +24,7 @@ from workers.layers.cpu_decoder import CpuDecoder, LayerParts, Norm
 from workers.layers.linear import MakeWeight, RowParallelWeight, Weight, concatenate
 from workers.parallel.pipeline_stage import PassOn, PipelineStage
 from workers.parallel.rank_group import RankGroup
+from workers.parallel.ranks import Ranks
 
 FUSIBLE = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 
@@ -173,13 +174,13 @@ def fuse_layers(
     ops: LayerOps,
     make_weight: MakeWeight,
     make_cpu_decoder: MakeCpuDecoder | None = None,
-    group: RankGroup | None = None,
-    stage: PipelineStage | None = None,
+    ranks: Ranks | None = None,
 ) -> nn.Module | None:
     """Replace the model's decoder and return the new one; None, and no change, if some layer cannot be fused."""
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or getattr(model, "model", None) is not decoder:
         return None
+    group, stage = (None, None) if ranks is None else (ranks.group, ranks.stage)
     can_fuse_all = all(can_fuse(layer) for layer in layers if not isinstance(layer, PassOn))
     if group is not None:  # parts may differ in size; ranks with and without fused layers would exchange other tensors
         can_fuse_all = group.total(int(can_fuse_all)) == group.size

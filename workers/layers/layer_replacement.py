@@ -14,8 +14,7 @@ from workers.layers.cpu_ops import CpuOps
 from workers.layers.fused_decoder import fuse_layers
 from workers.layers.linear import DenseWeight, can_pack, pack_linears
 from workers.layers.skinny_gemm import SkinnyGemm
-from workers.parallel.pipeline_stage import PipelineStage
-from workers.parallel.rank_group import RankGroup
+from workers.parallel.ranks import Ranks
 
 log = logging.getLogger("servekit.worker")
 
@@ -24,17 +23,15 @@ def replace_layers(
     model: PreTrainedModel,
     decoder: nn.Module,
     params: list[AttentionParams],
-    group: RankGroup | None = None,
-    stage: PipelineStage | None = None,
+    ranks: Ranks | None = None,
 ) -> nn.Module:
     """Replace the layers of `model` in place, and return its decoder, which may be a new module.
 
-    `params` says how each layer attends. `group` is given where this process holds a part of each layer, and
-    `stage` where it has a part of the layers. Layers for
-    which there is no faster equivalent stay as they are.
+    `params` says how each layer attends. `ranks` is given where other processes hold other parts of the model.
+    Layers for which there is no faster equivalent stay as they are.
     """
     replace = {"cpu": _replace_on_cpu, "cuda": _replace_on_gpu}.get(model.device.type)
-    fused = None if replace is None else replace(model, decoder, params, group, stage)
+    fused = None if replace is None else replace(model, decoder, params, ranks)
     log.info("%d layers: %s", len(params), "fused" if fused else "transformers' own")
     return fused or decoder
 
@@ -43,8 +40,7 @@ def _replace_on_cpu(
     model: PreTrainedModel,
     decoder: nn.Module,
     params: list[AttentionParams],
-    group: RankGroup | None,
-    stage: PipelineStage | None,
+    ranks: Ranks | None,
 ) -> nn.Module | None:
     if not can_pack(model.dtype):
         return None
@@ -54,8 +50,8 @@ def _replace_on_cpu(
         return None
     make_weight = SkinnyGemm(library).make_weight
     # One call for all layers has no place for what the ranks exchange between them.
-    make_decoder = make_cpu_decoder if group is None else None
-    fused = fuse_layers(model, decoder, params, CpuOps(library), make_weight, make_decoder, group, stage)
+    make_decoder = make_cpu_decoder if ranks is None or ranks.group is None else None
+    fused = fuse_layers(model, decoder, params, CpuOps(library), make_weight, make_decoder, ranks)
     pack_linears(model, make_weight)
     return fused
 
@@ -64,11 +60,10 @@ def _replace_on_gpu(
     model: PreTrainedModel,
     decoder: nn.Module,
     params: list[AttentionParams],
-    group: RankGroup | None,
-    stage: PipelineStage | None,
+    ranks: Ranks | None,
 ) -> nn.Module | None:
     try:
         from workers.layers.triton_ops import TritonOps  # not at the top: only torch for CUDA brings Triton
     except ImportError:
         return None
-    return fuse_layers(model, decoder, params, TritonOps(), DenseWeight, group=group, stage=stage)
+    return fuse_layers(model, decoder, params, TritonOps(), DenseWeight, ranks=ranks)

@@ -148,7 +148,7 @@ class ModelManager:
             raise refusal(architecture, f"its head returns {num_columns} logits for {info.vocab_size} tokens")
         shapes, params = [call.shape for call in recorded.calls], [call.params for call in recorded.calls]
         with progress.over("laying out the weights", params) as counted:
-            decoder = replace_layers(model, recorded.decoder, counted, group, stage)
+            decoder = replace_layers(model, recorded.decoder, counted, ranks)
         if group is not None and plan is not None:
             add_collectives(model, plan, group)
         weights = WeightsLoaded(num_bytes, time.monotonic() - started_s)

@@ -102,12 +102,11 @@ def keep_stage(model: Any, stage: PipelineStage) -> None:
     hidden states from the previous stage. The layer after its last one is replaced by one that sends them to the next.
     Raises ConfigError for a model that transformers has no pipeline plan for.
     """
-    decoder = getattr(model, model.base_model_prefix, None)
+    decoder: Any = getattr(model, model.base_model_prefix, None)
     layers = getattr(decoder, "layers", None)
-    if "layers" not in (model.pp_plan or {}) and not any(key.endswith(".layers") for key in model.pp_plan or {}):
-        layers = None
+    has_plan = any(key.rpartition(".")[2] == "layers" for key in model.pp_plan or {})
     has_names = all(hasattr(decoder, name) for name in ("embed_tokens", "norm")) and hasattr(model, "lm_head")
-    if decoder is None or not isinstance(layers, nn.ModuleList) or not has_names:
+    if not (has_plan and has_names and isinstance(layers, nn.ModuleList)):
         raise ConfigError(
             f"architecture {type(model).__name__} cannot be served with --pipeline-parallel-size {stage.size}: "
             "transformers has no plan that divides its layers into stages; use --pipeline-parallel-size 1"

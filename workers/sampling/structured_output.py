@@ -208,7 +208,7 @@ class GrammarMasks:
         for process in running:
             received = process.receive(0.0)
             if isinstance(received, Lost):
-                self._lose(process, received)
+                self._handle_loss(process, received)
                 continue
             for mask in received:
                 if (state := self._by_number.get(mask.sequence)) is not None:
@@ -221,7 +221,7 @@ class GrammarMasks:
             self._slow_tenants.add(state.assignment.tenant, time.monotonic())
             state.move_to(self._slow_process)
 
-    def _lose(self, process: MaskProcess, lost: Lost) -> None:
+    def _handle_loss(self, process: MaskProcess, lost: Lost) -> None:
         """Expect no more masks from the process. Fail the request whose work it was doing, if that caused the loss.
 
         A crash is caused by the request. A kill may be due to the request's memory or to an operator. So the first one

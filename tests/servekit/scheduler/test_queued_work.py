@@ -15,7 +15,7 @@ def test_tenants_are_counted_apart_and_forgotten_when_they_have_nothing_left() -
         queued.add(sequence)
     assert (queued.of("a"), queued.of("b"), queued.total) == (WorkCount(2, 3), WorkCount(1, 3), WorkCount(3, 6))
     queued.remove(sequences[2])
-    assert queued.of("b") == queued.of("nobody") == WorkCount()
+    assert queued.of("b") == queued.of("other") == WorkCount()
     queued.remove(sequences[0])
     assert queued.of("a") == queued.total == WorkCount(1, 2)
 
@@ -42,5 +42,5 @@ def test_the_work_of_several_managers_is_added_up_when_it_is_read() -> None:
     for number, (part, tenant) in enumerate(((0, "a"), (0, "b"), (1, "a"))):
         parts[part].add(make_sequence(number, prompt_length=number + 1, tenant=tenant))
     assert combined.total == WorkCount(3, 6)
-    assert (combined.of("a"), combined.of("nobody")) == (WorkCount(2, 4), WorkCount())
+    assert (combined.of("a"), combined.of("other")) == (WorkCount(2, 4), WorkCount())
     assert combined.by_tenant() == {"a": WorkCount(2, 4), "b": WorkCount(1, 2)}
