@@ -21,7 +21,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from workers.attention.interface import AttentionParams, HeadNorms, PagedStep, Rotation
 from workers.csrc.build import LANES
 from workers.layers.cpu_decoder import CpuDecoder, LayerParts, Norm
-from workers.layers.linear import MakeWeight, RowParallelWeight, Weight, concatenate
+from workers.layers.linear import LinearMethod, RowParallelWeight, Weight, is_plain, prepare
+from workers.layers.quantized_linear import QuantizedLinear
 from workers.parallel.pipeline_stage import PassOn, PipelineStage
 from workers.parallel.rank_group import RankGroup
 from workers.parallel.ranks import Ranks
@@ -46,7 +47,7 @@ class FusedLayer:
     """y = x + attention(norm(x)), then y + mlp(norm(y)); with SwiGLU and rotary position embeddings."""
 
     def __init__(
-        self, layer: Any, params: AttentionParams, ops: LayerOps, make_weight: MakeWeight, group: RankGroup | None
+        self, layer: Any, params: AttentionParams, ops: LayerOps, method: LinearMethod, group: RankGroup | None
     ) -> None:
         """Take the weights of transformers' `layer`, which attends with `params`; `group` holds its other parts."""
         attention, mlp = layer.self_attn, layer.mlp
@@ -57,13 +58,13 @@ class FusedLayer:
         self._ops, self._layer = ops, attention.layer_idx
         self.parts = LayerParts(
             attention_norm=_norm_of(layer.input_layernorm),
-            qkv=make_weight(*concatenate(attention.q_proj, attention.k_proj, attention.v_proj)),
+            qkv=prepare(method, attention.q_proj, attention.k_proj, attention.v_proj),
             head_norms=head_norms,
             attention=params,
-            output=_row_parallel(make_weight(*concatenate(attention.o_proj)), group),
+            output=_row_parallel(prepare(method, attention.o_proj), group),
             mlp_norm=_norm_of(layer.post_attention_layernorm),
-            gate_up=make_weight(*concatenate(mlp.gate_proj, mlp.up_proj)),
-            down=_row_parallel(make_weight(*concatenate(mlp.down_proj)), group),
+            gate_up=prepare(method, mlp.gate_proj, mlp.up_proj),
+            down=_row_parallel(prepare(method, mlp.down_proj), group),
         )
 
     def attend(self, x: Tensor, rotation: Rotation, paged: PagedStep) -> Tensor:
@@ -92,7 +93,7 @@ class FusedDecoder(nn.Module):
         decoder: Any,
         params: list[AttentionParams],
         ops: LayerOps,
-        make_weight: MakeWeight,
+        method: LinearMethod,
         make_cpu_decoder: MakeCpuDecoder | None = None,
         group: RankGroup | None = None,
         stage: PipelineStage | None = None,
@@ -110,7 +111,7 @@ class FusedDecoder(nn.Module):
         self._layers, self._stage = [], stage
         first = 0 if stage is None else stage.layers_of(len(decoder.layers)).start
         for index, layer_params in enumerate(params, start=first):
-            self._layers.append(FusedLayer(decoder.layers[index], layer_params, ops, make_weight, group))
+            self._layers.append(FusedLayer(decoder.layers[index], layer_params, ops, method, group))
             decoder.layers[index] = nn.Identity()  # frees the layer, so that memory holds at most one layer twice
         self._cpu_decoder = make_cpu_decoder([layer.parts for layer in self._layers]) if make_cpu_decoder else None
 
@@ -161,10 +162,10 @@ def can_fuse(layer: nn.Module) -> bool:
     """Return whether FusedLayer computes the same as `layer`."""
     if type(layer).__name__ not in FUSIBLE:
         return False
-    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    linears = [module for module in layer.modules() if isinstance(module, nn.Linear | QuantizedLinear)]
     is_silu = getattr(layer.self_attn.config, "hidden_act", None) == "silu"  # type: ignore[union-attr]
     sizes = {size for linear in linears for size in (linear.in_features, linear.out_features)}
-    return is_silu and all(type(linear) is nn.Linear for linear in linears) and not any(size % LANES for size in sizes)
+    return is_silu and all(map(is_plain, linears)) and not any(size % LANES for size in sizes)
 
 
 def fuse_layers(
@@ -172,7 +173,7 @@ def fuse_layers(
     decoder: Any,
     params: list[AttentionParams],
     ops: LayerOps,
-    make_weight: MakeWeight,
+    method: LinearMethod,
     make_cpu_decoder: MakeCpuDecoder | None = None,
     ranks: Ranks | None = None,
 ) -> nn.Module | None:
@@ -186,6 +187,6 @@ def fuse_layers(
         can_fuse_all = group.total(int(can_fuse_all)) == group.size
     if not can_fuse_all:
         return None
-    fused = FusedDecoder(decoder, params, ops, make_weight, make_cpu_decoder, group, stage)
+    fused = FusedDecoder(decoder, params, ops, method, make_cpu_decoder, group, stage)
     model.model = fused
     return fused

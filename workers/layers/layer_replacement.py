@@ -12,7 +12,7 @@ from workers.csrc.build import c_library
 from workers.layers.cpu_decoder import make_cpu_decoder
 from workers.layers.cpu_ops import CpuOps
 from workers.layers.fused_decoder import fuse_layers
-from workers.layers.linear import DenseWeight, can_pack, pack_linears
+from workers.layers.linear import can_pack, keep_dense, pack_linears
 from workers.layers.skinny_gemm import SkinnyGemm
 from workers.parallel.ranks import Ranks
 
@@ -48,11 +48,11 @@ def _replace_on_cpu(
     if library is None:
         pack_linears(model)
         return None
-    make_weight = SkinnyGemm(library).make_weight
+    method = SkinnyGemm(library).make_weight
     # One call for all layers has no place for what the ranks exchange between them.
     make_decoder = make_cpu_decoder if ranks is None or ranks.group is None else None
-    fused = fuse_layers(model, decoder, params, CpuOps(library), make_weight, make_decoder, ranks)
-    pack_linears(model, make_weight)
+    fused = fuse_layers(model, decoder, params, CpuOps(library), method, make_decoder, ranks)
+    pack_linears(model, method)
     return fused
 
 
@@ -66,4 +66,4 @@ def _replace_on_gpu(
         from workers.layers.triton_ops import TritonOps  # not at the top: only torch for CUDA brings Triton
     except ImportError:
         return None
-    return fuse_layers(model, decoder, params, TritonOps(), DenseWeight, ranks=ranks)
+    return fuse_layers(model, decoder, params, TritonOps(), keep_dense, ranks=ranks)

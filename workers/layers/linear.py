@@ -6,14 +6,15 @@ multiplies it unpacked. For the few rows of a decode step, both take longer than
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workers.layers.quantized_linear import DequantizingWeight, QuantizedLinear
 from workers.parallel.rank_group import RankGroup
+from workers.quantization.quantized_tensor import QuantizedTensor, stack_outputs
 
 NUM_ROWS = 32  # the number of rows that oneDNN chooses the layout for; one layout serves all sizes of steps
 
@@ -28,7 +29,11 @@ class Weight(Protocol):
         """Return residual + x W' + b, rounded once if there is no bias."""
 
 
-MakeWeight = Callable[[Tensor, Tensor | None], Weight]  # of a weight and a bias
+class LinearMethod(Protocol):
+    """How a device multiplies: it prepares a matrix and its bias."""
+
+    def __call__(self, matrix: Tensor | QuantizedTensor, bias: Tensor | None) -> Weight:
+        """Return the prepared weight. It may hold `matrix` itself, or a copy in a layout of its own."""
 
 
 class PackedWeight:
@@ -73,6 +78,19 @@ class DenseWeight:
         return torch.addmm(residual if self._bias is None else residual + self._bias, x, self._weight.T)
 
 
+class SideBySideWeight:
+    """Weights with the same input that cannot be one matrix: the same product, one after the other."""
+
+    def __init__(self, parts: list[Weight]) -> None:
+        self._parts = parts
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return torch.cat([part.multiply(x) for part in self._parts], dim=-1)
+
+    def multiply_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.multiply(x) + residual
+
+
 class RowParallelWeight:
     """A weight of which this rank holds a part of the inputs. The ranks' products are added up."""
 
@@ -89,24 +107,46 @@ class RowParallelWeight:
         return self._group.all_reduce(product)
 
 
-def concatenate(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and the bias of linear layers that have the same input, side by side."""
+def pack_for_cpu(matrix: Tensor | QuantizedTensor, bias: Tensor | None) -> Weight:
+    """Prepare a weight for a CPU without C kernels: the LinearMethod of torch alone."""
+    return PackedWeight(matrix, bias) if isinstance(matrix, Tensor) else DequantizingWeight(matrix, bias)
+
+
+def keep_dense(matrix: Tensor | QuantizedTensor, bias: Tensor | None) -> Weight:
+    """Prepare a weight for a GPU: the LinearMethod of torch alone."""
+    return DenseWeight(matrix, bias) if isinstance(matrix, Tensor) else DequantizingWeight(matrix, bias)
+
+
+def prepare(method: LinearMethod, *linears: nn.Linear | QuantizedLinear) -> Weight:
+    """Prepare the weights of linear layers with the same input, side by side: as one matrix where they can be one."""
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     assert len(biases) in (0, len(linears))
-    weights = [linear.weight.detach() for linear in linears]
-    return torch.cat(weights) if len(weights) > 1 else weights[0], torch.cat(biases) if biases else None
+    bias = torch.cat(biases) if biases else None
+    dense = [linear.weight.detach() for linear in linears if isinstance(linear, nn.Linear)]
+    quantized = [linear.weight for linear in linears if isinstance(linear, QuantizedLinear)]
+    if not quantized:
+        return method(torch.cat(dense) if len(dense) > 1 else dense[0], bias)
+    stacked = None if dense else stack_outputs(quantized)
+    if stacked is not None:
+        return method(stacked, bias)
+    return SideBySideWeight([prepare(method, linear) for linear in linears])
 
 
 class PackedLinear(nn.Module):
     """A linear layer, y = x W' + b, that multiplies by a prepared weight."""
 
-    def __init__(self, linear: nn.Linear, make_weight: MakeWeight = PackedWeight) -> None:
+    def __init__(self, linear: nn.Linear | QuantizedLinear, method: LinearMethod = pack_for_cpu) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._weight = make_weight(*concatenate(linear))
+        self._weight = prepare(method, linear)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._weight.multiply(x)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Return whether the module is a linear layer that `prepare` takes; a subclass may compute something else."""
+    return type(module) in (nn.Linear, QuantizedLinear)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -116,12 +156,12 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or (dtype is torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
 
 
-def pack_linears(model: nn.Module, make_weight: MakeWeight = PackedWeight) -> int:
+def pack_linears(model: nn.Module, method: LinearMethod = pack_for_cpu) -> int:
     """Replace every plain linear layer and return how many; each weight is freed as soon as its copy is made."""
     num_packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:  # a subclass may compute something else
-                setattr(parent, name, PackedLinear(child, make_weight))
+            if isinstance(child, nn.Linear | QuantizedLinear) and is_plain(child):
+                setattr(parent, name, PackedLinear(child, method))
                 num_packed += 1
     return num_packed

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from workers.csrc.bindings import CPackedWeight
 from workers.layers.linear import PackedWeight, Weight
+from workers.layers.quantized_linear import DequantizingWeight
+from workers.quantization.quantized_tensor import QuantizedTensor
 
 
 class SkinnyGemm:
@@ -25,8 +27,11 @@ class SkinnyGemm:
             self._packed_block_width = library.packed_block_width
             self.multiply = library.skinny_gemm
 
-    def make_weight(self, weight: Tensor, bias: Tensor | None) -> Weight:
+    def make_weight(self, matrix: Tensor | QuantizedTensor, bias: Tensor | None) -> Weight:
         """Pack a weight; return one for the skinny GEMM if the C code can read its layout, and otherwise oneDNN's."""
+        if isinstance(matrix, QuantizedTensor):
+            return DequantizingWeight(matrix, bias)
+        weight = matrix
         packed = PackedWeight(weight, bias)
         if not self.max_rows:
             return packed
