@@ -37,7 +37,9 @@ class QuantizedTensor:
     multiplied. GPTQ orders columns so with `desc_act`.
     """
 
-    codes: Tensor  # int8 or float8_e4m3fn [num_outputs, num_inputs]; uint8 [num_outputs, num_inputs / 2], low half first
+    codes: (
+        Tensor  # int8 or float8_e4m3fn [num_outputs, num_inputs]; uint8 [num_outputs, num_inputs / 2], low half first
+    )
     scales: Tensor  # floating-point [num_outputs, num_groups]
     offsets: Tensor | None = None  # as scales; None: zero everywhere
     levels: tuple[float, ...] = INT4_LEVELS  # of four-bit codes only
@@ -74,8 +76,8 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return W as numbers, computed in float32 and rounded to `dtype` once."""
-        levels = self._levels().unflatten(1, (self.scales.shape[1], -1))
-        matrix = levels * self.scales.float()[..., None]
+        levels = self._levels().view(*self.scales.shape, self.group_size)
+        matrix = levels.mul_(self.scales.float()[..., None])
         if self.offsets is not None:
             matrix += self.offsets.float()[..., None]
         matrix = matrix.flatten(1)
@@ -87,8 +89,13 @@ class QuantizedTensor:
 
     def to(self, device: torch.device) -> QuantizedTensor:
         """Return the matrix on a device."""
-        parts = {name: getattr(self, name) for name in ("codes", "scales", "offsets", "input_order")}
-        return replace(self, **{name: None if part is None else part.to(device) for name, part in parts.items()})
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scales=self.scales.to(device),
+            offsets=None if self.offsets is None else self.offsets.to(device),
+            input_order=None if self.input_order is None else self.input_order.to(device),
+        )
 
     def take_outputs(self, rows: slice | Tensor) -> QuantizedTensor:
         """Return the matrix with these rows only."""
@@ -121,7 +128,10 @@ class QuantizedTensor:
         if self.encoding != "int4":
             return self.codes.float()
         levels = torch.tensor(self.levels, device=self.codes.device)
-        return levels[unpack_nibbles(self.codes).long()]
+        # Two at a time: an index of eight bytes for each code would take as much memory as four matrices.
+        pairs = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], dim=-1)  # of each value of a byte
+        found: Tensor = pairs[self.codes.int()].flatten(1)
+        return found
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
