@@ -38,5 +38,5 @@ ATTACKS = [
         control=plain_rows,
         flags=("--scheduling-policy", "fair", "--trust-request-chat-template", *LARGE_POOL),
         limits="max_concurrent_requests = 8",
-    )
+    ),
 ]
