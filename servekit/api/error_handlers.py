@@ -47,7 +47,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
         delay_s = pace.delay_s(caller_of(request).tenant, time.monotonic())
         if delay_s:
             await asyncio.sleep(delay_s)
-    engine_of(request).metrics.http.request_refused(error.answer_code)
+    engine_of(request).http_counters.request_refused(error.answer_code)
     return refuse(request, error)
 
 

@@ -588,10 +588,14 @@ class _LingeringTransport:
 
 
 def limited_protocol(config: ServeConfig, count_refusal: Callable[[str], None]) -> type[LimitedHttpProtocol]:
-    """Return what `uvicorn.Config` takes as `http`. `count_refusal` is called with the code of each refusal."""
+    """Return what `uvicorn.Config` takes as `http`. `count_refusal` is called with the code of each refusal.
+
+    With several API processes, each may have its part of the connections.
+    """
+    max_connections = -(-config.max_connections // config.api_processes)
 
     class BoundProtocol(LimitedHttpProtocol):
-        shared = ConnectionLimits(config, connections_that_fit(config.max_connections), count_refusal)
+        shared = ConnectionLimits(config, connections_that_fit(max_connections), count_refusal)
 
     return BoundProtocol
 
