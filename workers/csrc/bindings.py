@@ -9,6 +9,7 @@ import ctypes
 from typing import Any
 
 MAX_HEAD_DIM = 512  # as in kernels.h: a thread keeps one head on its stack
+STRIP = 32  # as in kernels.h: outputs are multiplied in strips of as many
 
 _pointer: Any = ctypes.c_void_p
 _int64: Any = ctypes.c_int64
@@ -51,16 +52,38 @@ class CAttentionMetadata(ctypes.Structure):
     )
 
 
-class CPackedWeight(ctypes.Structure):
-    """A weight in oneDNN's layout: `packed_weight`."""
+class CPreparedWeight(ctypes.Structure):
+    """What the struct of every kind of weight begins with: `prepared_weight`."""
 
     _fields_ = (
-        ("packed", _pointer),
+        ("multiply", _pointer),
+        ("data", _pointer),
         ("bias", _pointer),
         ("num_inputs", _int64),
         ("num_outputs", _int64),
-        ("block_width", _int64),
+        ("strip_bytes", _int64),
         ("next", _pointer),
+    )
+
+
+class CPackedWeight(ctypes.Structure):
+    """A weight in oneDNN's layout: `packed_weight`."""
+
+    _fields_ = (("base", CPreparedWeight), ("block_width", _int64))
+
+
+class CQuantizedWeight(ctypes.Structure):
+    """A quantized weight: `quantized_weight`."""
+
+    _fields_ = (
+        ("base", CPreparedWeight),
+        ("kernel", _int64),
+        ("group_size", _int64),
+        ("scale_type", _int64),
+        ("offset_type", _int64),
+        ("zero_point", _int64),
+        ("levels", _pointer),
+        ("input_order", _pointer),
     )
 
 
@@ -94,10 +117,14 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     "skinny_gemm_max_rows": (_int64, []),
     # weight, packed; num_outputs, num_inputs, num_bytes
     "packed_block_width": (_int64, [_pointer] * 2 + [_int64] * 3),
-    # weight, x, residual, output; num_rows
-    "skinny_gemm": (None, [_pointer] * 4 + [_int64]),
-    # layers, pages; num_layers; metadata, cosines, sines, x, workspace
-    "decode_layers": (None, [_pointer] * 2 + [_int64] + [_pointer] * 5),
+    # weight, x, residual, output; num_rows; workspace
+    "skinny_gemm": (None, [_pointer] * 4 + [_int64, _pointer]),
+    # weight
+    "quantized_gemm_workspace_bytes": (_int64, [_pointer]),
+    # weight, x, residual, output; num_rows; workspace
+    "quantized_gemm": (None, [_pointer] * 4 + [_int64, _pointer]),
+    # layers, pages; num_layers; metadata, cosines, sines, x, workspace, gemm_workspace
+    "decode_layers": (None, [_pointer] * 2 + [_int64] + [_pointer] * 6),
 }
 
 

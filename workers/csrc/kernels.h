@@ -64,13 +64,30 @@ void rms_norm(const scalar *x, const scalar *weight, scalar *output, int64_t num
    LANES. Shazeer, 2020, "GLU Variants Improve Transformer". */
 void swiglu(const scalar *gate_up, scalar *output, int64_t num_rows, int64_t size);
 
+/* -- weights ------------------------------------------------------------------------------------------------------ */
+
+/* Outputs are multiplied in strips: two vectors, or one row of AMX tiles. */
+enum { STRIP = 2 * LANES };
+
+/* A weight [num_outputs, num_inputs], in a layout that `multiply` reads. The struct of every kind of weight begins with
+   this one. The strips of a thread follow each other in `data`, each strip_bytes long. */
+typedef struct prepared_weight {
+    /* output [num_rows, num_outputs] = x [num_rows, num_inputs] W' + bias + residual. residual may be NULL or `output`.
+       workspace is for intermediate results, see the functions below. */
+    void (*multiply)(const struct prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
+                     int64_t num_rows, void *workspace);
+    const uint8_t *data;
+    const scalar *bias; /* [num_outputs]; NULL: none */
+    int64_t num_inputs, num_outputs, strip_bytes;
+    const struct prepared_weight *next; /* the weight that is multiplied after this one, to be prefetched; NULL: none */
+} prepared_weight;
+
 /* -- skinny GEMM (skinny_gemm.c) ---------------------------------------------------------------------------------- */
 
-/* A weight [num_outputs, num_inputs] in oneDNN's layout, see skinny_gemm.c. */
-typedef struct packed_weight {
-    const scalar *packed, *bias; /* bias NULL: none */
-    int64_t num_inputs, num_outputs, block_width;
-    const struct packed_weight *next; /* the weight that is multiplied after this one, to be prefetched; NULL: none */
+/* A weight in oneDNN's layout, see skinny_gemm.c. */
+typedef struct {
+    prepared_weight base;
+    int64_t block_width;
 } packed_weight;
 
 /* The largest number of rows that skinny_gemm takes on this processor; 0: none, and the functions below do not exist.
@@ -82,23 +99,49 @@ int64_t skinny_gemm_max_rows(void);
 int64_t packed_block_width(const scalar *weight, const scalar *packed, int64_t num_outputs, int64_t num_inputs,
                            int64_t num_bytes);
 
-/* output [num_rows, num_outputs] = x [num_rows, num_inputs] W' + bias + residual. residual may be NULL or `output`. */
-void skinny_gemm(const packed_weight *weight, const scalar *x, const scalar *residual, scalar *output,
-                 int64_t num_rows);
+/* `multiply` of a packed_weight. It uses no workspace. */
+void skinny_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
+                 int64_t num_rows, void *workspace);
 
-/* -- a whole decoder (skinny_gemm.c) ------------------------------------------------------------------------------ */
+/* -- quantized GEMM (quantized_gemm.c) ---------------------------------------------------------------------------- */
+
+/* How a weight's codes are multiplied. Codes of weights that are multiplied by int8 stand for code - zero_point. Those
+   of four bits that are multiplied by floats stand for levels[code]. KERNELS in quantized_gemm.py has the same order. */
+enum { INT4_BY_INT8, INT8_BY_INT8, INT4_BY_FLOAT, INT8_BY_FLOAT, FLOAT8_BY_FLOAT };
+
+/* How scales and offsets are stored: as numbers; as the exponents of powers of two, one byte each; or as multiples of
+   the scale, one signed byte each. NUMBER_TYPES in quantized_gemm.py has the same order. */
+enum { NO_NUMBERS, AS_FLOAT32, AS_FLOAT16, AS_BFLOAT16, AS_EXPONENTS, AS_MULTIPLES };
+
+/* A quantized weight; its layout: see quantized_gemm.c. group_size is a multiple of LANES. */
+typedef struct {
+    prepared_weight base;
+    int64_t kernel, group_size, scale_type, offset_type, zero_point;
+    const float *levels;        /* [16] */
+    const int32_t *input_order; /* [num_inputs] the input of each column; NULL: their own order */
+} quantized_weight;
+
+/* The bytes of workspace that quantized_gemm needs for each row, up to 64 rows; more rows share it. */
+int64_t quantized_gemm_workspace_bytes(const quantized_weight *weight);
+
+/* `multiply` of a quantized_weight, for any number of rows. */
+void quantized_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
+                    int64_t num_rows, void *workspace);
+
+/* -- a whole decoder (decoder.c) ---------------------------------------------------------------------------------- */
 
 /* The weights of one layer of the Llama family. */
 typedef struct {
-    const packed_weight *qkv, *output, *gate_up, *down;
+    const prepared_weight *qkv, *output, *gate_up, *down;
     const scalar *attention_norm, *mlp_norm, *query_norm, *key_norm; /* the last two are NULL in models without them */
     float attention_epsilon, mlp_epsilon, head_epsilon;
 } decoder_layer;
 
 /* Run num_layers layers on x [num_tokens, hidden_size], in place. cosines and sines: [num_tokens, head_dim]. workspace
-   holds num_tokens times the scalars that the five intermediate results of the largest layer take. */
+   holds num_tokens times the scalars that the five intermediate results of the largest layer take, and
+   gemm_workspace what the weights' multiplications need. */
 void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_t num_layers,
                    const attention_metadata *metadata, const scalar *cosines, const scalar *sines, scalar *x,
-                   scalar *workspace);
+                   scalar *workspace, void *gemm_workspace);
 
 #endif

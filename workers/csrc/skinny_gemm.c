@@ -14,23 +14,17 @@
    the weight that is multiplied next. Sums are float32, and rounded once. */
 
 #include "kernels.h"
+#include "strips.h"
+#include "tiles.h"
 
 #if defined(BFLOAT16) && defined(__AVX512BF16__)
 
 #include <immintrin.h>
-#include <omp.h>
 #include <stddef.h>
 
-#if defined(__AMX_BF16__) && defined(__linux__)
-#define HAS_TILES
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
-/* A strip is 32 outputs: two vectors, or one row of AMX tiles. LINE is a cache line of 32 scalars. */
-enum { STRIP = 2 * LANES, LINE = 32 };
-/* TILE is the number of rows in an AMX tile. From MIN_ROWS_FOR_TILES rows on, tiles are faster than vectors. */
-enum { MAX_ROWS_BY_VECTORS = 8, TILE = 16, MAX_ROWS_BY_TILES = 2 * TILE, MIN_ROWS_FOR_TILES = 3 };
+enum { LINE = 32 }; /* the scalars of a cache line */
+/* From MIN_ROWS_FOR_TILES rows on, tiles are faster than vectors. */
+enum { MAX_ROWS_BY_VECTORS = 8, MAX_ROWS_BY_TILES = 2 * TILE, MIN_ROWS_FOR_TILES = 3 };
 
 typedef uint32_t pair __attribute__((may_alias)); /* two scalars, the first one in the lower half */
 
@@ -39,8 +33,7 @@ static int64_t max_rows = 0; /* set by skinny_gemm_max_rows */
 int64_t skinny_gemm_max_rows(void) {
     max_rows = MAX_ROWS_BY_VECTORS;
 #ifdef HAS_TILES
-    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
-    if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0) max_rows = MAX_ROWS_BY_TILES;
+    if (may_use_tiles()) max_rows = MAX_ROWS_BY_TILES;
 #endif
     return max_rows;
 }
@@ -65,9 +58,6 @@ int64_t packed_block_width(const scalar *weight, const scalar *packed, int64_t n
 }
 
 /* -- one strip ---------------------------------------------------------------------------------------------------- */
-
-/* Into the second-level cache, because the first is small: a strip of 2048 inputs is 128 KiB. */
-static inline void prefetch(const scalar *line) { __builtin_prefetch(line, 0, 2); }
 
 static inline void add_pair(floats *sums, const scalar *weights, pair inputs) {
     const __m512bh both = (__m512bh)_mm512_set1_epi32((int)inputs);
@@ -107,19 +97,6 @@ static void strip_of_rows_by_vectors(float *sums, int64_t num_rows, const scalar
 }
 
 #ifdef HAS_TILES
-/* AMX tiles 0 and 1 hold the sums of the first 16 rows, 2 and 3 those of the others; 4 and 5 hold x, 6 and 7 weights. */
-static void shape_tiles(int64_t num_rows) {
-    struct { uint8_t palette, start, unused[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
-    const uint8_t first = (uint8_t)(num_rows < TILE ? num_rows : TILE);
-    const uint8_t second = (uint8_t)(num_rows > TILE ? num_rows - TILE : 1);
-    const uint8_t rows[8] = {first, first, second, second, first, second, TILE, TILE};
-    for (int tile = 0; tile < 8; tile++) {
-        shape.rows[tile] = rows[tile];
-        shape.bytes[tile] = 64;
-    }
-    _tile_loadconfig(&shape);
-}
-
 static inline __attribute__((always_inline)) void strip_by_tiles(float *sums, const int has_two_tiles, const scalar *x,
                                                                  const scalar *weights, int64_t stride,
                                                                  const scalar *next, int64_t num_inputs) {
@@ -149,65 +126,29 @@ static inline __attribute__((always_inline)) void strip_by_tiles(float *sums, co
     }
 }
 #else
-static void shape_tiles(int64_t num_rows) { (void)num_rows; }
-static void _tile_release(void) {}
+#define shape_tiles(...) ((void)0)
+#define _tile_release() ((void)0)
 #define strip_by_tiles(...) ((void)0)
 #endif
 
 /* -- one weight --------------------------------------------------------------------------------------------------- */
 
-/* output = sums [num_rows, STRIP] + bias + residual, for the outputs from `first` on. residual and output have
-   num_outputs columns. */
-static void finish_strip(const packed_weight *weight, const float *sums, int64_t first, const scalar *residual,
-                         scalar *output, int64_t num_rows) {
-    const int64_t num_outputs = weight->num_outputs, left = num_outputs - first;
-    for (int64_t row = 0; row < num_rows; row++, sums += STRIP) {
-        const int64_t offset = row * num_outputs + first;
-        if (left >= STRIP) {
-            for (int64_t i = 0; i < STRIP; i += LANES) {
-                floats sum = *(const floats *)(sums + i);
-                if (weight->bias) sum += load(weight->bias + first + i);
-                if (residual) sum += load(residual + offset + i);
-                store(output + offset + i, sum);
-            }
-        } else {
-            for (int64_t i = 0; i < left; i++) {
-                const float bias = weight->bias ? to_float(weight->bias[first + i]) : 0.0f;
-                output[offset + i] = from_float(sums[i] + bias + (residual ? to_float(residual[offset + i]) : 0.0f));
-            }
-        }
-    }
-}
-
-/* The strips of the calling thread, [first, end). */
-typedef struct { int64_t first, end; } strip_range;
-
-static inline strip_range strips_of_thread(const packed_weight *weight) {
-    const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
-    const int64_t num_strips = num_blocks(weight->num_outputs, STRIP);
-    return (strip_range){num_strips * thread / num_threads, num_strips * (thread + 1) / num_threads};
-}
-
-static void multiply_strips_of_thread(const packed_weight *weight, const scalar *x, const scalar *residual,
+static void multiply_strips_of_thread(const packed_weight *packed, const scalar *x, const scalar *residual,
                                       scalar *output, int64_t num_rows) {
     float sums[MAX_ROWS_BY_TILES * STRIP];
+    const prepared_weight *weight = &packed->base;
     const int by_tiles = num_rows >= MIN_ROWS_FOR_TILES && max_rows > MAX_ROWS_BY_VECTORS;
-    const int64_t num_inputs = weight->num_inputs, stride = 2 * weight->block_width;
-    const int64_t strips_per_block = weight->block_width / STRIP;
-    const packed_weight *following = weight->next;
+    const int64_t num_inputs = weight->num_inputs, width = packed->block_width, stride = 2 * width;
+    const int64_t strips_per_block = width / STRIP;
     const strip_range strips = strips_of_thread(weight);
-    const int64_t first_following = following ? strips_of_thread(following).first : 0;
-    if (by_tiles) shape_tiles(num_rows);
+    if (by_tiles) shape_tiles(num_rows, TILE);
     for (int64_t i = strips.first; i < strips.end; i++) {
-        const scalar *block = weight->packed + i / strips_per_block * weight->block_width * num_inputs;
+        const scalar *block = (const scalar *)weight->data + i / strips_per_block * width * num_inputs;
         const scalar *weights = block + i % strips_per_block * 2 * LINE;
         /* The strips of a block are interleaved. With each strip of this block, a dense half of the next block is
            prefetched. */
-        const int64_t ahead = i + strips_per_block;
-        const scalar *next = weights; /* nothing left to prefetch: repeat what is in the cache already */
-        if (ahead < strips.end) next = weight->packed + ahead * STRIP * num_inputs;
-        else if (following)
-            next = following->packed + (first_following + ahead - strips.end) * STRIP * following->num_inputs;
+        const void *following = strip_to_prefetch(weight, strips, i + strips_per_block);
+        const scalar *next = following ? following : weights;
         if (!by_tiles) strip_of_rows_by_vectors(sums, num_rows, x, weights, stride, next, num_inputs);
         else if (num_rows > TILE) strip_by_tiles(sums, 1, x, weights, stride, next, num_inputs);
         else strip_by_tiles(sums, 0, x, weights, stride, next, num_inputs);
@@ -216,38 +157,11 @@ static void multiply_strips_of_thread(const packed_weight *weight, const scalar 
     if (by_tiles) _tile_release();
 }
 
-void skinny_gemm(const packed_weight *weight, const scalar *x, const scalar *residual, scalar *output,
-                 int64_t num_rows) {
+void skinny_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
+                 int64_t num_rows, void *workspace) {
+    (void)workspace;
 #pragma omp parallel
-    multiply_strips_of_thread(weight, x, residual, output, num_rows);
-}
-
-/* -- a whole decoder ---------------------------------------------------------------------------------------------- */
-
-/* All layers run in one call. Between two calls, Python takes longer than an OpenMP thread spins before it sleeps (some
-   microseconds), and to wake a thread takes longer than to multiply. */
-void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_t num_layers,
-                   const attention_metadata *metadata, const scalar *cosines, const scalar *sines, scalar *x,
-                   scalar *workspace) {
-    const int64_t num_tokens = metadata->num_tokens;
-    for (int64_t i = 0; i < num_layers; i++) {
-        const decoder_layer *layer = layers + i;
-        const int64_t hidden_size = layer->qkv->num_inputs, inner_size = layer->down->num_inputs;
-        scalar *normed = workspace;
-        scalar *qkv = normed + num_tokens * hidden_size;
-        scalar *attended = qkv + num_tokens * layer->qkv->num_outputs;
-        scalar *gate_up = attended + num_tokens * layer->output->num_inputs;
-        scalar *activated = gate_up + num_tokens * 2 * inner_size;
-        rms_norm(x, layer->attention_norm, normed, num_tokens, hidden_size, layer->attention_epsilon);
-        skinny_gemm(layer->qkv, normed, NULL, qkv, num_tokens);
-        rotate_store_and_attend(pages + i, metadata, qkv, cosines, sines, layer->query_norm, layer->key_norm,
-                                layer->head_epsilon, attended);
-        skinny_gemm(layer->output, attended, x, x, num_tokens);
-        rms_norm(x, layer->mlp_norm, normed, num_tokens, hidden_size, layer->mlp_epsilon);
-        skinny_gemm(layer->gate_up, normed, NULL, gate_up, num_tokens);
-        swiglu(gate_up, activated, num_tokens, inner_size);
-        skinny_gemm(layer->down, activated, x, x, num_tokens);
-    }
+    multiply_strips_of_thread((const packed_weight *)weight, x, residual, output, num_rows);
 }
 
 #else

@@ -10,13 +10,14 @@ import ctypes
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from workers.attention.cpu_backend import CpuAttention
 from workers.attention.interface import AttentionParams, HeadNorms, PagedStep, Rotation
 from workers.csrc.bindings import CDecoderLayer, CLayerPages
+from workers.layers.cpu_weight import CpuWeight
 from workers.layers.linear import Weight
-from workers.layers.skinny_gemm import SkinnyGemmWeight
 
 Norm = tuple[Tensor, float]  # weight [size], epsilon
 
@@ -39,20 +40,15 @@ class LayerParts:
         return self.qkv, self.output, self.gate_up, self.down
 
 
-SkinnyWeights = tuple[SkinnyGemmWeight, SkinnyGemmWeight, SkinnyGemmWeight, SkinnyGemmWeight]  # as LayerParts.weights
+CpuWeights = tuple[CpuWeight, CpuWeight, CpuWeight, CpuWeight]  # as LayerParts.weights
 
 
 def make_cpu_decoder(layers: list[LayerParts]) -> CpuDecoder | None:
-    """Return a decoder of these layers; None if one of their weights has no skinny GEMM."""
-    weights: list[SkinnyWeights] = []
+    """Return a decoder of these layers; None if C cannot multiply by one of their weights."""
+    weights: list[CpuWeights] = []
     for layer in layers:
         match layer.weights:
-            case (
-                SkinnyGemmWeight() as qkv,
-                SkinnyGemmWeight() as output,
-                SkinnyGemmWeight() as gate_up,
-                SkinnyGemmWeight() as down,
-            ):
+            case (CpuWeight() as qkv, CpuWeight() as output, CpuWeight() as gate_up, CpuWeight() as down):
                 weights.append((qkv, output, gate_up, down))
             case _:
                 return None
@@ -62,17 +58,18 @@ def make_cpu_decoder(layers: list[LayerParts]) -> CpuDecoder | None:
 class CpuDecoder:
     """The layers, for steps that `can_decode`."""
 
-    def __init__(self, layers: list[LayerParts], weights: list[SkinnyWeights]) -> None:
+    def __init__(self, layers: list[LayerParts], weights: list[CpuWeights]) -> None:
         """Make the structs that C reads. `weights` are those of `layers`."""
-        gemm = weights[0][0].gemm
-        self._max_tokens = gemm.max_rows
-        self._decode_layers = gemm.library.decode_layers
-        for weight, next_weight in pairwise(weight for layer in weights for weight in layer):
+        in_order = [weight for layer in weights for weight in layer]
+        self._max_tokens = min(weight.max_rows for weight in in_order)
+        self._decode_layers = in_order[0].library.decode_layers
+        for weight, next_weight in pairwise(in_order):
             weight.prefetch_next(next_weight)
         self._layers = layers  # keeps the tensors alive, because C has only addresses
         self._structs = (CDecoderLayer * len(layers))(*map(_make_struct, layers, weights))
         self._attention_sizes = [output.num_inputs for _, output, _, _ in weights]  # num_heads * value_dim, by layer
         self._workspace_per_token = max(map(_workspace_per_token, weights))
+        self._gemm_workspace_bytes = max(weight.workspace_bytes for weight in in_order)  # for each token
 
     def can_decode(self, num_tokens: int, paged: PagedStep) -> bool:
         """Return whether a step of so many tokens can take this path."""
@@ -88,6 +85,7 @@ class CpuDecoder:
             num_heads = self._attention_sizes[index] // paged.cache.layers[index].value_dim
             pages[index] = backend.layer_pages(paged.cache, index, num_heads, layer.attention)
         workspace = x.new_empty(len(x) * self._workspace_per_token)
+        gemm_workspace = torch.empty(len(x) * self._gemm_workspace_bytes, dtype=torch.uint8)
         self._decode_layers(
             self._structs,
             pages,
@@ -97,10 +95,11 @@ class CpuDecoder:
             sines.data_ptr(),
             x.data_ptr(),
             workspace.data_ptr(),
+            gemm_workspace.data_ptr(),
         )
 
 
-def _make_struct(layer: LayerParts, weights: SkinnyWeights) -> CDecoderLayer:
+def _make_struct(layer: LayerParts, weights: CpuWeights) -> CDecoderLayer:
     qkv, output, gate_up, down = weights
     (attention_norm, attention_epsilon), (mlp_norm, mlp_epsilon) = layer.attention_norm, layer.mlp_norm
     norms = layer.head_norms
@@ -119,7 +118,7 @@ def _make_struct(layer: LayerParts, weights: SkinnyWeights) -> CDecoderLayer:
     )
 
 
-def _workspace_per_token(weights: SkinnyWeights) -> int:
+def _workspace_per_token(weights: CpuWeights) -> int:
     """Return the scalars that a layer's intermediate results take for one token; see decode_layers in C."""
     qkv, output, gate_up, down = weights
     return qkv.num_inputs + qkv.num_outputs + output.num_inputs + gate_up.num_outputs + down.num_inputs

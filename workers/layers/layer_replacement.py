@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from workers.attention.interface import AttentionParams
@@ -12,9 +13,11 @@ from workers.csrc.build import c_library
 from workers.layers.cpu_decoder import make_cpu_decoder
 from workers.layers.cpu_ops import CpuOps
 from workers.layers.fused_decoder import fuse_layers
-from workers.layers.linear import can_pack, keep_dense, pack_linears
+from workers.layers.linear import LinearMethod, Weight, can_pack, keep_dense, pack_linears
+from workers.layers.quantized_gemm import QuantizedGemm
 from workers.layers.skinny_gemm import SkinnyGemm
 from workers.parallel.ranks import Ranks
+from workers.quantization.quantized_tensor import QuantizedTensor
 
 log = logging.getLogger("servekit.worker")
 
@@ -48,12 +51,24 @@ def _replace_on_cpu(
     if library is None:
         pack_linears(model)
         return None
-    method = SkinnyGemm(library).make_weight
+    method = make_cpu_method(library)
     # One call for all layers has no place for what the ranks exchange between them.
     make_decoder = make_cpu_decoder if ranks is None or ranks.group is None else None
     fused = fuse_layers(model, decoder, params, CpuOps(library), method, make_decoder, ranks)
     pack_linears(model, method)
     return fused
+
+
+def make_cpu_method(library: ctypes.CDLL) -> LinearMethod:
+    """Return how a CPU with C kernels multiplies by dense and by quantized weights."""
+    dense, quantized = SkinnyGemm(library), QuantizedGemm(library)
+
+    def make_weight(matrix: Tensor | QuantizedTensor, bias: Tensor | None) -> Weight:
+        if isinstance(matrix, QuantizedTensor):
+            return quantized.make_weight(matrix, bias)
+        return dense.make_weight(matrix, bias)
+
+    return make_weight
 
 
 def _replace_on_gpu(

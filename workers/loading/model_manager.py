@@ -33,7 +33,7 @@ from workers.parallel.tensor_parallel_plan import TensorParallelPlan
 
 log = logging.getLogger("servekit.worker")
 
-SAMPLE_TOKENS = 72  # the self-check halves them: more rows than skinny_gemm.c takes, and then one alone
+SAMPLE_TOKENS = 72  # the self-check halves them: more rows than a call of all layers takes, and then one alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from servekit.protocol.messages import (
     FromWorker,
     Heartbeat,
     Loading,
-    LoadModel,
     ModelInfo,
     Profiled,
     Shutdown,
@@ -27,7 +26,6 @@ from servekit.protocol.messages import (
     StepResult,
     StopProfile,
     ToWorker,
-    WorkerFailed,
     WorkerReady,
 )
 
@@ -52,15 +50,12 @@ def main() -> None:
             time.sleep(0.05)
             results.send(Heartbeat())
 
-    load = tasks.receive()
-    if behaviour.startswith("ranks: "):  # which do different things
-        assert isinstance(load, LoadModel)
-        behaviour = behaviour.removeprefix("ranks: ").split(", ")[load.rank]
+    tasks.receive()
     results.send(Loading("pretending"))
     if behaviour == "stops while it loads":
         os.kill(os.getpid(), signal.SIGSTOP)
     results.send(replace(READY, num_blocks=2) if behaviour == "has other blocks" else READY)
-    if behaviour not in ("sends no heartbeats", "profiles slowly", "trickles"):
+    if behaviour not in ("sends no heartbeats", "profiles slowly"):
         threading.Thread(target=beat, daemon=True).start()
     while not isinstance(plan := tasks.receive(), Shutdown):
         if isinstance(plan, StartProfile | StopProfile):
@@ -81,13 +76,6 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         elif behaviour == "hangs":
             time.sleep(60)
-        elif behaviour == "fails":
-            results.send(WorkerFailed("the model worker failed: RuntimeError: connection closed by peer"))
-        elif behaviour == "trickles":  # bytes of a frame that never ends
-            os.write(arguments.result_fd, bytes([0, 1, 0, 0]))
-            while True:
-                os.write(arguments.result_fd, b"x")
-                time.sleep(0.01)
         elif behaviour == "floods":
             for number in range(1000):
                 results.send(StepResult(0, number, (), 0.0))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from functools import partial
 
-from servekit.api.app import create_app, replace_keys
+from servekit.api.app import create_app
 from servekit.config import ServeConfig
 from servekit.engine.llm_engine import LLMEngine
 from servekit.server.keys_file import KeysReload
@@ -17,7 +16,7 @@ async def test_hangup_without_a_keys_file_drains_and_repeats_count_once() -> Non
     engine = LLMEngine(ServeConfig())
     app = create_app(engine)
     server = Server(app, engine)
-    reload = KeysReload(partial(replace_keys, app), engine.config)
+    reload = KeysReload(app, engine.config)
     _on_hangup(server, reload)
     _on_hangup(server, reload)
     await asyncio.sleep(0)

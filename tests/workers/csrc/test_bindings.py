@@ -15,7 +15,9 @@ STRUCTS = {
     "attention_params": bindings.CAttentionParams,
     "layer_pages": bindings.CLayerPages,
     "attention_metadata": bindings.CAttentionMetadata,
+    "prepared_weight": bindings.CPreparedWeight,
     "packed_weight": bindings.CPackedWeight,
+    "quantized_weight": bindings.CQuantizedWeight,
     "decoder_layer": bindings.CDecoderLayer,
 }
 HEADER = (build.FOLDER / "kernels.h").read_text()
@@ -46,7 +48,9 @@ def test_every_function_of_the_header_has_a_prototype_with_as_many_arguments() -
     assert counts == {name: len(arguments) for name, (_, arguments) in bindings._PROTOTYPES.items()}
 
 
-@pytest.mark.parametrize(("name", "number"), [("LANES", build.LANES), ("MAX_HEAD_DIM", bindings.MAX_HEAD_DIM)])
+@pytest.mark.parametrize(
+    ("name", "number"), [("LANES", build.LANES), ("MAX_HEAD_DIM", bindings.MAX_HEAD_DIM), ("STRIP", bindings.STRIP)]
+)
 def test_constants_are_those_of_the_headers(name: str, number: int) -> None:
-    text = HEADER + (build.FOLDER / "vectors.h").read_text()
+    text = HEADER.replace("2 * LANES", str(2 * build.LANES)) + (build.FOLDER / "vectors.h").read_text()
     assert re.findall(rf"enum {{ {name} = (\d+) }}", text) == [str(number)]

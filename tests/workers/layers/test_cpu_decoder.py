@@ -51,6 +51,6 @@ def test_one_call_for_all_layers_computes_what_the_layers_compute(
     assert (by_layers - by_onednn).norm() <= 0.02 * by_onednn.norm()
 
 
-def test_float32_layers_have_no_cpu_decoder(tmp_path: Path) -> None:
+def test_dense_layers_of_float32_have_no_cpu_decoder(tmp_path: Path) -> None:
     make_model(tmp_path, *ARCHITECTURES["llama"])
     assert ModelManager("cpu").load(tmp_path, "float32", None).decoder._cpu_decoder is None

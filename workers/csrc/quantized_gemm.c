@@ -1,0 +1,694 @@
+/* Multiplication by quantized weights, for steps of any size.
+
+   A step of few tokens reads every weight once and computes little, so weights of fewer bits make it faster by as much
+   as they are smaller, if nothing but memory is waited for. The weight is strips of 32 outputs, and a strip is
+
+       codes     [num_inputs / 4, 32, 4]  eight bits each, or
+                 [num_inputs / 4, 16, 4]  two codes in a byte: the lower half is output i's, the upper one output i + 16's
+       scales    [num_groups, 32]
+       offsets   [num_groups, 32], if the weight has any
+
+   and zeros up to whole cache lines. While a strip is multiplied, the same bytes of the next one are prefetched.
+
+   Weights that are multiplied by int8 (A8): each row of x is quantized, with one scale. Codes are unsigned, x is
+   signed, and sums of their products are int32. The product of x with the zero point is subtracted from each sum.
+   Weights that are multiplied by floats (A16): codes become scalars, and sums are float32. There, the four inputs of a
+   lane are in the order 0, 2, 1, 3, so that pairs of bfloat16 need few instructions. In both cases scales multiply sums,
+   not codes, and a result is rounded once.
+
+   Few rows are multiplied while codes are unpacked. For more rows, the codes of a block (256 inputs of a strip) are
+   unpacked once, into a panel in the first-level cache:
+
+       [256 / PACK, 32, PACK]   PACK = 4 codes of eight bits, 2 numbers of bfloat16, or 1 float
+
+   Everything is plain C, but for the instructions that processors have for these products and look-ups. */
+
+#include "kernels.h"
+#include "strips.h"
+#include "tiles.h"
+
+#if defined(__AVX512BW__) || defined(__AVX512BF16__) || defined(__AVX512VNNI__)
+#include <immintrin.h>
+#endif
+
+/* STEP inputs are unpacked together. Rows from FEW_ROWS + 1 on use panels, CHUNK rows at a time. MAX_ROWS rows are
+   multiplied by a strip, so that their x stays in the second-level cache. */
+enum { STEP = 4, BLOCK = 256, FEW_ROWS = 4, CHUNK = 8, MAX_ROWS = 64 };
+enum { PANEL = FLOAT8_BY_FLOAT + 1 };      /* one more kernel: scalars */
+enum { MIN_PARALLEL_NUMBERS = 16384 };     /* as in layers.c */
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 8")
+#define ROWS(r) for (int r = 0; r < num_rows; r++) /* num_rows is a constant wherever this is compiled */
+#define HALVES(h) for (int h = 0; h < 2; h++)
+
+typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef int16_t shorts __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef int32_t four_bytes __attribute__((may_alias));
+
+INLINE ints load_ints(const void *from) { return *(const ints *)from; }
+INLINE int is_by_int8(const int kernel) { return kernel == INT4_BY_INT8 || kernel == INT8_BY_INT8; }
+INLINE int is_of_four_bits(const int kernel) { return kernel == INT4_BY_INT8 || kernel == INT4_BY_FLOAT; }
+
+/* The bytes of one step's codes. */
+INLINE int step_bytes(const int kernel) { return is_of_four_bits(kernel) ? STRIP * STEP / 2 : STRIP * STEP; }
+
+/* Prefetch the lines that are `ahead` of a step's codes. */
+INLINE void prefetch_step(const int kernel, const uint8_t *codes, ptrdiff_t ahead) {
+    for (int i = 0; i < step_bytes(kernel); i += (int)sizeof(ints)) prefetch(codes + ahead + i);
+}
+
+/* -- int8 products ------------------------------------------------------------------------------------------------ */
+
+/* sums + the products of four unsigned codes in each lane and four signed numbers. */
+INLINE ints dot_four(ints sums, ints codes, int32_t x) {
+#if defined(__AVX512VNNI__)
+    return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(x));
+#else
+    /* A code times a number fits into 16 bits. */
+    const int32_t first = x << 24 >> 24, second = x << 16 >> 24, third = x << 8 >> 24, fourth = x >> 24;
+    const shorts even = (shorts)((ints){} + ((first & 0xffff) | third << 16));
+    const shorts odd = (shorts)((ints){} + ((second & 0xffff) | fourth << 16));
+    const ints evens = (ints)((shorts)(codes & 0x00ff00ff) * even);
+    const ints odds = (ints)((shorts)((codes >> 8) & 0x00ff00ff) * odd);
+    return sums + (evens << 16 >> 16) + (evens >> 16) + (odds << 16 >> 16) + (odds >> 16);
+#endif
+}
+
+/* The codes of a step's 32 outputs, four inputs in each lane. */
+INLINE void unpack_codes(const int kernel, const uint8_t *codes, ints *unpacked) {
+    if (kernel == INT4_BY_INT8) {
+        const ints both = load_ints(codes);
+        unpacked[0] = both & 0x0f0f0f0f;
+        unpacked[1] = (both >> 4) & 0x0f0f0f0f;
+    } else {
+        unpacked[0] = load_ints(codes);
+        unpacked[1] = load_ints(codes + sizeof(ints));
+    }
+}
+
+/* -- float products ----------------------------------------------------------------------------------------------- */
+
+#ifdef BFLOAT16
+enum { PACK = 2 };
+typedef uint32_t packed __attribute__((may_alias)); /* two scalars, the first one in the lower half */
+
+INLINE floats add_products(floats sums, ints pairs, packed x) {
+#ifdef __AVX512BF16__
+    return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32((int)x));
+#else
+    return sums + (floats)(pairs << 16) * to_float((scalar)x) +
+           (floats)(pairs & (int32_t)0xffff0000) * to_float((scalar)(x >> 16));
+#endif
+}
+#else
+enum { PACK = 1 };
+typedef float packed;
+
+INLINE floats add_products(floats sums, ints numbers, packed x) { return sums + (floats)numbers * x; }
+#endif
+
+/* The vectors of scalars that a step is unpacked into: [STEP / PACK, 2 halves of the strip]. */
+enum { STEP_VECTORS = STEP / PACK * 2 };
+
+#if defined(BFLOAT16) && defined(__AVX512BW__)
+#define LOOKS_UP_PAIRS
+#endif
+#if defined(BFLOAT16) && defined(__AVX512BW__) && defined(__AVX512VBMI__)
+#define LOOKS_UP_BYTES
+#endif
+
+/* What codes are looked up in. Of four bits: the sixteen levels, in the first vector; as bfloat16 they are there twice.
+   Of eight bits, as bfloat16: the lower bytes of the 128 numbers without a sign, and then the upper bytes. */
+typedef struct {
+    ints vectors[4];
+} tables;
+
+/* The numbers of sixteen codes of eight bits. The codes are in the upper bytes of `upper`. */
+INLINE floats numbers_of(const int kernel, ints upper) {
+    if (kernel == INT8_BY_FLOAT) return __builtin_convertvector(upper >> 24, floats);
+    /* Float8 (e4m3): a sign, four bits of exponent, three of mantissa. As the bits of a float it is the number times
+       2^-120, also if it is subnormal. */
+    const ints magnitude = (upper >> 4) & 0x07f00000;
+    return (floats)((ints)((floats)magnitude * 0x1p120f) | (upper & (int32_t)0x80000000));
+}
+
+static tables make_tables(const int kernel, const quantized_weight *weight) {
+    tables made = {};
+    if (kernel == INT4_BY_FLOAT) {
+        scalar *const levels = (scalar *)&made;
+        store(levels, *(const floats *)weight->levels);
+#ifdef BFLOAT16
+        store(levels + LANES, *(const floats *)weight->levels);
+#ifndef LOOKS_UP_PAIRS
+        made.vectors[0] = (ints)load(levels);
+#endif
+#endif
+    }
+#ifdef LOOKS_UP_BYTES
+    if (kernel == INT8_BY_FLOAT || kernel == FLOAT8_BY_FLOAT) {
+        const ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        bytes *const lower = (bytes *)made.vectors, *const upper = (bytes *)(made.vectors + 2);
+        for (int i = 0; i < 8; i++) {
+            const ints bits = (ints)numbers_of(kernel, (lanes + i * LANES) << 24) >> 16;
+            lower[i] = __builtin_convertvector(bits, bytes);
+            upper[i] = __builtin_convertvector(bits >> 8, bytes);
+        }
+    }
+#endif
+    return made;
+}
+
+#ifdef LOOKS_UP_PAIRS
+/* The levels of the codes in the lower bytes of 16-bit words. The upper half of such a byte, and the upper byte, do not
+   matter: an index has five bits, and the table is the same for the fifth. */
+INLINE ints look_up_pairs(ints table, ints codes) {
+    return (ints)_mm512_permutexvar_epi16((__m512i)codes, (__m512i)table);
+}
+#else
+/* The levels of the codes in the lowest four bits of each lane. */
+INLINE floats look_up(ints table, ints codes) {
+#ifdef __AVX512F__
+    return (floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)table);
+#else
+    floats levels;
+    for (int i = 0; i < LANES; i++) levels[i] = ((const float *)&table)[codes[i] & 15];
+    return levels;
+#endif
+}
+#endif
+
+#ifdef LOOKS_UP_BYTES
+/* The bfloat16 pairs of codes of eight bits: those of inputs 0 and 1, and those of inputs 2 and 3. */
+INLINE void look_up_bytes(const int kernel, const tables *tables, ints codes, ints *first, ints *second) {
+    const __m512i code = (__m512i)codes, sign = _mm512_set1_epi8((char)0x80);
+    const ints *const table = tables->vectors;
+    const __m512i index = kernel == INT8_BY_FLOAT ? _mm512_abs_epi8(code) : code; /* of which seven bits are used */
+    const __m512i lower = _mm512_permutex2var_epi8((__m512i)table[0], index, (__m512i)table[1]);
+    __m512i upper = _mm512_permutex2var_epi8((__m512i)table[2], index, (__m512i)table[3]) | (code & sign);
+    if (kernel == INT8_BY_FLOAT) /* -128 has no index; the upper byte of it is 0xc3, and the lower one 0 */
+        upper = _mm512_mask_mov_epi8(upper, _mm512_cmpeq_epi8_mask(code, sign), _mm512_set1_epi8((char)0xc3));
+    const __m512i low_bytes = _mm512_set1_epi16(0x00ff);
+    *first = (ints)(_mm512_slli_epi16(upper, 8) | (lower & low_bytes));
+    *second = (ints)(_mm512_andnot_si512(low_bytes, upper) | _mm512_srli_epi16(lower, 8));
+}
+#endif
+
+/* The numbers of input `i` of a step, for one half of the strip. `codes` are the step's vectors. */
+INLINE floats unpack_input(const int kernel, const ints *codes, const tables *tables, const int i, const int half) {
+    const int shift = 8 * (i == 1 ? 2 : i == 2 ? 1 : i); /* the inputs are in the order 0, 2, 1, 3 */
+#ifndef LOOKS_UP_PAIRS
+    if (kernel == INT4_BY_FLOAT) return look_up(tables->vectors[0], codes[0] >> (shift + 4 * half));
+#else
+    (void)tables;
+#endif
+    return numbers_of(kernel, codes[half] << (24 - shift));
+}
+
+/* The scalars of a step's 32 outputs. */
+INLINE void unpack_step(const int kernel, const uint8_t *codes, const tables *tables, ints *unpacked) {
+    if (kernel == PANEL) {
+        UNROLLED for (int v = 0; v < STEP_VECTORS; v++) unpacked[v] = load_ints(codes + v * sizeof(ints));
+        return;
+    }
+    ints vectors[2] = {load_ints(codes)};
+    if (!is_of_four_bits(kernel)) vectors[1] = load_ints(codes + sizeof(ints));
+#ifdef LOOKS_UP_PAIRS
+    if (kernel == INT4_BY_FLOAT) {
+        UNROLLED for (int v = 0; v < STEP_VECTORS; v++)
+            unpacked[v] = look_up_pairs(tables->vectors[0], vectors[0] >> 4 * v);
+        return;
+    }
+#endif
+#ifdef LOOKS_UP_BYTES
+    HALVES(h) look_up_bytes(kernel, tables, vectors[h], unpacked + h, unpacked + 2 + h);
+#else
+    UNROLLED for (int v = 0; v < STEP_VECTORS; v++) {
+        const int input = v / 2 * PACK, half = v % 2;
+        const ints first = (ints)unpack_input(kernel, vectors, tables, input, half);
+#ifdef BFLOAT16 /* what is cut off is zero */
+        const ints second = (ints)unpack_input(kernel, vectors, tables, input + 1, half);
+        unpacked[v] = ((first >> 16) & 0xffff) | (second & (int32_t)0xffff0000);
+#else
+        unpacked[v] = first;
+#endif
+    }
+#endif
+}
+
+/* -- one block ---------------------------------------------------------------------------------------------------- */
+
+/* The inputs of a multiplication, prepared. */
+typedef struct {
+    const uint8_t *x;        /* int8 or scalars [num_rows, num_inputs] */
+    int64_t row_bytes;       /* from one row of x to the next */
+    const float *block_sums; /* [num_rows, num_blocks] the sums of x over blocks; only for int8, or if there are offsets */
+    const float *row_scales; /* [num_rows] of int8 */
+    int64_t num_rows, num_blocks;
+} inputs;
+
+/* A block of a strip: at most BLOCK inputs of one group. */
+typedef struct {
+    const uint8_t *codes; /* or a panel */
+    const uint8_t *x;     /* of the first row */
+    const float *sums;    /* of the first row */
+    int64_t row_bytes, num_blocks, num_inputs;
+    ptrdiff_t ahead; /* what is prefetched is so far behind the codes; 0: nothing, because these are in the cache */
+    float zero_point;
+    int has_offsets;
+    tables tables;
+    floats scales[2], offsets[2];
+} block;
+
+/* dots [num_rows][2] = codes . x, as floats. */
+INLINE void dot_by_int8(const int kernel, const int num_rows, floats (*dots)[2], const block *block) {
+    ints sums[CHUNK][2];
+    const uint8_t *codes = block->codes, *x = block->x;
+    const int64_t row_bytes = block->row_bytes;
+    UNROLLED ROWS(r) sums[r][0] = sums[r][1] = (ints){};
+    for (const uint8_t *end = x + block->num_inputs; x < end; x += STEP) {
+        ints unpacked[2];
+        prefetch_step(kernel, codes, block->ahead);
+        unpack_codes(kernel, codes, unpacked);
+        UNROLLED ROWS(r) {
+            const int32_t four = *(const four_bytes *)(x + r * row_bytes);
+            sums[r][0] = dot_four(sums[r][0], unpacked[0], four);
+            sums[r][1] = dot_four(sums[r][1], unpacked[1], four);
+        }
+        codes += step_bytes(kernel);
+    }
+    /* Every number here is an integer below 2^24, so the difference is exact. */
+    UNROLLED ROWS(r) {
+        const float correction = block->zero_point * block->sums[r * block->num_blocks];
+        HALVES(h) dots[r][h] = __builtin_convertvector(sums[r][h], floats) - correction;
+    }
+}
+
+INLINE void dot_by_float(const int kernel, const int num_rows, floats (*dots)[2], const block *block) {
+    /* Two chains of sums while registers last, because each sum waits for the one before it. */
+    floats odd[FEW_ROWS][2];
+    const uint8_t *codes = block->codes, *x = block->x;
+    const int64_t row_bytes = block->row_bytes;
+    const tables tables = block->tables;
+    const int has_two_chains = num_rows <= FEW_ROWS;
+    UNROLLED ROWS(r) dots[r][0] = dots[r][1] = (floats){};
+    if (has_two_chains) UNROLLED ROWS(r) odd[r][0] = odd[r][1] = (floats){};
+    for (const uint8_t *end = x + block->num_inputs * sizeof(scalar); x < end; x += STEP * sizeof(scalar)) {
+        ints unpacked[STEP_VECTORS];
+        if (kernel != PANEL) prefetch_step(kernel, codes, block->ahead);
+        unpack_step(kernel, codes, &tables, unpacked);
+        UNROLLED for (int p = 0; p < STEP / PACK; p++) {
+            UNROLLED ROWS(r) {
+                const packed few = ((const packed *)(x + r * row_bytes))[p];
+                floats *sums = has_two_chains && p % 2 ? odd[r] : dots[r];
+                sums[0] = add_products(sums[0], unpacked[2 * p], few);
+                sums[1] = add_products(sums[1], unpacked[2 * p + 1], few);
+            }
+        }
+        codes += kernel == PANEL ? STEP_VECTORS * (int)sizeof(ints) : step_bytes(kernel);
+    }
+    if (has_two_chains) UNROLLED ROWS(r) HALVES(h) dots[r][h] += odd[r][h];
+}
+
+/* totals [num_rows][2] += scales * (codes . x) + offsets * sums of x. */
+INLINE void add_block(const int kernel, const int num_rows, floats (*totals)[2], const block *block) {
+    floats dots[CHUNK][2];
+    if (is_by_int8(kernel)) dot_by_int8(kernel, num_rows, dots, block);
+    else dot_by_float(kernel, num_rows, dots, block);
+    UNROLLED ROWS(r) HALVES(h) totals[r][h] += dots[r][h] * block->scales[h];
+    if (block->has_offsets)
+        UNROLLED ROWS(r) HALVES(h) totals[r][h] += block->offsets[h] * block->sums[r * block->num_blocks];
+}
+
+/* -- one strip ---------------------------------------------------------------------------------------------------- */
+
+INLINE int64_t number_bytes(int64_t type) {
+    return type == NO_NUMBERS ? 0 : type == AS_FLOAT32 ? 4 : type == AS_FLOAT16 || type == AS_BFLOAT16 ? 2 : 1;
+}
+
+/* Sixteen scales or offsets. Offsets may be multiples of `scales`. */
+static floats load_numbers(int64_t type, const uint8_t *from, floats scales) {
+    if (type == AS_FLOAT32) return *(const floats *)from;
+    if (type == AS_MULTIPLES) return __builtin_convertvector(*(const bytes *)from, floats) * scales;
+    if (type == AS_EXPONENTS) return (floats)((__builtin_convertvector(*(const bytes *)from, ints) & 0xff) << 23);
+    const ints wide = __builtin_convertvector(*(const halves *)from, ints);
+    if (type == AS_BFLOAT16) return (floats)(wide << 16);
+    /* As the bits of a float, those of a float16 are the number times 2^-112, also if it is subnormal. */
+    return (floats)((ints)((floats)((wide & 0x7fff) << 13) * 0x1p112f) | (wide & 0x8000) << 16);
+}
+
+/* Reads the blocks of a strip, one after the other. */
+typedef struct {
+    const quantized_weight *weight;
+    const uint8_t *scales, *offsets; /* of the next group */
+    int64_t group_left;              /* inputs of the group, from the block's first one on */
+    block block;
+} strip_reader;
+
+INLINE void begin_group(strip_reader *reader) {
+    const quantized_weight *weight = reader->weight;
+    const int64_t scale_bytes = number_bytes(weight->scale_type), offset_bytes = number_bytes(weight->offset_type);
+    block *const block = &reader->block;
+    prefetch(reader->scales + block->ahead);
+    HALVES(h) {
+        block->scales[h] = load_numbers(weight->scale_type, reader->scales, (floats){});
+        reader->scales += LANES * scale_bytes;
+    }
+    if (block->has_offsets) {
+        prefetch(reader->offsets + block->ahead);
+        HALVES(h) {
+            block->offsets[h] = load_numbers(weight->offset_type, reader->offsets, block->scales[h]);
+            reader->offsets += LANES * offset_bytes;
+        }
+    }
+    reader->group_left = weight->group_size;
+}
+
+INLINE strip_reader read_strip(const int kernel, const quantized_weight *weight, const inputs *inputs,
+                               const uint8_t *strip, ptrdiff_t ahead) {
+    const int64_t num_inputs = weight->base.num_inputs, num_groups = num_inputs / weight->group_size;
+    strip_reader reader = {.weight = weight, .scales = strip + num_inputs / STEP * step_bytes(kernel)};
+    reader.offsets = reader.scales + num_groups * STRIP * number_bytes(weight->scale_type);
+    reader.block = (block){.codes = strip, .x = inputs->x, .sums = inputs->block_sums, .ahead = ahead,
+                           .row_bytes = inputs->row_bytes, .num_blocks = inputs->num_blocks,
+                           .zero_point = (float)weight->zero_point, .has_offsets = weight->offset_type != NO_NUMBERS};
+    if (!is_by_int8(kernel)) reader.block.tables = make_tables(kernel, weight);
+    begin_group(&reader);
+    reader.block.num_inputs = reader.group_left < BLOCK ? reader.group_left : BLOCK;
+    return reader;
+}
+
+/* Go to the next block; there must be one. */
+INLINE void next_block(const int kernel, strip_reader *reader) {
+    block *const block = &reader->block;
+    block->codes += block->num_inputs / STEP * step_bytes(kernel);
+    block->x += block->num_inputs * (is_by_int8(kernel) ? 1 : (int64_t)sizeof(scalar));
+    block->sums += 1;
+    reader->group_left -= block->num_inputs;
+    if (reader->group_left == 0) begin_group(reader);
+    block->num_inputs = reader->group_left < BLOCK ? reader->group_left : BLOCK;
+}
+
+/* sums [num_rows, STRIP] of one strip. Totals stay in registers. */
+INLINE void strip_of_few_rows(const int kernel, const int num_rows, float *sums, const quantized_weight *weight,
+                              const inputs *inputs, const uint8_t *strip, ptrdiff_t ahead) {
+    floats totals[FEW_ROWS][2];
+    UNROLLED ROWS(r) totals[r][0] = totals[r][1] = (floats){};
+    strip_reader reader = read_strip(kernel, weight, inputs, strip, ahead);
+    for (int64_t i = 0; i < inputs->num_blocks; i++) {
+        if (i > 0) next_block(kernel, &reader);
+        add_block(kernel, num_rows, totals, &reader.block);
+    }
+    UNROLLED ROWS(r) HALVES(h) *(floats *)(sums + r * STRIP + h * LANES) = totals[r][h];
+}
+
+/* The same for a panel of one block, added to sums. */
+INLINE void add_panel(const int kernel, const int num_rows, float *sums, const block *block) {
+    add_block(kernel, num_rows, (floats(*)[2])sums, block);
+}
+
+#define PANEL_OF(rows) \
+    case rows: add_panel(kernel, rows, sums, block); break;
+#define PANELS_BY(name, which)                                                            \
+    static void name(int64_t num_rows, float *sums, const block *block) {                 \
+        const int kernel = which;                                                         \
+        switch (num_rows) { PANEL_OF(1) PANEL_OF(2) PANEL_OF(3) PANEL_OF(4) PANEL_OF(5) PANEL_OF(6) PANEL_OF(7) PANEL_OF(8) } \
+    }
+PANELS_BY(add_panel_by_int8, INT8_BY_INT8)
+PANELS_BY(add_panel_by_float, PANEL)
+
+#ifdef HAS_TILES
+enum { CHUNK_BY_TILES = 2 * TILE };
+
+/* The rows of a tile of weights, each of four bytes: the most that divide a group. */
+INLINE int64_t weight_rows(const int by_int8, const quantized_weight *weight) {
+    int64_t rows = TILE;
+    while (weight->group_size * (by_int8 ? 1 : (int64_t)sizeof(scalar)) % (4 * rows)) rows /= 2;
+    return rows;
+}
+
+/* dots [num_rows, STRIP] = panel . x, int32 or float. */
+INLINE void dot_by_tiles(const int by_int8, const int has_two_tiles, void *dots, const block *block, int64_t inner) {
+    const long row_bytes = block->row_bytes, panel_bytes = 2 * sizeof(ints), dot_bytes = STRIP * sizeof(float);
+    const uint8_t *panel = block->codes, *x = block->x;
+    const uint8_t *const end = x + block->num_inputs * (by_int8 ? 1 : (int64_t)sizeof(scalar));
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (; x < end; x += 4 * inner, panel += inner * panel_bytes) {
+        for (long i = 0; i < inner * panel_bytes; i += sizeof(ints)) prefetch(panel + block->ahead + i);
+        _tile_loadd(4, x, row_bytes);
+        _tile_loadd(6, panel, panel_bytes);
+        _tile_loadd(7, panel + sizeof(ints), panel_bytes);
+        if (has_two_tiles) _tile_loadd(5, x + TILE * row_bytes, row_bytes);
+        if (by_int8) {
+            _tile_dpbsud(0, 4, 6);
+            _tile_dpbsud(1, 4, 7);
+            if (has_two_tiles) _tile_dpbsud(2, 5, 6);
+            if (has_two_tiles) _tile_dpbsud(3, 5, 7);
+        } else {
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if (has_two_tiles) _tile_dpbf16ps(2, 5, 6);
+            if (has_two_tiles) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    uint8_t *const first = dots, *const second = first + TILE * dot_bytes;
+    _tile_stored(0, first, dot_bytes);
+    _tile_stored(1, first + sizeof(ints), dot_bytes);
+    if (has_two_tiles) {
+        _tile_stored(2, second, dot_bytes);
+        _tile_stored(3, second + sizeof(ints), dot_bytes);
+    }
+}
+
+/* Add a panel of one block to the sums of up to CHUNK_BY_TILES rows. The tiles are shaped for as many. */
+INLINE void add_panel_by_tiles(const int by_int8, int64_t num_rows, float *sums, const block *block, int64_t inner) {
+    ints dots[CHUNK_BY_TILES][2] __attribute__((aligned(64)));
+    if (num_rows > TILE) dot_by_tiles(by_int8, 1, dots, block, inner);
+    else dot_by_tiles(by_int8, 0, dots, block, inner);
+    for (int64_t r = 0; r < num_rows; r++, sums += STRIP)
+        HALVES(h) {
+            const float sum = by_int8 || block->has_offsets ? block->sums[r * block->num_blocks] : 0.0f;
+            floats dot = (floats)dots[r][h];
+            if (by_int8) dot = __builtin_convertvector(dots[r][h], floats) - block->zero_point * sum;
+            dot *= block->scales[h];
+            if (block->has_offsets) dot += block->offsets[h] * sum;
+            *(floats *)(sums + h * LANES) += dot;
+        }
+}
+#endif
+
+/* Whether rows are multiplied by tiles, if there are more than a few. There are none for float32. */
+static int uses_tiles(const quantized_weight *weight) {
+#if defined(HAS_TILES) && defined(BFLOAT16)
+    (void)weight;
+    return may_use_tiles();
+#elif defined(HAS_TILES)
+    return is_by_int8((int)weight->kernel) && may_use_tiles();
+#else
+    (void)weight;
+    return 0;
+#endif
+}
+
+/* Unpack a block into a panel. */
+INLINE void unpack_panel(const int kernel, const block *block, ints *panel) {
+    const uint8_t *codes = block->codes;
+    const tables tables = block->tables;
+    for (int64_t i = 0; i < block->num_inputs; i += STEP) {
+        prefetch_step(kernel, codes, block->ahead);
+        if (is_by_int8(kernel)) unpack_codes(kernel, codes, panel);
+        else unpack_step(kernel, codes, &tables, panel);
+        codes += step_bytes(kernel);
+        panel += is_by_int8(kernel) ? 2 : STEP_VECTORS;
+    }
+}
+
+INLINE void strip_of_many_rows(const int kernel, float *sums, const quantized_weight *weight, const inputs *inputs,
+                               const uint8_t *strip, ptrdiff_t ahead) {
+    ints panel[BLOCK / STEP * STEP_VECTORS] __attribute__((aligned(64)));
+    const int by_int8 = is_by_int8(kernel), by_tiles = uses_tiles(weight);
+#ifdef HAS_TILES
+    const int64_t inner = weight_rows(by_int8, weight), largest_chunk = by_tiles ? CHUNK_BY_TILES : CHUNK;
+    int64_t shaped_for = 0;
+#else
+    const int64_t largest_chunk = CHUNK;
+#endif
+    const int64_t num_rows = inputs->num_rows, num_chunks = (num_rows + largest_chunk - 1) / largest_chunk;
+    const int64_t chunk = (num_rows + num_chunks - 1) / num_chunks;
+    memset(sums, 0, num_rows * STRIP * sizeof *sums);
+    strip_reader reader = read_strip(kernel, weight, inputs, strip, ahead);
+    for (int64_t i = 0; i < inputs->num_blocks; i++) {
+        if (i > 0) next_block(kernel, &reader);
+        block unpacked = reader.block;
+        if (kernel != INT8_BY_INT8) {
+            unpack_panel(kernel, &reader.block, panel);
+            unpacked.codes = (const uint8_t *)panel;
+            unpacked.ahead = 0;
+        }
+        for (int64_t row = 0; row < num_rows; row += chunk) {
+            const int64_t rows = num_rows - row < chunk ? num_rows - row : chunk;
+            float *const chunk_sums = sums + row * STRIP;
+            if (by_tiles) {
+#ifdef HAS_TILES
+                if (rows != shaped_for) shape_tiles(rows, inner);
+                shaped_for = rows;
+                add_panel_by_tiles(by_int8, rows, chunk_sums, &unpacked, inner);
+#endif
+            } else if (by_int8) add_panel_by_int8(rows, chunk_sums, &unpacked);
+            else add_panel_by_float(rows, chunk_sums, &unpacked);
+            unpacked.x += rows * unpacked.row_bytes;
+            unpacked.sums += rows * unpacked.num_blocks;
+            unpacked.ahead = 0; /* the first rows have prefetched it */
+        }
+    }
+#ifdef HAS_TILES
+    if (shaped_for) _tile_release();
+#endif
+}
+
+#define FEW_ROWS_OF(rows) \
+    case rows: strip_of_few_rows(kernel, rows, sums, weight, inputs, strip, ahead); break;
+#define STRIP_BY(name, which)                                                                                \
+    static void name(float *sums, const quantized_weight *weight, const inputs *inputs, const uint8_t *strip, \
+                     ptrdiff_t ahead) {                                                                      \
+        const int kernel = which;                                                                            \
+        switch (inputs->num_rows) {                                                                          \
+            FEW_ROWS_OF(1) FEW_ROWS_OF(2) FEW_ROWS_OF(3) FEW_ROWS_OF(4)                                      \
+        default: strip_of_many_rows(kernel, sums, weight, inputs, strip, ahead);                             \
+        }                                                                                                    \
+    }
+STRIP_BY(strip_of_int4_by_int8, INT4_BY_INT8)
+STRIP_BY(strip_of_int8_by_int8, INT8_BY_INT8)
+STRIP_BY(strip_of_int4_by_float, INT4_BY_FLOAT)
+STRIP_BY(strip_of_int8_by_float, INT8_BY_FLOAT)
+STRIP_BY(strip_of_float8_by_float, FLOAT8_BY_FLOAT)
+
+/* -- inputs ------------------------------------------------------------------------------------------------------- */
+
+INLINE int64_t num_blocks_of(const quantized_weight *weight) {
+    return weight->base.num_inputs / weight->group_size * ((weight->group_size + BLOCK - 1) / BLOCK);
+}
+
+/* The bytes from one row to the next in the workspace. Rows whose distance is a power of two would compete for the same
+   lines of the first-level cache. */
+INLINE int64_t copy_bytes(const quantized_weight *weight) {
+    const int64_t is_int8 = is_by_int8((int)weight->kernel) && !weight->input_order;
+    return weight->base.num_inputs * (is_int8 ? 1 : (int64_t)sizeof(scalar)) + 64;
+}
+
+int64_t quantized_gemm_workspace_bytes(const quantized_weight *weight) {
+    return copy_bytes(weight) + (num_blocks_of(weight) + 1) * (int64_t)sizeof(float);
+}
+
+static void reorder_row(const quantized_weight *weight, const scalar *x, scalar *to) {
+    for (int64_t i = 0; i < weight->base.num_inputs; i++) to[i] = x[weight->input_order[i]];
+}
+
+/* Sum one row of x over each block. */
+static void sum_blocks(const quantized_weight *weight, const scalar *x, float *sums) {
+    for (int64_t group = 0; group < weight->base.num_inputs; group += weight->group_size)
+        for (int64_t first = 0; first < weight->group_size; first += BLOCK, sums++) {
+            const int64_t left = weight->group_size - first, end = first + (left < BLOCK ? left : BLOCK);
+            floats sum = {};
+            for (int64_t i = first; i < end; i += LANES) sum += load(x + group + i);
+            *sums = sum_of_lanes(sum);
+        }
+}
+
+/* Quantize one row to int8, symmetrically; return its scale. x and `to` may begin at the same address, because what is
+   read is wider than what is written. */
+static float quantize_row(const quantized_weight *weight, const scalar *x, int8_t *to, float *sums) {
+    const int64_t num_inputs = weight->base.num_inputs;
+    floats largest = {};
+    for (int64_t i = 0; i < num_inputs; i += LANES) {
+        const floats size = absolute(load(x + i));
+        largest = select_lanes(size > largest, size, largest);
+    }
+    const float limit = max_of_lanes(largest), inverse = limit > 1e-30f ? 127.0f / limit : 0.0f;
+    for (int64_t group = 0; group < num_inputs; group += weight->group_size)
+        for (int64_t first = 0; first < weight->group_size; first += BLOCK, sums++) {
+            const int64_t left = weight->group_size - first, end = first + (left < BLOCK ? left : BLOCK);
+            ints sum = {};
+            for (int64_t i = group + first; i < group + end; i += LANES) {
+                /* The lower bits of 1.5 * 2^23 plus a number are the nearest integer. */
+                const ints rounded = (ints)(load(x + i) * inverse + 0x1.8p23f) - 0x4b400000;
+                *(bytes *)(to + i) = __builtin_convertvector(rounded, bytes);
+                sum += rounded;
+            }
+            *sums = sum_of_lanes(__builtin_convertvector(sum, floats));
+        }
+    return limit / 127.0f;
+}
+
+/* Prepare x [num_rows, num_inputs] in the workspace. */
+static inputs prepare_inputs(const quantized_weight *weight, const scalar *x, int64_t num_rows, void *workspace) {
+    const int64_t num_inputs = weight->base.num_inputs, num_blocks = num_blocks_of(weight);
+    const int64_t row_bytes = copy_bytes(weight);
+    const int by_int8 = is_by_int8((int)weight->kernel), reorders = weight->input_order != NULL;
+    const int has_offsets = weight->offset_type != NO_NUMBERS;
+    uint8_t *const copies = workspace;
+    float *const block_sums = (float *)(copies + num_rows * row_bytes);
+    float *const row_scales = block_sums + num_rows * num_blocks;
+    if (by_int8 || reorders || has_offsets) {
+#pragma omp parallel for if (num_rows * num_inputs > MIN_PARALLEL_NUMBERS)
+        for (int64_t row = 0; row < num_rows; row++) {
+            const scalar *from = x + row * num_inputs;
+            uint8_t *const copy = copies + row * row_bytes;
+            float *const sums = block_sums + row * num_blocks;
+            if (reorders) {
+                reorder_row(weight, from, (scalar *)copy);
+                from = (const scalar *)copy;
+            }
+            if (by_int8) row_scales[row] = quantize_row(weight, from, (int8_t *)copy, sums);
+            else if (has_offsets) sum_blocks(weight, from, sums);
+        }
+    }
+    const int in_place = !by_int8 && !reorders;
+    return (inputs){.x = in_place ? (const uint8_t *)x : copies,
+                    .row_bytes = in_place ? num_inputs * (int64_t)sizeof(scalar) : row_bytes,
+                    .block_sums = block_sums,
+                    .row_scales = by_int8 ? row_scales : NULL,
+                    .num_rows = num_rows,
+                    .num_blocks = num_blocks};
+}
+
+/* -- one weight --------------------------------------------------------------------------------------------------- */
+
+static void multiply_strips_of_thread(const quantized_weight *quantized, const inputs *inputs, const scalar *residual,
+                                      scalar *output) {
+    float sums[MAX_ROWS * STRIP] __attribute__((aligned(64)));
+    const prepared_weight *weight = &quantized->base;
+    const strip_range strips = strips_of_thread(weight);
+    for (int64_t i = strips.first; i < strips.end; i++) {
+        const uint8_t *strip = weight->data + i * weight->strip_bytes;
+        const uint8_t *next = strip_to_prefetch(weight, strips, i + 1);
+        const ptrdiff_t ahead = next ? next - strip : 0;
+        switch (quantized->kernel) {
+        case INT4_BY_INT8: strip_of_int4_by_int8(sums, quantized, inputs, strip, ahead); break;
+        case INT8_BY_INT8: strip_of_int8_by_int8(sums, quantized, inputs, strip, ahead); break;
+        case INT4_BY_FLOAT: strip_of_int4_by_float(sums, quantized, inputs, strip, ahead); break;
+        case INT8_BY_FLOAT: strip_of_int8_by_float(sums, quantized, inputs, strip, ahead); break;
+        case FLOAT8_BY_FLOAT: strip_of_float8_by_float(sums, quantized, inputs, strip, ahead); break;
+        }
+        if (inputs->row_scales)
+            for (int64_t row = 0; row < inputs->num_rows; row++)
+                HALVES(h) *(floats *)(sums + row * STRIP + h * LANES) *= inputs->row_scales[row];
+        finish_strip(weight, sums, i * STRIP, residual, output, inputs->num_rows);
+    }
+}
+
+void quantized_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
+                    int64_t num_rows, void *workspace) {
+    const quantized_weight *quantized = (const quantized_weight *)weight;
+    for (int64_t first = 0; first < num_rows; first += MAX_ROWS) {
+        const int64_t left = num_rows - first, rows = left < MAX_ROWS ? left : MAX_ROWS;
+        const inputs inputs = prepare_inputs(quantized, x + first * weight->num_inputs, rows, workspace);
+        const scalar *to = residual ? residual + first * weight->num_outputs : NULL;
+#pragma omp parallel
+        multiply_strips_of_thread(quantized, &inputs, to, output + first * weight->num_outputs);
+    }
+}

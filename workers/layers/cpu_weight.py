@@ -1,0 +1,67 @@
+"""A weight whose products are computed by C, in steps of its own or in one call with all other layers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.csrc.bindings import CPackedWeight, CQuantizedWeight
+
+WORKSPACE_ROWS = 64  # MAX_ROWS in quantized_gemm.c, which multiplies more rows in parts of as many
+
+
+class CpuWeight:
+    """A weight [num_outputs, num_inputs] in a layout that a C function multiplies.
+
+    `max_rows` is the largest step that all layers compute in one call.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        multiply: Any,
+        struct: CPackedWeight | CQuantizedWeight,
+        max_rows: int,
+        workspace_bytes: int,
+        keeps_alive: Sequence[object],
+    ) -> None:
+        """Take the library's function `multiply`, the struct that it reads, and the workspace it needs for each row.
+
+        `keeps_alive` holds the tensors that the struct points to, because C has only addresses.
+        """
+        self.library, self.max_rows, self.workspace_bytes = library, max_rows, workspace_bytes
+        self.num_outputs: int = struct.base.num_outputs
+        self.num_inputs: int = struct.base.num_inputs
+        self._multiply, self._struct, self._keeps_alive = multiply, struct, keeps_alive
+        struct.base.multiply = ctypes.cast(multiply, ctypes.c_void_p).value
+        self.address = ctypes.addressof(struct)
+
+    def prefetch_next(self, weight: CpuWeight) -> None:
+        """Prefetch `weight` at the end of each multiplication, because it is multiplied next."""
+        self._struct.base.next = weight.address
+
+    def multiply_by_c(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Return x W' + b + residual for x [..., num_inputs]; without rows, an empty result."""
+        num_rows = x.numel() // self.num_inputs
+        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+        output = x.new_empty(*x.shape[:-1], self.num_outputs)
+        workspace = self.make_workspace(num_rows)
+        self._multiply(
+            self.address,
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            output.data_ptr(),
+            num_rows,
+            None if workspace is None else workspace.data_ptr(),
+        )
+        return output
+
+    def make_workspace(self, num_rows: int) -> Tensor | None:
+        """Return memory for the intermediate results of so many rows."""
+        if not self.workspace_bytes:
+            return None
+        return torch.empty(min(num_rows, WORKSPACE_ROWS) * self.workspace_bytes, dtype=torch.uint8)
