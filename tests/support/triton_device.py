@@ -70,6 +70,7 @@ with pytest.MonkeyPatch.context() as patch:
             "attention.triton_kernels",
             "attention.triton_rotary",
             "layers.triton_ops",
+            "layers.triton_quantized",
             "sampling.triton_sampler",
             "attention.gpu_backends",
         ):
@@ -77,7 +78,7 @@ with pytest.MonkeyPatch.context() as patch:
                 sys.modules, f"workers.{module_name}", raising=False
             )  # another module may have imported them, compiled
     from workers.attention import gpu_backends, triton_kernels, triton_rotary
-    from workers.layers import triton_ops
+    from workers.layers import triton_ops, triton_quantized
     from workers.sampling import triton_sampler
 
 # Maximum distance of a vector as a share of its norm: half a unit in the last place; for bfloat16 a whole unit, because
@@ -108,6 +109,7 @@ __all__ = [
     "triton",
     "triton_kernels",
     "triton_ops",
+    "triton_quantized",
     "triton_rotary",
     "triton_sampler",
 ]

@@ -32,7 +32,7 @@ def test_kernels_compile_use_the_tensor_cores_and_fit_the_shared_memory(
     environment["TRITON_CACHE_DIR"] = str(_cache_folder(request.config) or tmp_path)
     process = subprocess.run(
         [sys.executable, "-m", "tests.workers.test_triton_compilation"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     kernels = [json.loads(line) for line in process.stdout.splitlines()]
@@ -45,11 +45,12 @@ def test_kernels_compile_use_the_tensor_cores_and_fit_the_shared_memory(
         "_choose_kernel",
         "_choose_filtered_kernel",
     }
-    for capability, names in ((80, attention_kernels), (90, attention_kernels | other_kernels)):
+    quantized_kernels = {"_multiply_kernel", "_add_splits_kernel", "_dequantize_kernel"}
+    for capability, names in ((80, attention_kernels), (90, attention_kernels | quantized_kernels | other_kernels)):
         assert {kernel["name"] for kernel in kernels if kernel["capability"] == capability} == names
     for kernel in kernels:
         assert kernel["shared_memory_bytes"] + RESERVED_BYTES <= CONSUMER_SHARED_MEMORY_BYTES, kernel
-        assert kernel["has_matrix_instructions"] == (kernel["name"] == "_attend_kernel"), kernel
+        assert kernel["has_matrix_instructions"] == (kernel["name"] in ("_attend_kernel", "_multiply_kernel")), kernel
 
 
 def _cache_folder(config: pytest.Config) -> Path | None:
@@ -102,6 +103,7 @@ def main() -> None:
     for capability in (80, 90):
         triton.runtime.driver.set_active(CompileOnlyDriver(capability))
         attention()
+    quantized_weights()
     layers()
     sampling()
 
@@ -125,6 +127,23 @@ def attention() -> None:
         attend(queries, pages, pages, *steps, torch.empty_like(queries), 0.1, workspace, window, softcap, sinks)
     new_keys = queries[:, :num_kv_heads]
     store(new_keys, new_keys, pages, pages, torch.zeros(num_tokens).long())
+
+
+def quantized_weights() -> None:
+    from workers.layers.triton_quantized import make_weight
+    from workers.quantization.quantized_tensor import QuantizedTensor
+
+    scales, levels = torch.zeros(4096, 32, dtype=torch.float16), tuple(0.25 * level for level in range(16))
+    four_bits = torch.zeros(4096, 2048, dtype=torch.uint8)
+    for matrix, num_rows in (
+        (QuantizedTensor(four_bits, scales, offsets=scales), 1),
+        (QuantizedTensor(four_bits, scales, offsets=scales), 65),
+        (QuantizedTensor(four_bits, scales, levels=levels), 64),
+        (QuantizedTensor(torch.zeros(4096, 4096, dtype=torch.int8), scales[:, :1]), 64),
+        (QuantizedTensor(torch.zeros(4096, 4096, dtype=torch.float8_e4m3fn), scales.float()), 1),
+    ):
+        x = torch.empty(num_rows, 4096, dtype=torch.bfloat16)
+        make_weight(matrix, None).multiply_add(x, torch.empty_like(x))
 
 
 def layers() -> None:

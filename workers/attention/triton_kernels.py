@@ -447,7 +447,7 @@ def attend(
         num_sequences, scale * key_scale, window, softcap, value_scale, block_table.stride(0),
         *queries.stride()[:2], *key_pages.stride()[:3], *value_pages.stride()[:3], *output.stride()[:2],
         group_size, key_dim, value_dim, padded_key_dim, padded_value_dim, block_size, tiles.rows, tiles.keys,
-        num_segments, _dot_dtype(queries.dtype), is_decode,
+        num_segments, dot_dtype_of(queries.dtype), is_decode,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip
@@ -459,7 +459,7 @@ def attend(
         )  # fmt: skip
 
 
-def _dot_dtype(dtype: torch.dtype) -> tl.dtype:
+def dot_dtype_of(dtype: torch.dtype) -> tl.dtype:
     """Return the dtype for matrix products. The interpreter keeps bfloat16 as integers, and would multiply those."""
     if dtype is torch.bfloat16:
         return tl.float32 if INTERPRETED else tl.bfloat16

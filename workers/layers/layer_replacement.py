@@ -13,8 +13,9 @@ from workers.csrc.build import c_library
 from workers.layers.cpu_decoder import make_cpu_decoder
 from workers.layers.cpu_ops import CpuOps
 from workers.layers.fused_decoder import fuse_layers
-from workers.layers.linear import LinearMethod, Weight, can_pack, keep_dense, pack_linears
+from workers.layers.linear import LinearMethod, Weight, can_pack, pack_linears
 from workers.layers.quantized_gemm import QuantizedGemm
+from workers.layers.quantized_linear import QuantizedLinear
 from workers.layers.skinny_gemm import SkinnyGemm
 from workers.parallel.ranks import Ranks
 from workers.quantization.quantized_tensor import QuantizedTensor
@@ -79,6 +80,10 @@ def _replace_on_gpu(
 ) -> nn.Module | None:
     try:
         from workers.layers.triton_ops import TritonOps  # not at the top: only torch for CUDA brings Triton
+        from workers.layers.triton_quantized import make_weight
     except ImportError:
         return None
-    return fuse_layers(model, decoder, params, TritonOps(), keep_dense, ranks=ranks)
+    fused = fuse_layers(model, decoder, params, TritonOps(), make_weight, ranks=ranks)
+    if any(isinstance(module, QuantizedLinear) for module in model.modules()):  # dense ones are as fast as they are
+        pack_linears(model, make_weight)
+    return fused
