@@ -310,7 +310,7 @@ def _num_splits(num_outputs: int, num_steps: int) -> int:
 
     So a row's result does not change with the rows beside it, as long as the kernel multiplies them.
     """
-    num_blocks = triton.cdiv(num_outputs, BLOCK_OUTPUTS)
+    num_blocks = -(-num_outputs // BLOCK_OUTPUTS)
     return max(1, min(MAX_SPLITS, num_steps // 4, MIN_PROGRAMS // num_blocks))
 
 
