@@ -1,4 +1,4 @@
-"""Parse the command line of `servekit serve | top | chat | replay | version` and start the command."""
+"""Parse the command line of `servekit serve | top | chat | eval | replay | version` and start the command."""
 
 from __future__ import annotations
 
@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, kind, meaning in _SAMPLING:
         flag = "--" + name.replace("_", "-")
         chat.add_argument(flag, metavar=name.rpartition("_")[2].upper(), type=kind, help=meaning)
+    _add_eval_parser(commands)
     replay = commands.add_parser(
         "replay",
         help="repeat the decisions of a server from its journal",
@@ -111,6 +112,55 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("file", metavar="FILE", type=Path, help="a journal file; each file is replayed by itself")
     return parser
+
+
+def _add_eval_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="measure the quality of a server's model, or compare it with another server's",
+        description="Measure perplexity and right answers of the model at --url. With --against, compare it with the "
+        "model there, and exit with 1 if it is significantly worse by more than a limit.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--url", required=True, help="address of the server; any server with OpenAI's API")
+    add("--against", metavar="URL", help="address of the server to compare with, such as one without quantization")
+    add("--api-key", metavar="KEY", help="API key for both; other users do not see the variable SERVEKIT_API_KEY")
+    add("--text", metavar="FILE", help="UTF-8 text whose perplexity to measure, or demo")
+    add(
+        "--questions",
+        metavar="FILE",
+        action="append",
+        help="questions as JSON lines, or demo for the demo model's; may be given several times",
+    )
+    add("--chat", action="store_true", help="ask prompts as messages, so that the server applies its chat template")
+    add("--limit", metavar="NUM", type=_positive, help="ask at most this many questions of each file")
+    add("--tokenizer", metavar="FILE", help="the model's tokenizer.json, for servers without the route /tokenize")
+    add("--window", metavar="TOKENS", type=_positive, help="tokens of the text in one prompt (default: 1024)")
+    add("--stride", metavar="TOKENS", type=_positive, help="tokens from window to window (default: half a window)")
+    add("--concurrency", metavar="NUM", type=_positive, help="requests at a time (default: 8)")
+    add("--max-drop", metavar="SHARE", type=_share, help="tolerated drop of right answers (default: 0.01)")
+    add("--max-perplexity-increase", metavar="SHARE", type=_share, help="tolerated relative increase (default: 0.02)")
+    add("--judge-url", metavar="URL", help="server whose model compares the answers of both servers in pairs")
+    add("--judge-model", metavar="NAME", help="name of the judge's model")
+    add("--judge-api-key", metavar="KEY", help="API key for the judge; other users do not see SERVEKIT_JUDGE_API_KEY")
+    add("--output", metavar="FILE", type=Path, help="also write the result, as JSON (.json) or Markdown (.md)")
+
+
+def _positive(text: str) -> int:
+    """Parse a whole number above 0. Raises ArgumentTypeError."""
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {2**31 - 1}")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    """Parse a share: 0.01 is 1 %. Raises ArgumentTypeError."""
+    value = _finite(text)
+    if value < 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is below 0; 0.01 is 1 %")
+    return value
 
 
 def _finite(text: str) -> float:
@@ -187,6 +237,26 @@ def _chat(arguments: dict[str, Any]) -> int:
 
     sampling = {name: arguments[name] for name, _, _ in _SAMPLING if arguments[name] is not None}
     return chat(arguments["url"], _api_key(arguments), arguments["system"], sampling)
+
+
+def _eval(arguments: dict[str, Any]) -> int:
+    output: Path | None = arguments.pop("output", None)
+    if output is not None and output.suffix not in (".json", ".md"):
+        raise ConfigError(f"--output {output}: the name must end in .json or .md")
+    with _terminal_packages("eval"):
+        from servekit.evaluation.evaluation import EvaluationSettings, evaluate
+        from servekit.evaluation.report import as_json, as_markdown
+
+    arguments["api_key"] = _api_key({"api_key": arguments.get("api_key")})
+    arguments.setdefault("judge_api_key", os.environ.get(ENVIRONMENT_PREFIX + "JUDGE_API_KEY") or None)
+    report = evaluate(EvaluationSettings(**arguments))
+    print(as_markdown(report), end="")
+    if output is not None:
+        try:
+            output.write_text(as_json(report) if output.suffix == ".json" else as_markdown(report))
+        except OSError as error:
+            raise ConfigError(f"--output {output}: {error.strerror}") from None
+    return 1 if report.losses else 0
 
 
 def _replay(arguments: dict[str, Any]) -> int:
@@ -276,6 +346,7 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "serve": _serve,
     "top": _top,
     "chat": _chat,
+    "eval": _eval,
     "replay": _replay,
     "version": _version,
 }

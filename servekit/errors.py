@@ -26,7 +26,7 @@
     │  └─ RequestCrashesWorker  500  workers ended repeatedly while they computed this request
     ├─ SandboxUnavailable    503  the process that renders chats and compiles grammars failed twice
     ├─ ConfigError           a setting is wrong, or does not fit the model; the process exits with code 2
-    ├─ RequestFailed         in servekit.terminal: the server refused a request of a terminal client, or did not answer
+    ├─ RequestFailed         in servekit.client: a server refused a request of one of our clients, or did not answer
     ├─ StandardStreamFailed  in servekit.terminal: standard input or output cannot be used
     └─ InternalError         500  a bug in servekit
 

@@ -6,15 +6,14 @@ The exit status is 1 when fewer than 95 % of the facts are right.
 """
 
 import argparse
-import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from exercises import MAKERS, exercise
-from questions import Question, question_groups
+from question_set import NEW_TOKENS, STORY_END, STORY_TOKENS, all_questions
+from questions import Question
 from stories import story_requests
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -22,20 +21,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from wordings import FACT_CATEGORIES
 
 REQUIRED_FACTS = 0.95
-EXERCISES_PER_CATEGORY = 60
 BATCH_ROWS = 128
-NEW_TOKENS = 110
-STORY_TOKENS = 220
-
-# What a newcomer is sure to type; asked as it stands, whether or not training did.
-FIRST_CONTACT = (
-    Question("first contact", "What color is the sky?", "The sky is blue."),
-    Question("first contact", "what colour is the sky", "The sky is blue."),
-    Question("first contact", "How many legs does a cat have?", "A cat has four legs."),
-    Question("first contact", "how many legs does a cat have", "A cat has four legs."),
-    Question("first contact", "What is the capital of Japan?", "The capital of Japan is Tokyo."),
-    Question("first contact", "what is the capital of japan", "The capital of Japan is Tokyo."),
-)
 
 
 class Score(NamedTuple):
@@ -65,34 +51,6 @@ def forms(tokenizer: Tokenizer) -> tuple[Form, Form]:
         )
 
     return Form("bare", lambda prompt: tokenizer.bos_token + prompt), Form("chat", chat)
-
-
-def fact_questions() -> list[Question]:
-    """Every fact, in every held-out wording."""
-    return [
-        question
-        for category in (*FACT_CATEGORIES, "unknown")
-        for group in question_groups(category, held_out=True)
-        for question in group
-    ]
-
-
-def hurried(questions: Iterable[Question]) -> list[Question]:
-    """One wording in three of the facts, in lower case and without an end mark."""
-    return [
-        Question("in lower case", question.prompt.lower().rstrip("?.!"), question.answer)
-        for question in list(questions)[::3]
-    ]
-
-
-def exercise_questions(seed: int) -> list[Question]:
-    """Distinct exercises with operands that training held out."""
-    rng = random.Random(f"evaluation/{seed}")
-    questions = []
-    for category in MAKERS:
-        drawn = {exercise(category, rng, held_out=True) for _ in range(20 * EXERCISES_PER_CATEGORY)}
-        questions += rng.sample(sorted(drawn), min(EXERCISES_PER_CATEGORY, len(drawn)))
-    return questions
 
 
 @torch.inference_mode()
@@ -145,7 +103,7 @@ class Examination:
         requests = story_requests()
         texts = [form.render(request) for request in requests.values()]
         told = all_answers(self.model, self.tokenizer, texts, STORY_TOKENS)
-        ending = "The end." + self.tokenizer.eos_token
+        ending = STORY_END + self.tokenizer.eos_token
         good = [f" {hero}" in text and text.endswith(ending) for hero, text in zip(requests, told, strict=True)]
         self._record(form, "stories", good)
 
@@ -166,8 +124,7 @@ class Examination:
 def examine(directory: Path, seed: int) -> Examination:
     """Ask everything, in both forms."""
     examination = Examination(directory)
-    facts = fact_questions()
-    questions = [*FIRST_CONTACT, *facts, *hurried(facts), *exercise_questions(seed)]
+    questions = all_questions(seed)
     for form in forms(examination.tokenizer):
         examination.ask(questions, form)
         examination.ask_for_stories(form)

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from servekit.terminal.client import AnswerChunk, Client, RequestFailed
+from servekit.client.http_client import RequestFailed
+from servekit.client.safe_text import safe_line, safe_text
+from servekit.terminal.client import AnswerChunk, Client
 from servekit.terminal.conversation import Conversation
 from servekit.terminal.keyboard import INTERRUPT, Keyboard
 from servekit.terminal.process import StandardStreamFailed, run, with_standard_streams
 from servekit.terminal.prompt import CONTINUATION, Prompt
-from servekit.terminal.safe_text import safe_line, safe_text
 
 HELP = """\
 /new             start a new conversation

@@ -17,6 +17,7 @@ from rich.color import Color
 from rich.style import Style
 from rich.text import Text
 
+from servekit.client.safe_text import safe_line
 from servekit.observability.live_frames import (
     CACHED,
     FENCED,
@@ -29,7 +30,6 @@ from servekit.observability.live_frames import (
     LiveState,
     LiveStep,
 )
-from servekit.terminal.safe_text import safe_line
 
 _INK, _MUTED, _TITLE = Style(), Style(dim=True), Style(bold=True)
 _GOOD, _WARN, _BAD = Style(color="green"), Style(color="yellow"), Style(color="red", bold=True)

@@ -6,8 +6,9 @@ import asyncio
 import time
 from contextlib import aclosing
 
+from servekit.client.http_client import RequestFailed
 from servekit.observability.live_frames import LiveState
-from servekit.terminal.client import Client, RequestFailed
+from servekit.terminal.client import Client
 
 _STALE_S = 5.0  # the server sends a frame every second, and every few seconds under very high load
 _SILENCE_TIMEOUT_S = 30.0

@@ -166,18 +166,25 @@ def test_a_kv_cache_beyond_the_machines_memory_is_refused_before_the_start(capsy
 
 @pytest.mark.parametrize(
     ("command", "package"),
-    [("top", "rich"), ("top", "prompt_toolkit"), ("top", "httpx2"), ("chat", "prompt_toolkit"), ("chat", "httpx2")],
+    [
+        ("top", "rich"),
+        ("top", "prompt_toolkit"),
+        ("top", "httpx2"),
+        ("chat", "prompt_toolkit"),
+        ("chat", "httpx2"),
+        ("eval --url", "httpx2"),
+    ],
 )
 def test_terminal_commands_say_how_to_install_their_packages(
     command: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in list(sys.modules):
-        if name.startswith(("servekit.terminal", package)):
+        if name.startswith(("servekit.terminal", "servekit.client", "servekit.evaluation", package)):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    assert main([command, "http://127.0.0.1:1"]) == 2
+    assert main([*command.split(), "http://127.0.0.1:1"]) == 2
     message = capsys.readouterr().err
-    assert f"servekit {command} needs the package {package}" in message
+    assert f"servekit {command.split()[0]} needs the package {package}" in message
     assert "in the checkout of servekit run: pip install '.[terminal]'" in message
 
 

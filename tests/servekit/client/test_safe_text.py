@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servekit.terminal.safe_text import safe_line, safe_text
+from servekit.client.safe_text import safe_line, safe_text
 
 # The Unicode format characters that words and emoji need: number signs of Arabic, Syriac and Kaithi, and the joiners.
 KEPT = {*map(chr, (*range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD)), "\u200c", "\u200d"}

@@ -1,0 +1,209 @@
+"""Evaluate one server, or compare two: read the files, ask the servers, and judge the answers."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from msgspec import Struct
+from tokenizers import Tokenizer
+
+from servekit.errors import ConfigError
+from servekit.evaluation.comparison import compare
+from servekit.evaluation.judge import MAX_TOKENS, Judgement, Verdict, judgement, messages, verdict
+from servekit.evaluation.measurement import Answer, Measurement, summarise
+from servekit.evaluation.model_client import ModelClient, in_order
+from servekit.evaluation.perplexity import TextScore, TokenScore, Window, windows
+from servekit.evaluation.questions import Question, as_chats, evenly, parse_questions
+from servekit.evaluation.report import Report
+from servekit.evaluation.statistics import MIN_BLOCKS
+
+DEMO = "demo"
+DEMO_QUESTIONS = Path(__file__).parents[1] / "assets" / "demo_model" / "questions.jsonl"
+
+
+class EvaluationSettings(Struct, kw_only=True):
+    """The flags of `servekit eval`."""
+
+    url: str
+    against: str | None = None
+    api_key: str | None = None
+    text: str | None = None  # a file, or `demo` for the demo model's questions with their answers
+    questions: list[str] = []  # files, or `demo` for the demo model's
+    chat: bool = False
+    limit: int | None = None
+    tokenizer: str | None = None
+    window: int = 1024  # tokens
+    stride: int | None = None  # tokens; None: half a window
+    concurrency: int = 8
+    max_drop: float = 0.01
+    max_perplexity_increase: float = 0.02
+    judge_url: str | None = None
+    judge_model: str | None = None
+    judge_api_key: str | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError for what single flags cannot tell."""
+        if self.text is None and not self.questions:
+            raise ConfigError("there is nothing to evaluate; give --text FILE, --questions FILE, or --questions demo")
+        if self.stride is not None and self.stride > self.window:
+            raise ConfigError(f"--stride {self.stride} is more than --window {self.window}: it would skip tokens")
+        if (self.judge_url is None) != (self.judge_model is None):
+            raise ConfigError("a judge needs both --judge-url and --judge-model")
+        if self.judge_url is not None and (self.against is None or not self.questions):
+            raise ConfigError("a judge compares the answers of two servers; give --against and --questions")
+
+
+class EncodedText(Struct):
+    """The tokens of the text."""
+
+    prefix: list[int]  # special tokens that the model expects before a text, such as BOS
+    token_ids: list[int]
+    num_bytes: int
+
+
+def evaluate(settings: EvaluationSettings) -> Report:
+    """Evaluate the server at `settings.url`. Raises ConfigError, and RequestFailed of servekit.client."""
+    settings.check()
+    text = None if settings.text is None else _read_text(settings.text)
+    questions = [question for name in settings.questions for question in _read_questions(name, settings.limit)]
+    if settings.chat:
+        questions = as_chats(questions)
+    tokenizer = None if settings.tokenizer is None else _read_tokenizer(settings.tokenizer)
+    return asyncio.run(_evaluate(settings, text, questions, tokenizer))
+
+
+async def _evaluate(
+    settings: EvaluationSettings, text: str | None, questions: list[Question], tokenizer: Tokenizer | None
+) -> Report:
+    urls = [settings.url] if settings.against is None else [settings.url, settings.against]
+    async with AsyncExitStack() as stack:
+        clients = []
+        for url in urls:
+            client = ModelClient(url, settings.api_key, concurrency=settings.concurrency, tokenizer=tokenizer)
+            clients.append(await stack.enter_async_context(client))
+            await client.find_model()
+        encoded = None if text is None else await _encode_alike(clients, text)
+        measurements = [await _measure(client, settings, encoded, questions) for client in clients]
+    summaries = [summarise(questions, measurement) for measurement in measurements]
+    if len(measurements) == 1:
+        return Report(summaries, None, [])
+    first, second = measurements
+    comparison = compare(questions, first, second, await _judge(settings, questions, first, second))
+    return Report(summaries, comparison, comparison.losses(settings.max_drop, settings.max_perplexity_increase))
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+
+
+def _read_text(path: str) -> str:
+    if path == DEMO:
+        questions = _read_questions(DEMO, None)
+        return "\n".join(f"{each.prompt} {each.answer}" for each in questions if each.score is None)
+    try:
+        return _read(path).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: byte {error.start}: {error.reason}") from None
+
+
+def _read_questions(name: str, limit: int | None) -> list[Question]:
+    path = str(DEMO_QUESTIONS) if name == DEMO else name
+    questions = parse_questions(_read(path), name)
+    return questions if limit is None else evenly(questions, limit)
+
+
+def _read_tokenizer(path: str) -> Tokenizer:
+    try:
+        return Tokenizer.from_buffer(_read(path))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a tokenizer.json: {error}") from None
+
+
+# -- one server --------------------------------------------------------------------------------------------------------
+
+
+async def _measure(
+    client: ModelClient, settings: EvaluationSettings, encoded: EncodedText | None, questions: list[Question]
+) -> Measurement:
+    text = None if encoded is None else await _score(client, settings, encoded)
+    answers: list[Answer] = await in_order("questions", client.answer, questions)
+    return Measurement(client.url, client.model, text, answers)
+
+
+async def _encode_alike(clients: list[ModelClient], text: str) -> EncodedText:
+    """Return the tokens of the text, which must be the same for all servers. Raises ConfigError."""
+    encoded = [await _encode(client, text) for client in clients]
+    if encoded[0] != encoded[-1]:
+        raise ConfigError(
+            "the tokenizers of the two servers differ, so their perplexities are of different tokens; evaluate each of "
+            "them alone and compare the bits per byte, or leave out --text"
+        )
+    if len(encoded[0].token_ids) <= MIN_BLOCKS:
+        raise ConfigError(
+            f"the text has {len(encoded[0].token_ids)} tokens; a perplexity needs more than {MIN_BLOCKS}: give a "
+            "longer text"
+        )
+    return encoded[0]
+
+
+async def _encode(client: ModelClient, text: str) -> EncodedText:
+    token_ids, with_special = await client.encode(text, False), await client.encode(text, True)
+    # Tokenizers that change a text when they add special tokens, if there are any, get no prefix.
+    num_special = len(with_special) - len(token_ids)
+    starts = [start for start in range(num_special + 1) if with_special[start : start + len(token_ids)] == token_ids]
+    return EncodedText(with_special[: starts[0]] if starts else [], token_ids, len(text.encode()))
+
+
+async def _score(client: ModelClient, settings: EvaluationSettings, encoded: EncodedText) -> TextScore:
+    """Score the text in windows, each of which begins with the prefix."""
+    longest = settings.window
+    if client.max_model_len is not None:
+        longest = min(longest, client.max_model_len - 1)  # one token is generated
+    length = longest - len(encoded.prefix)
+    stride = settings.stride or max(1, longest // 2)
+    if not encoded.prefix:
+        stride = min(stride, length - 1)  # a window's first token has no logprob, so the window before counts it
+    if stride > length or stride < 1:
+        raise ConfigError(f"windows of {longest} tokens are too short for a stride of {stride}; raise --window")
+
+    async def one(window: Window) -> list[TokenScore]:
+        prompt = encoded.prefix + encoded.token_ids[window.begin : window.end]
+        scored_from = len(encoded.prefix) + window.scored_from - window.begin
+        return await client.score(prompt, max(1, scored_from))
+
+    scores = await in_order("windows of the text", one, windows(len(encoded.token_ids), length, stride))
+    return TextScore(encoded.token_ids, [score for window in scores for score in window], encoded.num_bytes)
+
+
+# -- the judge ---------------------------------------------------------------------------------------------------------
+
+
+async def _judge(
+    settings: EvaluationSettings, questions: list[Question], first: Measurement, second: Measurement
+) -> Judgement | None:
+    """Let the judge read each pair of answers that differ, in both orders."""
+    if settings.judge_url is None or settings.judge_model is None:
+        return None
+    async with ModelClient(
+        settings.judge_url, settings.judge_api_key, concurrency=settings.concurrency, model=settings.judge_model
+    ) as judge:
+
+        async def one(pair: tuple[Question, str, str]) -> Verdict:
+            question, ours, theirs = pair
+            if ours == theirs:
+                return Verdict.TIE
+            reply = await judge.chat(messages(question, ours, theirs), MAX_TOKENS, returns_tokens=False)
+            swapped = await judge.chat(messages(question, theirs, ours), MAX_TOKENS, returns_tokens=False)
+            return verdict(reply.text, swapped.text)
+
+        answers = zip(questions, first.answers, second.answers, strict=True)
+        pairs = [(question, a.text, b.text) for question, a, b in answers if not question.is_choice]
+        return judgement(settings.judge_model, await in_order("pairs of answers", one, pairs))
