@@ -127,7 +127,7 @@ def _add_eval_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     add("--url", required=True, help="address of the server; any server with OpenAI's API")
     add("--against", metavar="URL", help="address of the server to compare with, such as one without quantization")
     add("--api-key", metavar="KEY", help="API key for both; other users do not see the variable SERVEKIT_API_KEY")
-    add("--text", metavar="FILE", help="UTF-8 text whose perplexity to measure, or demo")
+    add("--text", metavar="FILE", help="UTF-8 text whose perplexity to measure")
     add(
         "--questions",
         metavar="FILE",

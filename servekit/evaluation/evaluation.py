@@ -29,7 +29,7 @@ class EvaluationSettings(Struct, kw_only=True):
     url: str
     against: str | None = None
     api_key: str | None = None
-    text: str | None = None  # a file, or `demo` for the demo model's questions with their answers
+    text: str | None = None
     questions: list[str] = []  # files, or `demo` for the demo model's
     chat: bool = False
     limit: int | None = None
@@ -105,9 +105,6 @@ def _read(path: str) -> bytes:
 
 
 def _read_text(path: str) -> str:
-    if path == DEMO:
-        questions = _read_questions(DEMO, None)
-        return "\n".join(f"{each.prompt} {each.answer}" for each in questions if each.score is None)
     try:
         return _read(path).decode()
     except UnicodeDecodeError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import comb, sqrt
+from math import sqrt
 from statistics import NormalDist, fmean, stdev
 
 from msgspec import Struct
@@ -64,8 +64,10 @@ def mcnemar_p_value(num_only_first: int, num_only_second: int) -> float:
     Only the questions count that one of the two answers right. The same is the sign test of wins and losses.
     """
     num = num_only_first + num_only_second
-    smaller = min(num_only_first, num_only_second)
-    tail: int = sum(comb(num, index) for index in range(smaller + 1))
+    ways = tail = 1  # of choosing 0 of them, then 1, and so on; exact, because floats end at 10^308
+    for chosen in range(min(num_only_first, num_only_second)):
+        ways = ways * (num - chosen) // (chosen + 1)
+        tail += ways
     p_value: float = 2 * tail / 2**num
     return min(1.0, p_value)
 

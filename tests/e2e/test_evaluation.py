@@ -22,7 +22,6 @@ from tests.support.tiny_models import ARCHITECTURES, make_model
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()[:3000]
 BOS = 1
-COLORS = [("the sky", "The sky", "blue"), ("grass", "Grass", "green"), ("snow", "Snow", "white")]
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +108,8 @@ def test_the_demo_model_answers_its_questions(server: ServerProcess, tmp_path: P
 def test_a_worse_model_is_seen(
     server: ServerProcess, random_server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = "".join(f"What color is {thing}? {subject} is {color}.\n" for thing, subject, color in COLORS)
-    (tmp_path / "text").write_text(text)
+    story = server.generate("Tell me a story about a fox.", max_tokens=200, temperature=0.0)["generated_text"]
+    (tmp_path / "text").write_text(f"Tell me a story about a fox. {story.strip()}")
     arguments = ["--text", str(tmp_path / "text"), "--questions", "demo", "--limit", "20", "--window", "128"]
     exit_code, found = evaluate(tmp_path, "--url", random_server.url, "--against", server.url, *arguments)
     assert exit_code == 1 and any("perplexity" in loss for loss in found["losses"])
