@@ -8,7 +8,7 @@ RUNTIME := $(VENV)/.installed-runtime
 TERMINAL := $(VENV)/.installed-terminal
 DEVELOPMENT := $(VENV)/.installed
 
-.PHONY: serve chat top test test-long docs simulate torture coverage check format bench bench-manager bench-journal bench-grammar bench-scheduling bench-routing bench-streams bench-accuracy bench-memory bench-worker bench-gpu bench-viewers parallel-queries screenshot demo-model demo-model-eval clean help
+.PHONY: serve chat top test test-long docs simulate torture coverage check format bench bench-manager bench-journal bench-grammar bench-scheduling bench-routing bench-replicas bench-streams bench-api-processes bench-accuracy bench-memory bench-worker bench-gpu bench-viewers parallel-queries screenshot demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,8 +71,14 @@ bench-scheduling: $(DEVELOPMENT)  ## compare the scheduling policies in virtual 
 bench-routing: $(DEVELOPMENT)  ## compare the router with simple policies on a simulated fleet (3 minutes)
 	$(BIN)/python -m benchmarks.routing $(ARGS)
 
+bench-replicas: $(DEVELOPMENT)  ## compare two replicas with two threads, and with two servers (15 minutes)
+	$(BIN)/python -m benchmarks.replicas $(ARGS)
+
 bench-streams: $(DEVELOPMENT)  ## measure memory and tasks of an open stream
 	$(BIN)/python -m benchmarks.open_streams $(ARGS)
+
+bench-api-processes: $(DEVELOPMENT)  ## measure tokens/s and CPU a token with 1, 2 and 4 API processes (10 minutes)
+	$(BIN)/python -m benchmarks.api_processes $(ARGS)
 
 bench-accuracy: $(DEVELOPMENT)  ## compare the worker's bfloat16 with float64, in logits and in tokens (4 minutes)
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)

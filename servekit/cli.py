@@ -314,8 +314,10 @@ def _serve(arguments: dict[str, str]) -> int:
     if not is_simulated(config.model):
         check_temporary_directory()
     # Imported here, so that `--help` and errors in flags do not wait for the import.
-    from servekit.server.server import serve
-
+    if config.api_processes > 1:
+        from servekit.server.engine_process import serve
+    else:
+        from servekit.server.server import serve
     return serve(config)
 
 

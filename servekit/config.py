@@ -309,6 +309,15 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             "(docs/operations.md)"
         ),
     ] = None
+    api_processes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="processes that serve HTTP, decode request bodies, tokenize and detokenize, in front of one "
+            "engine process; with 1, the engine process does that itself",
+        ),
+    ] = 1
     ui: Annotated[bool, Meta(description="serve the web console at / and /ui and its live data at /ui/events")] = True
     journal: Annotated[
         str | None,
@@ -449,6 +458,7 @@ def _explain(message: str, values: Mapping[str, Any]) -> str:
 # Settings of vLLM, SGLang and TGI that have another name here.
 RENAMED_SETTINGS = {
     "allowed_origins": "cors_origins",
+    "api_server_count": "api_processes",
     "chunked_prefill_size": "max_num_batched_tokens",
     "context_length": "max_model_len",
     "cors_allow_origin": "cors_origins",
@@ -620,12 +630,13 @@ def doubts(config: ServeConfig) -> list[str]:
             "running sequences wait for a later step"
         )
     has_keys = config.api_key is not None or config.api_keys_file is not None
-    most = config.max_total_body_bytes // (2 if has_keys else 1)
+    most = config.max_total_body_bytes // config.api_processes // (2 if has_keys else 1)
     if most < config.max_body_bytes:
         of_tenant = ", half of it for one tenant" if has_keys else ""
+        of_process = f", divided among {config.api_processes} API processes" if config.api_processes > 1 else ""
         found.append(
-            f"max_total_body_bytes = {config.max_total_body_bytes}{of_tenant} is less than max_body_bytes = "
-            f"{config.max_body_bytes}: request bodies over {most} bytes are refused with 413"
+            f"max_total_body_bytes = {config.max_total_body_bytes}{of_process}{of_tenant} is less than max_body_bytes "
+            f"= {config.max_body_bytes}: request bodies over {most} bytes are refused with 413"
         )
     if config.scheduling_policy == "fair" and config.api_keys_file is None:
         found.append("scheduling_policy = 'fair' has no effect without api_keys_file: all requests have one tenant")

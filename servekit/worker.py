@@ -25,6 +25,9 @@ USAGE = (
     "the --listen-workers and the --worker-key-file of a server; `servekit serve` alone starts its own worker"
 )
 
+# With ranks: one device for each, or the first one of as many.
+DEVICE = re.compile(r"auto|cuda|cpu(,cpu)*|cuda:\d+(,cuda:\d+)*")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Join a server, or execute step plans for the server that started this process. Returns the exit code."""
@@ -33,7 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--connect", metavar="ADDRESS", help="the server's --listen-workers: unix:PATH, tcp://HOST:PORT"
     )
     parser.add_argument("--key-file", metavar="FILE", help="file with the key in the server's --worker-key-file")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="auto, cpu, cuda or cuda:N; for ranks also cuda:0,cuda:1 (default: auto)",
+    )
     parser.add_argument("--model", help="directory or Hugging Face id of the model (default: the server's path)")
     parser.add_argument("--tls-ca", metavar="FILE", help="certificates that the server's is signed by; turns TLS on")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
@@ -85,8 +92,11 @@ def join(arguments: argparse.Namespace) -> int:
     from servekit.joining.agent import AgentSettings, run_agent
     from servekit.joining.credentials import read_key, worker_tls
 
-    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", arguments.device) is None:
-        raise ConfigError(f"--device = {arguments.device!r} is not accepted: it takes auto, cpu, cuda or cuda:N")
+    if DEVICE.fullmatch(arguments.device) is None:
+        raise ConfigError(
+            f"--device = {arguments.device!r} is not accepted: it takes auto, cpu, cuda or cuda:N, or one device for "
+            "each rank: cuda:0,cuda:1"
+        )
     configure_logging(arguments.log_level, arguments.log_format)
     address = parse_address(arguments.connect, "--connect")
     if arguments.tls_ca is not None and isinstance(address, UnixAddress):

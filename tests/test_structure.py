@@ -17,6 +17,7 @@ WALL_CLOCK_CALLS = {
     "servekit/api/app.py": {"time.time"},
     "servekit/api/responses/openai_format.py": {"time.time"},
     "servekit/protocol/logging.py": {"time.localtime"},
+    "servekit/server/engine_process.py": {"time.time"},
     "servekit/observability/tracing.py": {"time.time_ns"},
     "workers/csrc/build.py": {"time.time"},
 }

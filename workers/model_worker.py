@@ -152,7 +152,7 @@ class ModelWorker:
         if is_simulated(settings.model_path):
             from workers.runner.simulated_runner import load
         else:
-            if settings.device == "cpu" or (settings.device == "auto" and not NVIDIA_DRIVER.exists()):
+            if settings.device.startswith("cpu") or (settings.device == "auto" and not NVIDIA_DRIVER.exists()):
                 compile_ahead("float32" if settings.dtype == "auto" else settings.dtype)
             from workers.runner.model_runner import load  # type: ignore[assignment]  # and torch, which takes seconds
         self._runner, ready = load(settings, lambda stage: self._send(Loading(stage)))

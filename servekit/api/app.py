@@ -21,12 +21,14 @@ from servekit.api.auth.keys import Key, Keyring, parse_api_key
 from servekit.api.body_decoder import BodyDecoder
 from servekit.api.endpoint import Endpoint
 from servekit.api.error_handlers import exception_handlers
+from servekit.api.key_accounts import KeyAccounts, LocalKeyAccounts
 from servekit.api.middleware.metrics import RequestMetrics
 from servekit.api.middleware.stack import add_access_layers
+from servekit.api.refusal_pace import RefusalPace
 from servekit.api.responses.sse import KeepAlive
 from servekit.api.routes import console, health, live, native, openai, profile, shared_paths, tgi, tokenize
 from servekit.config import ServeConfig
-from servekit.engine.llm_engine import LLMEngine
+from servekit.engine.interface import Engine
 from servekit.observability.request_trace import RequestTrace
 
 ENDPOINTS: list[Endpoint] = [
@@ -42,12 +44,17 @@ ENDPOINTS: list[Endpoint] = [
 
 
 def create_app(
-    engine: LLMEngine, keys_of_file: Sequence[Key] = (), record: Callable[[RequestTrace], None] | None = None
+    engine: Engine,
+    keys_of_file: Sequence[Key] = (),
+    record: Callable[[RequestTrace], None] | None = None,
+    accounts: KeyAccounts | None = None,
+    created_s: int | None = None,
 ) -> Starlette:
     """Return the application for one engine.
 
     Clients need a key if there are any: those of --api-key, and `keys_of_file`, which were read from --api-keys-file.
-    `record` receives a trace of each request that has ended. Raises ConfigError.
+    `record` receives a trace of each request that has ended. `accounts` counts what each key uses, by default in this
+    process. `created_s` is when the server began, in seconds since 1970, by default now. Raises ConfigError.
     """
     config = engine.config
     assert keys_of_file or config.api_keys_file is None, "the keys file was not read, so no key would be needed"
@@ -65,16 +72,18 @@ def create_app(
     app.router.redirect_slashes = False  # the redirect would repeat the client's own Host header
     app.state.engine = engine
     app.state.body_decoder = BodyDecoder(config.sandbox_memory_bytes)
+    app.state.refusal_pace = RefusalPace()
     app.state.keep_alive = KeepAlive(config.sse_keep_alive_interval)
     app.state.feed = live.Feed(engine)
     app.state.keyring = keyring
-    app.state.created_s = int(time.time())  # `created` of the model at /v1/models
+    app.state.created_s = int(time.time()) if created_s is None else created_s  # `created` of the model at /v1/models
     # These layers are outside Starlette's own middleware, so that its 404 and 500 answers pass through them, too.
     app.middleware_stack = RequestMetrics(
         add_access_layers(
             app.build_middleware_stack(),
             config,
             keyring,
+            accounts or LocalKeyAccounts(),
             {(method, each.path) for each in endpoints if each.is_public for method in (each.method, "HEAD")},
             is_open=console.is_open if config.ui else _is_never_open,
         ),

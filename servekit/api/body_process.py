@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from servekit.api.schemas.packed_body import DecodeBody, PackedBody, Refusal, pa
 from servekit.protocol.child_process import die_with_parent, ignore_signals, limit_address_space
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
 
+NICENESS = 10  # where processors are scarce, the model and small bodies go first
 DESCRIPTION = "Decode large request bodies for the server."
 
 
@@ -26,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     die_with_parent(arguments.parent_pid)
     ignore_signals()
+    os.nice(NICENESS)
     limit_address_space(arguments.memory_bytes)
     gc.disable()  # values from JSON have no cycles, and looking for them takes three times as long as decoding
     jobs = MessageReceiver[DecodeBody](adopt_reader(sys.stdin.fileno()), DecodeBody)

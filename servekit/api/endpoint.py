@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servekit.engine.caller import ANONYMOUS, Caller
-from servekit.engine.llm_engine import LLMEngine
+from servekit.engine.interface import Engine
 from servekit.errors import ServekitError
 
 
@@ -30,9 +30,9 @@ class Endpoint:
     is_public: bool = False  # needs no API key, and accepts any Host header: for health probes
 
 
-def engine_of(request: Request) -> LLMEngine:
+def engine_of(request: Request) -> Engine:
     """Return the engine that serves this application."""
-    engine: LLMEngine = request.app.state.engine
+    engine: Engine = request.app.state.engine
     return engine
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from difflib import get_close_matches
 
@@ -9,9 +11,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from servekit.api.endpoint import Endpoint, engine_of
+from servekit.api.endpoint import Endpoint, caller_of, engine_of
+from servekit.api.refusal_pace import RefusalPace
 from servekit.api.responses.http import CLIENT_CLOSED_REQUEST, note_error_code, refuse, respond
-from servekit.errors import InternalError, ServekitError
+from servekit.errors import InternalError, QueueFull, RateLimited, ServekitError
 
 Handler = Callable[[Request, Exception], Awaitable[Response]]
 
@@ -39,7 +42,12 @@ def exception_handlers(endpoints: Sequence[Endpoint]) -> dict[type[Exception], H
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServekitError)
-    engine_of(request).metrics.http.request_refused(error.answer_code)
+    if isinstance(error, QueueFull | RateLimited):
+        pace: RefusalPace = request.app.state.refusal_pace
+        delay_s = pace.delay_s(caller_of(request).tenant, time.monotonic())
+        if delay_s:
+            await asyncio.sleep(delay_s)
+    engine_of(request).http_counters.request_refused(error.answer_code)
     return refuse(request, error)
 
 

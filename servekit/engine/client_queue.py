@@ -8,6 +8,8 @@ has ended.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from msgspec import Struct
 
 from servekit.aio.single_waiter_event import SingleWaiterEvent
@@ -15,7 +17,7 @@ from servekit.protocol.messages import TokenLogprobs
 from servekit.scheduler.sequence import FinishReason
 
 
-class TokenDelta(Struct, frozen=True, gc=False):
+class TokenDelta(Struct, frozen=True, array_like=True, gc=False):
     """One token of a sequence and the text that it completes; or the end of a sequence, without a token."""
 
     index: int  # which of the request's sequences
@@ -31,6 +33,7 @@ class ClientQueue:
     """A queue that the engine fills and one reader empties."""
 
     __slots__ = ("_changed", "_error", "_interval", "_is_read", "_num_pending", "_pending")
+    takes_token_ids: ClassVar[bool] = False  # whether its reader makes the text, where that does not end a sequence
 
     def __init__(self, interval: int = 1) -> None:
         self._interval = interval

@@ -47,6 +47,16 @@ class Detokenizer:
         """Return the text that is still held back. An incomplete character becomes U+FFFD."""
         return self._release(self._decode(b"", True), is_last=True)
 
+    def text_of(self, token_id: int, is_in_text: bool, is_last: bool) -> str:
+        """Return the text that a token completes. With the last token, also what is still held back.
+
+        `is_in_text`: whether the token is part of the text. The one that stops a sequence may not be.
+        """
+        text = self.feed(token_id) if is_in_text else ""
+        if is_last and self.stop_string is None:
+            text += self.finish()
+        return text
+
     def _release(self, text: str, is_last: bool) -> str:
         if self.stop_string is not None:
             return ""
@@ -58,6 +68,19 @@ class Detokenizer:
         keep = 0 if is_last else _live_prefix_length(text, self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+
+class NullDetokenizer(Detokenizer):
+    """Gives no text: another process makes it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: b"")
+
+    def feed(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
 
 
 def _first_match(text: str, stop: tuple[str, ...]) -> tuple[int, str] | None:

@@ -17,7 +17,7 @@ from msgspec import Struct
 from servekit.config import ServeConfig
 from servekit.engine.model_files import ChatTemplate
 from servekit.engine.tokenizer import Tokenizer, TooManyTokens
-from servekit.errors import ContextTooLong, InvalidRequest, prompt_too_long
+from servekit.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, prompt_too_long
 from servekit.protocol.messages import ModelInfo
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest, Grammar, Prompt, Sampling
@@ -343,6 +343,19 @@ class InputProcessor:
             return 0.0
         default = self._model.default_temperature
         return _or(wanted.temperature, 1.0 if wanted.do_sample and default == 0.0 else default)
+
+
+async def prepare_in_time(
+    processor: InputProcessor, request: GenerationRequest, tenant: str, arrival_s: float, now_s: float
+) -> list[PreparedPrompt]:
+    """Prepare a request that arrived at `arrival_s`. Raises DeadlineExceeded when one of its deadlines passes."""
+    deadlines = [each for each in (request.ttft_ms, request.deadline_ms) if each is not None]
+    time_left_s = max(0.0, arrival_s + min(deadlines) / 1e3 - now_s) if deadlines else None
+    try:
+        async with asyncio.timeout(time_left_s):
+            return await processor.prepare(request, tenant)
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed while the prompt or the grammar was prepared") from None
 
 
 def num_logprobs(request: GenerationRequest, prepared: list[PreparedPrompt]) -> int:

@@ -13,16 +13,19 @@ import logging
 import time
 from array import array
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from servekit import __version__
 from servekit.aio.daemon_thread import run_in_daemon_thread
 from servekit.config import ServeConfig
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.client_queue import ClientQueue
+from servekit.engine.detokenizer import Detokenizer, NullDetokenizer
 from servekit.engine.engine_core import RETRY_AFTER_S, EngineCore
-from servekit.engine.input_processor import InputProcessor, PreparedPrompt, num_logprobs
+from servekit.engine.input_processor import InputProcessor, PreparedPrompt, num_logprobs, prepare_in_time
 from servekit.engine.live_view import LiveView, build_live_view, live_worker
-from servekit.engine.model_files import find_chat_template, find_model
+from servekit.engine.model_files import ChatTemplate, find_chat_template, find_model
 from servekit.engine.output_processor import OutputProcessor
 from servekit.engine.profiling import Profiling
 from servekit.engine.queue_limits import QueueLimits, QueuePlaces
@@ -31,12 +34,12 @@ from servekit.engine.replicas import Replica, Replicas
 from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput, add_commands
 from servekit.engine.tokenizer import Tokenizer, load_tokenizer
-from servekit.errors import DeadlineExceeded, InvalidRequest, QueueFull, ServekitError, WorkerNotReady, shutting_down
+from servekit.errors import InvalidRequest, QueueFull, ServekitError, WorkerNotReady, shutting_down
 from servekit.executor.model_executor import load_model_message
 from servekit.joining.worker_pool import WorkerPool
 from servekit.observability.journal import Journal, JournalCollector, open_journals
 from servekit.observability.live_frames import LiveState
-from servekit.observability.metrics import Metrics
+from servekit.observability.metrics import HttpMetrics, Metrics
 from servekit.observability.observer import Observer
 from servekit.observability.step_history import StepHistory
 from servekit.protocol.messages import WorkerReady
@@ -78,7 +81,9 @@ class LLMEngine:
         self._sequence_ids = itertools.count()  # in order of arrival
         self._tokenizer: Tokenizer | None = None
         self._journals: list[Journal] = []  # one for each replica, if there are any
-        self._input_processor: InputProcessor | None = None
+        self._input_processor: InputProcessor | None = None  # with several API processes, each of them has one
+        self.model_path: Path | None = None  # these two are known when the engine has started
+        self.chat_template: ChatTemplate | None = None
         self._main_loop: asyncio.Task[None] | None = None
         self._is_draining = False
         self._rejects_requests = False
@@ -127,7 +132,7 @@ class LLMEngine:
         """The time on the clock that all times of the engine are measured with."""
         return self._clock()
 
-    def live_view(self) -> LiveView:
+    async def live_view(self) -> LiveView:
         """One frame of the live view."""
         workers = [live_worker(replica) for replica in self.replicas.all]
         server = LiveState(self._clock(), self.state, self.stage, self.config.model_name, __version__, workers)
@@ -135,6 +140,19 @@ class LLMEngine:
         if not managers:
             return LiveView(server)
         return build_live_view(server, managers, self._registry.outputs, self.history)
+
+    async def render_metrics(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return self.metrics.render()
+
+    async def describe_replicas(self) -> list[dict[str, Any]]:
+        """What /info says of each replica."""
+        return [replica.info() for replica in self.replicas.all]
+
+    @property
+    def http_counters(self) -> HttpMetrics:
+        """Counts HTTP requests."""
+        return self.metrics.http
 
     # -- the parts of a running engine; each property raises WorkerNotReady while the model loads ----------------------
 
@@ -175,9 +193,9 @@ class LLMEngine:
         """Load the model and begin to serve. Raises ConfigError or WorkerError."""
         self.profiling.prepare()
         self._journals = open_journals(self.config, range(len(self.replicas.all)))
-        path = await run_in_daemon_thread(find_model, self.config.model)
+        self.model_path = path = await run_in_daemon_thread(find_model, self.config.model)
         self._tokenizer = await run_in_daemon_thread(load_tokenizer, path)
-        template = find_chat_template(path, self.config.chat_template)
+        self.chat_template = template = find_chat_template(path, self.config.chat_template)
         load = load_model_message(self.config, str(path))
         if self._worker_pool is not None:
             self._worker_pool.start(load)
@@ -189,8 +207,9 @@ class LLMEngine:
         model, limits = self.worker.model, replicas.limits
         if self._journals:
             self.metrics.registry.register(JournalCollector(self._journals, self.config.model_name))
-        self._input_processor = InputProcessor(self.config, path, self._tokenizer, template, model, limits)
-        self._input_processor.start()
+        if self.config.api_processes == 1:
+            self._input_processor = InputProcessor(self.config, path, self._tokenizer, template, model, limits)
+            self._input_processor.start()
         self.metrics.watch_scheduler(replicas.stats)
         self.metrics.watch_queue(lambda: self._queue_limits.usage(replicas.num_waiting, replicas.queued))
         self._main_loop = asyncio.create_task(self._serve(), name="servekit main loop")
@@ -278,6 +297,10 @@ class LLMEngine:
         replicas = self._running_replicas
         return self._queue_limits.reserve(request, caller.tenant, replicas.num_waiting, replicas.queued, self._clock())
 
+    async def take_places(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> QueuePlaces:
+        """Like `reserve`."""
+        return self.reserve(request, caller)
+
     def _check_outage(self) -> None:
         if self.replicas.outage is not None:
             raise self.replicas.outage
@@ -292,23 +315,31 @@ class LLMEngine:
         if places is None:
             places = self.reserve(request, caller)
         try:
-            prepared = await self._prepare(request, caller, places.arrival_s)
+            prepared = await prepare_in_time(
+                self.input_processor, request, caller.tenant, places.arrival_s, self._clock()
+            )
+            return await self.submit_prepared(self.new_state(request, caller), prepared, places)
+        finally:
+            places.release()
+
+    async def submit_prepared(
+        self, state: RequestState, prepared: list[PreparedPrompt], places: QueuePlaces
+    ) -> RequestState:
+        """Like `submit`, for prompts that are prepared. The contents of those in the request may be missing.
+
+        `state` is one that `new_state` returned. It gets the sequences.
+        """
+        request, tenant = state.request, state.caller.tenant
+        try:
             self._check_outage()
             replicas = self._running_replicas
             num_tokens = sum(len(prompt.token_ids) * len(prompt.sampling) for prompt in prepared)
             num_waiting, now_s = replicas.num_waiting, self._clock()
             self._queue_limits.reserve_tokens(places, num_tokens, num_waiting, replicas.queued, now_s)
-            release = self._reserve_result(caller.tenant, num_logprobs(request, prepared))
-            return await self._admit(request, caller, prepared, places, release)
+            state.hold_result(self._reserve_result(tenant, num_logprobs(request, prepared)))
+            return await self._admit(state, prepared, places)
         finally:
             places.release()
-
-    async def _prepare(self, request: GenerationRequest, caller: Caller, arrival_s: float) -> list[PreparedPrompt]:
-        try:
-            async with asyncio.timeout(self._time_left_s(request, arrival_s)):
-                return await self.input_processor.prepare(request, caller.tenant)
-        except TimeoutError:
-            raise DeadlineExceeded("the deadline passed while the prompt or the grammar was prepared") from None
 
     def _reserve_result(self, tenant: str, num_values: int) -> Callable[[], None]:
         """Reserve the logprobs of a result. Returns the function that releases them.
@@ -333,26 +364,13 @@ class LLMEngine:
         budget.take(tenant, num_values)
         return lambda: budget.release(tenant, num_values)
 
-    def _time_left_s(self, request: GenerationRequest, arrival_s: float) -> float | None:
-        """The time until the earlier one of the request's deadlines; None if it has none."""
-        deadlines = [each for each in (request.ttft_ms, request.deadline_ms) if each is not None]
-        return max(0.0, arrival_s + min(deadlines) / 1e3 - self._clock()) if deadlines else None
-
-    async def _admit(
-        self,
-        request: GenerationRequest,
-        caller: Caller,
-        prepared: list[PreparedPrompt],
-        places: QueuePlaces,
-        release_result: Callable[[], None],
-    ) -> RequestState:
+    async def _admit(self, state: RequestState, prepared: list[PreparedPrompt], places: QueuePlaces) -> RequestState:
         """Add the request's sequences to workload managers, in slices: a thousand take a tenth of a second.
 
         Each sequence takes one of the request's places. If the client leaves meanwhile, all of them end. All answers to
         one prompt are added together, and to one replica, because later ones could not share a prompt whose first
         answer has ended.
         """
-        state = self._new_state(request, caller, release_result)
         num_tokens = 0
         try:
             for prompt in prepared:
@@ -368,11 +386,10 @@ class LLMEngine:
             raise
         return state
 
-    def _new_state(
-        self, request: GenerationRequest, caller: Caller, release_result: Callable[[], None] | None = None
-    ) -> RequestState:
+    def new_state(self, request: GenerationRequest, caller: Caller, queue: ClientQueue | None = None) -> RequestState:
+        """Return the state of a request without sequences. `queue` gets its output; by default a new one."""
         interval = request.stream_interval or self.config.stream_interval
-        return RequestState(request, caller, [], ClientQueue(interval), interval, self.abort, release_result)
+        return RequestState(request, caller, [], queue or ClientQueue(interval), interval, self.abort)
 
     def _commands(self, state: RequestState, prompt: PreparedPrompt, arrival_s: float) -> list[AddSequence]:
         ids = self._sequence_ids
@@ -383,11 +400,20 @@ class LLMEngine:
         """Add all answers to one prompt to a workload manager, and deliver their tokens from now on."""
         core, caller = self._running_replicas.choose(commands), state.caller
         for command in commands:
-            detokenizer = self.tokenizer.make_detokenizer(command.sampling)
+            detokenizer = self._make_detokenizer(state.queue, command.sampling)
             sequence, index, is_probe = core.apply(command), len(state.outputs), caller is PROBE_CALLER
             output = SequenceOutput(sequence, index, detokenizer, state.queue, caller.request_id, is_probe)
             state.outputs.append(output)
             core.add(state, output)
+
+    def _make_detokenizer(self, queue: ClientQueue, sampling: SamplingParams) -> Detokenizer:
+        """Return what makes the text of a sequence: nothing, if the reader of its queue does that.
+
+        A stop string ends a sequence, so its text is always made here.
+        """
+        if queue.takes_token_ids and not sampling.stop:
+            return NullDetokenizer()
+        return self.tokenizer.make_detokenizer(sampling)
 
     def abort(self, request: RequestState) -> None:
         """End a request early. Does nothing if it has ended."""
@@ -396,7 +422,7 @@ class LLMEngine:
 
     async def _generate_token(self) -> None:
         """Generate one token as for a client, through the waiting queue."""
-        request = self._new_state(PROBE_REQUEST, PROBE_CALLER)
+        request = self.new_state(PROBE_REQUEST, PROBE_CALLER)
         self._add(request, self._commands(request, PROBE_PROMPT, self._clock()))
         try:
             await request.queue.get()

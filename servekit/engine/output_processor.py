@@ -74,9 +74,7 @@ class OutputProcessor:
             reason = FinishReason.LENGTH
         # The token that stops a sequence is part of its text only if the request asks for it.
         is_in_text = reason is not FinishReason.STOP or token.sequence.sampling.include_stop
-        text = detokenizer.feed(token.token_id) if is_in_text else ""
-        if reason is not None and detokenizer.stop_string is None:
-            text += detokenizer.finish()
+        text = detokenizer.text_of(token.token_id, is_in_text, reason is not None)
         stop_reason: str | int | None = token.sequence.stop_token_id
         if detokenizer.stop_string is not None:
             reason, stop_reason = FinishReason.STOP, detokenizer.stop_string

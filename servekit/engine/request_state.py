@@ -63,7 +63,6 @@ class RequestState:
         queue: ClientQueue,
         interval: int,
         abort: Callable[[RequestState], None],
-        release_result: Callable[[], None] | None = None,
     ) -> None:
         self.request = request
         self.caller = caller
@@ -71,7 +70,7 @@ class RequestState:
         self.queue = queue
         self.interval = interval  # tokens of a sequence that are streamed together
         self._abort = abort
-        self._release_result = release_result
+        self._release_result: Callable[[], None] | None = None
 
     @property
     def num_answers(self) -> int:
@@ -120,6 +119,10 @@ class RequestState:
     def abort(self) -> None:
         """Free everything that this request still holds. Does not await, so it may be called in a `finally` clause."""
         self._abort(self)
+
+    def hold_result(self, release: Callable[[], None]) -> None:
+        """Keep `release`, which gives back the memory that is reserved for the result."""
+        self._release_result = release
 
     def release_result(self) -> None:
         """Give back the memory that the result may take: the answer is written, or there will be none. Idempotent."""

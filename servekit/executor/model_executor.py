@@ -32,6 +32,7 @@ from servekit.simulation.model import is_simulated
 
 log = logging.getLogger("servekit")
 
+MAX_STEP_TIME_S = 1e6  # that a worker may report: the clock also runs while a machine sleeps
 STABLE_AFTER_S = 10.0  # a worker that was ready for this long does not count as a failed start
 
 
@@ -178,6 +179,8 @@ class ModelExecutor:
         vocab_size = self.ready.model.vocab_size
         if min(token_ids) < 0 or max(token_ids) >= vocab_size or not all(_top_tokens_exist(message, vocab_size)):
             raise self.mark_lost(f"returned a token id outside its vocabulary of {vocab_size} tokens")
+        if not 0.0 <= message.step_time_s <= MAX_STEP_TIME_S:  # NaN is neither; it would stay in the sums of metrics
+            raise self.mark_lost(f"reported a step of {message.step_time_s:g} s")
         if num_tokens is not None:
             self._timeout.observe(num_tokens, message.step_time_s)
             self._num_losses = 0
@@ -304,4 +307,5 @@ def load_model_message(config: ServeConfig, path: str) -> LoadModel:
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
         load_timeout_s=config.load_timeout,
+        heartbeat_timeout_s=config.heartbeat_timeout,
     )

@@ -57,7 +57,7 @@ class WorkerConnection:
     ) -> None:
         """`stream` is not started yet. Its bytes are `frames`, by default those of a pipe."""
         self.loss: ServekitError | None = None
-        self.cause = "other"  # the reason: ended, step_timeout, silence, garbage, failed, left, other
+        self.cause = "other"  # the reason: ended, step_timeout, silence, garbage, failed, out_of_memory, left, other
         self.stage = "starting the worker"
         self.is_leaving = False  # it has asked to be sent no more steps, and to be shut down
         self.on_loss = on_loss  # both may be replaced
@@ -172,10 +172,11 @@ class WorkerConnection:
 
     def _on_bytes(self, data: bytes) -> None:
         """Handle what has arrived: any number of messages, or a part of one."""
-        self._num_silent_ticks = 0
-        self._has_sent_message = True
         try:
             for payload in self._frames.decode(data):
+                # Only whole messages are signs of life: bytes that trickle in are not.
+                self._num_silent_ticks = 0
+                self._has_sent_message = True
                 self._handle(self._decode(payload))
         except asyncio.QueueFull:
             what = f"sent more than {MAX_PENDING_MESSAGES} messages that no request asked for"
@@ -195,7 +196,7 @@ class WorkerConnection:
                 self.on_leaving()
         elif isinstance(message, WorkerFailed):
             kind = ConfigError if message.is_config_error and not self._is_ready else WorkerLost
-            self.mark_lost(kind(message.message), "failed")
+            self.mark_lost(kind(message.message), "out_of_memory" if message.is_out_of_memory else "failed")
         elif isinstance(message, Profiled):
             if not self._requests:
                 raise ValueError("a Profiled message without a request for it")

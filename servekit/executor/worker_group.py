@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
-from servekit.errors import ServekitError, WorkerLost, WorkerTimeout
+from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerTimeout
 from servekit.executor.worker_connection import MAX_PENDING_MESSAGES, WorkerConnection
 from servekit.protocol.messages import (
     FromWorker,
@@ -32,19 +32,25 @@ from servekit.protocol.messages import (
     WorkerReady,
 )
 
+# When a rank ends, the others fail in their next exchange with it, and may report that first. The end of a process is
+# known within milliseconds, so the real cause is almost always known after this time.
+CAUSE_TIMEOUT_S = 0.1
+
 StartRank = Callable[[int, Callable[[], None]], WorkerConnection]  # (rank, on_loss) -> its connection
 
 
 class WorkerGroup:
     """The messages to and from all ranks. A lost group stays lost; the first reason counts."""
 
-    is_leaving = False  # the ranks are children of the server, which end with it
+    is_leaving = False  # the ranks are children of this process, which end with it
 
     def __init__(self, num_ranks: int, result_rank: int, start_rank: StartRank, on_loss: Callable[[], None]) -> None:
         """Start the ranks. Those from `result_rank` on are the last stage. `on_loss` is called when one is lost."""
         self.loss: ServekitError | None = None
         self.cause = "other"  # as of WorkerConnection, or out_of_memory
         self._on_loss = on_loss
+        self._is_lost = asyncio.Event()
+        self._failure_timers: list[asyncio.TimerHandle] = []  # of ranks that failed, perhaps because another one ended
         self._directory = tempfile.TemporaryDirectory(prefix="servekit-ranks-")
         self._ranks: list[WorkerConnection] = []
         self._result_rank = result_rank
@@ -88,28 +94,40 @@ class WorkerGroup:
             return
         if self.loss is not None:
             return  # `receive` raises it
-        payload = self._ranks[self._result_rank].encode(message)
+        self.send_payload(self._ranks[self._result_rank].encode(message))
+
+    def send_payload(self, payload: bytes) -> None:
+        """Send a message that is encoded already, and is not LoadModel."""
         for worker in self._ranks:
             worker.send_payload(payload)
 
-    async def receive(self, timeout_s: float) -> FromWorker:
-        """Return the next result, when all ranks have answered. Raises the loss, like WorkerConnection's."""
+    async def receive(self, timeout_s: float | None) -> FromWorker:
+        """Return the next result, when all ranks have answered. Raises the loss, like WorkerConnection's.
+
+        Without a timeout, only the silence and the end of a rank are noticed.
+        """
         if len(self._ranks) <= self._result_rank:
             assert self.loss is not None
             raise self.loss
         try:
             answer = await self._ranks[self._result_rank].receive(timeout_s)
-        except ServekitError as error:
-            raise self.loss or error from None
+        except ServekitError:
+            await self._is_lost.wait()
+            assert self.loss is not None
+            raise self.loss from None
         if isinstance(answer, StepFailed):
             self._mark_lost_for_memory(self._result_rank, answer)
-        what = f"the ranks of the model worker did not all answer within {timeout_s:.3g} s"
-        timer = PauseTolerantTimer(timeout_s, lambda: self.mark_lost(WorkerTimeout(what), "step_timeout"))
-        try:
+        with contextlib.ExitStack() as stack:
+            if timeout_s is not None:
+                what = f"the ranks of the model worker did not all answer within {timeout_s:.3g} s"
+                late = partial(self.mark_lost, WorkerTimeout(what), "step_timeout")
+                stack.callback(PauseTolerantTimer(timeout_s, late).cancel)
             for rank, answers in self._answers.items():
-                self._check_agreement(rank, answer, await answers.get())
-        finally:
-            timer.cancel()
+                other = await answers.get()
+                if other is None:
+                    await self._is_lost.wait()
+                else:
+                    self._check_agreement(rank, answer, other)
         if self.loss is not None:
             raise self.loss
         return answer
@@ -132,6 +150,9 @@ class WorkerGroup:
         if self.loss is not None:
             return
         self.loss, self.cause = error, cause
+        self._is_lost.set()
+        for timer in self._failure_timers:
+            timer.cancel()
         for worker in self._ranks:
             worker.mark_lost(error, cause)
         self._on_loss()
@@ -159,16 +180,21 @@ class WorkerGroup:
     def _on_rank_lost(self, rank: int) -> None:
         loss, cause = self._ranks[rank].loss, self._ranks[rank].cause
         assert loss is not None
-        self.mark_lost(type(loss)(f"rank {rank} of {len(self._ranks)}: {loss.message}"), cause)
+        error = type(loss)(f"rank {rank} of {len(self._ranks)}: {loss.message}")
+        if cause == "failed" and not isinstance(loss, ConfigError):
+            loop = asyncio.get_running_loop()
+            self._failure_timers.append(loop.call_later(CAUSE_TIMEOUT_S, self.mark_lost, error, cause))
+        else:
+            self.mark_lost(error, cause)
 
     def _mark_lost_for_memory(self, rank: int, failed: StepFailed) -> None:
         """End the group: the other ranks wait for this one in the middle of a step."""
         what = f"rank {rank} of the model worker ran out of memory: {failed.message}"
         self.mark_lost(WorkerLost(what), "out_of_memory")
 
-    def _check_agreement(self, rank: int, answer: FromWorker, other: FromWorker | None) -> None:
+    def _check_agreement(self, rank: int, answer: FromWorker, other: FromWorker) -> None:
         """Check that a rank's answer fits the result; otherwise the group is lost."""
-        if other is None or self.loss is not None:
+        if self.loss is not None:
             return
         if isinstance(answer, WorkerReady) and isinstance(other, WorkerReady):
             agrees = (answer.model, answer.num_blocks) == (other.model, other.num_blocks)

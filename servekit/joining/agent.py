@@ -1,8 +1,9 @@
 """Keep one worker joined to a server: connect, authenticate, run a worker process, and connect again when that ends.
 
-The agent holds no model. For each connection it starts a worker process, as a server does for a worker of its own, and
-passes the frames between that process and the server. So a worker that joins is the same program as any other worker,
-a crash of it or of its device ends one process only, and a new connection never sees what an old one has left behind.
+The agent holds no model. For each connection it starts a worker process, or one for each rank that the server asks for,
+as a server does for a worker of its own, and passes the messages between them and the server. So a worker that joins is
+the same program as any other worker, a crash of it or of its device ends children of the agent only, and a new
+connection never sees what an old one has left behind.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ from msgspec.structs import replace
 from servekit import __version__
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.errors import ConfigError
-from servekit.executor.worker_process import WorkerProcess
 from servekit.joining.address import TcpAddress, UnixAddress
+from servekit.joining.local_worker import LocalWorker, start_local_worker
 from servekit.joining.socket_stream import SocketStream
-from servekit.protocol.frames import FrameCodec
 from servekit.protocol.handshake import NONCE_BYTES, NOT_SERVEKIT, HandshakeFailed, Offer, WorkerHandshake
 from servekit.protocol.messages import FromWorker, Leaving, Loading, LoadModel, ToWorker, WorkerFailed, WorkerReady
 from servekit.protocol.sealed_frames import SealedFrameCodec
@@ -47,9 +47,9 @@ class AgentSettings(Struct, frozen=True):
     address: UnixAddress | TcpAddress
     key: bytes
     tls: ssl.SSLContext | None
-    device: str
+    device: str  # or several, separated by commas: one for each rank
     model: str | None  # path on this machine; None: the path that the server gives
-    process_arguments: tuple[str, ...] = ()  # of the worker process
+    process_arguments: tuple[str, ...] = ()  # of each worker process
 
 
 class WorkerAgent:
@@ -59,6 +59,7 @@ class WorkerAgent:
         self._settings = settings
         self._leaving = asyncio.Event()
         self._has_ended = False  # without waiting for steps
+        self._joining: asyncio.Task[_Service] | None = None
         self._service: _Service | None = None
 
     async def run(self) -> int:
@@ -68,8 +69,12 @@ class WorkerAgent:
         """
         num_failures = 0
         while not self._leaving.is_set():
+            self._joining = asyncio.create_task(self._join(), name="joins the server")
+            await asyncio.wait([self._joining])
+            if self._joining.cancelled():
+                break  # by `leave`
             try:
-                service = await self._join()
+                service = self._joining.result()
                 num_failures = 0 if await self._serve(service) else num_failures + 1
             except HandshakeFailed as error:
                 if error.is_permanent:
@@ -83,10 +88,15 @@ class WorkerAgent:
         return 0
 
     def leave(self) -> None:
-        """Leave the server: finish the steps in flight, and let `run` return. The second call ends at once."""
+        """Leave the server: finish the steps in flight, and let `run` return. The second call ends at once.
+
+        Before the server has accepted this worker there is nothing to finish, so the first call ends at once, too.
+        """
         if self._leaving.is_set():
             self._has_ended = True
         self._leaving.set()
+        if self._joining is not None:
+            self._joining.cancel()  # does nothing if it is done
         if self._service is not None:
             self._service.leave(at_once=self._has_ended)
 
@@ -130,15 +140,14 @@ class WorkerAgent:
 
 
 class _Service:
-    """One connection, and the worker process that works for it."""
+    """One connection, and the worker process or the ranks that work for it."""
 
     def __init__(self, settings: AgentSettings, stream: SocketStream, frames: SealedFrameCodec) -> None:
         self.is_ready = False  # the model is loaded
         self._settings = settings
         self._stream = stream
         self._frames = frames
-        self._process: WorkerProcess | None = None
-        self._process_sends, self._process_receives = FrameCodec(), FrameCodec()
+        self._worker: LocalWorker | None = None
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._failure: ConfigError | None = None
 
@@ -161,9 +170,9 @@ class _Service:
         asyncio.get_running_loop().call_later(LEAVE_TIMEOUT_S, self._finish, what)
 
     async def end(self) -> None:
-        """End the worker process, if it has not exited, and the connection, when the last frames are sent."""
-        if self._process is not None:
-            await self._process.end(is_hung=False)
+        """End the worker's processes that have not exited, and the connection, when the last frames are sent."""
+        if self._worker is not None:
+            await self._worker.end()
         await self._stream.close()
         await self._stream.end()
 
@@ -171,42 +180,53 @@ class _Service:
         if not self._done.done():
             self._done.set_result(why)
 
-    # -- frames from the server ---------------------------------------------------------------------------------------
+    # -- messages from the server -------------------------------------------------------------------------------------
 
     def _on_server_bytes(self, data: bytes) -> None:
         try:
             for payload in self._frames.decode(data):
-                if self._process is None:
-                    payload = self._start_process(payload)
-                assert self._process is not None
-                self._process.write(self._process_receives.encode(payload))
+                if self._worker is not None:
+                    self._worker.send(payload)
+                elif self._failure is None:
+                    self._load(msgspec.msgpack.decode(payload, type=ToWorker))
         except (ValueError, msgspec.DecodeError) as error:
             self._finish(f"the server sent an invalid message ({error})")
+        except OSError as error:
+            self._finish(f"the worker process did not start ({error})")
 
-    def _start_process(self, payload: bytes) -> bytes:
-        """Start the worker process at the server's first message. Returns that message, with this machine's settings.
+    def _load(self, message: ToWorker) -> None:
+        """Start the worker process, or the ranks, at the server's first message, with the settings of this machine.
 
-        Raises ValueError or DecodeError if it is another message.
+        Raises ValueError if it is another message.
         """
-        message: ToWorker = msgspec.msgpack.decode(payload, type=ToWorker)
         if not isinstance(message, LoadModel):
             raise ValueError(f"{type(message).__name__} before LoadModel")
         load = replace(message, device=self._settings.device, model_path=self._settings.model or message.model_path)
-        log.info("joined %s; loading %s on %s", self._stream.name, load.model_path, load.device)
-        self._process = WorkerProcess(list(self._settings.process_arguments))
-        self._process.start(self._on_process_bytes, self._on_process_end)
-        return msgspec.msgpack.encode(load)
+        num_devices = len(load.device.split(","))
+        if num_devices not in (1, load.num_ranks):
+            self._refuse(
+                f"--device names {num_devices} devices, and the server divides the model among {load.num_ranks} ranks "
+                f"(--tensor-parallel-size {load.tensor_parallel_size}, --pipeline-parallel-size "
+                f"{load.pipeline_parallel_size}); name one device for each rank, or only the first one"
+            )
+            return
+        ranks = f", divided among {load.num_ranks} ranks" if load.num_ranks > 1 else ""
+        log.info("joined %s; loading %s on %s%s", self._stream.name, load.model_path, load.device, ranks)
+        self._worker = start_local_worker(load, self._settings.process_arguments, self._on_worker_message, self._finish)
 
-    # -- frames from the worker process -------------------------------------------------------------------------------
+    def _refuse(self, why: str) -> None:
+        """Tell the server and the operator why this worker cannot serve."""
+        self._failure = ConfigError(why)
+        self._to_server(msgspec.msgpack.encode(WorkerFailed(why, is_config_error=True)))
+        self._finish(why)
 
-    def _on_process_bytes(self, data: bytes) -> None:
-        try:
-            for payload in self._process_sends.decode(data):
-                if not self.is_ready:
-                    self._watch_loading(msgspec.msgpack.decode(payload, type=FromWorker))
-                self._to_server(payload)
-        except (ValueError, msgspec.DecodeError) as error:
-            self._finish(f"the worker process sent an invalid message ({error})")
+    # -- messages from the worker's processes -------------------------------------------------------------------------
+
+    def _on_worker_message(self, payload: bytes) -> None:
+        """Pass a message on. Raises DecodeError if it is not valid."""
+        if not self.is_ready:
+            self._watch_loading(msgspec.msgpack.decode(payload, type=FromWorker))
+        self._to_server(payload)
 
     def _watch_loading(self, message: FromWorker) -> None:
         match message:
@@ -224,9 +244,6 @@ class _Service:
 
     def _to_server(self, payload: bytes) -> None:
         self._stream.write(self._frames.encode(payload))
-
-    def _on_process_end(self, what: str) -> None:
-        self._finish(f"the worker process {what}")
 
 
 async def _connect(settings: AgentSettings) -> SocketStream:
@@ -248,7 +265,7 @@ def _offer(device: str) -> Offer:
         torch_version = metadata.version("torch")  # of the installed package; importing it would take seconds
     except metadata.PackageNotFoundError:
         torch_version = ""
-    return Offer(socket.gethostname()[:100], device, __version__, torch_version, os.getpid())
+    return Offer(socket.gethostname()[:100], device[:100], __version__, torch_version, os.getpid())
 
 
 def _explain(error: Exception, settings: AgentSettings) -> str:

@@ -196,7 +196,8 @@ class WorkerListener:
             async with pause_tolerant_timeout(self._settings.handshake_timeout_s):
                 stream = await self._open(connected, name)
                 offer = await self._authenticate(stream, handshake)
-            heartbeat_timeout_s, frames = self._settings.heartbeat_timeout_s, handshake.sealed_frames()
+            heartbeat_timeout_s = self._settings.heartbeat_timeout_s
+            frames = handshake.sealed_frames(self._handler.load_model().max_answer_bytes)
             stream.name = f"{offer.pid} on {offer.host}, {offer.device}"
             return WorkerConnection(stream, heartbeat_timeout_s, lambda: None, frames), offer, stream.name
         except BaseException as error:

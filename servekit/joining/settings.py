@@ -28,9 +28,6 @@ def listener_settings(config: ServeConfig) -> ListenerSettings | None:
             "listen_workers needs worker_key_file: without a key, every process that can connect could join; make one "
             "with `openssl rand -hex 32`"
         )
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(config, name) > 1:
-            raise ConfigError(f"listen_workers cannot be used with {name} > 1 yet: each worker joins alone")
     tls = server_tls(config.worker_tls_cert, config.worker_tls_key)
     if tls is not None and isinstance(address, UnixAddress):
         raise ConfigError(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.executor.byte_stream import OnBytes, OnEnd
 from servekit.protocol.frames import HEADER_BYTES, add_header, frame_length
 from servekit.protocol.handshake import MAX_HANDSHAKE_BYTES
+
+log = logging.getLogger("servekit")
 
 READ_BYTES = 2**18
 # Of one connection. Few steps are in flight, and each is sent as soon as it is planned; so only a peer that reads
@@ -96,6 +99,9 @@ class SocketStream:
                     on_bytes(data)
         except OSError as error:  # TLS errors are such, too
             what = f"was disconnected ({error.strerror or error})"
+        except Exception as error:  # of `on_bytes`: a mistake of ours, after which nothing would read the connection
+            log.exception("the connection to %s failed", self.name)
+            what = f"was disconnected by an internal error ({type(error).__name__}: {error})"
         finally:
             self._ended.set()
         self._report_end(what)

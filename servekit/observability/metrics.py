@@ -38,7 +38,7 @@ _IPC_BUCKETS = (0.0001, 0.00025, *_STEP_BUCKETS)
 _RECOVERY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
 # Values of the label `cause` of servekit_worker_restarts_total.
-RESTART_CAUSES = ("ended", "step_timeout", "silence", "garbage", "failed", "no_start", "left", "other")
+RESTART_CAUSES = ("ended", "step_timeout", "silence", "garbage", "failed", "out_of_memory", "no_start", "left", "other")
 
 # Settings that a dashboard shows beside its curves, as labels of servekit_config_info.
 _EXPORTED_SETTINGS = (

@@ -19,22 +19,29 @@ NO_PROCESS = 0  # /proc/0 does not exist, so nothing is exported
 def watch_processes(registry: CollectorRegistry, worker_pids: Callable[[], Sequence[int | None]]) -> None:
     """Export `process_*` of this process and `servekit_worker_process_*` of each worker, read at each scrape."""
     ProcessCollector(registry=registry)
-    registry.register(_WorkersCollector(worker_pids))
+    registry.register(_ChildrenCollector("servekit_worker", "replica", worker_pids))
 
 
-class _WorkersCollector(Collector):
-    """Memory, open files and CPU time of the workers, by replica."""
+def watch_api_processes(registry: CollectorRegistry, pids: Callable[[], Sequence[int | None]]) -> None:
+    """Export `servekit_api_process_*` of each API process, read at each scrape."""
+    registry.register(_ChildrenCollector("servekit_api", "api_process", pids))
 
-    def __init__(self, pids: Callable[[], Sequence[int | None]]) -> None:
+
+class _ChildrenCollector(Collector):
+    """Memory, open files and CPU time of child processes of one kind, by their number."""
+
+    def __init__(self, prefix: str, label: str, pids: Callable[[], Sequence[int | None]]) -> None:
+        self._prefix = prefix
+        self._label = label
         self._pids = pids
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
-        for replica, pid in enumerate(self._pids()):
-            process = ProcessCollector("servekit_worker", pid=partial(_pid, pid), registry=None)
+        for number, pid in enumerate(self._pids()):
+            process = ProcessCollector(self._prefix, pid=partial(_pid, pid), registry=None)
             for family in process.collect():
                 for sample in family.samples:
-                    sample.labels["replica"] = str(replica)
+                    sample.labels[self._label] = str(number)
                 if families.setdefault(family.name, family) is not family:
                     families[family.name].samples += family.samples
         yield from families.values()
@@ -45,10 +52,15 @@ def _pid(pid: int | None) -> int:
 
 
 async def watch_event_loop(lag: Histogram, num_tasks: Gauge) -> None:
-    """Set a timer repeatedly and observe how late it fires, until cancelled. Count tasks at each scrape."""
+    """Observe how late timers fire, until cancelled. Count tasks at each scrape."""
     loop = asyncio.get_running_loop()
     num_tasks.set_function(lambda: float(len(asyncio.all_tasks(loop))))
+    await event_loop_lags(lag.observe)
+
+
+async def event_loop_lags(observe: Callable[[float], None]) -> None:
+    """Set a timer repeatedly and report how late it fires, in seconds, until cancelled."""
     while True:
         due_s = time.monotonic() + LAG_INTERVAL_S
         await asyncio.sleep(LAG_INTERVAL_S)
-        lag.observe(max(0.0, time.monotonic() - due_s))  # uvloop's timers have a resolution of 1 ms, and may be early
+        observe(max(0.0, time.monotonic() - due_s))  # uvloop's timers have a resolution of 1 ms, and may be early

@@ -11,12 +11,16 @@ HEADER_BYTES = 4
 class FrameCodec:
     """Frames in a stream of bytes: the length of each, and then its payload.
 
-    The payload of a frame is at most `max_bytes`. Of a frame that has not arrived completely, what has arrived is kept.
+    The payload of a frame that is received has at most `max_bytes`. Of a frame that has not arrived completely, what
+    has arrived is kept.
     """
+
+    header_bytes = HEADER_BYTES
 
     def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._max_bytes = max_bytes
         self._partial = bytearray()
+        self._length: int | None = None  # of the first frame in `_partial`, once its header has arrived
 
     def encode(self, payload: bytes) -> bytes:
         """Return the frame of a payload."""
@@ -29,27 +33,41 @@ class FrameCodec:
         """
         self._partial += data
         payloads = []
-        while (end := self._end_of_frame()) is not None:
-            payloads.append(bytes(self._partial[HEADER_BYTES:end]))
-            del self._partial[:end]
+        while (payload := self._next_payload()) is not None:
+            payloads.append(payload)
         return payloads
 
-    def _end_of_frame(self) -> int | None:
-        """Return where the first frame ends; None if it has not arrived completely."""
-        if len(self._partial) < HEADER_BYTES:
+    def _next_payload(self) -> bytes | None:
+        """Take the first frame out of what has arrived; None if it has not arrived completely."""
+        start = self.header_bytes
+        if self._length is None:
+            if len(self._partial) < start:
+                return None
+            self._length = self._read_length(bytes(self._partial[:start]))
+            if not 0 <= self._length <= self._max_bytes:
+                raise ValueError(f"the length of a message is {self._length} bytes; the limit is {self._max_bytes}")
+        end = start + self._length
+        if len(self._partial) < end:
             return None
-        length = frame_length(self._partial[:HEADER_BYTES])
-        if not 0 <= length <= self._max_bytes:
-            raise ValueError(f"the length of a message is {length} bytes; the limit is {self._max_bytes}")
-        end = HEADER_BYTES + length
-        return end if len(self._partial) >= end else None
+        payload = bytes(self._partial[start:end])
+        del self._partial[:end]
+        self._length = None
+        return payload
+
+    def _read_length(self, header: bytes) -> int:
+        return frame_length(header)
 
 
 def add_header(payload: bytes) -> bytes:
     """Put the length of an encoded message before it, in the format of `multiprocessing.Connection`."""
-    return len(payload).to_bytes(HEADER_BYTES, "big", signed=True) + payload
+    return encode_length(len(payload)) + payload
+
+
+def encode_length(length: int) -> bytes:
+    """Return a length as `frame_length` reads it."""
+    return length.to_bytes(HEADER_BYTES, "big", signed=True)
 
 
 def frame_length(header: bytes | bytearray) -> int:
     """Return the length of the message after this header, which may be invalid."""
-    return int.from_bytes(header, "big", signed=True)
+    return int.from_bytes(header[:HEADER_BYTES], "big", signed=True)

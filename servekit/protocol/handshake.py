@@ -29,9 +29,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from servekit.errors import WorkerError
+from servekit.protocol.frames import MAX_MESSAGE_BYTES
 from servekit.protocol.sealed_frames import SealedFrameCodec, framed_digest
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NONCE_BYTES = 32
 MAX_HANDSHAKE_BYTES = 4096  # of one frame; the longest has some 700
 MIN_KEY_BYTES = 32
@@ -216,10 +217,10 @@ class ServerHandshake(_Handshake):
         self.state = State.REFUSED
         return self._write(Refused(reason, message[:500]))
 
-    def sealed_frames(self) -> SealedFrameCodec:
-        """Return the codec of all further frames."""
+    def sealed_frames(self, max_bytes: int = MAX_MESSAGE_BYTES) -> SealedFrameCodec:
+        """Return the codec of all further frames. Those of the worker may have `max_bytes`."""
         to_server, to_worker = self._session_keys()
-        return SealedFrameCodec(send_key=to_worker, receive_key=to_server)
+        return SealedFrameCodec(send_key=to_worker, receive_key=to_server, max_bytes=max_bytes)
 
     def _fail(self, reason: Reason, message: str) -> HandshakeFailed:
         return HandshakeFailed(reason, message, self.refuse(reason, message))

@@ -15,7 +15,15 @@ from hashlib import blake2b
 from msgspec import Struct
 from msgspec.structs import replace
 
-from servekit.protocol.sampling_params import SamplingParams
+from servekit.protocol.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+
+# What the parts of a StepResult take at most, in msgpack: an integer below 2**32 or the head of an array takes 5 bytes,
+# a float 9, a character up to 4.
+MAX_FAILURE_CHARACTERS = 500  # of a grammar's error, for the client
+_TOKEN_BYTES = 5
+_LOGPROBS_BYTES = 16 + 12 * MAX_TOP_LOGPROBS  # of one token
+_FAILURE_BYTES = 16 + 4 * MAX_FAILURE_CHARACTERS
+_OTHER_BYTES = 2**20  # of every other message: what is known of a model, or the text of an error
 
 
 class LoadModel(Struct, frozen=True, tag="load_model"):
@@ -23,7 +31,7 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
 
     model_path: str
     dtype: str
-    device: str
+    device: str  # or several, separated by commas: one for each rank
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -43,10 +51,21 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     rank: int = 0
     rendezvous: str = ""  # a file by which the ranks find each other
     load_timeout_s: float = 1800.0  # how long a rank may wait for another one
+    heartbeat_timeout_s: float = 3.0  # after which an agent takes a rank for lost
 
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def max_answer_bytes(self) -> int:
+        """The most bytes that a message of this worker takes: the result of the largest step, or an error's text.
+
+        In the largest step, each sequence samples a token, and each token of a prompt has logprobs, too.
+        """
+        # An index of a deferred token, the head of prompt logprobs, a failure and its token's logprobs.
+        bytes_of_sequence = 6 * _TOKEN_BYTES + _LOGPROBS_BYTES + _FAILURE_BYTES
+        return _OTHER_BYTES + self.max_num_seqs * bytes_of_sequence + self.max_num_batched_tokens * _LOGPROBS_BYTES
 
     @property
     def is_result_rank(self) -> bool:
@@ -100,6 +119,7 @@ class WorkerFailed(Struct, frozen=True, tag="worker_failed"):
 
     message: str
     is_config_error: bool = False
+    is_out_of_memory: bool = False  # a rank ran out of memory in a step; then smaller steps may fit
 
 
 class Leaving(Struct, frozen=True, tag="leaving"):

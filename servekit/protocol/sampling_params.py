@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+MAX_TOP_LOGPROBS = 20  # of the likeliest alternatives that a request may ask for, at each token
+
 
 class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Sampling parameters with every default already resolved.

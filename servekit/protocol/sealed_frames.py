@@ -1,21 +1,25 @@
-"""Frames that carry a MAC: a frame that was altered, left out, repeated or inserted on its way is detected. Pure."""
+"""Frames that carry MACs: a frame that was altered, left out, repeated or inserted on its way is detected. Pure."""
 
 from __future__ import annotations
 
 import hmac
 from hashlib import sha256
 
-from servekit.protocol.frames import HEADER_BYTES, MAX_MESSAGE_BYTES, FrameCodec, add_header
+from servekit.protocol.frames import HEADER_BYTES, MAX_MESSAGE_BYTES, FrameCodec, encode_length, frame_length
 
 MAC_BYTES = 16  # of HMAC-SHA256's 32; a guess succeeds with probability 2**-128, and the first wrong one is the last
 
 
 class SealedFrameCodec(FrameCodec):
-    """A FrameCodec whose frames end with a MAC over their number in the stream and their payload.
+    """A FrameCodec with two MACs in each frame: one over its length, and one over its payload.
 
-    Each direction has its own key, so a frame that is sent back to its sender is not valid there. The contents are not
+    Both cover the frame's number in the stream. The length has a MAC of its own, because it is used before the payload
+    has arrived: an altered length would otherwise make the receiver wait for up to `max_bytes` and keep them. Each
+    direction has its own key, so a frame that is sent back to its sender is not valid there. The contents are not
     encrypted: TLS does that.
     """
+
+    header_bytes = HEADER_BYTES + MAC_BYTES
 
     def __init__(self, send_key: bytes, receive_key: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         super().__init__(max_bytes + MAC_BYTES)
@@ -25,24 +29,36 @@ class SealedFrameCodec(FrameCodec):
         self._num_received = 0
 
     def encode(self, payload: bytes) -> bytes:
-        mac = _mac(self._send_key, self._num_sent, payload)
+        length = encode_length(len(payload) + MAC_BYTES)
+        header_mac = _mac(self._send_key, self._num_sent, b"length", length)
+        payload_mac = _mac(self._send_key, self._num_sent, b"payload", payload)
         self._num_sent += 1
-        return add_header(payload + mac)
+        return b"".join((length, header_mac, payload, payload_mac))
 
-    def decode(self, data: bytes) -> list[bytes]:
-        """As in FrameCodec. Raises ValueError for a frame whose MAC is wrong, and delivers no frame behind it."""
-        return [self._open(sealed) for sealed in super().decode(data)]
+    def _read_length(self, header: bytes) -> int:
+        """Return the length in a header. Raises ValueError if its MAC is wrong."""
+        length, mac = header[:HEADER_BYTES], header[HEADER_BYTES:]
+        self._check(mac, b"length", length)
+        return frame_length(length)
 
-    def _open(self, sealed: bytes) -> bytes:
+    def _next_payload(self) -> bytes | None:
+        """As in FrameCodec. Raises ValueError for a frame with a wrong MAC, and delivers no frame behind it."""
+        sealed = super()._next_payload()
+        if sealed is None:
+            return None
         payload, mac = sealed[:-MAC_BYTES], sealed[-MAC_BYTES:]
-        if not hmac.compare_digest(mac, _mac(self._receive_key, self._num_received, payload)):
-            raise ValueError("a frame has a wrong MAC: it was altered, repeated or left out on the network")
+        self._check(mac, b"payload", payload)
         self._num_received += 1
         return payload
 
+    def _check(self, mac: bytes, label: bytes, content: bytes) -> None:
+        if not hmac.compare_digest(mac, _mac(self._receive_key, self._num_received, label, content)):
+            raise ValueError("a frame has a wrong MAC: it was altered, repeated or left out on the network")
 
-def _mac(key: bytes, number: int, payload: bytes) -> bytes:
-    return hmac.digest(key, number.to_bytes(8, "big") + payload, "sha256")[:MAC_BYTES]
+
+def _mac(key: bytes, number: int, label: bytes, content: bytes) -> bytes:
+    """Return the MAC of one part of a frame. The labels differ in their first byte, so no part passes for another."""
+    return hmac.digest(key, number.to_bytes(8, "big") + label + content, "sha256")[:MAC_BYTES]
 
 
 def framed_digest(frames: list[bytes]) -> bytes:

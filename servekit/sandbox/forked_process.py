@@ -38,7 +38,7 @@ EXIT_POLL_INTERVAL_S = 0.005
 MAX_OUTCOME_BYTES = 2**24
 MAX_ANSWER_BYTES = 2**16
 PIECE_BYTES = 2**18  # read or written at a time, so that the event loop is never held for long
-NICENESS = 5  # of a job in the slow lane: on a shared core it gets a third of the time of another process
+NICENESS = 10  # of a job in the slow lane: on a shared core it gets a tenth of the time of another process
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError)  # what msgspec's decoders raise
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 

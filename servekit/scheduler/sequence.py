@@ -79,7 +79,8 @@ class Sequence:
     Three boundaries split its positions: [0, num_computed) have their KV written by steps already dispatched,
     [num_computed, num_tokens) are known and wait for their KV, and `num_pending` more are being sampled by steps in
     flight. While serving, only the workload manager makes and writes sequences, and only its KV cache manager writes
-    `kv`; checkpoint.py restores both for a replay.
+    `kv`; checkpoint.py restores both for a replay. An API process of several has copies without blocks, which it writes
+    from the engine process's messages.
 
     `leader` is an earlier sequence with the same prompt: this one is forked from it, and shares its prompt's blocks.
     """

@@ -60,7 +60,7 @@ log = logging.getLogger("servekit")
 MAX_HEADERS = 256  # each header costs some hundred bytes of objects, however short it is
 # Each chunk of a chunked body costs some microseconds of parsing and callbacks, however short it is. So all but the
 # first ones must have this length on average. Clients send kilobytes.
-MAX_SHORT_CHUNKS = 1024
+MAX_SHORT_CHUNKS = 256
 MIN_CHUNK_BYTES = 256
 MAX_PIPELINED = 16  # requests that wait behind the one being answered; no known client sends more
 # Closing a connection while the client still sends resets it, and the client may never see the answer. So the server
@@ -68,6 +68,7 @@ MAX_PIPELINED = 16  # requests that wait behind the one being answered; no known
 LINGER_S = 10.0
 LINGER_IDLE_S = 2.0
 MAX_DISCARDED_BYTES = 2**28
+DISCARDED_BYTES_PER_S = 2**26  # of all connections together: to read and discard a gigabyte takes half a second
 MAX_LINGERING = 64  # connections; further ones are closed at once
 # Bytes of an answer that the kernel holds unsent. By default it takes megabytes per connection, and reports free space
 # only after a third of them was sent. A slow reader would then look like one that stopped.
@@ -525,6 +526,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._last_discard_s = time.monotonic()
         if self._num_discarded_bytes > MAX_DISCARDED_BYTES:
             self.transport.abort()
+        else:
+            self.transport.pause_reading()
+            pause_s = num_bytes * len(self.shared.lingering) / DISCARDED_BYTES_PER_S
+            self.loop.call_later(pause_s, self._continue_discarding)
+
+    def _continue_discarding(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def _on_linger_timer(self) -> None:
         now = time.monotonic()
@@ -579,10 +588,14 @@ class _LingeringTransport:
 
 
 def limited_protocol(config: ServeConfig, count_refusal: Callable[[str], None]) -> type[LimitedHttpProtocol]:
-    """Return what `uvicorn.Config` takes as `http`. `count_refusal` is called with the code of each refusal."""
+    """Return what `uvicorn.Config` takes as `http`. `count_refusal` is called with the code of each refusal.
+
+    With several API processes, each may have its part of the connections.
+    """
+    max_connections = -(-config.max_connections // config.api_processes)
 
     class BoundProtocol(LimitedHttpProtocol):
-        shared = ConnectionLimits(config, connections_that_fit(config.max_connections), count_refusal)
+        shared = ConnectionLimits(config, connections_that_fit(max_connections), count_refusal)
 
     return BoundProtocol
 

@@ -6,12 +6,10 @@ import asyncio
 import logging
 import os
 import stat
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from starlette.applications import Starlette
-
 from servekit.aio.daemon_thread import run_in_daemon_thread
-from servekit.api.app import replace_keys
 from servekit.api.auth.keys import Key, parse_keys_file
 from servekit.api.middleware.host_check import is_loopback
 from servekit.config import ServeConfig
@@ -24,10 +22,11 @@ RELOAD_TIMEOUT_S = 10.0  # a network file system may not answer
 
 
 class KeysReload:
-    """Replaces the application's keys by those that the file has at a later time. The old ones stay if it is wrong."""
+    """Replaces the keys by those that the file has at a later time. The old ones stay if it is wrong."""
 
-    def __init__(self, app: Starlette, config: ServeConfig) -> None:
-        self._app = app
+    def __init__(self, replace: Callable[[Sequence[Key]], None], config: ServeConfig) -> None:
+        """`replace` is called with the new keys."""
+        self._replace = replace
         self._config = config
         self._is_requested = asyncio.Event()
 
@@ -48,7 +47,7 @@ class KeysReload:
                 # In a thread, because a file may be slow to read, and the event loop must not wait for it.
                 async with asyncio.timeout(RELOAD_TIMEOUT_S):
                     keys = await run_in_daemon_thread(_read_again, self._config)
-                replace_keys(self._app, keys)
+                self._replace(keys)
             except ConfigError as error:
                 log.error("the API keys were not changed: %s", error.message)
             except TimeoutError:

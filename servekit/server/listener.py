@@ -15,6 +15,8 @@ import socket
 import struct
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from servekit.config import ServeConfig
 from servekit.errors import ConfigError
 
@@ -38,6 +40,23 @@ _DROP_SYNS = (
     (0x06, 0, 0, 0),  # keep 0 bytes of the packet, which drops it
     (0x06, 0, 0, 0xFFFFFFFF),  # else keep all of them
 )
+
+
+def bind_all(config: ServeConfig) -> list[socket.socket]:
+    """Bind one socket for each API process, all to one address. Raises ConfigError.
+
+    The kernel distributes the clients among them. It does so by a hash of the addresses, so each gets about as many.
+    """
+    if not config.reuse_port:
+        bind(config).close()  # raises if another server has the address: with SO_REUSEPORT both would get clients
+    listeners: list[socket.socket] = []
+    for _ in range(config.api_processes):
+        port = listeners[0].getsockname()[1] if listeners else config.port
+        listener = bind(replace(config, port=port, reuse_port=True))
+        if not config.reuse_port:
+            listener.listen(BACKLOG)
+        listeners.append(listener)
+    return listeners
 
 
 def bind(config: ServeConfig) -> socket.socket:

@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
@@ -18,9 +19,10 @@ import uvloop
 from starlette.applications import Starlette
 
 from servekit import __version__
-from servekit.api.app import create_app
+from servekit.api.app import create_app, replace_keys
 from servekit.api.body_decoder import BodyDecoder
 from servekit.config import ServeConfig, doubts, non_default
+from servekit.engine.interface import Engine
 from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import ConfigError, shutting_down
 from servekit.observability.process_metrics import watch_event_loop, watch_processes
@@ -53,12 +55,12 @@ def serve(config: ServeConfig) -> int:
 
 async def _serve(config: ServeConfig) -> int:
     keys_of_file = read_keys(config)
-    tracing = _connect_tracing(config)
+    tracing = connect_tracing(config)
     listener = bind(config)
     engine = LLMEngine(config)
     app = create_app(engine, keys_of_file, None if tracing is None else tracing.record)
     server = Server(app, engine)
-    reload = KeysReload(app, config)
+    reload = KeysReload(partial(replace_keys, app), config)
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup sets this
     if config.api_keys_file is not None or not is_ignored:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, server, reload)
@@ -93,9 +95,9 @@ async def _supervise(engine: LLMEngine, body_decoder: BodyDecoder, server: Serve
         log.info("servekit %s: loading %s", __version__, engine.config.model)
         await engine.start()
         await body_decoder.start()
-        _tune_garbage_collector()
+        tune_garbage_collector()
         await server.listen()
-        _announce(engine, url(listener))
+        announce(engine, url(listener))
         await engine.wait_until_failed()
         assert engine.failure is not None
         raise engine.failure
@@ -103,7 +105,7 @@ async def _supervise(engine: LLMEngine, body_decoder: BodyDecoder, server: Serve
         server.end()
 
 
-def _tune_garbage_collector() -> None:
+def tune_garbage_collector() -> None:
     """Keep the garbage collector from holding the event loop: it does not traverse what was made at the start.
 
     A full collection would traverse a hundred thousand objects of the imported modules, each time that requests have
@@ -129,8 +131,9 @@ class Server(uvicorn.Server):
     that they have: another server cannot answer that, and no client should notice that this one ends.
     """
 
-    def __init__(self, app: Starlette, engine: LLMEngine) -> None:
-        protocol = limited_protocol(engine.config, engine.metrics.http.request_refused)
+    def __init__(self, app: Starlette, engine: Engine, listens_late: bool = False) -> None:
+        """`listens_late`: listen when the model is loaded, as with --reuse-port."""
+        protocol = limited_protocol(engine.config, engine.http_counters.request_refused)
         config = uvicorn.Config(
             app,
             http=protocol,
@@ -149,6 +152,7 @@ class Server(uvicorn.Server):
         self.is_stopping = False  # the first signal has come
         self._drain_task: asyncio.Task[None] | None = None
         self._shares_port = engine.config.reuse_port
+        self._listens_late = listens_late or self._shares_port
         self._has_loaded = asyncio.Event()  # or loading has failed
         self._is_listening = asyncio.Event()
 
@@ -157,16 +161,17 @@ class Server(uvicorn.Server):
         self._has_loaded.set()
         await self._is_listening.wait()
 
-    def end(self) -> None:
-        """End without a drain."""
+    def end(self, at_once: bool = False) -> None:
+        """End without a drain; `at_once` also without waiting until the last errors are written."""
         self.should_exit = True
+        self.force_exit = self.force_exit or at_once
         self._has_loaded.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; with --reuse-port only when the model is loaded, and not if a signal came before."""
-        if self._shares_port:
+        if self._listens_late:
             await self._has_loaded.wait()
-        if self._shares_port and (self.should_exit or self.is_stopping):
+        if self._listens_late and (self.should_exit or self.is_stopping):
             self.servers, self.started = [], True
         else:
             await super().startup(sockets)
@@ -178,9 +183,11 @@ class Server(uvicorn.Server):
             self.force_exit = self.should_exit = True
         else:
             self.is_stopping = True
-            self._loop.call_soon_threadsafe(self._start_drain)  # the only loop method that a signal handler may call
+            self._loop.call_soon_threadsafe(self.start_drain)  # the only loop method that a signal handler may call
 
-    def _start_drain(self) -> None:
+    def start_drain(self) -> None:
+        """Begin to drain, on the event loop's thread."""
+        self.is_stopping = True
         self._has_loaded.set()
         self._drain_task = self._loop.create_task(self._drain(), name="drain")
 
@@ -236,7 +243,7 @@ def _on_hangup(server: Server, reload: KeysReload) -> None:
         server.handle_exit(signal.SIGHUP, None)
 
 
-def _connect_tracing(config: ServeConfig) -> Tracing | None:
+def connect_tracing(config: ServeConfig) -> Tracing | None:
     """Return the trace exporter for --otlp-endpoint, if set. Raises ConfigError if OpenTelemetry is missing."""
     endpoint = config.otlp_endpoint
     if endpoint is None:
@@ -255,7 +262,7 @@ def _connect_tracing(config: ServeConfig) -> Tracing | None:
     return Tracing(endpoint.rstrip("/") + path, config.model_name, __version__)
 
 
-def _announce(engine: LLMEngine, url: str) -> None:
+def announce(engine: LLMEngine, url: str) -> None:
     """Log that the server is ready, and its main settings: as JSON in one entry, as text in several lines."""
     config, worker = engine.config, engine.worker
     assert worker is not None

@@ -25,7 +25,7 @@ from servekit.config import ServeConfig
 from servekit.errors import ConfigError
 from servekit.observability.request_trace import RequestTrace
 from servekit.observability.tracing import DELIVERY_TIMEOUT_S, MAX_QUEUED_SPANS, Tracing
-from servekit.server.server import _connect_tracing
+from servekit.server.server import connect_tracing
 from tests.support.server_process import ServerProcess, serving
 
 ALERTS = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"
@@ -282,10 +282,10 @@ async def test_traces_without_a_working_collector_cost_no_time_and_bounded_memor
 
 
 def test_tracing_without_the_otel_extra_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _connect_tracing(ServeConfig()) is None
+    assert connect_tracing(ServeConfig()) is None
     with pytest.raises(ConfigError, match="use one like http://host:4318"):
-        _connect_tracing(ServeConfig(otlp_endpoint="localhost:4318"))
+        connect_tracing(ServeConfig(otlp_endpoint="localhost:4318"))
     monkeypatch.delitem(sys.modules, "servekit.observability.tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=re.escape("pip install '.[otel]'")):
-        _connect_tracing(ServeConfig(otlp_endpoint="http://localhost:4318"))
+        connect_tracing(ServeConfig(otlp_endpoint="http://localhost:4318"))

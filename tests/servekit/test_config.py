@@ -222,3 +222,4 @@ def test_budget_smaller_than_one_body_gives_a_warning() -> None:
     assert "max_total_body_bytes = 5 is less" in doubts(ServeConfig(max_total_body_bytes=5))[0]
     assert not doubts(ServeConfig()) and not doubts(ServeConfig(max_total_body_bytes=2**23))
     assert "half of it for one tenant" in doubts(ServeConfig(max_total_body_bytes=2**23, api_key="k"))[0]
+    assert "divided among 4 API processes" in doubts(ServeConfig(max_total_body_bytes=2**24, api_processes=4))[0]

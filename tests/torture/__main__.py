@@ -1,8 +1,8 @@
 """Inject faults and overload into a real server, and report what its clients notice: `python -m tests.torture`.
 
-All parts at full scale take about four hours on two cores; the command line can name some of them. Results go to
-build/torture, and with `--write` into docs/reliability.md and docs/attacks.md. The exit code is 1 if a demand was not
-met.
+All parts at full scale take about four and a half hours on two cores; the command line can name some of them. Results
+go to build/torture, and with `--write` into docs/reliability.md and docs/attacks.md. The exit code is 1 if a demand was
+not met.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ PARTS = {
     "parent": Part("parent", 50, "times"),
     "drain": Part("drain", 50, "times"),
     "rolling": Part("rolling", 10, "restarts"),
+    "failover": Part("failover", 10, "kills of each kind of worker"),
+    "joins": Part("joins", 10, "minutes"),
     "clients": Part("clients", 500, "times each"),
     "raw_http": Part("raw_http", 100_000, "cases"),
     "schemas": Part("schemas", 5_000, "cases for each endpoint"),

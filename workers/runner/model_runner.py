@@ -430,6 +430,9 @@ def _measure_memory_use(loaded: LoadedModel, settings: LoadModel) -> MemoryUse:
 
 def _device_of_rank(settings: LoadModel) -> str:
     """Return the device of this rank: on GPUs, each rank of each replica has one of its own."""
+    devices = settings.device.split(",")
+    if len(devices) > 1:
+        return devices[settings.rank]
     name, _, number = settings.device.partition(":")
     is_gpu = name == "cuda" or (name == "auto" and torch.cuda.is_available())
     if not is_gpu or (settings.num_ranks == 1 and settings.device_index is None):

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from servekit.protocol.messages import SlotAssignment
+from servekit.protocol.messages import MAX_FAILURE_CHARACTERS, SlotAssignment
 from workers.batch import SamplingRow, SlotTable
 from workers.device.transfer import DeviceEvent, to_device, to_host
 from workers.grammar.budgets import Lateness, SlowTenants
@@ -265,7 +265,7 @@ class GrammarMasks:
         for i, state in grammars.states.items():
             error = state.error or ("" if state.is_ready else state.process.refusal)
             if error:
-                failures.append((i, error))
+                failures.append((i, error[:MAX_FAILURE_CHARACTERS]))
             elif state.is_ready and not state.lacks_token(rows[i]):
                 bits[i] = state.process.masks[rows[i].slot]
                 state.is_ready, state.deferred_at = False, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Set
 
 from msgspec.structs import replace
@@ -10,11 +9,10 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from servekit.api.auth.keys import Key, Keyring
-from servekit.api.auth.rate_limits import Allowance, RunningRequest
+from servekit.api.key_accounts import KeyAccounts
 from servekit.api.responses.http import reject
 from servekit.engine.caller import ANONYMOUS, Caller
-from servekit.engine.request_state import RequestState
-from servekit.errors import Forbidden, RateLimited, Unauthorized
+from servekit.errors import Forbidden, ServekitError, Unauthorized
 
 MAX_KEYS_SHOWN = 4  # in one request: clients send one or two, and more are guesses
 METRICS_ROUTES = frozenset({("GET", "/metrics"), ("HEAD", "/metrics")})  # what a key with only = "metrics" may call
@@ -30,15 +28,15 @@ class Authentication:
         self,
         app: ASGIApp,
         keyring: Keyring,
+        accounts: KeyAccounts,
         public_routes: Set[tuple[str, str]],
         is_open: Callable[[Scope], bool],
     ) -> None:
         self._app = app
         self._keyring = keyring
+        self._accounts = accounts
         self._public_routes = public_routes
         self._is_open = is_open
-        # By digest. Keys that were removed keep theirs, so that removing and adding a key does not reset its limits.
-        self._allowances: dict[bytes, Allowance] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._needs_no_key(scope):
@@ -51,32 +49,21 @@ class Authentication:
             scope["state"]["api_key"] = key
             if key.only == "metrics" and (scope.get("method"), scope["path"]) not in METRICS_ROUTES:
                 raise Forbidden("this API key may only call GET /metrics (its entry has only = 'metrics')")
-            allowance = self._allowance(key)
-            allowance.enter(time.monotonic())
-        except (Unauthorized, Forbidden, RateLimited) as error:
+            account = await self._accounts.enter(key.digest, key.limits)
+        except ServekitError as error:
             await reject(error, scope, receive, send)
             return
-        running = RunningRequest(allowance)
-        scope["state"]["running_request"] = running
+        scope["state"]["account"] = account
         try:
             await self._app(scope, receive, send)
         finally:
-            state: RequestState | None = scope["state"].get("request_state")
-            num_tokens = state.num_prompt_tokens + state.num_generated_tokens if state else 0
-            running.end(num_tokens, time.monotonic())
+            account.end()
 
     def _needs_no_key(self, scope: Scope) -> bool:
         # The router compares the same `path`, so another spelling of a public path is that public path or no route.
         return scope["type"] == "http" and (
             (scope["method"], scope["path"]) in self._public_routes or self._is_open(scope)
         )
-
-    def _allowance(self, key: Key) -> Allowance:
-        """Return the key's account. It survives a reload of the keys file, unless the key's limits changed."""
-        allowance = self._allowances.get(key.digest)
-        if allowance is None or allowance.limits != key.limits:
-            allowance = self._allowances[key.digest] = Allowance(key.limits, time.monotonic())
-        return allowance
 
     def _find_key(self, scope: Scope) -> Key:
         shown = list(_keys_in(Headers(scope=scope)))

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from servekit.api.disconnect import disconnect_of
 from servekit.api.responses.http import CLIENT_CLOSED_REQUEST
 from servekit.engine.caller import ANONYMOUS, Caller
-from servekit.engine.llm_engine import LLMEngine
+from servekit.engine.interface import Engine
 from servekit.engine.request_state import RequestState
 from servekit.observability.request_trace import AnswerTrace, RequestTrace
 
@@ -30,7 +30,7 @@ class RequestMetrics:
     def __init__(
         self,
         app: ASGIApp,
-        engine: LLMEngine,
+        engine: Engine,
         routes: Sequence[BaseRoute],
         record: Callable[[RequestTrace], None] | None = None,
     ) -> None:
@@ -64,7 +64,7 @@ class RequestMetrics:
     def _note(self, scope: Scope, status: int, started_s: float) -> None:
         method = scope["method"] if scope["method"] in METHODS else OTHER
         route = self._template(scope["path"])
-        self._engine.metrics.http.request_ended(route, method, status)
+        self._engine.http_counters.request_ended(route, method, status)
         state: RequestState | None = scope["state"].get("request_state")
         # Health probes, scrapes and requests without a route make no trace.
         if self._record is not None and (state is not None or (method == "POST" and route != OTHER)):

@@ -21,6 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Scope
 
 from servekit.api.auth.keys import Keyring
+from servekit.api.key_accounts import KeyAccounts
 from servekit.api.middleware.authentication import Authentication
 from servekit.api.middleware.host_check import HostCheck, own_hosts
 from servekit.api.middleware.request_log import RequestLog
@@ -35,17 +36,19 @@ def add_access_layers(
     app: ASGIApp,
     config: ServeConfig,
     keyring: Keyring,
+    accounts: KeyAccounts,
     public_routes: Set[tuple[str, str]],
     is_open: Callable[[Scope], bool],
 ) -> ASGIApp:
     """Return the application inside the layers from RequestLog to BodyBudget that the settings ask for.
 
     `public_routes`, (method, path) pairs, need no key and accept any Host header. `is_open` recognizes requests that
-    need no key but must use a name of this server: the console's files. Raises ConfigError.
+    need no key but must use a name of this server: the console's files. With several API processes, each has its part
+    of the memory for request bodies. Raises ConfigError.
     """
-    app = BodyBudget(app, config.max_total_body_bytes)
+    app = BodyBudget(app, config.max_total_body_bytes // config.api_processes)
     if keyring.keys:
-        app = Authentication(app, keyring, public_routes, is_open)
+        app = Authentication(app, keyring, accounts, public_routes, is_open)
     if config.cors_origins is not None:
         app = CORSMiddleware(
             app,

@@ -6,7 +6,6 @@ If the client disconnects, the request's sequences are aborted, whether it was s
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -14,9 +13,9 @@ from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from servekit.api.auth.rate_limits import OpenAnswer, RunningRequest
 from servekit.api.disconnect import disconnect_of
 from servekit.api.endpoint import caller_of, engine_of
+from servekit.api.key_accounts import RequestAccount
 from servekit.api.responses.collect import Answer, collect
 from servekit.api.responses.http import respond_at_length
 from servekit.api.responses.long_json import ItemList
@@ -53,38 +52,32 @@ async def submit(
     engine, caller = engine_of(request), caller_of(request)
     if engine.config.scheduling_policy == "priority" and wanted.priority < caller.min_priority:
         wanted = replace(wanted, priority=caller.min_priority)
-    _reserve(request, wanted)
-    places = engine.reserve(wanted, caller)
+    account: RequestAccount | None = getattr(request.state, "account", None)
+    if account is not None:
+        await _reserve(account, wanted)
+    places = await engine.take_places(wanted, caller)
     try:
         if render is not None:
             text = await unless_disconnected(request, render())
             wanted = replace(wanted, prompts=[replace(wanted.prompts[0], content=text)])
-            _reserve(request, wanted)
+            if account is not None:
+                await _reserve(account, wanted)
         state = await unless_disconnected(request, engine.submit(wanted, caller, places))
     finally:
         places.release()
-    request.state.request_state = state  # for the key's token account, the log and the metrics
-    _meter(request, state)
+    request.state.request_state = state  # for the log and the metrics
+    if account is not None:
+        account.charge(state)
     return state
 
 
-def _meter(request: Request, state: RequestState) -> None:
-    """Charge answers whose length the client left open while they are generated."""
-    running: RunningRequest | None = getattr(request.state, "running_request", None)
-    if running is not None and state.request.max_tokens is None:
-        for output in state.outputs:
-            output.count_token = OpenAnswer(running, time.monotonic).count_token
-
-
-def _reserve(request: Request, wanted: GenerationRequest) -> None:
+async def _reserve(account: RequestAccount, wanted: GenerationRequest) -> None:
     """Count what the request asks for against the limits of its key. Raises InvalidRequest or RateLimited."""
-    running: RunningRequest | None = getattr(request.state, "running_request", None)
-    if running is not None:
-        num_prompt_tokens = sum(
-            len(prompt.content) // (CHARACTERS_PER_TOKEN if isinstance(prompt.content, str) else 1)
-            for prompt in wanted.prompts
-        )
-        running.reserve(wanted.num_sequences, wanted.max_tokens, num_prompt_tokens, time.monotonic())
+    num_prompt_tokens = sum(
+        len(prompt.content) // (CHARACTERS_PER_TOKEN if isinstance(prompt.content, str) else 1)
+        for prompt in wanted.prompts
+    )
+    await account.reserve(wanted.num_sequences, wanted.max_tokens, num_prompt_tokens)
 
 
 async def answer(request: Request, state: RequestState, builder: ResponseBuilder, stream: bool) -> Response:

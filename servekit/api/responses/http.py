@@ -107,5 +107,5 @@ async def reject(error: ServekitError, scope: Scope, receive: Receive, send: Sen
         await send({"type": "websocket.close", "code": 1008})
         return
     request = Request(scope)
-    engine_of(request).metrics.http.request_refused(error.answer_code)
+    engine_of(request).http_counters.request_refused(error.answer_code)
     await refuse(request, error)(scope, receive, send)

@@ -41,7 +41,7 @@ async def info(request: Request) -> Response:
             "model_name": engine.config.model_name,
             "max_total_tokens": max_total_tokens,
             "worker": engine.worker,
-            "replicas": [replica.info() for replica in engine.replicas.all],
+            "replicas": await engine.describe_replicas(),
             "settings": redacted(engine.config),
             # The names that TGI's clients read.
             "model_id": engine.config.model,
@@ -54,7 +54,7 @@ async def info(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Return the server's metrics in Prometheus' text format."""
-    return Response(engine_of(request).metrics.render(), media_type="text/plain; version=0.0.4")
+    return Response(await engine_of(request).render_metrics(), media_type="text/plain; version=0.0.4")
 
 
 async def index(_: Request) -> Response:

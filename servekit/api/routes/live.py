@@ -11,7 +11,6 @@ streams and does not wait for them.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
@@ -22,11 +21,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from servekit.api.auth.keys import Key, Keyring
-from servekit.api.auth.rate_limits import RunningRequest
 from servekit.api.endpoint import Endpoint, caller_of
+from servekit.api.key_accounts import RequestAccount
 from servekit.api.schemas.json_body import encode
+from servekit.engine.interface import Engine
 from servekit.engine.live_view import LiveView
-from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import QueueFull, shutting_down
 from servekit.observability.live_frames import LiveState
 
@@ -59,20 +58,22 @@ class Frame(NamedTuple):
 class Feed:
     """The newest frame of one engine, and who watches it."""
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._num_viewers: Counter[str] = Counter()  # by tenant
         self._view: LiveView | None = None
         self._frames: dict[str | None, Frame] = {}  # of the view, by tenant; None: without any tenant's request ids
         self._number = 0
 
-    def frame(self, tenant: str) -> Frame:
+    async def frame(self, tenant: str) -> Frame:
         """Return the newest frame. It is less than PERIOD_S old, and shows the engine's present state."""
         view = self._view
         if view is None or self._is_stale(view):
-            view = self._view = self.engine.live_view()
-            self._frames.clear()
-            self._number += 1
+            view = await self.engine.live_view()
+            if view is not self._view:  # another viewer may have waited for the same one
+                self._view = view
+                self._frames.clear()
+                self._number += 1
         if tenant not in self._frames:
             state = view.for_tenant(tenant)
             if state is not view.state:
@@ -114,7 +115,7 @@ class Feed:
         yield ServerSentEvent(retry=RECONNECT_AFTER_MS, sep=LINE_END).encode()
         sent: Frame | None = None
         while is_wanted():
-            frame = self.frame(tenant)
+            frame = await self.frame(tenant)
             if (
                 sent is None
                 or frame.content != sent.content
@@ -167,9 +168,9 @@ class _LiveStream(EventSourceResponse):
         try:
             # The stream lasts as long as a page is open. If it took one of the key's concurrent requests, a key that
             # has one could either watch or send requests, but not both.
-            running: RunningRequest | None = scope["state"].get("running_request")
-            if running is not None:
-                running.end(0, time.monotonic())
+            account: RequestAccount | None = scope["state"].get("account")
+            if account is not None:
+                account.end()
             await super().__call__(scope, receive, send)
         finally:
             self._feed.remove_viewer(self._tenant)
@@ -184,7 +185,7 @@ async def ui_state(request: Request) -> Response:
     """Return what the scheduler does now: lengths, states and counts, but no text of prompts or answers."""
     feed: Feed = request.app.state.feed
     headers = {"Cache-Control": "no-store"}
-    return Response(feed.frame(caller_of(request).tenant).json, headers=headers, media_type="application/json")
+    return Response((await feed.frame(caller_of(request).tenant)).json, headers=headers, media_type="application/json")
 
 
 async def ui_events(request: Request) -> Response:

@@ -24,7 +24,7 @@ from servekit.api.schemas.openai import (
     ModelList,
 )
 from servekit.config import ServeConfig
-from servekit.engine.llm_engine import LLMEngine
+from servekit.engine.interface import Engine
 from servekit.errors import ModelNotFound
 
 # Names that clients of one-model servers send: huggingface_hub sends "dummy", TGI's own clients "tgi".
@@ -54,7 +54,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def _render(
-    engine: LLMEngine, tenant: str, wanted: ChatCompletionRequest, conversation: list[dict[str, Any]] | None
+    engine: Engine, tenant: str, wanted: ChatCompletionRequest, conversation: list[dict[str, Any]] | None
 ) -> str:
     return await engine.input_processor.render_chat(
         tenant,

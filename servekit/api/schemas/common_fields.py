@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from servekit.errors import InvalidRequest
+from servekit.protocol.sampling_params import MAX_TOP_LOGPROBS
 from servekit.request import Sampling
 
 MAX_STOP_STRINGS = 16
-MAX_LOGPROBS = 20
 MAX_ANSWERS = 128
 MAX_PROMPTS = 2**14  # far more than a server admits; what is made of more would hold the event loop for long
 
@@ -24,7 +24,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NumAnswers = Annotated[int, Meta(ge=1, le=MAX_ANSWERS)]
-NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Milliseconds = Annotated[int, Meta(ge=1, le=24 * 3600 * 1000)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from servekit.api import body_decoder
 from servekit.api.body_decoder import BodyDecoder, unpack
 from servekit.api.schemas.packed_body import PackedBody, Refusal
 from servekit.errors import WorkerNotReady
@@ -52,6 +53,18 @@ async def test_body_is_decoded_although_the_process_is_killed_meanwhile(body_pro
     os.kill(body_process._process.pid, signal.SIGKILL)
     packed = await body_process.decode(text, COMPLETION, MAX_TOKENS, "")
     assert isinstance(packed, PackedBody)
+
+
+async def test_a_tenant_pauses_after_a_large_body_and_another_tenant_does_not(
+    body_process: BodyDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_decoder, "PAUSE_PER_SECOND_S", 1e6)
+    text = encoded({"prompt": "a"}, COMPLETION)
+    await body_process.decode(text, COMPLETION, MAX_TOKENS, "greedy")
+    second = asyncio.create_task(body_process.decode(text, COMPLETION, MAX_TOKENS, "greedy"))
+    await body_process.decode(text, COMPLETION, MAX_TOKENS, "modest")
+    assert not second.done()
+    second.cancel()
 
 
 async def test_cancelled_body_leaves_no_result_for_the_next_one(body_process: BodyDecoder) -> None:

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servekit.engine.detokenizer import Detokenizer
+from servekit.engine.detokenizer import Detokenizer, NullDetokenizer
 
 Tokens = st.lists(st.binary(min_size=0, max_size=4), max_size=30)
 
@@ -107,3 +107,17 @@ def test_no_text_follows_a_stop_string() -> None:
     detokenizer = Detokenizer(lambda token_id: bytes([token_id]), ("b",))
     assert [detokenizer.feed(byte) for byte in b"abc"] == ["a", "", ""]
     assert detokenizer.finish() == "" and detokenizer.stop_string == "b"
+
+
+def test_the_last_token_releases_what_is_held_back_and_may_have_no_text_itself() -> None:
+    pieces = [b"one", b" \xe2\x82", b"\xac", b"end"]
+    detokenizer = Detokenizer(pieces.__getitem__, stop=("  ",))
+    assert [detokenizer.text_of(0, True, False), detokenizer.text_of(1, True, False)] == ["one", ""]
+    assert detokenizer.text_of(3, False, True) == " \ufffd"
+    stopped = Detokenizer(pieces.__getitem__, stop=("e",))
+    assert stopped.text_of(0, True, True) == "on" and stopped.stop_string == "e"
+
+
+def test_where_another_process_makes_the_text_there_is_none() -> None:
+    detokenizer = NullDetokenizer()
+    assert detokenizer.text_of(5, True, True) == detokenizer.feed(5) == detokenizer.finish() == ""

@@ -19,13 +19,13 @@ from servekit.scheduler.queued_work import QueuedWork
 from tests.support.scheduler import make_manager
 
 
-def test_an_engine_that_loads_is_healthy_and_rejects_requests_with_its_stage() -> None:
+async def test_an_engine_that_loads_is_healthy_and_rejects_requests_with_its_stage() -> None:
     engine = LLMEngine(ServeConfig())
     assert engine.state == "loading" and engine.is_healthy
     with pytest.raises(WorkerNotReady, match="not ready to serve: reading the model's configuration"):
         _ = engine.scheduler_config
     engine.fail_all(WorkerNotReady("shutting down"))
-    assert engine.live_view().state.state == "loading"
+    assert (await engine.live_view()).state.state == "loading"
 
 
 class StandIns:
@@ -97,10 +97,8 @@ def test_a_result_that_can_never_be_admitted_is_invalid() -> None:
 
 def test_result_is_released_once() -> None:
     engine = LLMEngine(ServeConfig())
-    state = RequestState(  # type: ignore[call-arg]
-        *[None] * 6,  # type: ignore[arg-type]
-        release_result=engine._reserve_result("a", 5),
-    )
+    state = RequestState(*[None] * 6)  # type: ignore[call-arg,arg-type]
+    state.hold_result(engine._reserve_result("a", 5))
     assert engine._result_budget.total == 5
     state.release_result()
     state.release_result()

@@ -22,11 +22,9 @@ PLAN = StepPlan(0, 0, (), (ScheduledChunk(0, 0, 1, (1,), (), True),))
 Start = Callable[..., tuple[WorkerProcess, WorkerConnection]]
 
 
-@pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """A function that starts a stand-in with a behaviour."""
+def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let worker processes be stand-ins, whose behaviour is the argument of the process."""
     real = worker_process.subprocess.Popen
-    started: list[WorkerProcess] = []
 
     def popen(command: list[str], **options: object) -> object:
         options["env"] = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
@@ -34,6 +32,13 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
     monkeypatch.setattr(worker_process.subprocess, "Popen", popen)
     monkeypatch.setattr(worker_connection, "HEARTBEAT_S", 0.05)  # the tick, so that silence is detected sooner
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """A function that starts a stand-in with a behaviour."""
+    use_stand_ins(monkeypatch)
+    started: list[WorkerProcess] = []
 
     def start(
         behaviour: str = "works", on_loss: Callable[[], None] = lambda: None, silence_s: float = 60.0

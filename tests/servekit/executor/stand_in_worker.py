@@ -16,6 +16,7 @@ from servekit.protocol.messages import (
     FromWorker,
     Heartbeat,
     Loading,
+    LoadModel,
     ModelInfo,
     Profiled,
     Shutdown,
@@ -26,6 +27,7 @@ from servekit.protocol.messages import (
     StepResult,
     StopProfile,
     ToWorker,
+    WorkerFailed,
     WorkerReady,
 )
 
@@ -50,12 +52,15 @@ def main() -> None:
             time.sleep(0.05)
             results.send(Heartbeat())
 
-    tasks.receive()
+    load = tasks.receive()
+    if behaviour.startswith("ranks: "):  # which do different things
+        assert isinstance(load, LoadModel)
+        behaviour = behaviour.removeprefix("ranks: ").split(", ")[load.rank]
     results.send(Loading("pretending"))
     if behaviour == "stops while it loads":
         os.kill(os.getpid(), signal.SIGSTOP)
     results.send(replace(READY, num_blocks=2) if behaviour == "has other blocks" else READY)
-    if behaviour not in ("sends no heartbeats", "profiles slowly"):
+    if behaviour not in ("sends no heartbeats", "profiles slowly", "trickles"):
         threading.Thread(target=beat, daemon=True).start()
     while not isinstance(plan := tasks.receive(), Shutdown):
         if isinstance(plan, StartProfile | StopProfile):
@@ -76,6 +81,13 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         elif behaviour == "hangs":
             time.sleep(60)
+        elif behaviour == "fails":
+            results.send(WorkerFailed("the model worker failed: RuntimeError: connection closed by peer"))
+        elif behaviour == "trickles":  # bytes of a frame that never ends
+            os.write(arguments.result_fd, bytes([0, 1, 0, 0]))
+            while True:
+                os.write(arguments.result_fd, b"x")
+                time.sleep(0.01)
         elif behaviour == "floods":
             for number in range(1000):
                 results.send(StepResult(0, number, (), 0.0))

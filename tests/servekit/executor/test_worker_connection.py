@@ -35,6 +35,18 @@ async def test_a_hanging_step_times_out_although_heartbeats_arrive(start: Start)
     await worker.end()
 
 
+async def test_bytes_that_trickle_in_are_no_sign_of_life(start: Start) -> None:
+    """A frame that never ends, byte by byte, is silence; the step has no time limit here."""
+    _, worker = start("trickles", silence_s=0.3)
+    assert await worker.receive(60) == READY
+    worker.send(PLAN)
+    async with asyncio.timeout(60):
+        with pytest.raises(WorkerTimeout, match=r"sent no heartbeat for 0\.3 s"):
+            await worker.receive(None)
+    assert worker.cause == "silence"
+    await worker.end()
+
+
 @pytest.mark.parametrize(
     ("behaviour", "expected"),
     [

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from collections.abc import Callable
 
 import pytest
 
 from servekit.errors import ServekitError, WorkerLost
+from servekit.executor import worker_group
+from servekit.executor.worker_connection import WorkerConnection
 from servekit.executor.worker_group import WorkerGroup
 from servekit.protocol.messages import StepResult, WorkerReady
 from tests.servekit.executor.conftest import PLAN, Start
@@ -80,6 +84,43 @@ async def test_a_rank_that_is_killed_while_rank_0_waits_for_it_is_noticed_at_onc
     os.kill(processes[1].pid, signal.SIGKILL)
     with pytest.raises(WorkerLost, match="rank 1 of 2: the model worker was killed by SIGKILL"):
         await group.receive(600)
+    await group.end()
+
+
+async def test_the_end_of_a_rank_is_the_cause_although_another_one_reports_a_failed_exchange_first(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_group, "CAUSE_TIMEOUT_S", 600.0)
+    processes, has_failed = [], asyncio.Event()
+
+    def start_rank(rank: int, on_loss: Callable[[], None]) -> WorkerConnection:
+        def on_rank_loss() -> None:
+            on_loss()
+            has_failed.set()
+
+        process, worker = start("fails" if rank == 0 else "hangs", on_rank_loss)
+        processes.append(process)
+        return worker
+
+    group = WorkerGroup(2, 0, start_rank, lambda: None)
+    await group.receive(20)
+    group.send(PLAN)
+    async with asyncio.timeout(60):
+        await has_failed.wait()
+    assert group.loss is None
+    os.kill(processes[1].pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost, match="rank 1 of 2: the model worker was killed by SIGKILL"):
+        await group.receive(20)
+    assert group.cause == "ended"
+    await group.end()
+
+
+async def test_a_rank_that_fails_by_itself_is_the_cause(start: Start) -> None:
+    group, losses = start_group(start, "fails")
+    await group.receive(20)
+    with pytest.raises(WorkerLost, match="rank 1 of 2: the model worker failed: RuntimeError"):
+        await compute_steps(group)
+    assert group.cause == "failed" and losses == [group.loss]
     await group.end()
 
 

@@ -142,7 +142,12 @@ class StandInWorker:
             return await self._received.get()
 
     def send(self, message: FromWorker) -> None:
-        self.write(self._frames.encode(msgspec.msgpack.encode(message)))
+        self.send_bytes(msgspec.msgpack.encode(message))
+
+    def send_bytes(self, payload: bytes, header_only: bool = False) -> None:
+        """Send a sealed frame, or only its header."""
+        frame = self._frames.encode(payload)
+        self.write(frame[: self._frames.header_bytes] if header_only else frame)
 
     def write(self, data: bytes) -> None:
         self.stream.write(data)

@@ -210,6 +210,43 @@ async def test_a_worker_waits_for_its_server_and_says_what_is_wrong_meanwhile(tm
         assert code == 0 and "is not a servekit server" in output, output
 
 
+async def test_a_worker_that_has_not_joined_yet_leaves_at_the_first_signal(tmp_path: Path) -> None:
+    """The peer accepts the connection, and never answers."""
+    accepted = asyncio.Event()
+
+    async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.set()
+        with contextlib.suppress(OSError):
+            await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_unix_server(never_answer, str(tmp_path / "workers.sock"))
+    async with worker(tmp_path) as joining:
+        async with asyncio.timeout(SLOW_S):
+            await accepted.wait()
+        joining.process.send_signal(signal.SIGTERM)
+        code, output = await joining.wait()
+    assert code == 0 and "no answer within" not in output, output
+    silent.close()
+    await silent.wait_closed()
+
+
+async def test_devices_that_are_not_as_many_as_the_ranks_are_refused_with_a_sentence_on_both_sides(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler = make_handler()
+    handler.load = replace(handler.load, tensor_parallel_size=3)
+    arguments = ("--connect", f"unix:{tmp_path}/workers.sock", "--device", "cuda:0,cuda:1")
+    async with listening(handler, tmp_path) as listener, worker(tmp_path, *arguments) as joining:
+        code, output = await joining.wait()
+        assert code == 2 and "--device names 2 devices, and the server divides the model among 3 ranks" in output
+        for _ in range(1000):
+            if listener.num_refused:
+                break
+            await asyncio.sleep(0.03)
+    assert "--device names 2 devices" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -219,6 +256,7 @@ async def test_a_worker_waits_for_its_server_and_says_what_is_wrong_meanwhile(tm
         (("--connect", "tcp://host:70000"), "is not an address"),
         (("--connect", "unix:/x", "--tls-ca", "x"), "--tls-ca has no use with a Unix socket"),
         (("--connect", "tcp://[::1]:80", "--device", "tpu"), "it takes auto, cpu, cuda or cuda:N"),
+        (("--connect", "tcp://[::1]:80", "--device", "cuda:0,cpu"), "or one device for each rank"),
         (("--connect", "tcp://host:80", "--tls-ca", "/nowhere"), "no certificates in PEM format"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import ssl
@@ -256,15 +257,25 @@ async def test_a_worker_with_another_model_or_another_answer_does_not_join(
     assert expected in caplog.text
 
 
-async def test_invalid_results_end_the_connection() -> None:
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (StepResult(0, 0, (10,), 0.0), "token id outside its vocabulary"),
+        (StepResult(0, 0, (-1,), 0.0), "token id outside its vocabulary"),
+        (StepResult(0, 0, (7,), math.nan), "reported a step of nan s"),  # would stay in the sums of metrics
+        (StepResult(0, 0, (7,), math.inf), "reported a step of inf s"),
+        (StepResult(0, 0, (7,), -1.0), "reported a step of -1 s"),
+    ],
+)
+async def test_invalid_results_end_the_connection(result: StepResult, expected: str) -> None:
     handler = RecordingHandler()
     async with listening(handler) as listener:
         worker = await StandInWorker.join(listener.address)
         worker.send(READY)
         executor = await executor_of(handler)
         executor.send(PLAN)
-        worker.send(StepResult(0, 0, (10,), 0.0))
-        with pytest.raises(WorkerLost, match="token id outside its vocabulary"):
+        worker.send(result)
+        with pytest.raises(WorkerLost, match=expected):
             await executor.receive()
         await executor.stop(graceful=False)
         await worker.wait_ended()
@@ -276,8 +287,21 @@ async def test_a_frame_that_was_altered_on_its_way_ends_the_connection() -> None
         worker = await StandInWorker.join(listener.address)
         worker.send(READY)
         executor = await executor_of(handler)
-        worker.write(b"\x00\x00\x00\x14" + b"x" * 20)
+        worker.write(b"\x00\x00\x00\x14" + b"x" * 36)
         with pytest.raises(WorkerLost, match="wrong MAC"):
+            await executor.receive()
+        await executor.stop(graceful=False)
+
+
+async def test_a_message_longer_than_any_result_ends_the_connection_at_its_header() -> None:
+    handler = RecordingHandler()
+    async with listening(handler) as listener:
+        worker = await StandInWorker.join(listener.address)
+        worker.send(READY)
+        executor = await executor_of(handler)
+        limit = LOAD.max_answer_bytes
+        worker.send_bytes(bytes(limit + 1), header_only=True)
+        with pytest.raises(WorkerLost, match=f"the limit is {limit + 16}"):
             await executor.receive()
         await executor.stop(graceful=False)
 

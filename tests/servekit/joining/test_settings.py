@@ -64,13 +64,6 @@ def test_mistakes_are_refused_with_a_sentence(key: str, values: dict[str, str], 
         listener_settings(ServeConfig(**{name: key if value == "KEY" else value for name, value in values.items()}))
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_ranks_of_a_group_do_not_join(key: str, name: str) -> None:
-    config = ServeConfig(listen_workers="unix:/run/x.sock", worker_key_file=key, **{name: 2})
-    with pytest.raises(ConfigError, match=f"{name} > 1"):
-        listener_settings(config)
-
-
 def test_tls_has_no_use_with_a_unix_socket(key: str, certificate: tuple[str, str]) -> None:
     cert, private = certificate
     with pytest.raises(ConfigError, match="no use with a Unix socket"):

@@ -35,3 +35,40 @@ def test_a_frame_over_the_limit_is_refused_by_its_header() -> None:
     assert FrameCodec(max_bytes=100).decode(sender.encode(b"x" * 100)) == [b"x" * 100]
     with pytest.raises(ValueError, match="101 bytes; the limit is 100"):
         FrameCodec(max_bytes=100).decode(sender.encode(b"x" * 101)[:4])
+
+
+def test_a_length_that_was_altered_is_refused_before_the_payload_arrives() -> None:
+    """Otherwise the receiver would wait for as many bytes as an attacker likes, and keep them."""
+    for bit in range(8 * SealedFrameCodec.header_bytes):
+        sender, receiver = sealed()
+        header = bytearray(sender.encode(b"x" * 1000)[: SealedFrameCodec.header_bytes])
+        header[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError, match="MAC"):
+            receiver.decode(bytes(header))
+
+
+def test_the_header_of_another_frame_is_refused() -> None:
+    sender, receiver = sealed()
+    first, second = sender.encode(b"first"), sender.encode(b"longer than first")
+    assert receiver.decode(first) == [b"first"]
+    for header in (first, second[:4] + first[4:20]):
+        _, again = sealed()
+        again.decode(first)
+        with pytest.raises(ValueError, match="MAC"):
+            again.decode(header)
+    assert receiver.decode(second) == [b"longer than first"]
+
+
+def test_the_mac_of_a_length_does_not_pass_for_that_of_a_payload() -> None:
+    sender, receiver = sealed()
+    frame = sender.encode(b"abcd")
+    length, mac_of_length = frame[:4], frame[4:20]
+    with pytest.raises(ValueError, match="MAC"):
+        receiver.decode(length + mac_of_length + length + mac_of_length)
+
+
+def test_a_sealed_frame_over_the_limit_is_refused_by_its_header() -> None:
+    frame = SealedFrameCodec(b"a" * 32, b"b" * 32).encode(b"x" * 101)
+    receiver = SealedFrameCodec(b"b" * 32, b"a" * 32, max_bytes=100)
+    with pytest.raises(ValueError, match="117 bytes; the limit is 116"):
+        receiver.decode(frame[: SealedFrameCodec.header_bytes])

@@ -7,7 +7,9 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.protocol.messages import (
+    MAX_FAILURE_CHARACTERS,
     LoadModel,
+    PromptLogprobs,
     ScheduledChunk,
     SlotAssignment,
     StepAcknowledged,
@@ -16,7 +18,7 @@ from servekit.protocol.messages import (
     TokenLogprobs,
     ToWorker,
 )
-from servekit.protocol.sampling_params import SamplingParams
+from servekit.protocol.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
 
 def assign(slot: int, grammar: str | None) -> SlotAssignment:
@@ -59,3 +61,24 @@ def test_the_first_rank_of_the_last_stage_sends_the_results() -> None:
     """Two stages of three ranks each."""
     first = LoadModel("", "auto", "cpu", 16, 1, 1, None, 1, None, 0.9, tensor_parallel_size=3, pipeline_parallel_size=2)
     assert [replace(first, rank=rank).is_result_rank for rank in range(6)] == [False, False, False, True, False, False]
+
+
+@pytest.mark.parametrize(("num_seqs", "num_tokens"), [(1, 1), (256, 2048), (500, 500)])
+def test_the_largest_result_is_within_the_bound_and_the_bound_is_not_far_above(num_seqs: int, num_tokens: int) -> None:
+    """Every sequence samples, fails and is deferred, and every token has all logprobs."""
+    load = LoadModel("", "auto", "cpu", 16, num_seqs, num_tokens, None, 1, None, 0.9)
+    largest_id = 2**31 - 1
+    logprobs = TokenLogprobs.of(-1e-300, [largest_id] * MAX_TOP_LOGPROBS, [-1.5] * MAX_TOP_LOGPROBS)
+    share = -(-num_tokens // num_seqs)
+    result = StepResult(
+        epoch=largest_id,
+        step_id=2**53,
+        token_ids=(largest_id,) * num_seqs,
+        step_time_s=1e-300,
+        logprobs=(logprobs,) * num_seqs,
+        prompt_logprobs=tuple(PromptLogprobs(2**16, 2**24, (logprobs,) * share) for _ in range(num_seqs)),
+        failures=((2**16, "\N{GRINNING FACE}" * MAX_FAILURE_CHARACTERS),) * num_seqs,
+        deferred=tuple(range(2**16, 2**16 + num_seqs)),
+    )
+    size = len(msgspec.msgpack.encode(result))
+    assert size <= load.max_answer_bytes <= 1.1 * size + 2**20

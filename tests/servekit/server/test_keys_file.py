@@ -6,12 +6,13 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 from starlette.applications import Starlette
 
-from servekit.api.app import create_app
+from servekit.api.app import create_app, replace_keys
 from servekit.config import ServeConfig
 from servekit.engine.llm_engine import LLMEngine
 from servekit.server import keys_file
@@ -26,7 +27,7 @@ async def reloading(path: Path) -> AsyncIterator[tuple[Starlette, KeysReload]]:
     _write(path, KEYS)
     config = ServeConfig(api_keys_file=str(path), api_key="setting")
     app = create_app(LLMEngine(config), read_keys(config))
-    reload = KeysReload(app, config)
+    reload = KeysReload(partial(replace_keys, app), config)
     task = asyncio.create_task(reload.run())
     async with asyncio.timeout(LIMIT_S):
         yield app, reload

@@ -7,8 +7,10 @@ import socket
 
 import pytest
 
+from servekit.config import ServeConfig
+from servekit.errors import ConfigError
 from servekit.server import listener
-from servekit.server.listener import drop_syns, num_to_accept, stop_connecting
+from servekit.server.listener import bind_all, drop_syns, num_to_accept, stop_connecting
 
 
 @pytest.fixture(params=[(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")], ids=["IPv4", "IPv6"])
@@ -63,3 +65,23 @@ async def test_a_kernel_without_socket_filters_is_told_and_survived(
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()[:2]):
         await stop_connecting([listening])  # nobody accepts the connection, and yet it ends
     assert "the kernel refuses a socket filter (Protocol not available)" in caplog.text
+
+
+def test_sockets_of_api_processes_share_a_port_and_its_clients() -> None:
+    listeners = bind_all(ServeConfig(port=0, api_processes=3))
+    addresses = {each.getsockname() for each in listeners}
+    assert len(listeners) == 3 and len(addresses) == 1
+    clients = [socket.create_connection(*addresses) for _ in range(64)]
+    waiting = list(map(num_to_accept, listeners))
+    assert sum(waiting) == 64 and 0 not in waiting, "the probability that one of them gets none is 1 in 10 to the 11"
+    for each in (*clients, *listeners):
+        each.close()
+
+
+def test_a_port_that_another_server_has_is_not_shared_by_mistake() -> None:
+    listeners = bind_all(ServeConfig(port=0, api_processes=2))
+    port = listeners[0].getsockname()[1]
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+        bind_all(ServeConfig(port=port, api_processes=2))
+    for each in listeners:
+        each.close()

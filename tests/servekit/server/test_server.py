@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from functools import partial
 
-from servekit.api.app import create_app
+from servekit.api.app import create_app, replace_keys
 from servekit.config import ServeConfig
 from servekit.engine.llm_engine import LLMEngine
 from servekit.server.keys_file import KeysReload
@@ -16,7 +17,7 @@ async def test_hangup_without_a_keys_file_drains_and_repeats_count_once() -> Non
     engine = LLMEngine(ServeConfig())
     app = create_app(engine)
     server = Server(app, engine)
-    reload = KeysReload(app, engine.config)
+    reload = KeysReload(partial(replace_keys, app), engine.config)
     _on_hangup(server, reload)
     _on_hangup(server, reload)
     await asyncio.sleep(0)

@@ -22,7 +22,15 @@ async def _any_strike(attacker: Attacker) -> None:
         pass  # counted as unfinished
 
 
+async def _compute(attacker: Attacker) -> None:
+    """Send nothing, and use a processor for some milliseconds."""
+    attacker.statuses["computed"] += sum(range(100_000)) > 0
+    await asyncio.sleep(0)
+
+
 ATTACKS = [
+    # A yardstick: what a process of the lowest priority costs the bystander that has nothing to do with the server.
+    Attack("busy-neighbour", _compute),
     Attack(
         "mix",
         _any_strike,
@@ -30,5 +38,5 @@ ATTACKS = [
         control=plain_rows,
         flags=("--scheduling-policy", "fair", "--trust-request-chat-template", *LARGE_POOL),
         limits="max_concurrent_requests = 8",
-    )
+    ),
 ]

@@ -26,6 +26,7 @@ NAMES = (
     "sleep 1 s",
     "sleep 4 s",
     "hold the GIL",
+    "out of memory",
 )
 SIGNALS = {name: signal.SIGRTMIN + number for number, name in enumerate(NAMES, 1)}
 
@@ -49,18 +50,23 @@ def _stale_result() -> bytes:
     return _framed(msgspec.msgpack.encode(result))
 
 
-def _is_sending(frame: FrameType | None) -> bool:
-    """Return whether the worker is sending a message, for which its heartbeats wait."""
-    while frame is not None and frame.f_code.co_name != "_send":
+def _is_in(frame: FrameType | None, function: str) -> bool:
+    while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
     return frame is not None
 
 
+def _is_early(name: str, frame: FrameType | None) -> bool:
+    """Return whether the fault would be another one at this moment."""
+    if name.startswith("sleep"):  # a worker that sleeps while it sends, for which its heartbeats wait, is silent
+        return _is_in(frame, "_send")
+    return name == "out of memory" and not _is_in(frame, "_execute")  # only there an allocation may fail
+
+
 def _inject(number: int, frame: FrameType | None) -> None:
     name = NAMES[number - signal.SIGRTMIN - 1]
-    if name.startswith("sleep") and _is_sending(frame):
-        # A worker that sleeps there is silent, not slow, and is rightly replaced.
-        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+    if _is_early(name, frame):
+        threading.Timer(0.003, os.kill, (os.getpid(), number)).start()
         return
     match name:
         case "exit":
@@ -82,6 +88,8 @@ def _inject(number: int, frame: FrameType | None) -> None:
             time.sleep(1)
         case "sleep 4 s":
             time.sleep(4)
+        case "out of memory":
+            raise MemoryError("a planted fault")
         case "hold the GIL":
             ctypes.PyDLL(None).usleep(HOLD_S * 1_000_000)
 

@@ -38,6 +38,7 @@ class Served(msgspec.Struct):
     logits: list[list[float]] = []  # of the sample, by transformers' own layers
     answers: list[list[int]] = []
     again: list[list[int]] = []  # with prompts that are cached
+    logprobs: list[list[float]] = []  # of each request: of prompt and answer, those of the likeliest tokens, too
 
 
 class RanksEngine(InProcessEngine):
@@ -54,8 +55,23 @@ class RanksEngine(InProcessEngine):
         result = [self._launched.popleft().finish()]
         dist.broadcast_object_list(result, src=dist.get_world_size() - 1)
         self.num_steps += 1
-        self.manager.commit(result[0], 0.0)
+        for token in self.manager.commit(result[0], 0.0):
+            self.logprobs[token.sequence.sequence_id].append(token.logprobs)
         self.manager.check()
+
+
+def logprobs_of(engine: InProcessEngine) -> list[list[float]]:
+    """Answer the prompts, and return all logprobs of each: the tokens', and those of the likeliest ones."""
+    sampling = {"max_tokens": 8, "temperature": 0.7, "seed": 3, "ignore_eos": True}
+    asked = {**sampling, "logprobs": 4, "prompt_logprobs": 2}
+    sequences = [engine.add(prompt, **asked) for prompt in make_prompts(VOCAB_SIZE)]
+    engine.run()
+    found = []
+    for sequence in sequences:
+        tokens = [*sequence.prompt_logprobs, *filter(None, engine.logprobs[sequence.sequence_id])]
+        assert len(tokens) == sequence.prompt_length - 1 + 8
+        found.append([value for token in tokens for value in (token.logprob, *(each for _, each in token.top))])
+    return found
 
 
 def serve(ranks: Ranks, directory: str) -> Served:
@@ -70,6 +86,7 @@ def serve(ranks: Ranks, directory: str) -> Served:
     for _ in range(2):
         again = [large.add(prompt, max_tokens=8, temperature=0.7, seed=3) for prompt in make_prompts(VOCAB_SIZE)]
         large.run()
+    logprobs = logprobs_of(large)
     return Served(
         decoder=type(loaded.decoder).__name__,
         num_layers=len(loaded.layers),
@@ -82,6 +99,7 @@ def serve(ranks: Ranks, directory: str) -> Served:
         logits=loaded.sample.logits.tolist(),
         answers=[sequence.output_token_ids for sequence in sequences],
         again=[sequence.output_token_ids for sequence in again],
+        logprobs=logprobs,
     )
 
 

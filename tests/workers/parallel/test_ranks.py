@@ -12,7 +12,7 @@ import torch
 
 from tests.support.inprocess import InProcessEngine
 from tests.support.tiny_models import VOCAB_SIZE
-from tests.workers.parallel.rank_process import Served
+from tests.workers.parallel.rank_process import Served, logprobs_of
 from tests.workers.test_token_identity import make_prompts, prepared
 
 pytestmark = pytest.mark.long  # thousands of messages between processes, which may have to share two cores
@@ -34,6 +34,7 @@ PARTS = {
     (1, 3): [(2, 0, 1), (2, 0, 1), (2, 128, 1)],
     (2, 2): [(1, 0, 2), (1, 0, 2), (1, 64, 1), (1, 64, 1)],
 }
+LOGPROB_TOLERANCE = 1e-4
 TIMEOUT_S = 600
 
 
@@ -61,19 +62,22 @@ def served(sizes: tuple[int, int], tmp_path_factory: pytest.TempPathFactory) -> 
     return {name: [results[i] for results in by_rank] for i, name in enumerate((*RANKS[sizes], "gpt2"))}
 
 
-def of_one_process(name: str) -> tuple[torch.Tensor, list[list[int]]]:
-    """Logits by transformers' own layers, and sampled answers."""
+def of_one_process(name: str) -> tuple[torch.Tensor, list[list[int]], list[list[float]]]:
+    """Logits by transformers' own layers, sampled answers, and logprobs of prompts and answers."""
     loaded, _ = prepared(name)
     engine = InProcessEngine(loaded, num_blocks=200)
     sampled = [engine.add(prompt, max_tokens=8, temperature=0.7, seed=3) for prompt in make_prompts(VOCAB_SIZE)]
     engine.run()
-    return loaded.sample.logits, [sequence.output_token_ids for sequence in sampled]
+    return loaded.sample.logits, [sequence.output_token_ids for sequence in sampled], logprobs_of(engine)
 
 
 def test_ranks_compute_what_one_process_computes(sizes: tuple[int, int], served: dict[str, list[Served]]) -> None:
-    """Logits within 1e-5, greedy tokens those of `generate`, sampled ones the same; chunked, preempted and cached."""
+    """Logits within 1e-5, greedy tokens those of `generate`, sampled ones and logprobs the same.
+
+    Prompts are chunked, sequences are preempted, and prefixes are cached.
+    """
     for name in RANKS[sizes]:
-        logits, sampled = of_one_process(name)
+        logits, sampled, logprobs = of_one_process(name)
         for rank in served[name]:
             assert not rank.refusal
             if rank.num_vocabulary_rows:  # other stages have hidden states in place of logits
@@ -81,6 +85,8 @@ def test_ranks_compute_what_one_process_computes(sizes: tuple[int, int], served:
                 assert distance < 1e-5, f"{name}: logits differ by {distance:.2g}"
             assert rank.answers == prepared(name)[1]
             assert rank.again == sampled
+            for ours, expected in zip(rank.logprobs, logprobs, strict=True):
+                assert ours == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
             assert rank.num_preemptions > 0
             assert rank.num_cached_tokens > 0
             assert rank.distance < 1e-3

@@ -65,7 +65,7 @@ class Scheme:
 class CompressedTensors(WeightFormat):
     """compressed-tensors: W4A16, W8A16, W8A8, W4A8 and FP8."""
 
-    marker: ClassVar[str] = ".weight_scale"
+    markers: ClassVar[frozenset[str]] = frozenset({".weight_scale"})
     suffixes: ClassVar[frozenset[str]] = frozenset(
         {".weight", ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx"}
     )

@@ -37,6 +37,11 @@ def order_of_groups(groups: Tensor, num_groups: int, name: str) -> Tensor | None
     return torch.argsort(groups, stable=True)
 
 
+def group_size_of_blocks(columns: int, num_inputs: int) -> int:
+    """Return how many neighbours in a row share a block of `columns`, if the last block may be cut off."""
+    return num_inputs if num_inputs <= columns else math.gcd(columns, num_inputs)
+
+
 def repeat_blocks(scales: Tensor, block_shape: tuple[int, int], num_outputs: int, num_inputs: int) -> Tensor:
     """Return scales of blocks [rows, columns] as scales of groups in each row, [num_outputs, num_groups].
 
@@ -44,6 +49,6 @@ def repeat_blocks(scales: Tensor, block_shape: tuple[int, int], num_outputs: int
     the matrix's.
     """
     rows, columns = block_shape
-    size = math.gcd(columns, num_inputs)
+    size = group_size_of_blocks(columns, num_inputs)
     starts = torch.arange(0, num_inputs, size) // columns
     return scales[torch.arange(num_outputs) // rows][:, starts]

@@ -21,9 +21,9 @@ class WeightFormat(ABC):
     """One format, as the `quantization_config` of a config.json describes it."""
 
     name: str  # for the log and for people: "GPTQ, 4 bits"
-    # A matrix is quantized if it has a tensor of this suffix. config.json's own lists (targets, ignore) are not asked.
-    marker: ClassVar[str]
-    suffixes: ClassVar[frozenset[str]]  # of all tensors that are read, with `marker`; some may be optional
+    # A matrix is quantized if it has a tensor of one of these. config.json's own lists (targets, ignore) are not asked.
+    markers: ClassVar[frozenset[str]]
+    suffixes: ClassVar[frozenset[str]]  # of all tensors that are read, with `markers`; some may be optional
     # What follows the prefix in the name of the unquantized parameter.
     parameter_suffix: ClassVar[str] = ".weight"
 

@@ -6,13 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from servekit.errors import ConfigError
+from workers.quantization.formats.awq import Awq
+from workers.quantization.formats.bitsandbytes import Bitsandbytes
 from workers.quantization.formats.checks import quoted
 from workers.quantization.formats.compressed_tensors import CompressedTensors
+from workers.quantization.formats.fp8 import Fp8
+from workers.quantization.formats.gptq import Gptq
 from workers.quantization.formats.interface import WeightFormat
+from workers.quantization.formats.mxfp4 import Mxfp4
 
 # By `quant_method`, as transformers' quantizers/auto.py names them.
 FORMATS: dict[str, type[WeightFormat]] = {
+    "awq": Awq,
+    "bitsandbytes": Bitsandbytes,
     "compressed-tensors": CompressedTensors,
+    "fbgemm_fp8": Fp8,
+    "fp8": Fp8,
+    "gptq": Gptq,
+    "mxfp4": Mxfp4,
 }
 
 

@@ -17,7 +17,7 @@ from servekit.api.disconnect import disconnect_of
 from servekit.api.middleware.metrics import METHODS, RequestMetrics
 from servekit.config import ServeConfig
 from servekit.engine.llm_engine import LLMEngine
-from servekit.observability.process_metrics import watch_event_loop, watch_processes
+from servekit.observability.process_metrics import watch_api_processes, watch_event_loop, watch_processes
 from servekit.observability.request_trace import RequestTrace
 from tests.support.timing import until
 
@@ -106,3 +106,12 @@ def test_missing_worker_has_no_memory_metric() -> None:
     assert memory.labels == {"replica": "1"} and memory.value > 0
     pids[1] = None
     assert not any(family.name.startswith("servekit_worker") for family in registry.collect())
+
+
+def test_memory_of_each_api_process_has_its_number() -> None:
+    registry = CollectorRegistry()
+    watch_api_processes(registry, lambda: [None, os.getpid()])
+    (memory,) = {family.name: family.samples for family in registry.collect()}[
+        "servekit_api_process_resident_memory_bytes"
+    ]
+    assert memory.labels == {"api_process": "1"}

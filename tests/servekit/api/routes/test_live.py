@@ -37,10 +37,10 @@ class Looks:
         self._look = self.engine.live_view
         self.engine.live_view = self.look  # type: ignore[method-assign]
 
-    def look(self) -> LiveView:
+    async def look(self) -> LiveView:
         self.num_looks += 1
         num_steps = self.num_looks if self._is_busy else 1
-        state = replace(self._look().state, num_steps=num_steps, sequences=SEQUENCES)
+        state = replace((await self._look()).state, num_steps=num_steps, sequences=SEQUENCES)
         return LiveView(state, (("a", "of a"), ("b", "of b")))
 
 
@@ -87,7 +87,7 @@ async def test_frames_are_built_five_times_a_second_however_many_watch() -> None
 async def test_each_tenant_sees_its_own_request_ids_only() -> None:
     feed = Feed(Looks().engine)
     for tenant, ids in (("a", ["of a", None]), ("b", [None, "of b"]), ("c", [None, None])):
-        _, frame = parse(feed.frame(tenant).event)
+        _, frame = parse((await feed.frame(tenant)).event)
         assert [each.get("request_id") for each in frame["sequences"]] == ids
 
 
@@ -121,17 +121,17 @@ async def test_single_frames_are_the_same_for_one_period_and_show_a_drain_at_onc
     engine, feed = looks.engine, Feed(looks.engine)
     engine._clock = lambda: now_s
 
-    def num_steps(tenant: str) -> int:
-        frame: dict[str, int] = json.loads(feed.frame(tenant).json)
+    async def num_steps(tenant: str) -> int:
+        frame: dict[str, int] = json.loads((await feed.frame(tenant)).json)
         return frame["num_steps"]
 
-    assert [num_steps(tenant) for tenant in "abca"] == [1, 1, 1, 1]
+    assert [await num_steps(tenant) for tenant in "abca"] == [1, 1, 1, 1]
     now_s += PERIOD_S - 0.01
-    assert num_steps("a") == 1
+    assert await num_steps("a") == 1
     now_s += 0.02
-    assert num_steps("b") == 2
+    assert await num_steps("b") == 2
     engine.drain()
-    assert json.loads(feed.frame("a").json)["state"] == "draining"
+    assert json.loads((await feed.frame("a")).json)["state"] == "draining"
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,26 @@
+"""Delay refusals that a tenant provokes without pause.
+
+A refusal costs the event loop a third of a millisecond: a connection, a head, an answer. Clients that send again at
+once, against Retry-After, could occupy the event loop with nothing else. So the refusals of a tenant have a pace, and
+those beyond it wait for their turn. The first ones are immediate, because a load balancer sends the request elsewhere.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+REFUSALS_PER_S = 200.0
+BURST = 100  # immediate refusals, after half a second without one
+MAX_DELAY_S = 5.0  # what Retry-After says most often
+
+
+class RefusalPace(Struct):
+    """The pace of each tenant. The caller passes the time, in seconds on a clock that never goes back."""
+
+    next_s: dict[str, float] = {}  # by tenant, when its next refusal is due; as many as the keys files have named
+
+    def delay_s(self, tenant: str, now_s: float) -> float:
+        """Count a refusal of this tenant, and return how long it waits, in seconds."""
+        due_s = max(self.next_s.get(tenant, 0.0), now_s - BURST / REFUSALS_PER_S)
+        self.next_s[tenant] = min(due_s + 1 / REFUSALS_PER_S, now_s + MAX_DELAY_S)
+        return max(0.0, due_s - now_s)

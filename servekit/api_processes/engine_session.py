@@ -1,0 +1,252 @@
+"""The engine process's side of one API process: its requests, its accounts, and the answers to its questions.
+
+An API process is trusted like the engine process: it is the same program. What it holds here is freed when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from servekit.api.key_accounts import LocalKeyAccounts, LocalRequestAccount
+from servekit.api_processes import messages as ms
+from servekit.api_processes.frame_connection import FrameConnection
+from servekit.api_processes.outbox import Outbox, RemoteClientQueue
+from servekit.engine.caller import Caller
+from servekit.engine.input_processor import PreparedPrompt
+from servekit.engine.live_view import LiveView
+from servekit.engine.llm_engine import LLMEngine
+from servekit.engine.queue_limits import QueuePlaces
+from servekit.engine.request_state import RequestState
+from servekit.errors import ServekitError, WorkerNotReady
+from servekit.request import GenerationRequest
+
+log = logging.getLogger("servekit")
+
+LOOK_PERIOD_S = 0.1  # a frame of the live view that is younger serves all API processes
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class SharedEngine:
+    """What the sessions of all API processes have in common."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self.accounts = LocalKeyAccounts(engine.now)
+        self.has_api = False  # whether all API processes serve the loaded model, or did once
+        self._view: LiveView | None = None
+        self._encoded_view = b""
+
+    def status(self) -> ms.EngineStatus:
+        """The engine's present state. The server is loading until all API processes are ready."""
+        engine = self.engine
+        state = engine.state if self.has_api or engine.state != "ready" else "loading"
+        return ms.EngineStatus(state, engine.stage, engine.is_healthy)
+
+    async def probe_readiness(self) -> bool:
+        """Whether the engine generates tokens, and all API processes could serve them."""
+        return self.has_api and await self.engine.probe_readiness()
+
+    async def look(self) -> msgspec.Raw:
+        """Return a frame of the live view, encoded. It shows the engine's present state."""
+        view, engine = self._view, self.engine
+        if view is None or view.state.state != engine.state or engine.now() - view.state.now_s >= LOOK_PERIOD_S:
+            self._view = await engine.live_view()
+            self._encoded_view = _encode(self._view)
+        return msgspec.Raw(self._encoded_view)
+
+
+class RemoteRequest:
+    """A request of an API process, from its places in the queue to the end of its answer."""
+
+    __slots__ = ("caller", "places", "prompts", "request", "state", "submitting")
+
+    def __init__(self, request: GenerationRequest, caller: Caller, places: QueuePlaces) -> None:
+        self.request = request
+        self.caller = caller
+        self.places = places
+        self.prompts: list[PreparedPrompt] = []
+        self.submitting: asyncio.Task[None] | None = None
+        self.state: RequestState | None = None  # from Submit on
+
+
+class EngineSession:
+    """One API process. Create it and call `open` on the event loop's thread; `on_end` is called when it is gone."""
+
+    def __init__(self, shared: SharedEngine, on_message: Callable[[Struct], None], on_end: Callable[[], None]) -> None:
+        """`on_message` gets the messages that are about the process itself: Serving and CannotServe."""
+        self.num_silent_ticks = 0  # of the caller's, since the last message
+        self._shared = shared
+        self._engine = shared.engine
+        self._on_message = on_message
+        self._on_end = on_end
+        self._requests: dict[int, RemoteRequest] = {}
+        self._accounts: dict[int, LocalRequestAccount] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._connection: FrameConnection[Any] | None = None
+        self._handlers: dict[type[Struct], Callable[[Any], object]] = {
+            ms.Alive: lambda _: None,
+            ms.Serving: on_message,
+            ms.CannotServe: on_message,
+            ms.AddPrompt: self._add_prompt,
+            ms.Abort: self._abort,
+            ms.Forget: self._forget,
+            ms.Charge: self._charge,
+            ms.Leave: self._leave,
+            ms.RequestRefused: lambda note: self._engine.http_counters.request_refused(note.code),
+            ms.RequestEnded: lambda note: self._engine.http_counters.request_ended(
+                note.handler, note.method, note.status
+            ),
+            ms.EventLoopLag: lambda note: self._engine.metrics.server.event_loop_lag.observe(note.lag_s),
+            ms.Enter: self._enter,
+            ms.ReserveOfKey: self._reserve_of_key,
+            ms.ReservePlaces: self._reserve_places,
+            ms.Submit: self._submit,
+            ms.ProbeReadiness: lambda question: self._answer_later(question, shared.probe_readiness),
+            ms.RenderMetrics: lambda question: self._answer_later(question, self._engine.render_metrics),
+            ms.DescribeReplicas: lambda question: self._answer_later(question, self._engine.describe_replicas),
+            ms.LookAtScheduler: lambda question: self._answer_later(question, shared.look),
+            ms.ProfileStart: lambda question: self._answer_later(question, self._engine.profiling.start),
+            ms.ProfileStop: lambda question: self._answer_later(question, self._engine.profiling.stop),
+        }
+
+    async def open(self, connected: socket.socket) -> None:
+        """Begin to serve the process at the other end of this socket pair."""
+        self._connection = await FrameConnection.open(connected, ms.FromApiProcess, self._receive, self._end)
+        self._outbox = Outbox(self._connection)
+
+    def send(self, message: Struct) -> None:
+        """Send a message. Ignored when the process is gone."""
+        if self._connection is not None:
+            self._connection.send(message)
+
+    def close(self) -> None:
+        """Close the connection, which ends the process."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _receive(self, message: Struct) -> None:
+        self.num_silent_ticks = 0
+        self._handlers[type(message)](message)
+
+    def _end(self) -> None:
+        """Free all that the process held: it is gone."""
+        self._connection = None
+        for number in list(self._requests):
+            self._forget(ms.Forget(number))
+        for account in self._accounts.values():
+            account.end()
+        self._accounts.clear()
+        for task in self._tasks:
+            task.cancel()
+        self._on_end()
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    def _answer(self, question: ms.Question[Any], work: Callable[[], Any]) -> None:
+        """Answer a question at once, with what `work` returns or raises."""
+        try:
+            reply = ms.Reply(question.question_id, msgspec.Raw(_encode(work())))
+        except Exception as error:
+            reply = _refusal(question, error)
+        self.send(reply)
+
+    def _answer_later(self, question: ms.Question[Any], work: Callable[[], Awaitable[Any]]) -> asyncio.Task[None]:
+        """Answer a question when `work` has returned or raised."""
+        task = asyncio.create_task(self._work(question, work), name=type(question).__name__)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _work(self, question: ms.Question[Any], work: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            reply = ms.Reply(question.question_id, msgspec.Raw(_encode(await work())))
+        except Exception as error:
+            reply = _refusal(question, error)
+        self.send(reply)
+
+    # -- accounts ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, question: ms.Enter) -> None:
+        def enter() -> None:
+            self._accounts[question.account] = self._shared.accounts.admit(question.digest, question.limits)
+
+        self._answer(question, enter)
+
+    def _reserve_of_key(self, question: ms.ReserveOfKey) -> None:
+        account = self._accounts[question.account]
+        self._answer(
+            question,
+            lambda: account.reserve_now(question.num_sequences, question.max_tokens, question.num_prompt_tokens),
+        )
+
+    def _charge(self, note: ms.Charge) -> None:
+        remote = self._requests.get(note.request)
+        if remote is not None and remote.state is not None:
+            self._accounts[note.account].charge(remote.state)
+
+    def _leave(self, note: ms.Leave) -> None:
+        account = self._accounts.pop(note.account, None)
+        if account is not None:
+            account.end()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _reserve_places(self, question: ms.ReservePlaces) -> None:
+        def reserve() -> float:
+            request = question.options.request()
+            places = self._engine.reserve(request, question.caller)
+            self._requests[question.request] = RemoteRequest(request, question.caller, places)
+            return places.arrival_s
+
+        self._answer(question, reserve)
+
+    def _add_prompt(self, note: ms.AddPrompt) -> None:
+        remote = self._requests.get(note.request)
+        if remote is not None:
+            remote.prompts.append(note.prompt())
+
+    def _submit(self, question: ms.Submit) -> None:
+        remote = self._requests.get(question.request)
+        if remote is None:  # which cannot be; but every question gets an answer
+            gone = ms.Failure.of(WorkerNotReady("the request has no places in the queue; send it again"))
+            self.send(ms.Reply(question.question_id, failure=gone))
+            return
+        queue = RemoteClientQueue(question.request, self._outbox)
+        queue.state = remote.state = self._engine.new_state(remote.request, remote.caller, queue)
+        prompts, remote.prompts = remote.prompts, []
+        work = partial(self._admit, remote.state, prompts, remote.places)
+        remote.submitting = self._answer_later(question, work)
+
+    async def _admit(self, state: RequestState, prompts: list[PreparedPrompt], places: QueuePlaces) -> None:
+        await self._engine.submit_prepared(state, prompts, places)
+
+    def _abort(self, note: ms.Abort) -> None:
+        remote = self._requests.get(note.request)
+        if remote is not None and remote.state is not None:
+            remote.state.abort()
+
+    def _forget(self, note: ms.Forget) -> None:
+        remote = self._requests.pop(note.request, None)
+        if remote is None:
+            return
+        if remote.submitting is not None:
+            remote.submitting.cancel()  # it releases what it holds; if it has ended, this does nothing
+        remote.places.release()
+        if remote.state is not None:
+            remote.state.abort()
+            remote.state.release_result()
+
+
+def _refusal(question: ms.Question[Any], error: Exception) -> ms.Reply:
+    if not isinstance(error, ServekitError):
+        log.error("internal error in the answer to an API process", exc_info=error)
+    return ms.Reply(question.question_id, failure=ms.Failure.of(error))

@@ -1,0 +1,312 @@
+"""What an API process holds in the engine process is freed when a request, or the process, ends.
+
+Both ends of a connection run in this process, in front of an engine that counts and computes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from array import array
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from servekit.api.auth.rate_limits import Limits
+from servekit.api_processes import messages as ms
+from servekit.api_processes.engine_client import EngineClient, RemoteRequestState
+from servekit.api_processes.engine_session import EngineSession, SharedEngine
+from servekit.api_processes.frame_connection import FrameConnection
+from servekit.api_processes.remote_key_accounts import RemoteKeyAccounts
+from servekit.config import ServeConfig
+from servekit.engine.caller import Caller
+from servekit.engine.client_queue import ClientQueue, TokenDelta
+from servekit.engine.detokenizer import Detokenizer
+from servekit.engine.input_processor import PreparedPrompt
+from servekit.engine.live_view import LiveView
+from servekit.engine.request_state import RequestState, SequenceOutput
+from servekit.errors import QueueFull, RateLimited, WorkerLost
+from servekit.observability.live_frames import LiveState
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.scheduler.sequence import FinishReason, Sequence
+
+LIMIT_S = 60
+CALLER = Caller("tenant", "id")
+TEXTS = [b"one ", b"\xe2\x82", b"\xac", b"two"]
+
+
+def make_request(**fields: Any) -> GenerationRequest:
+    return GenerationRequest(prompts=[Prompt("text", "prompt")], sampling=Sampling(), **fields)
+
+
+class Engine:
+    """Counts what is held, and looks like a `LLMEngine` to sessions."""
+
+    def __init__(self) -> None:
+        self.config = ServeConfig(api_processes=2)
+        self.state, self.stage, self.is_healthy = "ready", "serving", True
+        self.num_places = self.num_results = self.num_looks = 0
+        self.is_full = False
+        self.admits = asyncio.Event()
+        self.admits.set()
+        self.states: list[RequestState] = []
+        self.aborted: list[RequestState] = []
+        self.refusals: list[str] = []
+        self.http_counters = SimpleNamespace(request_refused=self.refusals.append)
+        self.profiling = SimpleNamespace(start=None, stop=None)
+
+    def now(self) -> float:
+        return 100.0
+
+    def reserve(self, request: GenerationRequest, caller: Caller) -> Any:
+        if self.is_full:
+            raise QueueFull("full", retry_after_s=3)
+        self.num_places += 1
+        return Places(self)
+
+    def new_state(self, request: GenerationRequest, caller: Caller, queue: ClientQueue) -> RequestState:
+        return RequestState(request, caller, [], queue, 1, self.aborted.append)
+
+    async def submit_prepared(self, state: RequestState, prompts: list[PreparedPrompt], places: Any) -> RequestState:
+        self.num_results += 1
+        state.hold_result(self.release_result)
+        await self.admits.wait()
+        for prompt in prompts:
+            for sampling in prompt.sampling:
+                sequence = Sequence(len(state.outputs), prompt.token_ids, sampling)
+                detokenizer = Detokenizer(lambda _: b"")
+                state.outputs.append(SequenceOutput(sequence, len(state.outputs), detokenizer, state.queue))
+        self.states.append(state)
+        places.release()
+        return state
+
+    def release_result(self) -> None:
+        self.num_results -= 1
+
+    async def probe_readiness(self) -> bool:
+        return True
+
+    async def render_metrics(self) -> bytes:
+        return b"metrics"
+
+    async def describe_replicas(self) -> list[dict[str, Any]]:
+        raise KeyError("a mistake")
+
+    async def live_view(self) -> LiveView:
+        self.num_looks += 1
+        return LiveView(LiveState(self.now(), "ready", "serving", "m", "1", []), (("tenant", "id"), None))
+
+
+class Places:
+    arrival_s = 12.5
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._is_held = True
+
+    def release(self) -> None:
+        self._engine.num_places -= self._is_held
+        self._is_held = False
+
+
+class Processor:
+    """Prepares each prompt as two tokens."""
+
+    def __init__(self, stop: tuple[str, ...] = ()) -> None:
+        self._stop = stop
+
+    async def prepare(self, request: GenerationRequest, tenant: str) -> list[PreparedPrompt]:
+        sampling = SamplingParams(max_tokens=9, stop=self._stop)
+        return [PreparedPrompt(array("i", [1, 2]), [sampling] * request.best_of)]
+
+
+class Both:
+    """Both ends of a connection."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.shared = SharedEngine(cast(Any, self.engine))
+        self.has_ended = asyncio.Event()
+        self.shared.has_api = True
+        self.session = EngineSession(self.shared, lambda _: None, self.has_ended.set)
+
+    async def open(self) -> None:
+        ours, theirs = socket.socketpair()
+        await self.session.open(ours)
+        self.connection = await FrameConnection.open(
+            theirs, ms.FromEngine, lambda message: self.client.receive(message), lambda: None
+        )
+        self.client = EngineClient(self.engine.config, self.connection.send)
+        self.client._input_processor = cast(Any, Processor())
+        self.client._tokenizer = cast(Any, SimpleNamespace(make_detokenizer=lambda _: Detokenizer(TEXTS.__getitem__)))
+        self.accounts = RemoteKeyAccounts(self.client)
+
+    async def submit(self, **fields: Any) -> RemoteRequestState:
+        request = make_request(**fields)
+        places = await self.client.take_places(request, CALLER)
+        state = await self.client.submit(request, CALLER, places)
+        assert isinstance(state, RemoteRequestState)
+        return state
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[Both]:
+    both = Both()
+    await both.open()
+    async with asyncio.timeout(LIMIT_S):
+        yield both
+    both.connection.close()
+    await both.has_ended.wait()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+async def test_places_are_held_from_the_first_answer_until_they_are_released() -> None:
+    async with opened() as both:
+        places = await both.client.take_places(make_request(), CALLER)
+        assert both.engine.num_places == 1 and places.arrival_s == 12.5
+        places.release()
+        places.release()
+        await until(lambda: both.engine.num_places == 0)
+        both.engine.is_full = True
+        with pytest.raises(QueueFull, match="full") as refused:
+            await both.client.take_places(make_request(), CALLER)
+        assert refused.value.retry_after_s == 3
+        assert not both.session._requests
+
+
+async def test_tokens_become_text_in_the_api_process() -> None:
+    async with opened() as both:
+        state = await both.submit(best_of=2)
+        (remote,) = both.engine.states
+        for token_id in range(4):
+            remote.queue.put(TokenDelta(0, token_id, "", False, FinishReason.LENGTH if token_id == 3 else None))
+        remote.queue.put(TokenDelta(1, 1, "", False))
+        remote.queue.put(TokenDelta(1, None, "", False, FinishReason.DEADLINE))
+        deltas = await state.queue.get()
+        assert [(each.index, each.text) for each in deltas] == [
+            (0, "one "),
+            (0, ""),
+            (0, "€"),
+            (0, "two"),
+            (1, ""),
+            (1, "\ufffd"),
+        ]
+        assert state.finish_reasons == [FinishReason.LENGTH, FinishReason.DEADLINE]
+        assert (state.num_prompt_tokens, state.num_generated_tokens) == (2, 5)
+        state.abort()
+        state.release_result()
+        await until(lambda: both.engine.num_results == 0)
+        assert not both.session._requests and not both.client._requests
+
+
+async def test_text_of_requests_with_stop_strings_comes_from_the_engine() -> None:
+    async with opened() as both:
+        both.client._input_processor = cast(Any, Processor(stop=("x",)))
+        state = await both.submit()
+        both.engine.states[0].queue.put(TokenDelta(0, 3, "cut", False, FinishReason.STOP, "x"))
+        (delta,) = await state.queue.get()
+        assert (delta.text, delta.stop_reason) == ("cut", "x")
+
+
+async def test_an_error_reaches_the_client_after_its_tokens() -> None:
+    async with opened() as both:
+        state = await both.submit()
+        both.engine.states[0].queue.put(TokenDelta(0, 0, "", False))
+        both.engine.states[0].queue.fail(WorkerLost("gone"))
+        assert [each.text for each in await state.queue.get()] == ["one "]
+        with pytest.raises(WorkerLost, match="gone"):
+            await state.queue.get()
+        assert state.finish_reasons == [FinishReason.ERROR]
+
+
+async def test_a_client_that_leaves_while_its_request_is_admitted_leaves_nothing_behind() -> None:
+    async with opened() as both:
+        both.engine.admits.clear()
+        submitting = asyncio.create_task(both.submit())
+        await until(lambda: both.engine.num_results == 1)
+        submitting.cancel()
+        await until(lambda: both.engine.num_places == both.engine.num_results == 0)
+        await until(lambda: not both.session._tasks)
+        assert not both.session._requests and not both.client._requests
+
+
+async def test_an_aborted_request_ends_in_the_engine_and_delivers_nothing_more() -> None:
+    async with opened() as both:
+        state = await both.submit()
+        state.abort()
+        state.abort()
+        await until(lambda: len(both.engine.aborted) == 1)
+        assert state.finish_reasons == [FinishReason.ABORT]
+        both.engine.states[0].queue.put(TokenDelta(0, 0, "", False))
+        await both.client.render_metrics()  # its answer comes after the token
+        assert state.num_generated_tokens == 0
+
+
+async def test_all_that_a_process_holds_is_freed_when_it_ends() -> None:
+    async with opened() as both:
+        await both.client.take_places(make_request(), CALLER)
+        await both.submit()
+        account = await both.accounts.enter(b"key", Limits(max_concurrent_requests=1))
+        assert account.number == 0
+        assert both.engine.num_places == both.engine.num_results == 1
+        both.connection.close()
+        await both.has_ended.wait()
+        assert both.engine.num_places == both.engine.num_results == 0
+        assert both.engine.aborted == both.engine.states
+        both.shared.accounts.admit(b"key", Limits(max_concurrent_requests=1))  # there is room again
+
+
+async def test_limits_of_a_key_are_counted_over_all_processes() -> None:
+    async with opened() as both, opened() as other:
+        other.session._shared = both.shared
+        limits = Limits(max_concurrent_requests=2, tokens_per_minute=100)
+        first = await both.accounts.enter(b"key", limits)
+        second = await other.accounts.enter(b"key", limits)
+        with pytest.raises(RateLimited, match="2 concurrent requests"):
+            await both.accounts.enter(b"key", limits)
+        await first.reserve(1, 90, 10)
+        with pytest.raises(RateLimited, match="may still take 100"):
+            await second.reserve(1, 80, 10)
+        first.end()
+        first.end()
+        await both.client.render_metrics()
+        await second.reserve(1, 80, 10)
+        await both.accounts.enter(b"key", limits)
+
+
+async def test_viewers_of_all_processes_share_a_look_at_the_scheduler() -> None:
+    async with opened() as both:
+        views = await asyncio.gather(*(both.client.live_view() for _ in range(5)))
+        assert both.engine.num_looks == 1 and len(set(map(id, views))) == 1
+        assert views[0].state.model_name == "m" and views[0].owners == (("tenant", "id"), None)
+        await both.client.live_view()
+        assert both.engine.num_looks == 1, "its clock stands still"
+
+
+async def test_a_mistake_in_an_answer_is_an_internal_error_and_ends_nothing() -> None:
+    async with opened() as both:
+        with pytest.raises(Exception, match="internal error \\(KeyError\\)"):
+            await both.client.describe_replicas()
+        assert await both.client.render_metrics() == b"metrics"
+        assert await both.client.probe_readiness()
+
+
+async def test_notes_for_the_metrics_are_counted_in_the_engine_process() -> None:
+    async with opened() as both:
+        both.client.http_counters.request_refused("overloaded")
+        await both.client.render_metrics()
+        assert both.engine.refusals == ["overloaded"]
+
+
+def test_frames_of_the_live_view_can_be_sent() -> None:
+    view = LiveView(LiveState(1.0, "ready", "serving", "m", "1", []), (("a", "b"), None))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(view), type=LiveView) == view
