@@ -108,6 +108,17 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Literal["auto", "dummy"],
         Meta(description="auto reads the weights of the model; dummy uses random weights, for benchmarks"),
     ] = "auto"
+    quantization: Annotated[
+        Literal["int8", "int4", "w4a8", "fp8", "nf4"] | None,
+        Meta(
+            description="format that unquantized weights are rounded to as they are read (docs/quantization.md); by "
+            "default they stay as they are, and quantized checkpoints are read in their own format"
+        ),
+    ] = None
+    quantization_group_size: Annotated[
+        Annotated[int, Meta(ge=16, le=1024, multiple_of=16)] | None,
+        Meta(description="weights that share a scale, with --quantization int4, w4a8 or nf4; by default 64"),
+    ] = None
 
     max_model_len: Annotated[
         Positive | None,
@@ -486,6 +497,7 @@ RENAMED_SETTINGS = {
     "pp": "pipeline_parallel_size",
     "pp_size": "pipeline_parallel_size",
     "prefix_caching": "enable_prefix_caching",
+    "quantize": "quantization",
     "schedule_policy": "scheduling_policy",
     "sharded": "tensor_parallel_size",
     "tp": "tensor_parallel_size",
@@ -496,10 +508,6 @@ RENAMED_SETTINGS = {
 _PARALLELISM = (
     "--data-parallel-size gives each device the whole model; --tensor-parallel-size and --pipeline-parallel-size "
     "divide a model among devices of one machine"
-)
-_QUANTIZATION = (
-    "quantized weights are not supported yet; use a checkpoint in bfloat16, float16 or float32. "
-    "--kv-cache-dtype quantizes the KV cache"
 )
 _LORA = "LoRA adapters are not supported yet; merge the adapter into the model's weights first"
 _SPECULATION = "speculative decoding is not supported yet"
@@ -558,9 +566,6 @@ EXPLAINED_SETTINGS = {
     "max_total_tokens": "TGI's setting is --max-model-len here; SGLang's is --num-kv-blocks times --block-size",
     "nnodes": _PARALLELISM,
     "num_speculative_tokens": _SPECULATION,
-    "q": _QUANTIZATION,
-    "quantization": _QUANTIZATION,
-    "quantize": _QUANTIZATION,
     "random_seed": _SEED,
     "reasoning_parser": _REASONING,
     "revision": _DOWNLOADS,
@@ -580,7 +585,7 @@ EXPLAINED_SETTINGS = {
     "tokenizer_mode": _TOKENIZER,
     "tokenizer_path": _TOKENIZER,
     "tool_call_parser": _TOOLS,
-    "torchao_config": _QUANTIZATION,
+    "torchao_config": "--quantization rounds weights as they are read, and checkpoints bring their own format",
     "trust_remote_code": _TRUST,
 }
 

@@ -308,4 +308,6 @@ def load_model_message(config: ServeConfig, path: str) -> LoadModel:
         pipeline_parallel_size=config.pipeline_parallel_size,
         load_timeout_s=config.load_timeout,
         heartbeat_timeout_s=config.heartbeat_timeout,
+        quantization=config.quantization,
+        quantization_group_size=config.quantization_group_size,
     )

@@ -52,6 +52,8 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     rendezvous: str = ""  # a file by which the ranks find each other
     load_timeout_s: float = 1800.0  # how long a rank may wait for another one
     heartbeat_timeout_s: float = 3.0  # after which an agent takes a rank for lost
+    quantization: str | None = None  # what unquantized weights are rounded to; None leaves them as they are
+    quantization_group_size: int | None = None  # None chooses by the format
 
     @property
     def num_ranks(self) -> int:
@@ -85,6 +87,7 @@ class ModelInfo(Struct, frozen=True):
     default_top_k: int
     default_top_p: float
     fingerprint: str = ""  # of the model's files: workers with the same one compute the same
+    quantization: str = ""  # the format of the weights; "" if they are not quantized
 
 
 class WorkerReady(Struct, frozen=True, tag="worker_ready"):
@@ -96,7 +99,7 @@ class WorkerReady(Struct, frozen=True, tag="worker_ready"):
     num_blocks: int
     kv_bytes_per_token: int
     load_time_s: float
-    num_weight_bytes: int = 0  # in the model's files; or, with random weights, as generated
+    num_weight_bytes: int = 0  # in the model's files; in memory, if they are quantized, random or divided among ranks
     weights_time_s: float = 0.0  # of `load_time_s`: until the layers were ready to compute with them
     attention: str = ""  # the attention backend that was chosen
 

@@ -120,7 +120,7 @@ def test_invalid_command_lines_exit_with_code_2(
         ("--enable-expert-parallel", "--data-parallel-size gives each device the whole model"),
         ("-pp", "the setting is called --pipeline-parallel-size here"),
         ("-tp", "the setting is called --tensor-parallel-size here"),
-        ("--quantization", "quantized weights are not supported yet"),
+        ("--quantize", "the setting is called --quantization here"),
         ("--no-enable-chunked-prefill", "this is always on"),
         ("--trust-remote-code", "code in a model's repository is never run"),
         ("--context-length", "the setting is called --max-model-len here"),
@@ -146,8 +146,8 @@ def test_explanations_of_other_servers_settings_are_true() -> None:
 
 
 def test_other_servers_names_are_explained_in_files_and_variables_too() -> None:
-    with pytest.raises(ConfigError, match="unknown setting 'quantization'; quantized weights are not supported yet"):
-        load_config({}, {}, b"quantization = 'awq'")
+    with pytest.raises(ConfigError, match="unknown setting 'enable_lora'; LoRA adapters are not supported yet"):
+        load_config({}, {}, b"enable_lora = true")
     (warning,) = ignored_variables({"SERVEKIT_EP_SIZE": "2"})
     assert "SERVEKIT_EP_SIZE; --data-parallel-size gives" in warning
 

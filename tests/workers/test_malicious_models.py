@@ -11,6 +11,7 @@ import random
 import resource
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from servekit.sandbox.chat_template import render_chat
 from servekit.sandbox.jobs import Done, RenderChat
 from tests.e2e.bad_inputs import INJECTIONS
 from tests.support.inprocess import load
+from tests.support.quantized_models import describe, make_quantized_model
 from tests.support.tiny_models import ARCHITECTURES, make_model
 from tests.torture.model_files import run
 from tests.torture.report import table
@@ -38,6 +40,13 @@ TENSOR = "model.norm.weight"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     make_model(path, *ARCHITECTURES["llama"])
+    return path
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("quantized")
+    make_quantized_model(path, "w4a16")
     return path
 
 
@@ -312,6 +321,75 @@ def test_missing_weights_are_not_filled_with_random_numbers(copied: Path, lacks:
     (copied / "new").rename(copied / WEIGHTS)
     configure(copied, **fields)
     check_refused(copied)
+
+
+# Of a group in config_groups of a checkpoint with int4 weights.
+BAD_QUANTIZATIONS: list[dict[str, Any]] = [
+    {"num_bits": 8},
+    {"num_bits": 2**70},
+    {"num_bits": None},
+    {"group_size": 2**19},
+    {"group_size": 7},
+    {"group_size": -1},
+    {"group_size": 10**30},
+    {"group_size": "8"},
+    {"strategy": "channel"},
+    {"strategy": "tensor"},
+    {"strategy": ["group"]},
+    {"symmetric": False},
+    {"type": "float"},
+    {"type": {}},
+]
+
+
+@pytest.mark.parametrize("fields", BAD_QUANTIZATIONS, ids=str)
+def test_impossible_quantization_is_refused(quantized: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    copied = shutil.copytree(quantized, tmp_path / "model")
+    describe(copied, "w4a16", **fields)
+    check_refused(copied)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"hidden_size": 96}, {"intermediate_size": 2**40}, {"num_hidden_layers": 4}, {"vocab_size": 2**24}],
+    ids=str,
+)
+def test_quantized_weights_of_another_shape_are_refused(
+    quantized: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    copied = shutil.copytree(quantized, tmp_path / "model")
+    configure(copied, **fields)
+    check_refused(copied)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_asymmetric", "w8a8", "fp8_block"])
+def test_damaged_quantized_tensors_are_refused_or_load(scheme: str, tmp_path: Path) -> None:
+    """Each tensor of one matrix in turn is left out, cut, widened, of another dtype, or full of extreme numbers."""
+    make_quantized_model(tmp_path, scheme)
+    whole = load_file(tmp_path / WEIGHTS)
+    outcomes: Counter[str] = Counter()
+    for name in [name for name in whole if name.startswith("model.layers.1.mlp.up_proj.")]:
+        tensor = whole[name]
+        damaged = [None, tensor[:-1], tensor[:0], tensor[None], tensor.flatten()[:1], torch.cat([tensor, tensor])]
+        damaged += [tensor.float().to(dtype) for dtype in (torch.float32, torch.int64, torch.uint8, torch.bool)]
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+            damaged += [torch.full_like(tensor, value) for value in (torch.nan, torch.inf, -torch.inf, 0.0)]
+        else:
+            damaged += [torch.full(tensor.shape, 0x7F, dtype=torch.uint8).to(tensor.dtype)]
+        for replacement in damaged:
+            tensors = {key: value for key, value in whole.items() if key != name}
+            if replacement is not None:
+                tensors[name] = replacement.contiguous()
+            save_file(tensors, tmp_path / "new", {"format": "pt"})
+            (tmp_path / "new").rename(tmp_path / WEIGHTS)
+            try:
+                load(tmp_path)
+            except ConfigError as refusal:
+                is_sentence = len(refusal.message) < 700 and "\n" not in refusal.message
+                outcomes["refused" if is_sentence else f"refused badly: {refusal.message}"] += 1
+            else:
+                outcomes["loaded"] += 1
+    assert outcomes.keys() == {"refused", "loaded"} and outcomes["refused"] > 4 * outcomes["loaded"], outcomes
 
 
 @pytest.mark.parametrize("fields", BAD_DEFAULTS, ids=str)

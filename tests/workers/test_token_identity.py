@@ -17,6 +17,7 @@ from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.errors import ConfigError
 from servekit.scheduler.sequence import FinishReason, Sequence
 from tests.support.inprocess import InProcessEngine, load
+from tests.support.quantized_models import SCHEMES, make_quantized_model
 from tests.support.tiny_models import ARCHITECTURES, VOCAB_SIZE, WIDE_ARCHITECTURES, make_model
 from workers.attention.interface import AttentionMetadata
 from workers.attention.torch_backend import TorchAttention
@@ -54,6 +55,9 @@ def prepared(name: str) -> tuple[LoadedModel, list[list[int]]]:
     if name == "demo":
         directory = DEMO_MODEL_PATH
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    elif name in SCHEMES:
+        directory = Path(mkdtemp(prefix="quantized-"))
+        model = make_quantized_model(directory, name)
     else:
         directory = Path(mkdtemp(prefix="tiny-"))
         model = make_model(directory, *{**ARCHITECTURES, **WIDE_ARCHITECTURES}[name])

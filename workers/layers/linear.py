@@ -123,7 +123,7 @@ def prepare(method: LinearMethod, *linears: nn.Linear | QuantizedLinear) -> Weig
     assert len(biases) in (0, len(linears))
     bias = torch.cat(biases) if biases else None
     dense = [linear.weight.detach() for linear in linears if isinstance(linear, nn.Linear)]
-    quantized = [linear.weight for linear in linears if isinstance(linear, QuantizedLinear)]
+    quantized = [linear.matrix for linear in linears if isinstance(linear, QuantizedLinear)]
     if not quantized:
         return method(torch.cat(dense) if len(dense) > 1 else dense[0], bias)
     stacked = None if dense else stack_outputs(quantized)

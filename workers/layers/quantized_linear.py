@@ -6,6 +6,8 @@ computed with it. Afterwards replace_layers takes its weight and prepares it for
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,19 +19,38 @@ class QuantizedLinear(nn.Module):
     """y = x W' + b, for a W of few bits."""
 
     def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None) -> None:
-        """Make a layer without a weight; `quantized` must be set before the first call."""
+        """Make a layer without a matrix; `fill` must be called before the first call."""
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.bias = bias
-        self.quantized: QuantizedTensor | None = None
+        self._matrix: QuantizedTensor | None = None
 
     @property
-    def weight(self) -> QuantizedTensor:
-        assert self.quantized is not None
-        return self.quantized
+    def matrix(self) -> QuantizedTensor:
+        # Not called `weight`: transformers takes a module's weight for a parameter.
+        assert self._matrix is not None
+        return self._matrix
+
+    @property
+    def num_numbers(self) -> int:
+        """How many numbers the matrix stands for."""
+        return self.in_features * self.out_features
+
+    def fill(self, matrix: QuantizedTensor) -> None:
+        """Set the matrix. A rank's part is smaller than the layer that was made."""
+        self._matrix = matrix
+        self.out_features, self.in_features = matrix.num_outputs, matrix.num_inputs
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.dequantize(x.dtype), self.bias)
+        return F.linear(x, self.matrix.dequantize(x.dtype), self.bias)
+
+    def _apply(self, function: Any, recurse: bool = True) -> QuantizedLinear:
+        """Move the matrix as nn.Module moves parameters. Its dtypes stay."""
+        super()._apply(function, recurse)  # type: ignore[no-untyped-call]
+        if self._matrix is not None:
+            device = function(torch.empty(0, dtype=torch.uint8, device=self._matrix.codes.device)).device
+            self._matrix = self._matrix.to(device)
+        return self
 
 
 class DequantizingWeight:

@@ -21,30 +21,10 @@ _SHARD = re.compile(r"[\w.-]+\.safetensors")
 # Weights of less than two bits, a few times over.
 MAX_PARAMETERS_PER_BYTE = 16
 
-# Formats by their `quant_method` in config.json, as transformers' quantizers/auto.py lists them, and as people call
-# them. A method that is not here is named as config.json names it.
-QUANTIZATION_FORMATS = {
-    "aqlm": "AQLM",
-    "auto-round": "AutoRound",
-    "awq": "AWQ",
-    "bitnet": "BitNet",
-    "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors",
-    "eetq": "EETQ",
-    "fbgemm_fp8": "FP8 (FBGEMM)",
-    "fp8": "FP8",
-    "gptq": "GPTQ",
-    "hqq": "HQQ",
-    "modelopt": "ModelOpt",
-    "mxfp4": "MXFP4",
-    "mxfp8": "MXFP8",
-    "nvfp4": "NVFP4",
-    "quanto": "Quanto",
-    "quark": "Quark",
-    "torchao": "torchao",
-}
-# Where tools wrote the same before there was `quantization_config` in config.json, and what they are called.
-QUANTIZATION_FILES = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ", "hf_quant_config.json": "ModelOpt"}
+# Where tools wrote the same before there was `quantization_config` in config.json, and the method that they mean.
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+# Keys of config.json, and the method where the value names none. The second is what compressed-tensors wrote first.
+QUANTIZATION_KEYS = {"quantization_config": None, "compression_config": "compressed-tensors"}
 
 
 class _Index(msgspec.Struct):
@@ -53,31 +33,32 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def quantization_format(path: Path) -> str | None:
-    """Return the name of the format that the model's weights are quantized in; None if they are not.
+def quantization_config(path: Path) -> dict[str, Any] | None:
+    """Return the description of the format that the model's weights are quantized in; None if they are not.
 
     Reads config.json itself: transformers looks for the format's libraries first, and its error is about those. Files
     that are no JSON are left for transformers to refuse.
     """
     config = _read_json(path / "config.json")
-    described = [config, config.get("text_config")]  # models of images and text describe their decoder apart
-    for part in described:
+    for part in (config, config.get("text_config")):  # models of images and text describe their decoder apart
         if isinstance(part, dict):
-            # `compression_config` is what compressed-tensors wrote before transformers knew the format.
-            for key, default in (("quantization_config", "unknown"), ("compression_config", "compressed-tensors")):
+            for key, method in QUANTIZATION_KEYS.items():
                 if part.get(key) is not None:
-                    return _name_of_format(part[key], default)
-    return next((name for file, name in QUANTIZATION_FILES.items() if (path / file).exists()), None)
+                    return _with_method(part[key], method)
+    for file, method in QUANTIZATION_FILES.items():
+        if (path / file).exists():
+            return _with_method(_read_json(path / file), method)
+    return None
 
 
-def check_not_quantized(path: Path) -> None:
-    """Raise ConfigError if the model's weights are quantized: servekit reads none of those formats yet."""
-    name = quantization_format(path)
-    if name is not None:
-        raise ConfigError(
-            f"the weights in {path} are quantized in the format {name}, which servekit does not support yet; serve the "
-            "unquantized checkpoint of the same model (bfloat16, float16 or float32 safetensors)"
-        )
+def _with_method(described: Any, method: str | None) -> dict[str, Any]:
+    """Return the description with its `quant_method`."""
+    if not isinstance(described, dict):
+        return {"quant_method": described}
+    known = described.get("quant_method", method)
+    if described.get("load_in_4bit") or described.get("load_in_8bit"):
+        known = "bitsandbytes"  # which did not always write its name
+    return {**described, "quant_method": known}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -87,18 +68,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _name_of_format(config: Any, default: str) -> str:
-    """Return the format's name and, if given, the number of bits; bounded in length, because files may be hostile."""
-    if not isinstance(config, dict):
-        return default
-    method = config.get("quant_method", default)
-    if config.get("load_in_4bit") or config.get("load_in_8bit"):
-        method = "bitsandbytes"
-    name = QUANTIZATION_FORMATS.get(method, method) if isinstance(method, str) else default
-    bits = config.get("bits", config.get("w_bit"))
-    return f"{name[:40]}, {bits} bits" if type(bits) is int and 0 < bits <= 16 else name[:40]
 
 
 def find_weights(path: Path) -> list[Path]:

@@ -32,6 +32,9 @@ def read_config(path: Path) -> Any:
         raise ConfigError(f"{path} holds no model configuration that can be served: {in_one_line(error)}") from None
     if getattr(config, "transformers_weights", WEIGHTS) not in (None, WEIGHTS):
         raise ConfigError(f"{path / 'config.json'} has transformers_weights; the weights must be in {WEIGHTS}")
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config  # or transformers would load its quantizer, which wants the format's library
     return config
 
 
@@ -56,7 +59,9 @@ def check_is_decoder(config: Any) -> None:
     )
 
 
-def describe_model(config: Any, num_parameters: int, path: Path, max_model_len: int | None) -> ModelInfo:
+def describe_model(
+    config: Any, num_parameters: int, path: Path, max_model_len: int | None, quantization: str = ""
+) -> ModelInfo:
     """Return what the manager needs to know of the model. Raises ConfigError, by name, for values out of range.
 
     `max_model_len` is what the operator asked for, in tokens; None takes the model's own context.
@@ -77,6 +82,7 @@ def describe_model(config: Any, num_parameters: int, path: Path, max_model_len: 
         default_temperature=_within("temperature", _default_temperature(generation), 0, 100),
         default_top_k=int(_within("top_k", getattr(generation, "top_k", None) or 0, -1, 2**31 - 1)),
         default_top_p=_within("top_p", getattr(generation, "top_p", None) or 1.0, 0, 1),
+        quantization=quantization,
     )
 
 

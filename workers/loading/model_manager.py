@@ -21,15 +21,24 @@ from workers.device.memory import allocation_refused_as
 from workers.kv_cache.pages import LayerShape
 from workers.layers.layer_replacement import replace_layers
 from workers.loading.attention_recording import attention_switched, record_attention
-from workers.loading.checkpoint import check_not_quantized, quantization_format
+from workers.loading.checkpoint import quantization_config
 from workers.loading.model_config import architecture_of, check_is_decoder, describe_model, read_config
 from workers.loading.progress import Progress
+from workers.loading.quantized_weights import (
+    num_quantized_parameters,
+    num_weight_bytes,
+    quantize_weights,
+    read_quantized_weights,
+)
 from workers.loading.refusals import forward_errors_named, loading_errors_named, refusal
 from workers.loading.weights import make_weights, move, read_weights
 from workers.parallel.collectives import add_collectives, with_collectives
 from workers.parallel.local_parameters import partial_class, use_local_parameters
 from workers.parallel.ranks import Ranks
 from workers.parallel.tensor_parallel_plan import TensorParallelPlan
+from workers.quantization.at_load import QuantizedAtLoad
+from workers.quantization.formats.interface import WeightFormat
+from workers.quantization.formats.registry import format_of, name_of
 
 log = logging.getLogger("servekit.worker")
 
@@ -48,7 +57,7 @@ class Sample:
 class WeightsLoaded:
     """How large the weights are, and how long they took to load."""
 
-    num_bytes: int  # in the files, or in memory where they are random
+    num_bytes: int  # in the files; in memory, where they are quantized, random, or one of several ranks'
     time_s: float  # from the first look at the files to layers that are ready to compute
 
 
@@ -93,19 +102,19 @@ class ModelManager:
         max_model_len: int | None,
         *,
         load_format: str = "auto",
+        quantization: str | None = None,
+        quantization_group_size: int | None = None,
         report_stage: Callable[[str], None] = lambda _: None,
         ranks: Ranks | None = None,
     ) -> LoadedModel:
         """Load the model in `path`; with the format `dummy` its weights are random, and no file of weights is read.
 
+        `quantization` names a format of workers/quantization/at_load.py that unquantized weights are rounded to.
         `report_stage` is called with the name of each stage. With `ranks`, only this rank's part is read; all of them
         must call this with the same arguments. Raises ConfigError, by name, for what cannot be served.
         """
         started_s, progress = time.monotonic(), Progress(report_stage)
-        if load_format == "dummy":
-            _note_dummy_quantization(path)
-        else:
-            check_not_quantized(path)
+        weight_format = _weight_format(path, load_format, quantization, quantization_group_size)
         config = read_config(path)
         check_is_decoder(config)
         architecture = architecture_of(config)
@@ -119,11 +128,19 @@ class ModelManager:
                 )
             if load_format == "dummy":
                 progress.report("making random weights")
-                model, num_bytes = make_weights(config, load_dtype, PAGED_ATTENTION, self.device)
+                device = self.device if weight_format is None else torch.device("cpu")
+                model, num_bytes = make_weights(config, load_dtype, PAGED_ATTENTION, device)
+                if weight_format is not None:
+                    quantize_weights(model, weight_format, progress)
+                    num_bytes = num_weight_bytes(model)
+            elif weight_format is not None:
+                model, num_bytes = read_quantized_weights(
+                    path, config, load_dtype, PAGED_ATTENTION, progress, weight_format, architecture, ranks
+                )
             else:
                 model_class = AutoModelForCausalLM if ranks is None else partial_class(config, architecture, ranks)
                 model, num_bytes = read_weights(path, config, load_dtype, PAGED_ATTENTION, progress, model_class)
-            num_parameters, plan = model.num_parameters(), None
+            num_parameters, plan = model.num_parameters() + num_quantized_parameters(model), None
             group = stage = None
             if ranks is not None:
                 group, stage = ranks.group, ranks.stage
@@ -132,7 +149,7 @@ class ModelManager:
                 plan = TensorParallelPlan.of(model, architecture, group.size)
                 use_local_parameters(model, group, plan)
             if ranks is not None:
-                num_bytes = sum(parameter.nbytes for parameter in model.parameters())  # the files have all ranks' parts
+                num_bytes = num_weight_bytes(model)  # the files have all ranks' parts
             move(model, self.device, progress)
         if dtype == "auto" and self.device.type == "cpu" and _multiplies_bfloat16() and config.dtype is torch.bfloat16:
             log.info("computing in float32, for exact tokens; --dtype bfloat16, the files' own, is about twice as fast")
@@ -140,7 +157,8 @@ class ModelManager:
         model_dtype = model.dtype  # asked for now: later, a stage of a pipeline may have no plain parameters left
         with with_collectives(model, plan, group):
             recorded = record_attention(model, architecture, stage)
-            info = describe_model(model.config, num_parameters, path, max_model_len)
+            name = "" if weight_format is None else weight_format.name
+            info = describe_model(model.config, num_parameters, path, max_model_len, name)
             with forward_errors_named(architecture):
                 sample = _take_sample(model, info)
         num_columns = sample.logits.shape[-1]
@@ -163,10 +181,33 @@ class ModelManager:
         return torch.float32 if self.device.type == "cpu" else "auto"
 
 
-def _note_dummy_quantization(path: Path) -> None:
-    name = quantization_format(path)
-    if name is not None:
-        log.warning("config.json describes weights in the format %s; the random weights are not quantized", name)
+def _weight_format(
+    path: Path, load_format: str, quantization: str | None, group_size: int | None
+) -> WeightFormat | None:
+    """Return the format of the weights: that of the files, or the one that they are to be rounded to.
+
+    Returns None for weights that are not quantized. Raises ConfigError for a format that is not read.
+    """
+    described = quantization_config(path)
+    if described is not None and load_format == "dummy":
+        log.warning(
+            "config.json describes weights in the format %s; the random weights do not have it", name_of(described)
+        )
+    elif described is not None and quantization is not None:
+        raise ConfigError(
+            f"quantization = {quantization!r}: the weights in {path} are quantized already, in the format "
+            f"{name_of(described)}; leave out --quantization, or serve the unquantized checkpoint of the same model"
+        )
+    elif described is not None:
+        return format_of(described)
+    if quantization is None:
+        if group_size is not None:
+            raise ConfigError(
+                f"quantization_group_size = {group_size} has no use without --quantization; leave it out, or choose a "
+                "--quantization"
+            )
+        return None
+    return QuantizedAtLoad(quantization, group_size)
 
 
 def _multiplies_bfloat16() -> bool:

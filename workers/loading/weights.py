@@ -38,8 +38,8 @@ def read_weights(
     Raises ConfigError, SafetensorError, and whatever transformers makes of files that are no model.
     """
     files = find_weights(path)
-    _check_extent(config, files)
-    with _tensors_counted(progress):
+    check_extent(config, files)
+    with tensors_counted(progress):
         # With loading info it answers a pair, which its annotations do not know.
         loaded: Any = model_class.from_pretrained(
             path,
@@ -53,7 +53,7 @@ def read_weights(
         )
     model: PreTrainedModel
     model, report = loaded
-    _check_complete(report, path)
+    check_complete(report, path)
     return model, sum(file.stat().st_size for file in files)
 
 
@@ -92,17 +92,21 @@ def move(model: PreTrainedModel, device: torch.device, progress: Progress) -> No
     model.to(device)  # type: ignore[arg-type]  # and tensors outside of leaf modules
 
 
-def _check_extent(config: Any, files: list[Path]) -> None:
-    """Refuse what the files cannot hold: transformers would allocate it, and fill it with random numbers for hours."""
+def check_extent(config: Any, files: list[Path]) -> PreTrainedModel:
+    """Refuse what the files cannot hold: transformers would allocate it, and fill it with random numbers for hours.
+
+    Returns the model without memory, on the device meta.
+    """
     check_num_layers(files, config.get_text_config().num_hidden_layers)
     with torch.device("meta"):
-        described = AutoModelForCausalLM.from_config(
+        described: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
         )
     check_num_parameters(files, described.num_parameters())
+    return described
 
 
-def _check_complete(report: Mapping[str, Any], path: Path) -> None:
+def check_complete(report: Mapping[str, Any], path: Path) -> None:
     """Refuse a checkpoint that lacks weights: transformers would fill them with random numbers."""
     missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if missing:
@@ -110,7 +114,7 @@ def _check_complete(report: Mapping[str, Any], path: Path) -> None:
 
 
 @contextmanager
-def _tensors_counted(progress: Progress) -> Iterator[None]:
+def tensors_counted(progress: Progress) -> Iterator[None]:
     """Report each tensor that transformers puts into its place to `progress`, in place of transformers' own bar."""
 
     def counted(tensors: Iterable[Any]) -> Iterator[Any]:

@@ -16,18 +16,20 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from servekit.errors import ConfigError
 from workers.parallel.pipeline_stage import keep_stage
 from workers.parallel.rank_group import RankGroup
 from workers.parallel.ranks import Ranks
 from workers.parallel.tensor_parallel_plan import CUTS_INPUTS, CUTS_OUTPUTS, TensorParallelPlan
+from workers.quantization.quantized_tensor import QuantizedTensor
 
 
-def partial_class(config: Any, architecture: str, ranks: Ranks) -> type[PreTrainedModel]:
-    """Return a subclass of the configuration's model with the layers of this stage only.
+def partial_class(config: Any, architecture: str, ranks: Ranks, model_class: Any = None) -> type[PreTrainedModel]:
+    """Return a subclass of the configuration's model, or of `model_class`, with the layers of this stage only.
 
     Its parameters are placeholders for this rank's parts.
     """
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = model_class or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
     class PartialModel(model_class):  # type: ignore[misc]
         """A model that is made with placeholders."""
@@ -40,7 +42,7 @@ def partial_class(config: Any, architecture: str, ranks: Ranks) -> type[PreTrain
                 parameter.numel()
                 for name, parameter in self.named_parameters()
                 if name not in self.all_tied_weights_keys  # they are tied after reading, and count once
-            )
+            ) + getattr(self, "num_quantized_parameters", 0)
             if ranks.stage is not None:
                 keep_stage(self, ranks.stage)
             group = ranks.group
@@ -85,6 +87,34 @@ def use_local_parameters(model: PreTrainedModel, group: RankGroup, plan: TensorP
             module.out_features, module.in_features = module.weight.shape
         if plan.style_of(name).startswith("rowwise") and group.rank > 0 and getattr(module, "bias", None) is not None:
             module.bias = None  # rank 0 adds it, once
+
+
+def local_matrix(matrix: QuantizedTensor, name: str, plan: TensorParallelPlan, group: RankGroup) -> QuantizedTensor:
+    """Return this rank's part of the matrix of the linear layer `name`, a copy.
+
+    Raises ConfigError where the parts of the inputs would divide groups that share a scale.
+    """
+    style = plan.style_of_parameter(f"{name}.weight")
+    if plan.is_selected(name):
+        heads = torch.tensor(plan.kv_heads_of(group.rank))
+        rows = torch.arange(matrix.num_outputs).unflatten(0, (plan.num_kv_heads, -1))  # type: ignore[no-untyped-call]
+        return matrix.take_outputs(rows[heads].flatten())
+    if style == "packed_colwise":  # gates and ups, each cut by itself
+        half = matrix.num_outputs // 2
+        rows = torch.arange(half)[group.share(half)]
+        return matrix.take_outputs(torch.cat([rows, rows + half]))
+    if style in CUTS_OUTPUTS:
+        return matrix.take_outputs(torch.arange(matrix.num_outputs)[group.share(matrix.num_outputs)])
+    if style in CUTS_INPUTS:
+        share = group.share(matrix.num_inputs)
+        try:
+            return matrix.take_inputs(share.start, share.stop)
+        except ValueError as error:
+            raise ConfigError(
+                f"{name} cannot be divided among {group.size} ranks (tensor_parallel_size): {error}; use another "
+                "--tensor-parallel-size"
+            ) from None
+    return matrix
 
 
 def _select_heads(projection: Any, plan: TensorParallelPlan, rank: int) -> None:

@@ -19,6 +19,12 @@ Activations = Literal["float", "int8", "float8"]
 
 # What the sixteen codes of four bits stand for, unless a format has levels of its own, as NF4 has.
 INT4_LEVELS = tuple(float(level) for level in range(-8, 8))
+NF4_LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 _ENCODINGS: dict[torch.dtype, Encoding] = {
     torch.uint8: "int4",
     torch.int8: "int8",
@@ -97,13 +103,13 @@ class QuantizedTensor:
             input_order=None if self.input_order is None else self.input_order.to(device),
         )
 
-    def take_outputs(self, rows: slice | Tensor) -> QuantizedTensor:
-        """Return the matrix with these rows only."""
+    def take_outputs(self, rows: Tensor) -> QuantizedTensor:
+        """Return a copy with these rows only, int64 [num_rows]."""
         offsets = None if self.offsets is None else self.offsets[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], offsets=offsets)
 
     def take_inputs(self, first: int, end: int) -> QuantizedTensor:
-        """Return the columns [first, end).
+        """Return a copy with the columns [first, end) only.
 
         Raises ValueError if the cut divides a group, or if columns are not in the order of the inputs.
         """
@@ -119,9 +125,12 @@ class QuantizedTensor:
         per_byte = 2 if self.encoding == "int4" else 1
         if first % per_byte or end % per_byte:
             raise ValueError(f"inputs {first} to {end} do not consist of whole bytes of two codes")
-        codes = self.codes[:, first // per_byte : end // per_byte]
-        offsets = None if self.offsets is None else self.offsets[:, groups]
-        return replace(self, codes=codes, scales=self.scales[:, groups], offsets=offsets)
+        codes = self.codes[:, first // per_byte : end // per_byte].clone(memory_format=torch.contiguous_format)
+        scales = self.scales[:, groups].clone(memory_format=torch.contiguous_format)
+        offsets = None
+        if self.offsets is not None:
+            offsets = self.offsets[:, groups].clone(memory_format=torch.contiguous_format)
+        return replace(self, codes=codes, scales=scales, offsets=offsets)
 
     def _levels(self) -> Tensor:
         """Return the codes' levels, float32 [num_outputs, num_inputs]."""

@@ -465,6 +465,8 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
         settings.dtype,
         settings.max_model_len,
         load_format=settings.load_format,
+        quantization=settings.quantization,
+        quantization_group_size=settings.quantization_group_size,
         report_stage=report_stage,
         ranks=ranks,
     )
@@ -476,9 +478,11 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
         runner.grammars.warm_up()
     elapsed_s = time.monotonic() - started_s
     log.info(
-        "loaded %.1f M parameters in %.1f s, %.1f of them for the weights (%.2f GB/s); attention: %s; paged logits "
-        "agree with transformers' within %.1g",
+        "loaded %.1f M parameters (%s, %.1f MB) in %.1f s, %.1f of them for the weights (%.2f GB/s); attention: %s; "
+        "paged logits agree with transformers' within %.1g",
         loaded.info.num_parameters / 1e6,
+        loaded.info.quantization or str(loaded.dtype).removeprefix("torch."),
+        loaded.weights.num_bytes / 1e6,
         elapsed_s,
         loaded.weights.time_s,
         loaded.weights.num_bytes / loaded.weights.time_s / 1e9,

@@ -11,18 +11,14 @@ import pytest
 from servekit.errors import ConfigError
 from tests.support.inprocess import load
 from tests.support.tiny_models import ARCHITECTURES, make_model
-from workers.loading.checkpoint import QUANTIZATION_FILES, quantization_format
+from workers.loading.checkpoint import QUANTIZATION_FILES, quantization_config
 from workers.loading.model_manager import ModelManager
+from workers.quantization.formats.registry import name_of
 
 # As the tools write them into config.json.
-QUANTIZED: dict[str, dict[str, Any]] = {
-    "GPTQ, 4 bits": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
-    "AWQ, 4 bits": {"quant_method": "awq", "bits": 4, "version": "gemm"},
-    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "float-quantized"},
-    "FP8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "bitsandbytes": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "MXFP4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+NOT_READ: dict[str, dict[str, Any]] = {
     "ModelOpt": {"quant_method": "modelopt", "quant_algo": "FP8"},
+    "HQQ, 4 bits": {"quant_method": "hqq", "bits": 4},
     "someone's own": {"quant_method": "someone's own"},
     "unknown": {"quant_method": ["?"]},
 }
@@ -41,33 +37,38 @@ def with_config(model: Path, path: Path, **fields: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_quantized_checkpoint_is_refused_with_its_format_and_the_remedy(name: str, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NOT_READ)
+def test_format_that_is_not_read_is_refused_by_name_with_the_remedy(name: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
-        load(with_config(model, tmp_path, quantization_config=QUANTIZED[name]))
+        load(with_config(model, tmp_path, quantization_config=NOT_READ[name]))
     message = refusal.value.message
-    assert f"quantized in the format {name}, which servekit does not support yet" in message
-    assert "serve the unquantized checkpoint" in message
+    assert f"quantized in the format {name}, which servekit does not read" in message
+    assert "Serve the unquantized checkpoint" in message
     assert "install" not in message and "architecture" not in message
 
 
 def test_formats_are_found_where_other_tools_write_them(model: Path, tmp_path: Path) -> None:
-    assert quantization_format(model) is None
-    assert quantization_format(with_config(model, tmp_path, quantization_config=None)) is None
-    compressed = {"compression_config": {"format": "pack-quantized"}}
-    assert quantization_format(with_config(model, tmp_path, **compressed)) == "compressed-tensors"
-    of_decoder = {"text_config": {"quantization_config": {"quant_method": "awq", "bits": 4}}}
-    assert quantization_format(with_config(model, tmp_path, **of_decoder)) == "AWQ, 4 bits"
+    def found(**fields: Any) -> str | None:
+        described = quantization_config(with_config(model, tmp_path, **fields))
+        return None if described is None else name_of(described)
+
+    assert quantization_config(model) is None
+    assert found(quantization_config=None) is None
+    assert found(compression_config={"format": "pack-quantized"}) == "compressed-tensors"
+    assert found(text_config={"quantization_config": {"quant_method": "awq", "bits": 4}}) == "AWQ, 4 bits"
+    assert found(quantization_config={"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}) == "bitsandbytes"
+    assert found(quantization_config="gptq") == "GPTQ"
+    assert found(quantization_config=["gptq"]) == "unknown"
     with_config(model, tmp_path)
-    for file, name in QUANTIZATION_FILES.items():
-        (tmp_path / file).write_text("{}")
-        assert quantization_format(tmp_path) == name
+    for file, method in QUANTIZATION_FILES.items():
+        (tmp_path / file).write_text('{"bits": 4}')
+        assert quantization_config(tmp_path) == {"bits": 4, "quant_method": method}
         (tmp_path / file).unlink()
 
 
 def test_random_weights_of_a_quantized_checkpoints_shape_are_served_with_a_note(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with_config(model, tmp_path, quantization_config=QUANTIZED["FP8"])
+    with_config(model, tmp_path, quantization_config={"quant_method": "fp8"})
     ModelManager("cpu").load(tmp_path, "float32", None, load_format="dummy")
-    assert "config.json describes weights in the format FP8; the random weights are not quantized" in caplog.messages
+    assert "config.json describes weights in the format FP8; the random weights do not have it" in caplog.messages

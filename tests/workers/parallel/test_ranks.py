@@ -19,11 +19,11 @@ pytestmark = pytest.mark.long  # thousands of messages between processes, which 
 
 # (tensor parallel, pipeline parallel) and the models. The models have 6 query heads, 2 key-value heads, and 3 layers.
 RANKS = {
-    (2, 1): ["llama", "llama_wide", "qwen3_wide", "gemma2", "mixtral", "starcoder2"],
-    (3, 1): ["llama", "gemma2"],
-    (1, 2): ["llama_wide", "qwen3", "gemma2", "mixtral"],
+    (2, 1): ["llama", "llama_wide", "qwen3_wide", "gemma2", "mixtral", "starcoder2", "w4a16_asymmetric", "w8a16"],
+    (3, 1): ["llama", "gemma2", "w8a16_asymmetric"],
+    (1, 2): ["llama_wide", "qwen3", "gemma2", "mixtral", "w4a16"],
     (1, 3): ["llama"],
-    (2, 2): ["llama_wide", "mixtral"],
+    (2, 2): ["llama_wide", "mixtral", "w4a16"],
 }
 # Of each rank: key-value heads, rows of the vocabulary, layers. Where the number of ranks does not divide the two
 # key-value heads, a rank holds those that its queries use.
@@ -90,7 +90,7 @@ def test_ranks_compute_what_one_process_computes(sizes: tuple[int, int], served:
             assert rank.num_preemptions > 0
             assert rank.num_cached_tokens > 0
             assert rank.distance < 1e-3
-            can_fuse = name.startswith(("llama", "qwen3")) and (sizes[0] == 1 or name.endswith("_wide"))
+            can_fuse = name.startswith(("llama", "qwen3", "w4", "w8")) and (sizes[0] == 1 or name.endswith("_wide"))
             assert (rank.decoder == "FusedDecoder") == can_fuse
 
 

@@ -26,6 +26,8 @@ class WeightFormat(ABC):
     suffixes: ClassVar[frozenset[str]]  # of all tensors that are read, with `markers`; some may be optional
     # What follows the prefix in the name of the unquantized parameter.
     parameter_suffix: ClassVar[str] = ".weight"
+    # Whether the files hold codes. If not, numbers are rounded as they are read, where `takes` says so.
+    is_stored: ClassVar[bool] = True
 
     @classmethod
     @abstractmethod
@@ -53,6 +55,10 @@ class WeightFormat(ABC):
         It may hold parts of `tensors` itself. Raises ConfigError for values that no checkpoint has: scales that are not
         finite, indices out of range.
         """
+
+    def takes(self, module_name: str) -> bool:
+        """Return whether a linear layer's matrix, which has a marker, is quantized."""
+        return True
 
     def dequantize(self, tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
         """Return the parameter as numbers, in the shape of `check`, for layers that take no quantized weights.

@@ -1,4 +1,4 @@
-"""Which format a config.json describes."""
+"""Which format a config.json describes, and what it is called."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 from servekit.errors import ConfigError
 from workers.quantization.formats.awq import Awq
 from workers.quantization.formats.bitsandbytes import Bitsandbytes
-from workers.quantization.formats.checks import quoted
 from workers.quantization.formats.compressed_tensors import CompressedTensors
 from workers.quantization.formats.fp8 import Fp8
 from workers.quantization.formats.gptq import Gptq
 from workers.quantization.formats.interface import WeightFormat
 from workers.quantization.formats.mxfp4 import Mxfp4
 
-# By `quant_method`, as transformers' quantizers/auto.py names them.
+# By `quant_method`.
 FORMATS: dict[str, type[WeightFormat]] = {
     "awq": Awq,
     "bitsandbytes": Bitsandbytes,
@@ -26,6 +25,29 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "mxfp4": Mxfp4,
 }
 
+# What people call formats, by their `quant_method`, as transformers' quantizers/auto.py lists them. A method that is
+# not here is called as config.json calls it.
+NAMES = {
+    "aqlm": "AQLM",
+    "auto-round": "AutoRound",
+    "awq": "AWQ",
+    "bitnet": "BitNet",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "eetq": "EETQ",
+    "fbgemm_fp8": "FP8 (FBGEMM)",
+    "fp8": "FP8",
+    "gptq": "GPTQ",
+    "hqq": "HQQ",
+    "modelopt": "ModelOpt",
+    "mxfp4": "MXFP4",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+    "quanto": "Quanto",
+    "quark": "Quark",
+    "torchao": "torchao",
+}
+
 
 def format_of(config: Mapping[str, Any]) -> WeightFormat:
     """Return the format that a `quantization_config` describes.
@@ -33,13 +55,19 @@ def format_of(config: Mapping[str, Any]) -> WeightFormat:
     Raises ConfigError for a format, or a variant of one, that is not read.
     """
     method = config.get("quant_method")
-    if method is None and (config.get("load_in_4bit") or config.get("load_in_8bit")):
-        method = "bitsandbytes"  # which did not always write its name
     chosen = FORMATS.get(method) if isinstance(method, str) else None
     if chosen is None:
+        known = ", ".join(sorted(NAMES.get(name, name) for name in FORMATS))
         raise ConfigError(
-            f"the weights are quantized in the format {quoted(method)}, which servekit does not read; it reads "
-            f"{', '.join(sorted(FORMATS))}. Serve the unquantized checkpoint of the same model, with --quantization "
-            "if it has to be small"
+            f"the weights are quantized in the format {name_of(config)}, which servekit does not read; it reads "
+            f"{known}. Serve the unquantized checkpoint of the same model, and quantize it with --quantization"
         )
     return chosen.from_config(config)
+
+
+def name_of(config: Mapping[str, Any]) -> str:
+    """Return the format's name and, if given, the number of bits; bounded in length, because files may be hostile."""
+    method = config.get("quant_method")
+    name = NAMES.get(method, method) if isinstance(method, str) else "unknown"
+    bits = config.get("bits", config.get("w_bit"))
+    return f"{name[:40]}, {bits} bits" if type(bits) is int and 0 < bits <= 16 else name[:40]
