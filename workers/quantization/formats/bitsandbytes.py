@@ -29,15 +29,8 @@ from torch import Tensor
 
 from workers.quantization.formats.checks import choice, finite, quoted, refused, tensor
 from workers.quantization.formats.interface import WeightFormat
-from workers.quantization.quantized_tensor import QuantizedTensor
+from workers.quantization.quantized_tensor import NF4_LEVELS, QuantizedTensor
 
-# The quantiles of a normal distribution, of equal probability between them (QLoRA, Dettmers et al. 2023, appendix E).
-NF4_LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
 # One bit of sign, two of exponent, one of fraction, in bitsandbytes' own order of exponents; the largest is 1.
 FP4_LEVELS = tuple(
     level / 12 for level in (0.0, 0.0625, 8, 12, 4, 6, 2, 3, -0.0, -0.0625, -8.0, -12.0, -4.0, -6.0, -2.0, -3.0)

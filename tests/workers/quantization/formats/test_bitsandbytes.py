@@ -18,7 +18,8 @@ from torch import Tensor
 
 from servekit.errors import ConfigError
 from tests.workers.quantization.formats.packing import NAME, read_checked
-from workers.quantization.formats.bitsandbytes import FP4_LEVELS, NF4_LEVELS, Bitsandbytes
+from workers.quantization.formats.bitsandbytes import FP4_LEVELS, Bitsandbytes
+from workers.quantization.quantized_tensor import NF4_LEVELS
 
 MADE = Path(__file__).with_name("bitsandbytes.safetensors")
 LEVELS = {"nf4": NF4_LEVELS, "fp4": FP4_LEVELS}
