@@ -9,6 +9,10 @@ from typing import Any, Protocol
 from safetensors import safe_open
 from torch import Tensor
 
+from servekit.errors import ConfigError
+
+NUMBERS = ("F64", "F32", "F16", "BF16")  # as safetensors names data types
+
 
 class Lazy(Protocol):
     """A tensor that is read when it is indexed, as transformers takes it in place of a tensor."""
@@ -49,5 +53,14 @@ class TensorFiles:
         return found
 
     def lazy(self, name: str) -> Lazy:
-        found: Lazy = self._files[name].get_slice(name)
-        return found
+        """Return the tensor to be read later.
+
+        Raises ConfigError for a matrix of codes: without the scales that belong to it, they would be taken for numbers.
+        """
+        found: Any = self._files[name].get_slice(name)
+        if name.endswith(".weight") and found.get_dtype() not in NUMBERS:
+            raise ConfigError(
+                f"{name[:200]} is {found.get_dtype()}, and the files have no scales for it; they do not belong together"
+            )
+        lazy: Lazy = found
+        return lazy

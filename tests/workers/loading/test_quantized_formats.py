@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from servekit.errors import ConfigError
 from tests.support.inprocess import load
 from tests.support.tiny_models import ARCHITECTURES, make_model
 from tests.workers.loading.test_quantized_weights import answers, answers_of
@@ -139,18 +141,23 @@ def rewrite(directory: Path, tensors: dict[str, Tensor], described: dict[str, An
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_tokens_are_those_of_the_dequantized_model(name: str, tmp_path: Path) -> None:
-    described, encode = FORMATS[name]
-    model = make_model(tmp_path, *ARCHITECTURES["llama"])
-    tensors = load_file(tmp_path / "model.safetensors")
+def make_quantized(directory: Path, described: dict[str, Any], encode: Callable[[Tensor], Encoded]) -> PreTrainedModel:
+    """Save a model with quantized layers; return it with the numbers of their codes."""
+    model = make_model(directory, *ARCHITECTURES["llama"])
+    tensors = load_file(directory / "model.safetensors")
     for prefix, module in model.named_modules():
         if isinstance(module, nn.Linear) and ".layers." in prefix:
             parts, numbers = encode(tensors.pop(f"{prefix}.weight"))
             tensors |= {prefix + suffix: tensor for suffix, tensor in parts.items()}
             with torch.no_grad():
                 module.weight.copy_(numbers)
-    rewrite(tmp_path, tensors, described)
+    rewrite(directory, tensors, described)
+    return model
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tokens_are_those_of_the_dequantized_model(name: str, tmp_path: Path) -> None:
+    model = make_quantized(tmp_path, *FORMATS[name])
     assert answers(load(tmp_path)) == answers_of(model)
 
 
@@ -173,3 +180,15 @@ def test_experts_of_gpt_oss_are_read_as_numbers(tmp_path: Path) -> None:
             model.get_parameter(name).copy_(numbers.flatten(2).transpose(1, 2))
     rewrite(tmp_path, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
     assert answers(load(tmp_path)) == answers_of(model)
+
+
+@pytest.mark.parametrize(("name", "suffix"), [("fp8", ".weight_scale"), ("int8", ".SCB"), ("gptq", ".scales")])
+def test_a_matrix_without_its_scales_is_refused(name: str, suffix: str, tmp_path: Path) -> None:
+    """Its codes would be taken for numbers."""
+    described, encode = FORMATS[name]
+    make_quantized(tmp_path, described, encode)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[f"model.layers.1.mlp.up_proj{suffix}"]
+    rewrite(tmp_path, tensors, described)
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.up_proj"):
+        load(tmp_path)
