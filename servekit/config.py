@@ -40,8 +40,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         str,
         Meta(
             min_length=1,
-            description="directory or Hugging Face id of the model; demo is embedded in servekit, sim:SPEC is a "
-            "simulated model",
+            description="directory, GGUF file or Hugging Face id of the model; demo is embedded in servekit, sim:SPEC "
+            "is a simulated model",
         ),
     ] = DEMO_MODEL
     served_model_name: Annotated[

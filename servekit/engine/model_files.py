@@ -1,16 +1,19 @@
-"""Find a model's files: the embedded demo model, a local directory, or a download from Hugging Face."""
+"""Find a model's files: the embedded demo model, a local directory or GGUF file, or a download from Hugging Face."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from servekit.config import DEMO_MODEL
 from servekit.errors import ConfigError
+from servekit.gguf.directory import directory_of
+from servekit.protocol.gguf_index import INDEX
 from servekit.simulation.model import is_simulated, parse_simulated
 
 log = logging.getLogger("servekit")
@@ -55,19 +58,45 @@ def find_model(model: str) -> Path:
         parse_simulated(model)  # raises ConfigError for an invalid name
         return SIMULATED_MODEL_PATH
     if Path(model).is_dir():
-        return Path(model).resolve()
+        return _model_in(Path(model).resolve())
     if model.endswith(".gguf"):
-        raise ConfigError(
-            f"model {model!r}: GGUF files are not supported yet; give a directory with config.json, tokenizer.json and "
-            "*.safetensors, or the Hugging Face id of the original model"
-        )
+        return directory_of(_find_gguf(model))
     if Path(model).is_file():
-        raise ConfigError(f"model {model!r} is a file; give the directory with config.json and *.safetensors")
+        raise ConfigError(
+            f"model {model!r} is a file; give a GGUF file, or the directory with config.json and *.safetensors"
+        )
     if model.startswith((".", "/", "~")):
         raise ConfigError(f"model {model!r}: there is no such directory")
+    return _download(model, lambda: snapshot_download(model, allow_patterns=DOWNLOADED))
+
+
+def _model_in(path: Path) -> Path:
+    """Return a local directory; if a GGUF file is all that it holds of weights, the directory that is made of it."""
+    files = sorted(path.glob("*.gguf"))
+    if not files or (path / INDEX).exists() or next(path.glob("*.safetensors"), None) is not None:
+        return path
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:5])
+        raise ConfigError(f"{path} holds {len(files)} GGUF files, among them {names}; give the path of one of them")
+    return directory_of(files[0])
+
+
+def _find_gguf(model: str) -> Path:
+    """Return the path of a GGUF file; download it if the name is that of a file in a repository of Hugging Face."""
+    parts = model.split("/")
+    if Path(model).is_file():
+        return Path(model)
+    if len(parts) < 3 or parts[0] in ("", ".", "..", "~"):
+        raise ConfigError(f"model {model!r}: there is no such file")
+    repository, name = "/".join(parts[:2]), "/".join(parts[2:])
+    return _download(model, lambda: hf_hub_download(repository, name))
+
+
+def _download(model: str, download: Callable[[], str]) -> Path:
+    """Download what `model` names, and return the path. Raises ConfigError."""
     log.info("downloading %s from Hugging Face", model)
     try:
-        return Path(snapshot_download(model, allow_patterns=DOWNLOADED))
+        return Path(download())
     except HFValidationError as error:
         raise ConfigError(f"model {model!r} is neither a directory nor a Hugging Face id: {error}") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from servekit.errors import ConfigError
 from tests.support.tiny_models import ARCHITECTURES, make_model
 from tests.torture.report import Finding
-from workers.loading.checkpoint import check_num_layers
+from workers.loading.checkpoint import check_num_layers, count_tensors
 from workers.loading.model_manager import ModelManager
 
 SEED = 20261121
@@ -53,7 +53,7 @@ def run(num_mutations: int, seed: int = 0) -> list[Finding]:
 
 def _outcome(manager: ModelManager, path: Path, in_full: bool) -> str:
     try:
-        check_num_layers([path / "model.safetensors"], NUM_LAYERS)
+        check_num_layers(count_tensors([path / "model.safetensors"]), NUM_LAYERS)
         if not in_full:
             return "opened"
     except (SafetensorError, ConfigError):

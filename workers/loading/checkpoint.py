@@ -90,15 +90,17 @@ def find_weights(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def check_num_layers(files: list[Path], num_layers: int) -> None:
-    """Check that there is at least one tensor a layer.
-
-    Raises ConfigError, and SafetensorError for a file that is damaged.
-    """
+def count_tensors(files: list[Path]) -> int:
+    """Return how many tensors the files hold. Raises SafetensorError for a file that is damaged."""
     num_tensors = 0
     for file in files:
         with safe_open(file, framework="numpy") as opened:
             num_tensors += len(opened.keys())
+    return num_tensors
+
+
+def check_num_layers(num_tensors: int, num_layers: int) -> None:
+    """Raise ConfigError unless there is at least one tensor a layer."""
     if not 1 <= num_layers <= num_tensors:
         raise ConfigError(
             f"config.json describes {num_layers} layers, and the weights are {num_tensors} tensors; "

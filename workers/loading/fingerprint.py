@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 
 from servekit.errors import ConfigError
+from servekit.protocol.gguf_index import INDEX, WEIGHTS
 from workers.loading.checkpoint import find_weights
+from workers.loading.gguf_index import has_gguf, read_index
 
 # These are read completely. Each decides about answers: the layers, the defaults of sampling, the grammars' masks.
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json")
@@ -33,13 +35,32 @@ def fingerprint(path: Path, has_weights: bool) -> str:
     for name in SMALL_FILES:
         file = path / name
         _add(digest, name.encode(), file.read_bytes() if file.is_file() else b"")
-    if has_weights:
+    if has_weights and has_gguf(path):
+        _add(digest, (path / INDEX).read_bytes(), _gguf_digest(path))
+    elif has_weights:
         for file in find_weights(path):
             try:
                 _add(digest, file.name.encode(), _weights_digest(file))
             except (OSError, ValueError, msgspec.DecodeError) as error:
                 raise ConfigError(f"{file} is not a safetensors file that can be read: {error}") from None
     return digest.hexdigest()
+
+
+def _gguf_digest(path: Path) -> bytes:
+    """Cover the size of a GGUF file and a kilobyte of each of its tensors. Raises ConfigError."""
+    digest = sha256()
+    tensors = read_index(path)
+    with (path / WEIGHTS).open("rb") as opened:
+        digest.update(os.fstat(opened.fileno()).st_size.to_bytes(8, "little"))
+        for name in sorted(tensors):
+            digest.update(_sample(opened.fileno(), tensors[name].offset, tensors[name].num_bytes))
+    return digest.digest()
+
+
+def _sample(descriptor: int, start: int, num_bytes: int) -> bytes:
+    """Return SAMPLE_BYTES from the middle of a tensor; all of a smaller one."""
+    num_sampled = max(0, min(SAMPLE_BYTES, num_bytes))
+    return os.pread(descriptor, num_sampled, start + max(0, num_bytes - num_sampled) // 2)
 
 
 def _weights_digest(file: Path) -> bytes:
@@ -54,9 +75,7 @@ def _weights_digest(file: Path) -> bytes:
         tensors = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         for name in sorted(tensors.keys() - {"__metadata__"}):
             begin, end = msgspec.json.decode(tensors[name], type=_Tensor).data_offsets
-            num_bytes = max(0, min(SAMPLE_BYTES, end - begin))
-            start = 8 + length + begin + max(0, end - begin - num_bytes) // 2
-            digest.update(os.pread(opened.fileno(), num_bytes, start))
+            digest.update(_sample(opened.fileno(), 8 + length + begin, end - begin))
     return digest.digest()
 
 

@@ -22,6 +22,7 @@ from workers.kv_cache.pages import LayerShape
 from workers.layers.layer_replacement import replace_layers
 from workers.loading.attention_recording import attention_switched, record_attention
 from workers.loading.checkpoint import quantization_config
+from workers.loading.gguf_index import has_gguf
 from workers.loading.model_config import architecture_of, check_is_decoder, describe_model, read_config
 from workers.loading.progress import Progress
 from workers.loading.quantized_weights import (
@@ -37,6 +38,7 @@ from workers.parallel.local_parameters import partial_class, use_local_parameter
 from workers.parallel.ranks import Ranks
 from workers.parallel.tensor_parallel_plan import TensorParallelPlan
 from workers.quantization.at_load import QuantizedAtLoad
+from workers.quantization.formats.gguf import Gguf
 from workers.quantization.formats.interface import WeightFormat
 from workers.quantization.formats.registry import format_of, name_of
 
@@ -186,7 +188,7 @@ def _weight_format(
 ) -> WeightFormat | None:
     """Return the format of the weights: that of the files, or the one that they are to be rounded to.
 
-    Returns None for weights that are not quantized. Raises ConfigError for a format that is not read.
+    Returns None for weights of safetensors that are not quantized. Raises ConfigError for a format that is not read.
     """
     described = quantization_config(path)
     if described is not None and load_format == "dummy":
@@ -206,7 +208,7 @@ def _weight_format(
                 f"quantization_group_size = {group_size} has no use without --quantization; leave it out, or choose a "
                 "--quantization"
             )
-        return None
+        return Gguf() if has_gguf(path) and load_format != "dummy" else None
     return QuantizedAtLoad(quantization, group_size)
 
 

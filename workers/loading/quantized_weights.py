@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from servekit.errors import ConfigError
+from servekit.protocol.gguf_index import WEIGHTS as GGUF
 from workers.layers.quantized_linear import QuantizedLinear
 from workers.loading.checkpoint import find_weights
+from workers.loading.gguf_file import GgufFile
+from workers.loading.gguf_index import has_gguf
 from workers.loading.progress import Progress
 from workers.loading.tensor_files import Lazy, TensorFiles, TensorSource
 from workers.loading.weights import check_complete, check_extent, tensors_counted
@@ -60,7 +63,7 @@ class QuantizedMatrices:
         if not weight_format.is_stored:
             self._suffixes = {prefix: suffixes for prefix, suffixes in self._suffixes.items() if prefix in taken}
         self._others = sorted(self._suffixes.keys() - taken)  # which no linear layer takes
-        if not self._suffixes:
+        if not self._suffixes and not weight_format.may_be_absent:
             raise ConfigError(
                 f"the weights are to be {weight_format.name}, and none of them can be: no linear layer has a tensor "
                 f"*{' or *'.join(sorted(markers))}; the files do not belong together"
@@ -163,11 +166,20 @@ def read_quantized_weights(
 
     Raises ConfigError, SafetensorError, and whatever transformers makes of files that are no model.
     """
-    files = find_weights(path)
-    described = check_extent(config, files)
-    source = TensorFiles(files)
+    source, described = _open(path, config)
     model = build_model(path, source, described, dtype, attention, progress, weight_format, architecture, ranks)
     return model, num_weight_bytes(model)
+
+
+def _open(path: Path, config: Any) -> tuple[TensorSource, PreTrainedModel]:
+    """Return the tensors of the files in `path`, and the model that they are for, without memory."""
+    source: TensorSource
+    if has_gguf(path):
+        files, source = [path / GGUF], GgufFile(path)
+    else:
+        files = find_weights(path)
+        source = TensorFiles(files)
+    return source, check_extent(config, files, len(source.names()))
 
 
 def build_model(

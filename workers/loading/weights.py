@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from servekit.errors import ConfigError
-from workers.loading.checkpoint import check_num_layers, check_num_parameters, find_weights
+from workers.loading.checkpoint import check_num_layers, check_num_parameters, count_tensors, find_weights
 from workers.loading.progress import Progress
 
 SEED = 20261  # of random weights: a worker that replaces a lost one has to have the same
@@ -38,7 +38,7 @@ def read_weights(
     Raises ConfigError, SafetensorError, and whatever transformers makes of files that are no model.
     """
     files = find_weights(path)
-    check_extent(config, files)
+    check_extent(config, files, count_tensors(files))
     with tensors_counted(progress):
         # With loading info it answers a pair, which its annotations do not know.
         loaded: Any = model_class.from_pretrained(
@@ -92,12 +92,12 @@ def move(model: PreTrainedModel, device: torch.device, progress: Progress) -> No
     model.to(device)  # type: ignore[arg-type]  # and tensors outside of leaf modules
 
 
-def check_extent(config: Any, files: list[Path]) -> PreTrainedModel:
+def check_extent(config: Any, files: list[Path], num_tensors: int) -> PreTrainedModel:
     """Refuse what the files cannot hold: transformers would allocate it, and fill it with random numbers for hours.
 
     Returns the model without memory, on the device meta.
     """
-    check_num_layers(files, config.get_text_config().num_hidden_layers)
+    check_num_layers(num_tensors, config.get_text_config().num_hidden_layers)
     with torch.device("meta"):
         described: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False

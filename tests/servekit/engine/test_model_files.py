@@ -83,12 +83,17 @@ def test_a_path_that_does_not_exist_is_not_downloaded(tmp_path: Path) -> None:
         find_model("no/such/model")
 
 
-def test_a_model_file_is_refused_with_what_to_give_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_no_model_is_refused_with_what_to_give_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("model.gguf", "model.safetensors"):
+    for name in ("model.gguf", "weights.bin"):
         (tmp_path / name).touch()
-    for model in ("model.gguf", "./model.gguf", str(tmp_path / "model.gguf"), "/nowhere/model.gguf"):
-        with pytest.raises(ConfigError, match=r"GGUF files are not supported yet; give a directory with config\.json"):
+    for model in ("model.gguf", "./model.gguf", str(tmp_path / "model.gguf"), str(tmp_path)):
+        with pytest.raises(ConfigError, match=r"model\.gguf does not begin with GGUF: it is damaged"):
             find_model(model)
-    with pytest.raises(ConfigError, match=r"'model\.safetensors' is a file; give the directory"):
-        find_model("model.safetensors")
+    for model in ("nowhere.gguf", "./nowhere.gguf", "/nowhere/model.gguf"):
+        with pytest.raises(ConfigError, match="there is no such file"):
+            find_model(model)
+    with pytest.raises(ConfigError, match=r"'weights\.bin' is a file; give a GGUF file, or the directory"):
+        find_model("weights.bin")

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from servekit.engine.model_files import find_chat_template
+from servekit.engine.model_files import find_chat_template, find_model
 from servekit.engine.tokenizer import load_tokenizer
 from servekit.errors import ConfigError
 from servekit.gguf import directory
@@ -89,6 +89,16 @@ def test_two_servers_may_make_it_at_once(file: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "rename", rename_later)
     assert directory_of(file) == first[0]
+
+
+def test_a_model_is_named_by_the_file_or_by_the_folder_of_one(file: Path, tmp_path: Path) -> None:
+    made = directory_of(file)
+    assert find_model(str(file)) == find_model(str(file.parent)) == made == find_model(str(made))
+    written(tmp_path / "other.gguf")
+    with pytest.raises(ConfigError, match=r"2 GGUF files, among them model\.gguf, other\.gguf; give the path of one"):
+        find_model(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert find_model(str(tmp_path)) == tmp_path, "safetensors come first"
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_the_setting(file: Path, cache: Path) -> None:

@@ -28,6 +28,7 @@ class Gguf(WeightFormat):
     name = "GGUF"
     markers: ClassVar[frozenset[str]] = frozenset({BLOCKS})
     suffixes: ClassVar[frozenset[str]] = frozenset({BLOCKS, BLOCK_TYPE, ROWS})
+    may_be_absent: ClassVar[bool] = True
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:

@@ -28,6 +28,8 @@ class WeightFormat(ABC):
     parameter_suffix: ClassVar[str] = ".weight"
     # Whether the files hold codes. If not, numbers are rounded as they are read, where `takes` says so.
     is_stored: ClassVar[bool] = True
+    # Whether files of the format may have no quantized matrix at all.
+    may_be_absent: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

@@ -10,6 +10,7 @@ from workers.quantization.formats.awq import Awq
 from workers.quantization.formats.bitsandbytes import Bitsandbytes
 from workers.quantization.formats.compressed_tensors import CompressedTensors
 from workers.quantization.formats.fp8 import Fp8
+from workers.quantization.formats.gguf import Gguf
 from workers.quantization.formats.gptq import Gptq
 from workers.quantization.formats.interface import WeightFormat
 from workers.quantization.formats.mxfp4 import Mxfp4
@@ -21,6 +22,7 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "compressed-tensors": CompressedTensors,
     "fbgemm_fp8": Fp8,
     "fp8": Fp8,
+    "gguf": Gguf,
     "gptq": Gptq,
     "mxfp4": Mxfp4,
 }
@@ -37,6 +39,7 @@ NAMES = {
     "eetq": "EETQ",
     "fbgemm_fp8": "FP8 (FBGEMM)",
     "fp8": "FP8",
+    "gguf": "GGUF",
     "gptq": "GPTQ",
     "hqq": "HQQ",
     "modelopt": "ModelOpt",
