@@ -34,7 +34,7 @@
 /* STEP inputs are unpacked together. Rows from FEW_ROWS + 1 on use panels, CHUNK rows at a time. MAX_ROWS rows are
    multiplied by a strip, so that their x stays in the second-level cache. */
 enum { STEP = 4, BLOCK = 256, FEW_ROWS = 4, CHUNK = 8, MAX_ROWS = 64 };
-enum { PANEL = FLOAT8_BY_FLOAT + 1 };      /* one more kernel: scalars */
+enum { SCALARS = FLOAT8_BY_FLOAT + 1 };    /* one more kernel: a panel of scalars */
 enum { MIN_PARALLEL_NUMBERS = 16384 };     /* as in layers.c */
 
 #define INLINE static inline __attribute__((always_inline))
@@ -208,7 +208,7 @@ INLINE floats unpack_input(const int kernel, const ints *codes, const tables *ta
 
 /* The scalars of a step's 32 outputs. */
 INLINE void unpack_step(const int kernel, const uint8_t *codes, const tables *tables, ints *unpacked) {
-    if (kernel == PANEL) {
+    if (kernel == SCALARS) {
         UNROLLED for (int v = 0; v < STEP_VECTORS; v++) unpacked[v] = load_ints(codes + v * sizeof(ints));
         return;
     }
@@ -244,18 +244,19 @@ typedef struct {
     const uint8_t *x;        /* int8 or scalars [num_rows, num_inputs] */
     int64_t row_bytes;       /* from one row of x to the next */
     const float *block_sums; /* [num_rows, num_blocks] the sums of x over blocks; only for int8, or if there are offsets */
+    const int32_t *starts;   /* [num_rows, num_blocks] for int8: minus the zero point times the sum */
     const float *row_scales; /* [num_rows] of int8 */
     int64_t num_rows, num_blocks;
 } inputs;
 
 /* A block of a strip: at most BLOCK inputs of one group. */
 typedef struct {
-    const uint8_t *codes; /* or a panel */
-    const uint8_t *x;     /* of the first row */
-    const float *sums;    /* of the first row */
+    const uint8_t *codes;  /* or a panel */
+    const uint8_t *x;      /* of the first row */
+    const float *sums;     /* of the first row */
+    const int32_t *starts; /* of the first row */
     int64_t row_bytes, num_blocks, num_inputs;
     ptrdiff_t ahead; /* what is prefetched is so far behind the codes; 0: nothing, because these are in the cache */
-    float zero_point;
     int has_offsets;
     tables tables;
     floats scales[2], offsets[2];
@@ -266,7 +267,7 @@ INLINE void dot_by_int8(const int kernel, const int num_rows, floats (*dots)[2],
     ints sums[CHUNK][2];
     const uint8_t *codes = block->codes, *x = block->x;
     const int64_t row_bytes = block->row_bytes;
-    UNROLLED ROWS(r) sums[r][0] = sums[r][1] = (ints){};
+    UNROLLED ROWS(r) sums[r][0] = sums[r][1] = (ints){} + block->starts[r * block->num_blocks];
     for (const uint8_t *end = x + block->num_inputs; x < end; x += STEP) {
         ints unpacked[2];
         prefetch_step(kernel, codes, block->ahead);
@@ -278,11 +279,8 @@ INLINE void dot_by_int8(const int kernel, const int num_rows, floats (*dots)[2],
         }
         codes += step_bytes(kernel);
     }
-    /* Every number here is an integer below 2^24, so the difference is exact. */
-    UNROLLED ROWS(r) {
-        const float correction = block->zero_point * block->sums[r * block->num_blocks];
-        HALVES(h) dots[r][h] = __builtin_convertvector(sums[r][h], floats) - correction;
-    }
+    /* These integers are below 2^24, so they are exact as floats. */
+    UNROLLED ROWS(r) HALVES(h) dots[r][h] = __builtin_convertvector(sums[r][h], floats);
 }
 
 INLINE void dot_by_float(const int kernel, const int num_rows, floats (*dots)[2], const block *block) {
@@ -296,7 +294,7 @@ INLINE void dot_by_float(const int kernel, const int num_rows, floats (*dots)[2]
     if (has_two_chains) UNROLLED ROWS(r) odd[r][0] = odd[r][1] = (floats){};
     for (const uint8_t *end = x + block->num_inputs * sizeof(scalar); x < end; x += STEP * sizeof(scalar)) {
         ints unpacked[STEP_VECTORS];
-        if (kernel != PANEL) prefetch_step(kernel, codes, block->ahead);
+        if (kernel != SCALARS) prefetch_step(kernel, codes, block->ahead);
         unpack_step(kernel, codes, &tables, unpacked);
         UNROLLED for (int p = 0; p < STEP / PACK; p++) {
             UNROLLED ROWS(r) {
@@ -306,7 +304,7 @@ INLINE void dot_by_float(const int kernel, const int num_rows, floats (*dots)[2]
                 sums[1] = add_products(sums[1], unpacked[2 * p + 1], few);
             }
         }
-        codes += kernel == PANEL ? STEP_VECTORS * (int)sizeof(ints) : step_bytes(kernel);
+        codes += kernel == SCALARS ? STEP_VECTORS * (int)sizeof(ints) : step_bytes(kernel);
     }
     if (has_two_chains) UNROLLED ROWS(r) HALVES(h) dots[r][h] += odd[r][h];
 }
@@ -370,9 +368,9 @@ INLINE strip_reader read_strip(const int kernel, const quantized_weight *weight,
     const int64_t num_inputs = weight->base.num_inputs, num_groups = num_inputs / weight->group_size;
     strip_reader reader = {.weight = weight, .scales = strip + num_inputs / STEP * step_bytes(kernel)};
     reader.offsets = reader.scales + num_groups * STRIP * number_bytes(weight->scale_type);
-    reader.block = (block){.codes = strip, .x = inputs->x, .sums = inputs->block_sums, .ahead = ahead,
-                           .row_bytes = inputs->row_bytes, .num_blocks = inputs->num_blocks,
-                           .zero_point = (float)weight->zero_point, .has_offsets = weight->offset_type != NO_NUMBERS};
+    reader.block = (block){.codes = strip, .x = inputs->x, .sums = inputs->block_sums, .starts = inputs->starts,
+                           .row_bytes = inputs->row_bytes, .num_blocks = inputs->num_blocks, .ahead = ahead,
+                           .has_offsets = weight->offset_type != NO_NUMBERS};
     if (!is_by_int8(kernel)) reader.block.tables = make_tables(kernel, weight);
     begin_group(&reader);
     reader.block.num_inputs = reader.group_left < BLOCK ? reader.group_left : BLOCK;
@@ -385,6 +383,7 @@ INLINE void next_block(const int kernel, strip_reader *reader) {
     block->codes += block->num_inputs / STEP * step_bytes(kernel);
     block->x += block->num_inputs * (is_by_int8(kernel) ? 1 : (int64_t)sizeof(scalar));
     block->sums += 1;
+    block->starts += 1;
     reader->group_left -= block->num_inputs;
     if (reader->group_left == 0) begin_group(reader);
     block->num_inputs = reader->group_left < BLOCK ? reader->group_left : BLOCK;
@@ -403,20 +402,48 @@ INLINE void strip_of_few_rows(const int kernel, const int num_rows, float *sums,
     UNROLLED ROWS(r) HALVES(h) *(floats *)(sums + r * STRIP + h * LANES) = totals[r][h];
 }
 
-/* The same for a panel of one block, added to sums. */
-INLINE void add_panel(const int kernel, const int num_rows, float *sums, const block *block) {
-    add_block(kernel, num_rows, (floats(*)[2])sums, block);
+/* -- many rows ---------------------------------------------------------------------------------------------------- */
+
+enum { PANEL_BLOCKS = BLOCK / LANES };
+
+/* Unpacked blocks, BLOCK inputs in all; more than one if groups are small. `block` is the first one. */
+typedef struct {
+    block block;
+    int64_t num_blocks;
+    floats scales[PANEL_BLOCKS][2], offsets[PANEL_BLOCKS][2]; /* by block */
+} panel;
+
+INLINE void go_to_block(const int by_int8, const panel *panel, int64_t index, block *block) {
+    const int64_t inputs = index * panel->block.num_inputs, size = by_int8 ? 1 : (int64_t)sizeof(scalar);
+    block->codes = panel->block.codes + inputs * STRIP * size;
+    block->x = panel->block.x + inputs * size;
+    block->sums = panel->block.sums + index;
+    block->starts = panel->block.starts + index;
+    HALVES(h) block->scales[h] = panel->scales[index][h];
+    HALVES(h) block->offsets[h] = panel->offsets[index][h];
+}
+
+/* sums [num_rows, STRIP] += the product with a panel. Totals stay in registers meanwhile. */
+INLINE void add_panel(const int kernel, const int num_rows, float *sums, const panel *panel) {
+    floats totals[CHUNK][2];
+    block block = panel->block;
+    UNROLLED ROWS(r) HALVES(h) totals[r][h] = *(const floats *)(sums + r * STRIP + h * LANES);
+    for (int64_t i = 0; i < panel->num_blocks; i++) {
+        go_to_block(is_by_int8(kernel), panel, i, &block);
+        add_block(kernel, num_rows, totals, &block);
+    }
+    UNROLLED ROWS(r) HALVES(h) *(floats *)(sums + r * STRIP + h * LANES) = totals[r][h];
 }
 
 #define PANEL_OF(rows) \
-    case rows: add_panel(kernel, rows, sums, block); break;
-#define PANELS_BY(name, which)                                                            \
-    static void name(int64_t num_rows, float *sums, const block *block) {                 \
-        const int kernel = which;                                                         \
+    case rows: add_panel(kernel, rows, sums, panel); break;
+#define PANELS_BY(name, which)                                                                            \
+    static void name(int64_t num_rows, float *sums, const panel *panel) {                                 \
+        const int kernel = which;                                                                         \
         switch (num_rows) { PANEL_OF(1) PANEL_OF(2) PANEL_OF(3) PANEL_OF(4) PANEL_OF(5) PANEL_OF(6) PANEL_OF(7) PANEL_OF(8) } \
     }
 PANELS_BY(add_panel_by_int8, INT8_BY_INT8)
-PANELS_BY(add_panel_by_float, PANEL)
+PANELS_BY(add_panel_by_float, SCALARS)
 
 #ifdef HAS_TILES
 enum { CHUNK_BY_TILES = 2 * TILE };
@@ -464,20 +491,23 @@ INLINE void dot_by_tiles(const int by_int8, const int has_two_tiles, void *dots,
     }
 }
 
-/* Add a panel of one block to the sums of up to CHUNK_BY_TILES rows. The tiles are shaped for as many. */
-INLINE void add_panel_by_tiles(const int by_int8, int64_t num_rows, float *sums, const block *block, int64_t inner) {
+/* The same as add_panel for up to CHUNK_BY_TILES rows. The tiles are shaped for as many. */
+INLINE void add_panel_by_tiles(const int by_int8, int64_t num_rows, float *sums, const panel *panel, int64_t inner) {
     ints dots[CHUNK_BY_TILES][2] __attribute__((aligned(64)));
-    if (num_rows > TILE) dot_by_tiles(by_int8, 1, dots, block, inner);
-    else dot_by_tiles(by_int8, 0, dots, block, inner);
-    for (int64_t r = 0; r < num_rows; r++, sums += STRIP)
-        HALVES(h) {
-            const float sum = by_int8 || block->has_offsets ? block->sums[r * block->num_blocks] : 0.0f;
-            floats dot = (floats)dots[r][h];
-            if (by_int8) dot = __builtin_convertvector(dots[r][h], floats) - block->zero_point * sum;
-            dot *= block->scales[h];
-            if (block->has_offsets) dot += block->offsets[h] * sum;
-            *(floats *)(sums + h * LANES) += dot;
-        }
+    block block = panel->block;
+    for (int64_t i = 0; i < panel->num_blocks; i++) {
+        go_to_block(by_int8, panel, i, &block);
+        if (num_rows > TILE) dot_by_tiles(by_int8, 1, dots, &block, inner);
+        else dot_by_tiles(by_int8, 0, dots, &block, inner);
+        for (int64_t r = 0; r < num_rows; r++)
+            HALVES(h) {
+                floats *const total = (floats *)(sums + r * STRIP + h * LANES);
+                floats dot = (floats)dots[r][h];
+                if (by_int8) dot = __builtin_convertvector(dots[r][h] + block.starts[r * block.num_blocks], floats);
+                *total += dot * block.scales[h];
+                if (block.has_offsets) *total += block.offsets[h] * block.sums[r * block.num_blocks];
+            }
+    }
 }
 #endif
 
@@ -494,22 +524,46 @@ static int uses_tiles(const quantized_weight *weight) {
 #endif
 }
 
-/* Unpack a block into a panel. */
-INLINE void unpack_panel(const int kernel, const block *block, ints *panel) {
+/* Unpack a block. */
+INLINE void unpack_block(const int kernel, const block *block, ints *unpacked) {
     const uint8_t *codes = block->codes;
     const tables tables = block->tables;
     for (int64_t i = 0; i < block->num_inputs; i += STEP) {
         prefetch_step(kernel, codes, block->ahead);
-        if (is_by_int8(kernel)) unpack_codes(kernel, codes, panel);
-        else unpack_step(kernel, codes, &tables, panel);
+        if (is_by_int8(kernel)) unpack_codes(kernel, codes, unpacked);
+        else unpack_step(kernel, codes, &tables, unpacked);
         codes += step_bytes(kernel);
-        panel += is_by_int8(kernel) ? 2 : STEP_VECTORS;
+        unpacked += is_by_int8(kernel) ? 2 : STEP_VECTORS;
+    }
+}
+
+/* Read a panel, from the reader's block on; `left` is the number of blocks from there to the end of the strip. Codes of
+   eight bits that are multiplied by int8 need no unpacking. */
+INLINE void read_panel(const int kernel, strip_reader *reader, int64_t left, ints *unpacked, panel *panel) {
+    const int64_t num_inputs = reader->block.num_inputs;
+    panel->block = reader->block;
+    panel->num_blocks = 0;
+    if (kernel != INT8_BY_INT8) {
+        panel->block.codes = (const uint8_t *)unpacked;
+        panel->block.ahead = 0;
+    }
+    for (;;) {
+        HALVES(h) panel->scales[panel->num_blocks][h] = reader->block.scales[h];
+        HALVES(h) panel->offsets[panel->num_blocks][h] = reader->block.offsets[h];
+        if (kernel != INT8_BY_INT8) {
+            const int64_t vectors = is_by_int8(kernel) ? 2 : STEP_VECTORS;
+            unpack_block(kernel, &reader->block, unpacked + panel->num_blocks * num_inputs / STEP * vectors);
+        }
+        panel->num_blocks++;
+        if (panel->num_blocks == left) return;
+        next_block(kernel, reader);
+        if (reader->block.num_inputs != num_inputs || (panel->num_blocks + 1) * num_inputs > BLOCK) return;
     }
 }
 
 INLINE void strip_of_many_rows(const int kernel, float *sums, const quantized_weight *weight, const inputs *inputs,
                                const uint8_t *strip, ptrdiff_t ahead) {
-    ints panel[BLOCK / STEP * STEP_VECTORS] __attribute__((aligned(64)));
+    ints unpacked[BLOCK / STEP * STEP_VECTORS] __attribute__((aligned(64)));
     const int by_int8 = is_by_int8(kernel), by_tiles = uses_tiles(weight);
 #ifdef HAS_TILES
     const int64_t inner = weight_rows(by_int8, weight), largest_chunk = by_tiles ? CHUNK_BY_TILES : CHUNK;
@@ -521,14 +575,10 @@ INLINE void strip_of_many_rows(const int kernel, float *sums, const quantized_we
     const int64_t chunk = (num_rows + num_chunks - 1) / num_chunks;
     memset(sums, 0, num_rows * STRIP * sizeof *sums);
     strip_reader reader = read_strip(kernel, weight, inputs, strip, ahead);
-    for (int64_t i = 0; i < inputs->num_blocks; i++) {
-        if (i > 0) next_block(kernel, &reader);
-        block unpacked = reader.block;
-        if (kernel != INT8_BY_INT8) {
-            unpack_panel(kernel, &reader.block, panel);
-            unpacked.codes = (const uint8_t *)panel;
-            unpacked.ahead = 0;
-        }
+    for (int64_t left = inputs->num_blocks; left > 0;) {
+        panel panel;
+        read_panel(kernel, &reader, left, unpacked, &panel);
+        left -= panel.num_blocks;
         for (int64_t row = 0; row < num_rows; row += chunk) {
             const int64_t rows = num_rows - row < chunk ? num_rows - row : chunk;
             float *const chunk_sums = sums + row * STRIP;
@@ -536,13 +586,14 @@ INLINE void strip_of_many_rows(const int kernel, float *sums, const quantized_we
 #ifdef HAS_TILES
                 if (rows != shaped_for) shape_tiles(rows, inner);
                 shaped_for = rows;
-                add_panel_by_tiles(by_int8, rows, chunk_sums, &unpacked, inner);
+                add_panel_by_tiles(by_int8, rows, chunk_sums, &panel, inner);
 #endif
-            } else if (by_int8) add_panel_by_int8(rows, chunk_sums, &unpacked);
-            else add_panel_by_float(rows, chunk_sums, &unpacked);
-            unpacked.x += rows * unpacked.row_bytes;
-            unpacked.sums += rows * unpacked.num_blocks;
-            unpacked.ahead = 0; /* the first rows have prefetched it */
+            } else if (by_int8) add_panel_by_int8(rows, chunk_sums, &panel);
+            else add_panel_by_float(rows, chunk_sums, &panel);
+            panel.block.x += rows * inputs->row_bytes;
+            panel.block.sums += rows * inputs->num_blocks;
+            panel.block.starts += rows * inputs->num_blocks;
+            panel.block.ahead = 0; /* the first rows have prefetched it */
         }
     }
 #ifdef HAS_TILES
@@ -581,7 +632,7 @@ INLINE int64_t copy_bytes(const quantized_weight *weight) {
 }
 
 int64_t quantized_gemm_workspace_bytes(const quantized_weight *weight) {
-    return copy_bytes(weight) + (num_blocks_of(weight) + 1) * (int64_t)sizeof(float);
+    return copy_bytes(weight) + (2 * num_blocks_of(weight) + 1) * (int64_t)sizeof(float);
 }
 
 static void reorder_row(const quantized_weight *weight, const scalar *x, scalar *to) {
@@ -601,7 +652,7 @@ static void sum_blocks(const quantized_weight *weight, const scalar *x, float *s
 
 /* Quantize one row to int8, symmetrically; return its scale. x and `to` may begin at the same address, because what is
    read is wider than what is written. */
-static float quantize_row(const quantized_weight *weight, const scalar *x, int8_t *to, float *sums) {
+static float quantize_row(const quantized_weight *weight, const scalar *x, int8_t *to, float *sums, int32_t *starts) {
     const int64_t num_inputs = weight->base.num_inputs;
     floats largest = {};
     for (int64_t i = 0; i < num_inputs; i += LANES) {
@@ -610,7 +661,7 @@ static float quantize_row(const quantized_weight *weight, const scalar *x, int8_
     }
     const float limit = max_of_lanes(largest), inverse = limit > 1e-30f ? 127.0f / limit : 0.0f;
     for (int64_t group = 0; group < num_inputs; group += weight->group_size)
-        for (int64_t first = 0; first < weight->group_size; first += BLOCK, sums++) {
+        for (int64_t first = 0; first < weight->group_size; first += BLOCK, sums++, starts++) {
             const int64_t left = weight->group_size - first, end = first + (left < BLOCK ? left : BLOCK);
             ints sum = {};
             for (int64_t i = group + first; i < group + end; i += LANES) {
@@ -620,6 +671,7 @@ static float quantize_row(const quantized_weight *weight, const scalar *x, int8_
                 sum += rounded;
             }
             *sums = sum_of_lanes(__builtin_convertvector(sum, floats));
+            *starts = (int32_t)*sums * -(int32_t)weight->zero_point;
         }
     return limit / 127.0f;
 }
@@ -633,6 +685,7 @@ static inputs prepare_inputs(const quantized_weight *weight, const scalar *x, in
     uint8_t *const copies = workspace;
     float *const block_sums = (float *)(copies + num_rows * row_bytes);
     float *const row_scales = block_sums + num_rows * num_blocks;
+    int32_t *const starts = (int32_t *)(row_scales + num_rows);
     if (by_int8 || reorders || has_offsets) {
 #pragma omp parallel for if (num_rows * num_inputs > MIN_PARALLEL_NUMBERS)
         for (int64_t row = 0; row < num_rows; row++) {
@@ -643,7 +696,7 @@ static inputs prepare_inputs(const quantized_weight *weight, const scalar *x, in
                 reorder_row(weight, from, (scalar *)copy);
                 from = (const scalar *)copy;
             }
-            if (by_int8) row_scales[row] = quantize_row(weight, from, (int8_t *)copy, sums);
+            if (by_int8) row_scales[row] = quantize_row(weight, from, (int8_t *)copy, sums, starts + row * num_blocks);
             else if (has_offsets) sum_blocks(weight, from, sums);
         }
     }
@@ -651,6 +704,7 @@ static inputs prepare_inputs(const quantized_weight *weight, const scalar *x, in
     return (inputs){.x = in_place ? (const uint8_t *)x : copies,
                     .row_bytes = in_place ? num_inputs * (int64_t)sizeof(scalar) : row_bytes,
                     .block_sums = block_sums,
+                    .starts = starts,
                     .row_scales = by_int8 ? row_scales : NULL,
                     .num_rows = num_rows,
                     .num_blocks = num_blocks};
