@@ -1,0 +1,88 @@
+"""API processes that are silent, or cannot start, by calling what watches them."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from servekit.api_processes import messages as ms
+from servekit.config import ServeConfig
+from servekit.engine.llm_engine import LLMEngine
+from servekit.errors import ConfigError, InternalError
+from servekit.server import engine_process
+from servekit.server.engine_process import STATUS_INTERVAL_S, ApiProcesses, ApiProcessHandle
+
+LIMIT_S = 60
+
+
+def make_processes() -> ApiProcesses:
+    config = ServeConfig(port=0, api_processes=2)
+    return ApiProcesses(config, LLMEngine(config), [])
+
+
+async def test_a_process_that_gives_no_sign_of_life_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[bool] = []
+    monkeypatch.setattr(ApiProcessHandle, "kill", lambda _: killed.append(True))
+    handle = ApiProcessHandle(
+        cast(Any, SimpleNamespace(engine=LLMEngine(ServeConfig()))), cast(Any, None), cast(Any, None)
+    )
+    num_ticks = round(ms.SILENCE_TIMEOUT_S / STATUS_INTERVAL_S)
+    for _ in range(num_ticks):
+        handle.note_tick()
+    assert not killed
+    handle._session._receive(ms.Alive())
+    for _ in range(num_ticks):
+        handle.note_tick()
+    assert not killed
+    handle.note_tick()
+    assert killed
+
+
+@pytest.mark.parametrize("is_config_error", [False, True])
+async def test_a_process_that_cannot_start_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch, is_config_error: bool
+) -> None:
+    """One that ends without a word is started five times; one that says why ends the server at once."""
+    started: list[ApiProcessHandle] = []
+
+    async def start(handle: ApiProcessHandle) -> None:
+        started.append(handle)
+        if is_config_error:
+            handle._receive(ms.CannotServe(ms.Failure.of(ConfigError("no tokenizer"))))
+        handle.ended.set()
+
+    monkeypatch.setattr(ApiProcessHandle, "start", start)
+    monkeypatch.setattr(engine_process, "FAILED_START_PAUSE_S", 0.0)
+    processes = make_processes()
+    async with asyncio.timeout(LIMIT_S):
+        if is_config_error:
+            with pytest.raises(ConfigError, match="no tokenizer"):
+                await processes.run()
+            assert len(started) <= 2
+        else:
+            with pytest.raises(InternalError, match="ended 5 times"):
+                await processes.run()
+            assert len(started) <= 2 * engine_process.MAX_FAILED_STARTS
+    assert all(listener.fileno() == -1 for listener in processes._listeners)
+
+
+async def test_the_server_is_loading_until_every_process_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = make_processes()
+    sent: list[Any] = []
+    handles = [SimpleNamespace(send=sent.append, is_serving=asyncio.Event()) for _ in range(2)]
+    processes._handles[:] = cast(Any, handles)
+    monkeypatch.setattr(LLMEngine, "state", property(lambda _: "ready"))
+    loading = asyncio.create_task(processes.load(cast(Any, "loaded")))
+    handles[0].is_serving.set()
+    await asyncio.sleep(0)
+    assert sent == ["loaded", "loaded"]
+    assert processes._shared.status().state == "loading" and not await processes._shared.probe_readiness()
+    handles[1].is_serving.set()
+    async with asyncio.timeout(LIMIT_S):
+        await loading
+    assert processes._shared.status().state == "ready"
+    processes.drain()
+    assert isinstance(sent[-1], ms.Drain)
