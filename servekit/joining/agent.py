@@ -35,6 +35,7 @@ from servekit.protocol.sealed_frames import SealedFrameCodec
 
 log = logging.getLogger("servekit.worker")
 
+LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CONNECT_TIMEOUT_S = 10.0  # to connect and to authenticate
 MIN_DELAY_S, MAX_DELAY_S = 0.5, 10.0  # between two attempts to join
 # A worker that leaves finishes the steps that were sent to it. Supervisors often kill after 30 s.
@@ -285,7 +286,12 @@ def _explain(error: Exception, settings: AgentSettings) -> str:
 
 async def run_agent(settings: AgentSettings) -> int:
     """Run an agent until a signal asks it to leave. Raises ConfigError."""
-    agent = WorkerAgent(settings)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, agent.leave)
-    return await agent.run()
+    agent, loop = WorkerAgent(settings), asyncio.get_running_loop()
+    for number in LEAVE_SIGNALS:
+        loop.add_signal_handler(number, agent.leave)
+    try:
+        return await agent.run()
+    finally:
+        for number in LEAVE_SIGNALS:  # a further one must not end this process by a signal, after it has left in order
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)

@@ -102,8 +102,10 @@ class Siege:
             await self.service.wait_until_serving(2)
             for worker in [each for each in self.service.workers if each.poll() is not None]:
                 self._count("worker that nobody ended", f"exit code {self.service.reap(worker)}", "none")
-            if self.service.workers:
-                await self._chance.choice(disturbances)(self._chance.choice(self.service.workers))
+            # Of a process that still imports its libraries, a signal has its default effect.
+            started = [each for each in self.service.workers if self.service.model_process(each) is not None]
+            if started:
+                await self._chance.choice(disturbances)(self._chance.choice(started))
             while len(self.service.workers) < NUM_WORKERS:
                 self.service.start_worker()
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from servekit.config import ServeConfig
 from servekit.executor.model_executor import ModelExecutor
+from servekit.joining import agent
 from servekit.joining.address import TcpAddress
 from servekit.joining.credentials import server_tls
 from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, StepResult
@@ -229,6 +230,23 @@ async def test_a_worker_that_has_not_joined_yet_leaves_at_the_first_signal(tmp_p
     assert code == 0 and "no answer within" not in output, output
     silent.close()
     await silent.wait_closed()
+
+
+async def test_a_signal_after_the_worker_has_left_does_not_change_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def leave_at_once(_: agent.WorkerAgent) -> int:
+        return 0
+
+    monkeypatch.setattr(agent.WorkerAgent, "run", leave_at_once)
+    before = {number: signal.getsignal(number) for number in agent.LEAVE_SIGNALS}
+    try:
+        settings = agent.AgentSettings(TcpAddress("127.0.0.1", 1), KEY, None, "cpu", None)
+        assert await agent.run_agent(settings) == 0
+        os.kill(os.getpid(), signal.SIGTERM)  # would end this process
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 async def test_devices_that_are_not_as_many_as_the_ranks_are_refused_with_a_sentence_on_both_sides(
