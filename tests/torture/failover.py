@@ -1,4 +1,4 @@
-"""Kill one of two workers that have joined, under 64 streams: no answer may change, and the pause must be short.
+"""Kill one of two workers that have joined, under many streams: no answer may change, and the pause must be short.
 
 This is what an operator can do by hand: a server without a worker of its own, two workers that join, clients, and
 `kill -9`. Each round also runs the same streams without a kill, for comparison.
@@ -21,26 +21,38 @@ from tests.torture.joined_workers import JoinedWorkers
 from tests.torture.report import Finding, percentile
 from tests.torture.streams import Connections, Reply, RequestSpec, ask
 
-NUM_STREAMS = 64
 NUM_TOKENS = 150
 TOKENS_BEFORE = 50  # of each stream, before the worker is killed
 MAX_PAUSE_S = 0.3
-MODELS = {"simulated, 20 ms a step": "sim:step=20ms,prefill=20us", "demo model, one thread each": "demo"}
 
-REQUESTS = [
-    RequestSpec(
-        f"stream {number}",
-        "/generate_stream",
-        {
-            "prompt": f"{number}: {PROMPTS[number % len(PROMPTS)]}",
-            "max_tokens": NUM_TOKENS,
-            "ignore_eos": True,
-            "temperature": 1.0,
-            "seed": number,
-        },
-    )
-    for number in range(NUM_STREAMS)
-]
+
+class Kind(Struct, frozen=True):
+    """A model, and as many streams as one worker of it can take over without getting much slower."""
+
+    name: str
+    model: str
+    num_streams: int
+
+
+# Of the simulated model each sequence takes a part of a step, as on a device. If a step took the same time whatever is
+# in it, the router would have no reason to divide the streams.
+KINDS = (
+    Kind("simulated model, 21 ms a step", "sim:step=15ms,decode=0.2ms,prefill=0.03ms", 64),
+    Kind("demo model, one thread each", "demo", 16),
+)
+
+
+def requests(num_streams: int) -> list[RequestSpec]:
+    """Return requests whose answers are the same each time."""
+    sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 1.0}
+    return [
+        RequestSpec(
+            f"stream {number}",
+            "/generate_stream",
+            {"prompt": f"{number}: {PROMPTS[number % len(PROMPTS)]}", "seed": number, **sampling},
+        )
+        for number in range(num_streams)
+    ]
 
 
 class Pauses(Struct):
@@ -52,14 +64,14 @@ class Pauses(Struct):
 
 
 class Streams:
-    """All requests at the same time."""
+    """Requests that are answered at the same time."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, asked: list[RequestSpec]) -> None:
         self._connections = Connections(port)
-        self._num_tokens = [0] * NUM_STREAMS
+        self._num_tokens = [0] * len(asked)
         self._replies = [
-            asyncio.create_task(ask(self._connections, asked, partial(self._count, number)))
-            for number, asked in enumerate(REQUESTS)
+            asyncio.create_task(ask(self._connections, each, partial(self._count, number)))
+            for number, each in enumerate(asked)
         ]
 
     def _count(self, number: int, now_s: float) -> None:
@@ -82,14 +94,16 @@ def longest_pauses_s(replies: list[Reply], since_s: float) -> list[float]:
     return found
 
 
-async def _play(service: JoinedWorkers, times: int, chance: random.Random, pauses: Pauses) -> None:
+async def _play(
+    service: JoinedWorkers, asked: list[RequestSpec], times: int, chance: random.Random, pauses: Pauses
+) -> None:
     for _ in range(2):
         service.start_worker()
     expected: list[list[object]] | None = None
     for number in range(times):
         await service.wait_until_serving(2)
         for is_killed in (False, True):
-            streams = Streams(service.server.port)
+            streams = Streams(service.server.port, asked)
             await streams.wait_until_all_run()
             since_s = time.monotonic()
             if is_killed:
@@ -113,30 +127,31 @@ async def _play(service: JoinedWorkers, times: int, chance: random.Random, pause
 def run(times: int, seed: int = 0) -> list[Finding]:
     """Kill a worker `times` times with each model."""
     findings = []
-    for name, model in MODELS.items():
-        pauses = Pauses()
-        flags = ("--model", model, "--log-level", "info", "--worker-restart-timeout", "120")
-        with JoinedWorkers(f"failover-{model.partition(':')[0]}", *flags, environment=ONE_THREAD) as service:
-            asyncio.run(_play(service, times, random.Random(seed), pauses))
+    for kind in KINDS:
+        pauses, asked = Pauses(), requests(kind.num_streams)
+        flags = ("--model", kind.model, "--worker-restart-timeout", "120")
+        name = f"failover-{kind.model.partition(':')[0]}"
+        with JoinedWorkers(name, *flags, environment=ONE_THREAD) as service:
+            asyncio.run(_play(service, asked, times, random.Random(seed), pauses))
         for violation in pauses.violations:
-            print(f"  {name}: {violation}", flush=True)
-        p99_s = percentile(pauses.after_kill_s, 0.99)
+            print(f"  {kind.name}: {violation}", flush=True)
+        what = f"{kind.name}, {kind.num_streams} streams"
         findings += [
             Finding(
-                f"{name}: one of two workers killed under {NUM_STREAMS} streams, streams lost or altered",
+                f"{what}: one of two workers killed, streams lost or altered",
                 "0",
                 f"{len(pauses.violations)} of {times} rounds" if pauses.violations else f"0, in {times} rounds",
                 not pauses.violations,
             ),
             Finding(
-                f"{name}: longest pause of each stream",
+                f"{what}: longest pause of each stream",
                 f"p99 <= {MAX_PAUSE_S:g} s",
                 _figures(pauses.after_kill_s),
-                p99_s <= MAX_PAUSE_S,
+                percentile(pauses.after_kill_s, 0.99) <= MAX_PAUSE_S,
             ),
-            Finding(f"{name}: the same without a kill", "", _figures(pauses.undisturbed_s)),
+            Finding(f"{what}: the same without a kill", "", _figures(pauses.undisturbed_s)),
         ]
-        print(f"  {name}: {_figures(pauses.after_kill_s)}; undisturbed {_figures(pauses.undisturbed_s)}", flush=True)
+        print(f"  {what}: {_figures(pauses.after_kill_s)}; undisturbed {_figures(pauses.undisturbed_s)}", flush=True)
     return findings
 
 
