@@ -1,18 +1,21 @@
 """Compare one server of two replicas with one server of two threads, and with two servers, on the same cores.
 
-    python -m benchmarks.replicas [--model demo] [--rounds 5] [--clients 4 16]
+    python -m benchmarks.replicas [--model demo] [--rounds 5] [--clients 4 16] [--write]
 
 All servers run all the time, and the sides get the same requests in turn, so a noisy machine affects all of them. Each
 figure is the median of its rounds. Prompts are new in every round. Between the two servers connections alternate, as
 behind a port that both listen at (`--reuse-port`) or a balancer that knows nothing of prefixes. The hit rate is the
 share of prompt tokens that the prefix cache held, over all servers of a side. Client, servers and workers share the
-cores, so the figures are lower than those of a server that has the machine for itself.
+cores, so the figures are lower than those of a server that has the machine for itself. `--write` writes the table into
+docs/design/replicas.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
+import platform
 import statistics
 import sys
 import tempfile
@@ -29,6 +32,7 @@ from loadtest.analysis.summary import Figures, Summary
 from loadtest.experiment import Experiment, run
 from loadtest.reporting.formatting import as_number, as_time
 from loadtest.target import ApiFormat, Target
+from scripts.tables import with_table
 from tests.support.server_process import serving
 
 WORKLOADS = {
@@ -37,6 +41,8 @@ WORKLOADS = {
     "no prefixes": "random:input=uniform:32-256,output=64",
 }
 REQUESTS_PER_CLIENT = 12
+MAKER = "python -m benchmarks.replicas"
+PAGE = Path(__file__).parents[1] / "docs" / "design" / "replicas.md"
 ONE_THREAD, TWO_THREADS = {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "2"}
 
 
@@ -125,10 +131,17 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--characters-per-token", type=float, default=4.0)
+    parser.add_argument("--write", action="store_true", help="write the table into docs/design/replicas.md")
     arguments = parser.parse_args()
-    print(f"{os.cpu_count()} cores, {arguments.model}, median of {arguments.rounds} rounds\n")
-    print("| load | clients | side | tokens/s | TTFT p50 | TTFT p99 | between tokens, p99 | hit rate |")
-    print("|---|---:|---|---:|---:|---:|---:|---:|", flush=True)
+    lines = [
+        "",
+        f"{os.cpu_count()} cores ({platform.machine()}), the model {arguments.model}, medians of {arguments.rounds} "
+        f"rounds, on {datetime.datetime.now(tz=datetime.UTC).date().isoformat()}.",
+        "",
+        "| load | clients | side | tokens/s | TTFT p50 | TTFT p99 | between tokens, p99 | hit rate |",
+        "|---|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    print("\n".join(lines), flush=True)
     flags = ("--model", arguments.model, "--log-level", "warning", *arguments.serve.split())
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         compared = sides()
@@ -148,9 +161,12 @@ def main() -> None:
                             play(side, WORKLOADS[name], num_clients, seed, arguments.characters_per_token)
                     for side in compared:
                         del side.rounds[0], side.hit_rates[0]
-                        tell(row(name, num_clients, side))
+                        lines.append(row(name, num_clients, side))
+                        tell(lines[-1])
                         side.rounds.clear()
                         side.hit_rates.clear()
+    if arguments.write:
+        PAGE.write_text(with_table(PAGE.read_text(), "replicas", iter([*lines, ""]), MAKER))
 
 
 if __name__ == "__main__":
