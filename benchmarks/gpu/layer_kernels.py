@@ -100,6 +100,7 @@ def _swiglu(num_tokens: int, device: torch.device) -> Kernel:
 
 
 def _rotate(num_tokens: int, device: torch.device) -> Kernel:
+    from workers.attention.triton_kernels import LayerPages
     from workers.attention.triton_rotary import rotate_and_store
 
     qkv = _random(num_tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, device=device)
@@ -111,7 +112,7 @@ def _rotate(num_tokens: int, device: torch.device) -> Kernel:
 
     def call(into: Tensor = qkv) -> None:
         sizes = (NUM_HEADS, NUM_KV_HEADS, HEAD_DIM)
-        rotate_and_store(into, *sizes, cosine, sine, None, None, 0.0, pages[0], pages[1], cells)
+        rotate_and_store(into, *sizes, cosine, sine, None, None, 0.0, LayerPages(pages[0], pages[1]), cells)
 
     def error() -> float:
         before = qkv.unflatten(1, (-1, HEAD_DIM)).double()

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,31 +103,42 @@ def main() -> None:
     CompiledKernel.function = None
     for capability in (80, 90):
         triton.runtime.driver.set_active(CompileOnlyDriver(capability))
-        attention()
+        attention(has_float8=capability >= 89)
     quantized_weights()
     layers()
     sampling()
 
 
-def attention() -> None:
-    from workers.attention.triton_kernels import attend, make_workspace, store
+def attention(has_float8: bool) -> None:
+    from workers.attention.triton_kernels import LayerPages, attend, make_workspace, store
 
-    for num_heads, num_kv_heads, dim, num_tokens, window, softcap in (
-        (32, 8, 128, 1000, None, None),
-        (32, 8, 128, 4, None, None),
-        (14, 2, 64, 1000, 128, None),
-        (8, 4, 256, 1000, None, 50.0),
-        (8, 4, 256, 4, 4096, 50.0),
+    code_dtypes = (torch.int8, torch.float8_e4m3fn) if has_float8 else (torch.int8,)
+    llama, small = ((32, 8, 128), (14, 2, 64))
+    for (num_heads, num_kv_heads, dim), num_tokens, window, softcap, dtype in (
+        (llama, 1000, None, None, torch.bfloat16),
+        (llama, 4, None, None, torch.bfloat16),
+        (small, 1000, 128, None, torch.bfloat16),
+        ((8, 4, 256), 1000, None, 50.0, torch.bfloat16),
+        ((8, 4, 256), 4, 4096, 50.0, torch.bfloat16),
+        *((llama, num_tokens, None, None, codes) for num_tokens in (1000, 4) for codes in code_dtypes),
     ):
         queries = torch.empty(num_tokens, num_heads, dim, dtype=torch.bfloat16)
-        pages = torch.empty(3, 16, num_kv_heads, dim, dtype=torch.bfloat16)
         numbers, table = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 64, dtype=torch.int32)
         workspace = make_workspace(num_heads, num_kv_heads, dim, torch.device("cpu"))
         sinks = None if window is None else torch.empty(num_heads)
         steps = (numbers, numbers[:4], table)
-        attend(queries, pages, pages, *steps, torch.empty_like(queries), 0.1, workspace, window, softcap, sinks)
-    new_keys = queries[:, :num_kv_heads]
-    store(new_keys, new_keys, pages, pages, torch.zeros(num_tokens).long())
+        pages = pages_of(LayerPages, num_kv_heads, dim, dtype)
+        attend(queries, pages, *steps, torch.empty_like(queries), 0.1, workspace, window, softcap, sinks)
+        if num_tokens == 4 and dim == 128:
+            new_keys = queries[:, :num_kv_heads]
+            store(new_keys, new_keys, pages, torch.zeros(num_tokens).long())
+
+
+def pages_of(layer_pages: Any, num_kv_heads: int, dim: int, dtype: torch.dtype) -> Any:
+    """Return pages of this dtype, with scales if it is one of codes."""
+    pages = torch.empty(3, 16, num_kv_heads, dim, dtype=dtype)
+    scales = torch.empty(3, 16, num_kv_heads) if dtype.itemsize == 1 else None
+    return layer_pages(pages, pages, scales, scales)
 
 
 def quantized_weights() -> None:
@@ -147,16 +159,19 @@ def quantized_weights() -> None:
 
 
 def layers() -> None:
+    from workers.attention.triton_kernels import LayerPages
     from workers.attention.triton_rotary import rotate_and_store
     from workers.layers.triton_ops import add_norm, swiglu
 
     hidden, qkv = torch.empty(4, 4096, dtype=torch.bfloat16), torch.empty(4, 48 * 128, dtype=torch.bfloat16)
     add_norm(hidden, hidden, hidden[0], 1e-6)
     swiglu(hidden)
-    pages, angles = torch.empty(3, 16, 8, 128, dtype=torch.bfloat16), torch.empty(4, 128)
+    angles = torch.empty(4, 128)
     norm, cells = torch.empty(128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
-    rotate_and_store(qkv, 32, 8, 128, angles, angles, norm, norm, 1e-6, pages, pages, cells)
-    rotate_and_store(qkv, 32, 8, 128, angles, angles, None, None, 1e-6, pages, pages, cells)
+    for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn):
+        pages = pages_of(LayerPages, 8, 128, dtype)
+        rotate_and_store(qkv, 32, 8, 128, angles, angles, norm, norm, 1e-6, pages, cells)
+        rotate_and_store(qkv, 32, 8, 128, angles, angles, None, None, 1e-6, pages, cells)
 
 
 def sampling() -> None:

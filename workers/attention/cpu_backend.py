@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from workers.attention.interface import AttentionMetadata, AttentionParams, HeadNorms, PagedStep, Rotation
-from workers.csrc.bindings import CAttentionMetadata, CAttentionParams, CLayerPages
+from workers.csrc.bindings import PAGE_FORMATS, CAttentionMetadata, CAttentionParams, CLayerPages
 from workers.csrc.build import LANES
+from workers.kv_cache.kv_quantization import SCALE_BYTES, PageFormat, QuantizedPages
 from workers.kv_cache.pages import KVCache, LayerShape, Shape
 
 PACK = {torch.float32: 1, torch.bfloat16: 2}  # how many numbers one instruction multiplies in a lane
@@ -21,8 +22,10 @@ class CpuAttention:
     name = "cpu"
     supports_cuda_graphs = False
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        self.page_dtype = dtype
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, pages: PageFormat) -> None:
+        """`library` is the one for models of `dtype`."""
+        self.page_dtype = pages.dtype
+        self._pages = pages
         self._pack = PACK[dtype]
         self._store_and_attend = library.store_and_attend
         self._rotate_store_and_attend = library.rotate_store_and_attend
@@ -32,6 +35,9 @@ class CpuAttention:
     def block_shapes(self, layer: LayerShape, block_size: int) -> tuple[Shape, Shape]:
         num_tiles, pack = -(-block_size // LANES), self._pack
         key_dim, value_dim = (-(-dim // LANES) * LANES for dim in (layer.key_dim, layer.value_dim))
+        if isinstance(self._pages, QuantizedPages):  # the bytes of a tile: scales, then codes
+            tiles = (layer.num_kv_heads, num_tiles)
+            return (*tiles, LANES * (SCALE_BYTES + key_dim)), (*tiles, LANES * (SCALE_BYTES + value_dim))
         keys = (layer.num_kv_heads, num_tiles, key_dim // pack, LANES, pack)
         values = (layer.num_kv_heads, num_tiles, LANES // pack, value_dim, pack)
         return keys, values
@@ -112,9 +118,12 @@ class CpuAttention:
                 value_dim=shape.value_dim,
                 block_size=cache.block_size,
                 window=params.window or 0,
-                sinks=None if sinks is None else sinks.data_ptr(),
+                sinks=_address(sinks),
                 scale=params.scale,
                 softcap=params.softcap or 0.0,
+                page_format=PAGE_FORMATS[self._pages.name],
+                key_scales=_address(cache.key_scales[layer]),
+                value_scales=_address(cache.value_scales[layer]),
             )
             known = self._structs[layer] = (params, struct, sinks)  # keeps them alive, because C has only addresses
         return CLayerPages(ctypes.addressof(known[1]), cache.keys[layer].data_ptr(), cache.values[layer].data_ptr())
@@ -124,3 +133,7 @@ def _with_dense_heads(tensor: Tensor) -> Tensor:
     """Return [num_tokens, num_heads, dim] with a token's heads next to each other in memory; copy only if needed."""
     is_dense = tensor.stride(2) == 1 and (tensor.stride(1) == tensor.shape[2] or tensor.shape[1] == 1)
     return tensor if is_dense else tensor.contiguous()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,5 +1,7 @@
 """Attention on a GPU. All backends share the page layout [num_blocks, block_size, num_kv_heads, dim] of flash-attn.
 
+A block of codes has them in that order, too, and behind them their scales [block_size, num_kv_heads].
+
 Triton's kernels are our own and serve every model. flash-attn 2, and torch's version of it, need pages of a multiple of
 256 tokens and have no attention sinks. All of them use our own kernel to store keys and values.
 """
@@ -7,6 +9,7 @@ Triton's kernels are our own and serve every model. flash-attn 2, and torch's ve
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +19,13 @@ from torch import Tensor
 
 from workers.attention import triton_kernels, triton_rotary
 from workers.attention.interface import AttentionMetadata, AttentionParams, HeadNorms, PagedStep, Rotation
-from workers.kv_cache.kv_quantization import Float8Pages, PageFormat, PlainPages
-from workers.kv_cache.pages import LayerShape, Shape
+from workers.attention.triton_kernels import LayerPages
+from workers.kv_cache.kv_quantization import SCALE_BYTES, PageFormat, PlainPages, QuantizedPages
+from workers.kv_cache.pages import KVCache, LayerShape, Shape
 
 FLASH_BLOCK_SIZE = 256  # flash-attn 2 needs a multiple of it
 FLASH_HEAD_DIM = 256  # the largest that flash-attn 2 has kernels for
+ALIGNMENT_BYTES = 16  # of codes and of scales, for loads of that width
 
 
 class BackendUnavailableError(Exception):
@@ -34,14 +39,18 @@ class TritonAttention:
     supports_cuda_graphs = True
 
     def __init__(self, pages: PageFormat) -> None:
-        """`pages` are in the model's own dtype, or in float8."""
+        """`pages` may have any format; float8 needs a GPU of compute capability 8.9."""
         self.page_dtype = pages.dtype
-        # torch keeps float8 pages as bytes, see Float8Pages; the kernels read and write them as float8.
-        self._kernel_dtype = torch.float8_e4m3fn if isinstance(pages, Float8Pages) else pages.dtype
+        self._format = pages
         self._workspaces: dict[tuple[int, int, int], Tensor] = {}
+        # By layer: the key pages, and views of these and of the value pages.
+        self._layer_pages: dict[int, tuple[Tensor, LayerPages]] = {}
 
     def block_shapes(self, layer: LayerShape, block_size: int) -> tuple[Shape, Shape]:
-        return (block_size, layer.num_kv_heads, layer.key_dim), (block_size, layer.num_kv_heads, layer.value_dim)
+        keys, values = _vectors_of(layer, block_size)
+        if isinstance(self._format, QuantizedPages):
+            return (_first_scale(keys) + _scale_bytes(keys),), (_first_scale(values) + _scale_bytes(values),)
+        return keys, values
 
     def prepare(self, metadata: AttentionMetadata) -> Any:
         """Return nothing: the kernels take the metadata as it is."""
@@ -49,9 +58,8 @@ class TritonAttention:
     def attend(
         self, step: PagedStep, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
-        key_pages, value_pages = self._pages(step, layer)
-        slot_mapping = step.metadata.slot_mapping
-        triton_kernels.store(_with_dense_dims(keys), _with_dense_dims(values), key_pages, value_pages, slot_mapping)
+        pages, slot_mapping = self._pages(step.cache, layer), step.metadata.slot_mapping
+        triton_kernels.store(_with_dense_dims(keys), _with_dense_dims(values), pages, slot_mapping)
         return self.attend_to_pages(step, layer, _with_dense_dims(queries), params)
 
     def rotate_and_attend(
@@ -66,7 +74,6 @@ class TritonAttention:
         shape = step.cache.layers[layer]
         num_heads = qkv.shape[1] // shape.key_dim - 2 * shape.num_kv_heads
         cosines, sines = rotation
-        key_pages, value_pages = self._pages(step, layer)
         triton_rotary.rotate_and_store(
             qkv,
             num_heads,
@@ -77,8 +84,7 @@ class TritonAttention:
             None if norms is None else norms.query_weight,
             None if norms is None else norms.key_weight,
             0.0 if norms is None else norms.epsilon,
-            key_pages,
-            value_pages,
+            self._pages(step.cache, layer),
             step.metadata.slot_mapping,
         )
         queries = qkv.view(qkv.shape[0], -1, shape.key_dim)[:, :num_heads]
@@ -87,12 +93,10 @@ class TritonAttention:
     def attend_to_pages(self, step: PagedStep, layer: int, queries: Tensor, params: AttentionParams) -> Tensor:
         """Attend to what the pages hold now, without storing anything. Returns [num_tokens, num_heads, value_dim]."""
         shape, metadata = step.cache.layers[layer], step.metadata
-        key_pages, value_pages = self._pages(step, layer)
         output = queries.new_empty(*queries.shape[:2], shape.value_dim)
         triton_kernels.attend(
             queries,
-            key_pages,
-            value_pages,
+            self._pages(step.cache, layer),
             metadata.query_starts,
             metadata.lengths,
             metadata.block_table,
@@ -105,8 +109,21 @@ class TritonAttention:
         )
         return output
 
-    def _pages(self, step: PagedStep, layer: int) -> tuple[Tensor, Tensor]:
-        return step.cache.keys[layer].view(self._kernel_dtype), step.cache.values[layer].view(self._kernel_dtype)
+    def _pages(self, cache: KVCache, layer: int) -> LayerPages:
+        keys, values = cache.keys[layer], cache.values[layer]
+        known = self._layer_pages.get(layer)
+        if known is None or known[0] is not keys:
+            known = self._layer_pages[layer] = (keys, self._views(cache, layer, keys, values))
+        return known[1]
+
+    def _views(self, cache: KVCache, layer: int, keys: Tensor, values: Tensor) -> LayerPages:
+        if not isinstance(self._format, QuantizedPages):
+            return LayerPages(keys, values)
+        key_shape, value_shape = _vectors_of(cache.layers[layer], cache.block_size)
+        key_codes, key_scales = _split(keys, key_shape, self._format.code_dtype)
+        value_codes, value_scales = _split(values, value_shape, self._format.code_dtype)
+        given = cache.key_scales[layer], cache.value_scales[layer]
+        return LayerPages(key_codes, value_codes, key_scales, value_scales, *given)
 
     def _workspace(self, num_heads: int, shape: LayerShape, device: torch.device) -> Tensor:
         """Return a workspace that all layers of one size share: they run one after the other, on one stream."""
@@ -114,6 +131,32 @@ class TritonAttention:
         if sizes not in self._workspaces:
             self._workspaces[sizes] = triton_kernels.make_workspace(*sizes, device)
         return self._workspaces[sizes]
+
+
+def _vectors_of(layer: LayerShape, block_size: int) -> tuple[Shape, Shape]:
+    """Return the shapes of a block's keys and values, [block_size, num_kv_heads, dim]."""
+    return (block_size, layer.num_kv_heads, layer.key_dim), (block_size, layer.num_kv_heads, layer.value_dim)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _first_scale(vectors: Shape) -> int:
+    """Return where the scales begin in a block of codes of this shape."""
+    return _aligned(math.prod(vectors))
+
+
+def _scale_bytes(vectors: Shape) -> int:
+    return _aligned(math.prod(vectors[:-1]) * SCALE_BYTES)
+
+
+def _split(pages: Tensor, vectors: Shape, code_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return views of bytes [num_blocks, ...]: codes [num_blocks, *vectors], and scales [num_blocks, *vectors[:-1]]."""
+    num_codes, num_scales, first_scale = math.prod(vectors), math.prod(vectors[:-1]), _first_scale(vectors)
+    codes = pages[:, :num_codes].view(code_dtype)
+    scales = pages[:, first_scale : first_scale + num_scales * SCALE_BYTES].view(torch.float32)
+    return codes.view(-1, *vectors), scales.view(-1, *vectors[:-1])
 
 
 class _FlashMetadata:

@@ -21,7 +21,7 @@ from workers.attention.interface import AttentionBackend, AttentionParams, Paged
 from workers.attention.torch_backend import TorchAttention
 from workers.csrc.bindings import MAX_HEAD_DIM
 from workers.csrc.build import c_library
-from workers.kv_cache.kv_quantization import Float8Pages, Int8Pages, PageFormat, PlainPages, page_format
+from workers.kv_cache.kv_quantization import FLOAT8_PAGES, PageFormat, PlainPages, page_format
 from workers.kv_cache.pages import LayerShape
 
 log = logging.getLogger("servekit.worker")
@@ -39,25 +39,15 @@ def choose_attention(
 ) -> AttentionBackend:
     """Return the fastest backend for this device, dtype, layers and block size; log why faster ones cannot be used."""
     pages = page_format(kv_cache_dtype, dtype)
-    if device.type == "cuda" and _kernels_read(pages):
+    if device.type == "cuda":
         return _choose_on_gpu(layers, params, block_size, pages)
-    if not isinstance(pages, PlainPages):
-        log.warning(
-            "attention is slow: on this device, --kv-cache-dtype %s saves memory, but every step gathers its pages",
-            pages.name,
-        )
-    elif device.type == "cpu" and _largest_head_dim(layers) <= MAX_HEAD_DIM:
+    if device.type == "cpu" and _largest_head_dim(layers) <= MAX_HEAD_DIM:
         library = c_library(str(dtype).removeprefix("torch."))
         if library is not None:
-            return CpuAttention(library, dtype)
+            return CpuAttention(library, dtype, pages)
+    if not isinstance(pages, PlainPages):
+        log.warning("attention is slow: without the C kernels, every step decodes its pages (%s)", pages.name)
     return TorchAttention(pages)
-
-
-def _kernels_read(pages: PageFormat) -> bool:
-    """Return whether the Triton kernels read such pages here: GPUs have float8 from compute capability 8.9 on."""
-    if isinstance(pages, Float8Pages):
-        return torch.cuda.get_device_capability() >= (8, 9)
-    return not isinstance(pages, Int8Pages)
 
 
 def _choose_on_gpu(
@@ -73,6 +63,12 @@ def _choose_on_gpu(
     if block_size & (block_size - 1):
         log.warning(
             "attention is slow: every step gathers its pages, because --block-size %d is not a power of two", block_size
+        )
+        return TorchAttention(pages)
+    if pages is FLOAT8_PAGES and torch.cuda.get_device_capability() < (8, 9):
+        log.warning(
+            "attention is slow: every step gathers its pages, because this GPU has no float8; --kv-cache-dtype int8 "
+            "is fast on it, and more exact"
         )
         return TorchAttention(pages)
     reasons = gpu_backends.reasons_against_flash(layers, params, block_size, pages)

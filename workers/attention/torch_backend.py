@@ -42,7 +42,7 @@ class QueryGroup:
 
 
 class TorchAttention:
-    """Pages [num_blocks, block_size, num_kv_heads, width] in any page format."""
+    """Pages [num_blocks, block_size, num_kv_heads, width] in any page format, decoded before they are used."""
 
     name = "torch"
     supports_cuda_graphs = False  # its groups are made on the host
@@ -82,8 +82,9 @@ class TorchAttention:
     ) -> Tensor:
         cache, groups = step.cache, step.prepared
         all_pages = cache.keys[layer], cache.values[layer]
-        for pages, new in zip(all_pages, (keys, values), strict=True):
-            pages.flatten(0, 1).index_copy_(0, step.metadata.slot_mapping, self._pages.encode(new))
+        scales = cache.key_scales[layer], cache.value_scales[layer]
+        for pages, new, of_heads in zip(all_pages, (keys, values), scales, strict=True):
+            pages.flatten(0, 1).index_copy_(0, step.metadata.slot_mapping, self._pages.encode(new, of_heads))
         output = queries.new_empty(*queries.shape[:2], values.shape[-1])
         for group in groups:
             gathered = (pages[group.block_table].flatten(1, 2).transpose(1, 2) for pages in all_pages)

@@ -36,77 +36,142 @@ MIN_SEGMENT_KEYS = 128
 _log2_e = tl.constexpr(LOG2_E)
 _infinity = tl.constexpr(float("inf"))
 _largest_float8 = tl.constexpr(448.0)
+_largest_int8 = tl.constexpr(127.0)
+_smallest_scale = tl.constexpr(1e-30)  # its reciprocal is finite
+_rounds_to_integer = tl.constexpr(1.5 * 2**23)  # a float32 near it has no fraction; Triton has no `rint`
 
 
 @triton.jit
-def to_page(values, dtype: tl.constexpr, scale):
-    """Convert values to the dtype of a page. A value that is not finite, in either dtype, becomes zero.
-
-    float8 has a small range. There, a value beyond the largest is clamped, which is nearer to the truth than zero.
-    """
+def finite_or_zero(values):
+    """Return values in float32, zeros in place of what is not finite."""
     wide = values.to(tl.float32)
-    finite = tl.abs(wide) < _infinity  # false for NaN
-    if dtype == tl.float8e4nv:
-        wide = tl.minimum(tl.maximum(wide / scale, -_largest_float8), _largest_float8)
+    return tl.where(tl.abs(wide) < _infinity, wide, 0.0)  # the comparison is false for NaN
+
+
+@triton.jit
+def to_page(values, dtype: tl.constexpr):
+    """Convert values to the dtype of a plain page. A value that is not finite, in either dtype, becomes zero."""
+    wide = finite_or_zero(values)
+    return tl.where(tl.abs(wide.to(dtype).to(tl.float32)) < _infinity, wide, 0.0).to(dtype)
+
+
+@triton.jit
+def scale_of(largest, dtype: tl.constexpr):
+    """Return the scale of a vector whose largest magnitude is `largest`; see kv_quantization.QuantizedPages."""
+    largest_code: tl.constexpr = _largest_float8 if dtype == tl.float8e4nv else _largest_int8
+    return tl.maximum(largest / largest_code, _smallest_scale)
+
+
+@triton.jit
+def to_codes(values, scale, dtype: tl.constexpr):
+    """Return the codes, of `dtype`, of finite values. They are clamped, because a given scale may be too small."""
+    largest_code: tl.constexpr = _largest_float8 if dtype == tl.float8e4nv else _largest_int8
+    codes = tl.minimum(tl.maximum(values / scale, -largest_code), largest_code)
+    if dtype == tl.int8:
+        codes = (codes + _rounds_to_integer) - _rounds_to_integer
+    return codes.to(dtype)
+
+
+@triton.jit
+def _store_heads(
+    vectors, pages, scales, given_scales, block, offset, token_offset, vector_head_stride, page_block_stride,
+    page_offset_stride, page_head_stride, scale_block_stride,
+    num_kv_heads: tl.constexpr, dim: tl.constexpr, padded_heads: tl.constexpr, padded_dim: tl.constexpr,
+):  # fmt: skip
+    """Store the vectors of one token, all heads at once, in their pages. scales: None for plain pages."""
+    dtype: tl.constexpr = pages.dtype.element_ty
+    heads, dims = tl.arange(0, padded_heads), tl.arange(0, padded_dim)[None, :]
+    inside = (heads < num_kv_heads)[:, None] & (dims < dim)
+    pointers = vectors + token_offset + heads[:, None] * vector_head_stride + dims
+    target = pages + block * page_block_stride + offset * page_offset_stride + heads[:, None] * page_head_stride + dims
+    values = tl.load(pointers, mask=inside, other=0.0)
+    if scales is None:
+        tl.store(target, to_page(values, dtype), mask=inside)
     else:
-        finite &= tl.abs(wide.to(dtype).to(tl.float32)) < _infinity
-    return tl.where(finite, wide, 0.0).to(dtype)
+        values = finite_or_zero(values)
+        if given_scales is None:
+            scale = scale_of(tl.max(tl.abs(values), axis=1), dtype)
+        else:
+            scale = tl.load(given_scales + heads, mask=heads < num_kv_heads, other=1.0)
+        tl.store(target, to_codes(values, scale[:, None], dtype), mask=inside)
+        scale_target = scales + block * scale_block_stride + offset * num_kv_heads + heads
+        tl.store(scale_target, scale, mask=heads < num_kv_heads)
 
 
 @triton.jit
 def _store_kernel(
-    keys, values, key_pages, value_pages, slot_mapping, key_scale, value_scale,
+    keys, values, key_pages, value_pages, key_scales, value_scales, given_key_scales, given_value_scales, slot_mapping,
     key_token_stride, key_head_stride, value_token_stride, value_head_stride,
     key_block_stride, key_offset_stride, key_page_head_stride,
-    value_block_stride, value_offset_stride, value_page_head_stride,
+    value_block_stride, value_offset_stride, value_page_head_stride, key_scale_stride, value_scale_stride,
     num_kv_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr, block_size: tl.constexpr,
     padded_heads: tl.constexpr, padded_key_dim: tl.constexpr, padded_value_dim: tl.constexpr,
 ):  # fmt: skip
-    """Store the keys and values of one token, all heads at once. Grid: (num_tokens,)."""
+    """Store the keys and values of one token. Grid: (num_tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot < 0:
         return
     block, offset = slot // block_size, slot % block_size
-    heads = tl.arange(0, padded_heads)[:, None]
-    dims = tl.arange(0, padded_key_dim)[None, :]
-    inside = (heads < num_kv_heads) & (dims < key_dim)
-    key = tl.load(keys + token * key_token_stride + heads * key_head_stride + dims, mask=inside)
-    target = key_pages + block * key_block_stride + offset * key_offset_stride + heads * key_page_head_stride + dims
-    tl.store(target, to_page(key, key_pages.dtype.element_ty, key_scale), mask=inside)
-    dims = tl.arange(0, padded_value_dim)[None, :]
-    inside = (heads < num_kv_heads) & (dims < value_dim)
-    value = tl.load(values + token * value_token_stride + heads * value_head_stride + dims, mask=inside)
-    token_offset = block * value_block_stride + offset * value_offset_stride
-    target = value_pages + token_offset + heads * value_page_head_stride + dims
-    tl.store(target, to_page(value, value_pages.dtype.element_ty, value_scale), mask=inside)
+    _store_heads(
+        keys, key_pages, key_scales, given_key_scales, block, offset, token * key_token_stride, key_head_stride,
+        key_block_stride, key_offset_stride, key_page_head_stride, key_scale_stride,
+        num_kv_heads, key_dim, padded_heads, padded_key_dim,
+    )  # fmt: skip
+    _store_heads(
+        values, value_pages, value_scales, given_value_scales, block, offset, token * value_token_stride,
+        value_head_stride, value_block_stride, value_offset_stride, value_page_head_stride, value_scale_stride,
+        num_kv_heads, value_dim, padded_heads, padded_value_dim,
+    )  # fmt: skip
 
 
-def store(
-    keys: Tensor,
-    values: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    slot_mapping: Tensor,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-) -> None:
-    """Write keys and values [num_tokens, num_kv_heads, dim] into pages [num_blocks, block_size, num_kv_heads, dim].
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """The pages of one layer, as the kernels take them.
+
+    Pages in the model's dtype have no scales. Pages of int8 or float8_e4m3fn hold codes, and a number is its code's
+    value times the scale of its vector. float8 needs a GPU of compute capability 8.9.
+    """
+
+    keys: Tensor  # [num_blocks, block_size, num_kv_heads, key_dim]
+    values: Tensor  # [num_blocks, block_size, num_kv_heads, value_dim]
+    key_scales: Tensor | None = None  # [num_blocks, block_size, num_kv_heads] float32; a block's are dense
+    value_scales: Tensor | None = None
+    # [num_kv_heads] float32: the scales with which vectors are stored; None: those that fit each vector
+    given_key_scales: Tensor | None = None
+    given_value_scales: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        num_kv_heads = self.keys.shape[2]
+        assert self.keys.stride(-1) == self.values.stride(-1) == 1
+        for scales in (self.key_scales, self.value_scales):
+            assert scales is None or scales.stride()[1:] == (num_kv_heads, 1)
+
+    @property
+    def scale_strides(self) -> tuple[int, int]:
+        """From block to block, of the scales of keys and of values."""
+        if self.key_scales is None or self.value_scales is None:
+            return 0, 0
+        return self.key_scales.stride(0), self.value_scales.stride(0)
+
+
+def store(keys: Tensor, values: Tensor, pages: LayerPages, slot_mapping: Tensor) -> None:
+    """Write keys and values [num_tokens, num_kv_heads, dim] into their pages.
 
     slot_mapping: [num_tokens] int64, block * block_size + offset of each token; if it is negative, nothing is stored.
-    Every cell stays finite (see KVCache). The scales are for pages of float8_e4m3fn, which hold the values divided by
-    them and need a GPU of compute capability 8.9. Other pages ignore them.
+    Every cell stays finite (see KVCache).
     """
     num_tokens, num_kv_heads, key_dim = keys.shape
     value_dim = values.shape[-1]
-    assert keys.stride(-1) == values.stride(-1) == key_pages.stride(-1) == value_pages.stride(-1) == 1
+    assert keys.stride(-1) == values.stride(-1) == 1
     assert slot_mapping.shape == (num_tokens,) and slot_mapping.is_contiguous()
     if num_tokens == 0:
         return
     _store_kernel[(num_tokens,)](
-        keys, values, key_pages, value_pages, slot_mapping, key_scale, value_scale,
-        *keys.stride()[:2], *values.stride()[:2], *key_pages.stride()[:3], *value_pages.stride()[:3],
-        num_kv_heads, key_dim, value_dim, key_pages.shape[1],
+        keys, values, pages.keys, pages.values, pages.key_scales, pages.value_scales,
+        pages.given_key_scales, pages.given_value_scales, slot_mapping,
+        *keys.stride()[:2], *values.stride()[:2], *pages.keys.stride()[:3], *pages.values.stride()[:3],
+        *pages.scale_strides, num_kv_heads, key_dim, value_dim, pages.keys.shape[1],
         triton.next_power_of_2(num_kv_heads), triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim),
         num_warps=4,
     )  # fmt: skip
@@ -148,10 +213,12 @@ def _segment_of_keys(begin, end, num_segments: tl.constexpr, tile_keys: tl.const
 
 @triton.jit
 def _visit_keys(
-    accumulator, maximum, total, query, positions, begin, end, num_keys, key_pages, value_pages, table_row, scale,
-    window, softcap, key_block_stride, key_offset_stride, value_block_stride, value_offset_stride,
+    accumulator, maximum, total, query, positions, begin, end, num_keys, key_pages, value_pages, key_scales,
+    value_scales, table_row, scale, window, softcap, key_block_stride, key_offset_stride, value_block_stride,
+    value_offset_stride, key_scale_stride, value_scale_stride, num_kv_heads,
     key_dim: tl.constexpr, value_dim: tl.constexpr, padded_key_dim: tl.constexpr, padded_value_dim: tl.constexpr,
-    block_size: tl.constexpr, tile_keys: tl.constexpr, dot_dtype: tl.constexpr, on_boundary: tl.constexpr,
+    block_size: tl.constexpr, tile_keys: tl.constexpr, dot_dtype: tl.constexpr, value_dot_dtype: tl.constexpr,
+    on_boundary: tl.constexpr,
 ):  # fmt: skip
     """Attend to positions [begin, end), one tile after the other; `begin` is the first position of a tile.
 
@@ -163,13 +230,14 @@ def _visit_keys(
         exists = key_positions < num_keys
         if block_size >= tile_keys:  # both are powers of two, so the tile is within one block
             block = tl.load(table_row + start // block_size).to(tl.int64)
-            offsets = (start % block_size + tl.arange(0, tile_keys))[:, None]
+            offsets = start % block_size + tl.arange(0, tile_keys)
         else:
-            blocks = tl.load(table_row + key_positions // block_size, mask=exists, other=0)
-            block = blocks.to(tl.int64)[:, None]
-            offsets = (key_positions % block_size)[:, None]
-        key_pointers = key_pages + block * key_block_stride + offsets * key_offset_stride + key_dims
-        value_pointers = value_pages + block * value_block_stride + offsets * value_offset_stride + value_dims
+            block = tl.load(table_row + key_positions // block_size, mask=exists, other=0).to(tl.int64)
+            offsets = key_positions % block_size
+        key_cells = block * key_block_stride + offsets * key_offset_stride
+        value_cells = block * value_block_stride + offsets * value_offset_stride
+        key_pointers = key_pages + key_cells[:, None] + key_dims
+        value_pointers = value_pages + value_cells[:, None] + value_dims
         if on_boundary or padded_key_dim > key_dim or padded_value_dim > value_dim:
             key = tl.load(key_pointers, mask=exists[:, None] & (key_dims < key_dim), other=0.0)
             value = tl.load(value_pointers, mask=exists[:, None] & (value_dims < value_dim), other=0.0)
@@ -177,6 +245,9 @@ def _visit_keys(
             key = tl.load(key_pointers)
             value = tl.load(value_pointers)
         scores = tl.dot(query, tl.trans(key.to(dot_dtype)), input_precision="ieee") * scale
+        if key_scales is not None:  # codes are exact in the dtype of the product, so their scale can follow it
+            key_scale = tl.load(key_scales + block * key_scale_stride + offsets * num_kv_heads, mask=exists, other=0.0)
+            scores = scores * key_scale[None, :]
         if softcap is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is accurate at both ends
             exponential = tl.exp2(scores * (2.0 * _log2_e / softcap))
             scores = softcap - 2.0 * softcap / (exponential + 1.0)
@@ -193,7 +264,11 @@ def _visit_keys(
         decay = tl.exp2(maximum - base)
         total = total * decay + tl.sum(weights, axis=1)
         accumulator = accumulator * decay[:, None]
-        accumulator = tl.dot(weights.to(dot_dtype), value.to(dot_dtype), accumulator, input_precision="ieee")
+        if value_scales is not None:
+            value_scale_pointers = value_scales + block * value_scale_stride + offsets * num_kv_heads
+            weights = weights * tl.load(value_scale_pointers, mask=exists, other=0.0)[None, :]
+        weights, value = weights.to(value_dot_dtype), value.to(value_dot_dtype)
+        accumulator = tl.dot(weights, value, accumulator, input_precision="ieee")
         maximum = new_maximum
     return accumulator, maximum, total
 
@@ -203,13 +278,14 @@ def _visit_keys(
     do_not_specialize_on_alignment=["partial_maximum", "partial_total"],
 )
 def _attend_kernel(
-    output, partial_output, partial_maximum, partial_total, queries, key_pages, value_pages, block_table, query_starts,
-    lengths, sinks, num_sequences, scale, window, softcap, value_scale, table_stride,
+    output, partial_output, partial_maximum, partial_total, queries, key_pages, value_pages, key_scales, value_scales,
+    block_table, query_starts, lengths, sinks, num_sequences, scale, window, softcap, table_stride,
     query_token_stride, query_head_stride, key_block_stride, key_offset_stride, key_head_stride,
-    value_block_stride, value_offset_stride, value_head_stride, output_token_stride, output_head_stride,
+    value_block_stride, value_offset_stride, value_head_stride, key_scale_stride, value_scale_stride,
+    output_token_stride, output_head_stride,
     group_size: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr, padded_key_dim: tl.constexpr,
     padded_value_dim: tl.constexpr, block_size: tl.constexpr, tile_rows: tl.constexpr, tile_keys: tl.constexpr,
-    num_segments: tl.constexpr, dot_dtype: tl.constexpr, is_decode: tl.constexpr,
+    num_segments: tl.constexpr, dot_dtype: tl.constexpr, value_dot_dtype: tl.constexpr, is_decode: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of queries of one key head. Grid: (tiles of queries, num_kv_heads, num_segments).
 
@@ -269,11 +345,16 @@ def _attend_kernel(
     table_row = block_table + sequence.to(tl.int64) * table_stride
     key_pages += kv_head.to(tl.int64) * key_head_stride
     value_pages += kv_head.to(tl.int64) * value_head_stride
+    if key_scales is not None:
+        key_scales += kv_head
+        value_scales += kv_head
+    num_kv_heads = tl.num_programs(1)
     if is_decode:  # one loop has one pipeline to fill, and masking is free where memory bandwidth is the limit
         accumulator, maximum, total = _visit_keys(
-            accumulator, maximum, total, query, positions, begin, end, num_keys, key_pages, value_pages, table_row,
-            scale, window, softcap, key_block_stride, key_offset_stride, value_block_stride, value_offset_stride,
-            key_dim, value_dim, padded_key_dim, padded_value_dim, block_size, tile_keys, dot_dtype, True,
+            accumulator, maximum, total, query, positions, begin, end, num_keys, key_pages, value_pages, key_scales,
+            value_scales, table_row, scale, window, softcap, key_block_stride, key_offset_stride, value_block_stride,
+            value_offset_stride, key_scale_stride, value_scale_stride, num_kv_heads, key_dim, value_dim,
+            padded_key_dim, padded_value_dim, block_size, tile_keys, dot_dtype, value_dot_dtype, True,
         )  # fmt: skip
     else:
         inner_begin = begin  # from inner_begin to inner_end, all queries see all keys
@@ -283,20 +364,22 @@ def _attend_kernel(
             inner_end = tl.maximum(inner_begin, inner_end)
             accumulator, maximum, total = _visit_keys(
                 accumulator, maximum, total, query, positions, begin, tl.minimum(inner_begin, end), num_keys,
-                key_pages, value_pages, table_row, scale, window, softcap,
-                key_block_stride, key_offset_stride, value_block_stride, value_offset_stride,
-                key_dim, value_dim, padded_key_dim, padded_value_dim, block_size, tile_keys, dot_dtype, True,
+                key_pages, value_pages, key_scales, value_scales, table_row, scale, window, softcap,
+                key_block_stride, key_offset_stride, value_block_stride, value_offset_stride, key_scale_stride,
+                value_scale_stride, num_kv_heads, key_dim, value_dim, padded_key_dim, padded_value_dim, block_size,
+                tile_keys, dot_dtype, value_dot_dtype, True,
             )  # fmt: skip
         accumulator, maximum, total = _visit_keys(
             accumulator, maximum, total, query, positions, inner_begin, inner_end, num_keys, key_pages, value_pages,
-            table_row, scale, window, softcap,
-            key_block_stride, key_offset_stride, value_block_stride, value_offset_stride,
-            key_dim, value_dim, padded_key_dim, padded_value_dim, block_size, tile_keys, dot_dtype, False,
+            key_scales, value_scales, table_row, scale, window, softcap, key_block_stride, key_offset_stride,
+            value_block_stride, value_offset_stride, key_scale_stride, value_scale_stride, num_kv_heads, key_dim,
+            value_dim, padded_key_dim, padded_value_dim, block_size, tile_keys, dot_dtype, value_dot_dtype, False,
         )  # fmt: skip
         accumulator, maximum, total = _visit_keys(
-            accumulator, maximum, total, query, positions, inner_end, end, num_keys, key_pages, value_pages, table_row,
-            scale, window, softcap, key_block_stride, key_offset_stride, value_block_stride, value_offset_stride,
-            key_dim, value_dim, padded_key_dim, padded_value_dim, block_size, tile_keys, dot_dtype, True,
+            accumulator, maximum, total, query, positions, inner_end, end, num_keys, key_pages, value_pages, key_scales,
+            value_scales, table_row, scale, window, softcap, key_block_stride, key_offset_stride, value_block_stride,
+            value_offset_stride, key_scale_stride, value_scale_stride, num_kv_heads, key_dim, value_dim,
+            padded_key_dim, padded_value_dim, block_size, tile_keys, dot_dtype, value_dot_dtype, True,
         )  # fmt: skip
 
     # Store the result.
@@ -308,7 +391,7 @@ def _attend_kernel(
         tl.store(partial_total + part, total, mask=is_query)
     else:
         # A padding sequence sees no keys. Its result is zero, and not zero divided by zero.
-        result = accumulator * (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+        result = accumulator * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
         pointers = output + tokens[:, None] * output_token_stride + heads[:, None] * output_head_stride + value_dims
         inside = is_query[:, None] & (value_dims < value_dim)
         tl.store(pointers, result.to(output.dtype.element_ty), mask=inside)
@@ -316,7 +399,7 @@ def _attend_kernel(
 
 @triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["partial_maximum", "partial_total"])
 def _reduce_kernel(
-    output, partial_output, partial_maximum, partial_total, lengths, window, value_scale,
+    output, partial_output, partial_maximum, partial_total, lengths, window,
     output_token_stride, output_head_stride, value_dim: tl.constexpr, padded_value_dim: tl.constexpr,
     num_segments: tl.constexpr, tile_keys: tl.constexpr,
 ):  # fmt: skip
@@ -334,7 +417,7 @@ def _reduce_kernel(
     total = tl.sum(weights * tl.load(partial_total + part, mask=is_active, other=0.0), axis=0)
     inside = is_active[:, None] & (dims < value_dim)
     partial = tl.load(partial_output + part[:, None] * value_dim + dims, mask=inside, other=0.0)
-    result = tl.sum(weights[:, None] * partial, axis=0) * (value_scale / tl.where(total > 0.0, total, 1.0))
+    result = tl.sum(weights[:, None] * partial, axis=0) * (1.0 / tl.where(total > 0.0, total, 1.0))
     dims = tl.arange(0, padded_value_dim)
     pointers = output + sequence.to(tl.int64) * output_token_stride + head * output_head_stride + dims
     tl.store(pointers, result.to(output.dtype.element_ty), mask=dims < value_dim)
@@ -392,8 +475,7 @@ def make_workspace(num_heads: int, num_kv_heads: int, value_dim: int, device: to
 
 def attend(
     queries: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
+    pages: LayerPages,
     query_starts: Tensor,
     lengths: Tensor,
     block_table: Tensor,
@@ -403,30 +485,26 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
 ) -> None:
     """Attend with queries [num_tokens, num_heads, key_dim], and write to `output` [num_tokens, num_heads, value_dim].
 
-    key_pages: [num_blocks, block_size, num_kv_heads, key_dim]; value_pages: the same with value_dim. block_size is a
-    power of two. query_starts: [num_sequences + 1] int32, where each sequence's queries begin among the tokens.
-    lengths: [num_sequences] int32, the keys that a sequence's last query sees, itself included; its other queries are
-    at the positions before. Length 0 is padding, and its output is zero. block_table: [num_sequences, width] int32;
-    entries beyond a sequence's length are not used.
+    The block size of the pages is a power of two. query_starts: [num_sequences + 1] int32, where each sequence's
+    queries begin among the tokens. lengths: [num_sequences] int32, the keys that a sequence's last query sees, itself
+    included; its other queries are at the positions before. Length 0 is padding, and its output is zero. block_table:
+    [num_sequences, width] int32; entries beyond a sequence's length are not used.
 
     If there are as many tokens as sequences, each sequence is assumed to compute one query, and query_starts is not
     read. A caller whose decoding sequences come first may attend in two calls, each with the tiles that suit it.
 
     scale: multiplies the scores before they are soft-capped. window: the number of keys that a query sees, itself
     included. sinks: [num_heads], scores of a key that takes probability and has no value (Xiao et al., "Efficient
-    streaming language models with attention sinks", 2024, section 3). workspace: from `make_workspace`. key_scale,
-    value_scale: as in `store`.
+    streaming language models with attention sinks", 2024, section 3). workspace: from `make_workspace`.
     """
     num_tokens, num_heads, key_dim = queries.shape
-    _, block_size, num_kv_heads, value_dim = value_pages.shape
+    _, block_size, num_kv_heads, value_dim = pages.values.shape
     num_sequences, group_size = lengths.shape[0], num_heads // num_kv_heads
     assert block_size & (block_size - 1) == 0, f"block_size {block_size} is not a power of two"
-    assert queries.stride(-1) == key_pages.stride(-1) == value_pages.stride(-1) == output.stride(-1) == 1
+    assert queries.stride(-1) == output.stride(-1) == 1
     assert block_table.shape[0] == num_sequences and block_table.stride(1) == 1
     assert query_starts.shape == (num_sequences + 1,)
     assert sinks is None or sinks.is_contiguous()
@@ -443,17 +521,18 @@ def attend(
     assert num_parts * (value_dim + 2) <= workspace.numel() and workspace.dtype is torch.float32
     partial = workspace[: num_parts * (value_dim + 2)].split([num_parts * value_dim, num_parts, num_parts])
     _attend_kernel[(num_tiles, num_kv_heads, num_segments)](
-        output, *partial, queries, key_pages, value_pages, block_table, query_starts, lengths, sinks,
-        num_sequences, scale * key_scale, window, softcap, value_scale, block_table.stride(0),
-        *queries.stride()[:2], *key_pages.stride()[:3], *value_pages.stride()[:3], *output.stride()[:2],
+        output, *partial, queries, pages.keys, pages.values, pages.key_scales, pages.value_scales, block_table,
+        query_starts, lengths, sinks, num_sequences, scale, window, softcap, block_table.stride(0),
+        *queries.stride()[:2], *pages.keys.stride()[:3], *pages.values.stride()[:3], *pages.scale_strides,
+        *output.stride()[:2],
         group_size, key_dim, value_dim, padded_key_dim, padded_value_dim, block_size, tiles.rows, tiles.keys,
-        num_segments, dot_dtype_of(queries.dtype), is_decode,
+        num_segments, dot_dtype_of(queries.dtype), _value_dot_dtype(queries.dtype, pages), is_decode,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip
     if num_segments > 1:
         _reduce_kernel[(num_sequences, num_heads)](
-            output, *partial, lengths, window, value_scale, *output.stride()[:2],
+            output, *partial, lengths, window, *output.stride()[:2],
             value_dim, padded_value_dim, num_segments, tiles.keys,
             num_warps=4,
         )  # fmt: skip
@@ -464,3 +543,9 @@ def dot_dtype_of(dtype: torch.dtype) -> tl.dtype:
     if dtype is torch.bfloat16:
         return tl.float32 if INTERPRETED else tl.bfloat16
     return {torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+
+
+def _value_dot_dtype(dtype: torch.dtype, pages: LayerPages) -> tl.dtype:
+    """Return the dtype for weights times values. A weight times a value's scale may be below what float16 resolves."""
+    is_small = dtype is torch.float16 and pages.value_scales is not None
+    return dot_dtype_of(torch.bfloat16 if is_small else dtype)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.attention.triton_kernels import to_page
+from workers.attention.triton_kernels import LayerPages, finite_or_zero, scale_of, to_codes, to_page
 
 
 @triton.jit
@@ -27,10 +27,33 @@ def _norm_halves(first, second, weight, dims, inside, eps, half_dim: tl.constexp
 
 
 @triton.jit
+def _store_halves(
+    first, second, pages, scales, given_scales, block, offset, kv_head, dims, inside, page_block_stride,
+    page_offset_stride, page_head_stride, scale_block_stride, num_kv_heads: tl.constexpr, half_dim: tl.constexpr,
+):  # fmt: skip
+    """Store one head's vector, given as the two halves of its dimensions, [1, half_dim] each."""
+    dtype: tl.constexpr = pages.dtype.element_ty
+    targets = pages + block * page_block_stride + offset * page_offset_stride + kv_head * page_head_stride + dims
+    if scales is None:
+        tl.store(targets, to_page(first, dtype), mask=inside)
+        tl.store(targets + half_dim, to_page(second, dtype), mask=inside)
+    else:
+        first, second = finite_or_zero(first), finite_or_zero(second)
+        if given_scales is None:
+            scale = scale_of(tl.max(tl.maximum(tl.abs(first), tl.abs(second))), dtype)
+        else:
+            scale = tl.load(given_scales + kv_head)
+        tl.store(targets, to_codes(first, scale, dtype), mask=inside)
+        tl.store(targets + half_dim, to_codes(second, scale, dtype), mask=inside)
+        tl.store(scales + block * scale_block_stride + offset * num_kv_heads + kv_head, scale)
+
+
+@triton.jit
 def _rotate_and_store_kernel(
-    qkv, cosine, sine, query_norm, key_norm, key_pages, value_pages, slot_mapping, eps, key_scale, value_scale,
-    qkv_stride, cosine_stride, sine_stride, key_block_stride, key_offset_stride, key_head_stride,
-    value_block_stride, value_offset_stride, value_head_stride,
+    qkv, cosine, sine, query_norm, key_norm, key_pages, value_pages, key_scales, value_scales, given_key_scales,
+    given_value_scales, slot_mapping, eps, qkv_stride, cosine_stride, sine_stride,
+    key_block_stride, key_offset_stride, key_head_stride,
+    value_block_stride, value_offset_stride, value_head_stride, key_scale_stride, value_scale_stride,
     num_kv_heads: tl.constexpr, group_size: tl.constexpr, padded_group: tl.constexpr, half_dim: tl.constexpr,
     padded_half: tl.constexpr, block_size: tl.constexpr,
 ):  # fmt: skip
@@ -61,18 +84,19 @@ def _rotate_and_store_kernel(
     second = tl.load(first_pointers + half_dim, mask=inside, other=0.0).to(tl.float32)
     if key_norm is not None:
         first, second = _norm_halves(first, second, key_norm, dims, inside, eps, half_dim)
-    targets = key_pages + block * key_block_stride + offset * key_offset_stride + kv_head * key_head_stride + dims
-    dtype: tl.constexpr = key_pages.dtype.element_ty
-    tl.store(targets, to_page(first * cos - second * sin, dtype, key_scale), mask=inside)
-    tl.store(targets + half_dim, to_page(second * cos + first * sin, dtype, key_scale), mask=inside)
+    _store_halves(
+        first * cos - second * sin, second * cos + first * sin, key_pages, key_scales, given_key_scales, block, offset,
+        kv_head, dims, inside, key_block_stride, key_offset_stride, key_head_stride, key_scale_stride,
+        num_kv_heads, half_dim,
+    )  # fmt: skip
 
     first_pointers += num_kv_heads * (2 * half_dim)
-    value_head = value_pages + block * value_block_stride + offset * value_offset_stride + kv_head * value_head_stride
-    targets = value_head + dims
     first = tl.load(first_pointers, mask=inside, other=0.0)
     second = tl.load(first_pointers + half_dim, mask=inside, other=0.0)
-    tl.store(targets, to_page(first, value_pages.dtype.element_ty, value_scale), mask=inside)
-    tl.store(targets + half_dim, to_page(second, value_pages.dtype.element_ty, value_scale), mask=inside)
+    _store_halves(
+        first, second, value_pages, value_scales, given_value_scales, block, offset, kv_head, dims, inside,
+        value_block_stride, value_offset_stride, value_head_stride, value_scale_stride, num_kv_heads, half_dim,
+    )  # fmt: skip
 
 
 def rotate_and_store(
@@ -85,32 +109,29 @@ def rotate_and_store(
     query_norm: Tensor | None,
     key_norm: Tensor | None,
     eps: float,
-    key_pages: Tensor,
-    value_pages: Tensor,
+    pages: LayerPages,
     slot_mapping: Tensor,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
 ) -> None:
     """Rotate the queries of a QKV product in place, and store its rotated keys and its values in their pages.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]. Its keys and values are not changed; the slots of
-    their pages are in `slot_mapping` (see `triton_kernels.store`, also for the pages and the scales). query_norm,
-    key_norm: [head_dim] weights of an RMSNorm of each head before the rotation, or None. cosine, sine:
-    [num_tokens, head_dim], both halves alike: dimension i is rotated with i + head_dim / 2. Su et al., "RoFormer",
-    2021, section 3.2.
+    their pages are in `slot_mapping` (see `triton_kernels.store`). query_norm, key_norm: [head_dim] weights of an
+    RMSNorm of each head before the rotation, or None. cosine, sine: [num_tokens, head_dim], both halves alike:
+    dimension i is rotated with i + head_dim / 2. Su et al., "RoFormer", 2021, section 3.2.
     """
     num_tokens, half_dim = qkv.shape[0], head_dim // 2
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and head_dim % 2 == 0 and qkv.stride(1) == 1
     assert cosine.shape == sine.shape == (num_tokens, head_dim) and cosine.stride(1) == sine.stride(1) == 1
-    assert key_pages.shape[2:] == value_pages.shape[2:] == (num_kv_heads, head_dim)
-    assert key_pages.stride(-1) == value_pages.stride(-1) == 1 and slot_mapping.is_contiguous()
+    assert pages.keys.shape[2:] == pages.values.shape[2:] == (num_kv_heads, head_dim)
+    assert slot_mapping.is_contiguous()
     if num_tokens == 0:
         return
     group_size = num_heads // num_kv_heads
     padded_group, padded_half = triton.next_power_of_2(group_size), triton.next_power_of_2(half_dim)
     _rotate_and_store_kernel[(num_tokens, num_kv_heads)](
-        qkv, cosine, sine, query_norm, key_norm, key_pages, value_pages, slot_mapping, eps, key_scale, value_scale,
-        qkv.stride(0), cosine.stride(0), sine.stride(0), *key_pages.stride()[:3], *value_pages.stride()[:3],
-        num_kv_heads, group_size, padded_group, half_dim, padded_half, key_pages.shape[1],
+        qkv, cosine, sine, query_norm, key_norm, pages.keys, pages.values, pages.key_scales, pages.value_scales,
+        pages.given_key_scales, pages.given_value_scales, slot_mapping, eps, qkv.stride(0), cosine.stride(0),
+        sine.stride(0), *pages.keys.stride()[:3], *pages.values.stride()[:3], *pages.scale_strides,
+        num_kv_heads, group_size, padded_group, half_dim, padded_half, pages.keys.shape[1],
         num_warps=1 if padded_group * padded_half <= 512 else 4,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import ctypes
 from typing import Any
 
 MAX_HEAD_DIM = 512  # as in kernels.h: a thread keeps one head on its stack
+PAGE_FORMATS = {"auto": 0, "int8": 1, "fp8_e4m3": 2}  # by the format's name, the numbers in kernels.h
 STRIP = 32  # as in kernels.h: outputs are multiplied in strips of as many
 
 _pointer: Any = ctypes.c_void_p
@@ -29,6 +30,9 @@ class CAttentionParams(ctypes.Structure):
         ("sinks", _pointer),
         ("scale", _float),
         ("softcap", _float),
+        ("page_format", _int64),
+        ("key_scales", _pointer),
+        ("value_scales", _pointer),
     )
 
 

@@ -14,18 +14,23 @@
 
 enum { MAX_HEAD_DIM = 512 }; /* MAX_HEAD_DIM in bindings.py is the same number */
 
+/* What pages hold: scalars, or codes (kv_codes.h). bindings.py has the same numbers. */
+enum { PLAIN_PAGES = 0, INT8_PAGES = 1, FLOAT8_PAGES = 2 };
+
 /* How one layer attends. It is the same for all steps. */
 typedef struct {
     int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
     int64_t window;       /* the number of keys a query sees, itself included; 0: all of them */
     const float *sinks;   /* [num_heads] scores that take probability and have no value; NULL: none */
     float scale, softcap; /* softcap 0: none */
+    int64_t page_format;
+    const float *key_scales, *value_scales; /* [num_kv_heads] scales of codes; NULL: each vector has its own */
 } attention_params;
 
-/* The pages of one layer. */
+/* The pages of one layer. paged_attention.c describes their layout. */
 typedef struct {
     const attention_params *params;
-    scalar *keys, *values;
+    uint8_t *keys, *values;
 } layer_pages;
 
 /* The sequences of one step. It is the same for all layers. Sequence s owns the tokens from query_starts[s] to

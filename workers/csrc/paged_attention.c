@@ -13,17 +13,23 @@
    (one pair). So sums stay in their lanes, and no instruction adds across lanes. Dimensions are padded to sixteen, and
    cells that were never written are zero. A block of fewer than sixteen tokens has one tile that is partly used.
 
-   This is plain C with OpenMP and, where the processor has it, one intrinsic. It includes no header of torch, so it
-   compiles in seconds. */
+   Pages of one byte per number (kv_codes.h) have tiles of another layout: sixteen scales, one for each token, and then
+   lines of 64 codes. A line is what four multiplications of pairs read, two of keys or two of values,
+
+       keys    scales [16 tokens], codes [key_dim / 4 lines, 2 pairs of dimensions x 16 tokens]
+       values  scales [16 tokens], codes [value_dim / 16, 16 / 4 lines, 2 pairs of tokens x 16 dimensions]
+
+   so a tile is read from its first byte to its last. Codes are decoded once for all rows of a query group. A key's scale
+   multiplies its scores, and a value's scale its weights: one vector for each row and tile.
+
+   This is plain C with OpenMP and, where the processor has them, a few intrinsics. It includes no header of torch, so
+   it compiles in seconds. */
 
 #include <omp.h>
 #include <stddef.h>
 
 #include "kernels.h"
-
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
+#include "kv_codes.h"
 
 enum { STRIP_TILES = 4, MAX_ROWS = 8 };
 
@@ -50,9 +56,38 @@ static inline floats multiply_add(floats sum, const scalar *values, packed value
 }
 #endif
 
-static inline int64_t round_up_to_lanes(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
+/* The bytes of a tile of keys, or of values, of `dim` dimensions. */
+static inline int64_t tile_bytes(const attention_params *params, int64_t dim) {
+    const int64_t num_numbers = LANES * round_up_to_lanes(dim);
+    return params->page_format == PLAIN_PAGES ? num_numbers * (int64_t)sizeof(scalar) : SCALES_BYTES + num_numbers;
+}
 
 /* -- storing ----------------------------------------------------------------------------------------------------- */
+
+static void store_scalars(const attention_params *params, scalar *keys, scalar *values, int64_t lane, const scalar *key,
+                          const scalar *value) {
+    keys += lane * PACK;
+    for (int64_t d = 0; d < params->key_dim; d++) keys[d / PACK * LANES * PACK + d % PACK] = finite_or_zero(key[d]);
+    const int64_t width = round_up_to_lanes(params->value_dim);
+    values += lane / PACK * width * PACK + lane % PACK;
+    for (int64_t d = 0; d < params->value_dim; d++) values[d * PACK] = finite_or_zero(value[d]);
+}
+
+static void store_codes(const attention_params *params, uint8_t *keys, uint8_t *values, int64_t head, int64_t lane,
+                        const scalar *key, const scalar *value) {
+    const int is_float8 = params->page_format == FLOAT8_PAGES;
+    uint8_t codes[MAX_HEAD_DIM];
+    const float key_scale = params->key_scales ? params->key_scales[head] : 0.0f;
+    ((float *)keys)[lane] = encode_vector(codes, key, params->key_dim, key_scale, is_float8);
+    keys += SCALES_BYTES;
+    for (int64_t d = 0; d < params->key_dim; d++)
+        keys[d / 4 * LINE_BYTES + place_in_line(d / 2 % 2, lane, d % 2)] = codes[d];
+    const float value_scale = params->value_scales ? params->value_scales[head] : 0.0f;
+    ((float *)values)[lane] = encode_vector(codes, value, params->value_dim, value_scale, is_float8);
+    values += SCALES_BYTES + lane / 4 * LINE_BYTES;
+    for (int64_t d = 0; d < params->value_dim; d++)
+        values[d / LANES * VECTOR_BYTES + place_in_line(lane / 2 % 2, d % LANES, lane % 2)] = codes[d];
+}
 
 /* Store one token's key and value of one head in `slot`. A negative slot is ignored. Numbers that are not finite are
    stored as zero: attention multiplies masked cells by zero, and zero times infinity is NaN. */
@@ -62,11 +97,10 @@ static void store_head(const layer_pages *pages, int64_t head, int64_t slot, con
     const int64_t tiles = round_up_to_lanes(params->block_size) / LANES;
     const int64_t block = slot / params->block_size, offset = slot % params->block_size, lane = offset % LANES;
     const int64_t tile = (block * params->num_kv_heads + head) * tiles + offset / LANES;
-    scalar *keys = pages->keys + tile * LANES * round_up_to_lanes(params->key_dim) + lane * PACK;
-    for (int64_t d = 0; d < params->key_dim; d++) keys[d / PACK * LANES * PACK + d % PACK] = finite_or_zero(key[d]);
-    const int64_t width = round_up_to_lanes(params->value_dim);
-    scalar *values = pages->values + tile * LANES * width + lane / PACK * width * PACK + lane % PACK;
-    for (int64_t d = 0; d < params->value_dim; d++) values[d * PACK] = finite_or_zero(value[d]);
+    uint8_t *keys = pages->keys + tile * tile_bytes(params, params->key_dim);
+    uint8_t *values = pages->values + tile * tile_bytes(params, params->value_dim);
+    if (params->page_format == PLAIN_PAGES) store_scalars(params, (scalar *)keys, (scalar *)values, lane, key, value);
+    else store_codes(params, keys, values, head, lane, key, value);
 }
 
 /* Store the keys and values of a step. Each stride is from token to token. */
@@ -125,8 +159,8 @@ static void rotate_and_store(const layer_pages *pages, const attention_metadata 
    i % g of that key head, in query i / g. */
 typedef struct {
     const attention_params *params;
-    const scalar *keys, *values; /* the layer's pages */
-    const int32_t *block_table;  /* of the sequence */
+    const uint8_t *keys, *values; /* the layer's pages */
+    const int32_t *block_table;   /* of the sequence */
     int64_t kv_head;
     const scalar *query[MAX_ROWS];
     scalar *output[MAX_ROWS];
@@ -136,23 +170,23 @@ typedef struct {
     int num_rows;
 } query_group;
 
-/* The offset of the tile that begins at `position`, in scalars for each dimension. */
-static inline int64_t tile_offset(const query_group *group, int64_t position) {
+/* The number of the tile that begins at `position`. */
+static inline int64_t tile_number(const query_group *group, int64_t position) {
     const attention_params *params = group->params;
     const int64_t block = group->block_table[position / params->block_size];
     const int64_t page = block * params->num_kv_heads + group->kv_head;
     const int64_t tiles = round_up_to_lanes(params->block_size) / LANES;
-    return (page * tiles + position % params->block_size / LANES) * LANES;
+    return page * tiles + position % params->block_size / LANES;
 }
 
 /* Find the tiles of the strip that begins at `position`. Returns how many there are. */
-static inline int find_strip(const query_group *group, int64_t position, const scalar **keys, const scalar **values) {
+static inline int find_strip(const query_group *group, int64_t position, const uint8_t **keys, const uint8_t **values) {
     const attention_params *params = group->params;
     int num_tiles = 0;
     for (; num_tiles < STRIP_TILES && position < group->end; num_tiles++) {
-        const int64_t offset = tile_offset(group, position);
-        keys[num_tiles] = group->keys + offset * round_up_to_lanes(params->key_dim);
-        values[num_tiles] = group->values + offset * round_up_to_lanes(params->value_dim);
+        const int64_t tile = tile_number(group, position);
+        keys[num_tiles] = group->keys + tile * tile_bytes(params, params->key_dim);
+        values[num_tiles] = group->values + tile * tile_bytes(params, params->value_dim);
         const int64_t left = params->block_size - position % params->block_size;
         position += left < LANES ? left : LANES;
     }
@@ -162,15 +196,16 @@ static inline int find_strip(const query_group *group, int64_t position, const s
 /* Tiles are too short and too scattered for the hardware prefetcher. So while one tile is read, the next one is
    prefetched, cache line by cache line: if all lines were requested at once, the requests would queue, and the loads
    behind them would stall. Into the second-level cache, because the first is small. */
-static inline void prefetch(const scalar *line) { __builtin_prefetch(line, 0, 1); }
+static inline void prefetch(const void *line) { __builtin_prefetch(line, 0, 1); }
 
 /* Scores of `num_rows` queries against one tile of keys.
 
    num_rows is a constant wherever this is inlined, so that the sums stay in registers. `prefetches` is another
    constant: a prompt chunk reads the same keys many times and mostly finds them in a cache, so it does not prefetch. */
 static inline __attribute__((always_inline)) void score_tile(floats *scores, const int num_rows, const int prefetches,
-                                                             const scalar *keys, const scalar *next_keys,
+                                                             const uint8_t *tile, const uint8_t *next_tile,
                                                              const packed *queries, int64_t num_packed) {
+    const scalar *keys = (const scalar *)tile, *next_keys = (const scalar *)next_tile;
     floats even[num_rows], odd[num_rows]; /* two chains of sums, because each sum waits for the one before it */
     for (int r = 0; r < num_rows; r++) even[r] = odd[r] = (floats){};
     for (int64_t p = 0; p < num_packed; p += 2, keys += 2 * LANES * PACK, next_keys += 2 * LANES * PACK) {
@@ -185,17 +220,38 @@ static inline __attribute__((always_inline)) void score_tile(floats *scores, con
     for (int r = 0; r < num_rows; r++) scores[r] = even[r] + odd[r];
 }
 
+/* The same for a tile of codes. queries: [num_rows, dim]. */
+static inline __attribute__((always_inline)) void score_codes(floats *scores, const int num_rows, const int prefetches,
+                                                              const uint8_t *tile, const uint8_t *next_tile,
+                                                              const scalar *queries, int64_t dim,
+                                                              const decoder *decoder) {
+    floats even[num_rows], odd[num_rows];
+    for (int r = 0; r < num_rows; r++) even[r] = odd[r] = (floats){};
+    const floats scales = *(const floats *)tile;
+    if (prefetches) prefetch(next_tile);
+    for (int64_t d = 0; d < dim; d += 4) {
+        tile += LINE_BYTES;
+        next_tile += LINE_BYTES;
+        if (prefetches) prefetch(next_tile);
+        decoded_pairs pairs[2];
+        decode_line(pairs, tile, decoder);
+        for (int r = 0; r < num_rows; r++) even[r] = multiply_add_pairs(even[r], pairs[0], queries + r * dim + d);
+        for (int r = 0; r < num_rows; r++) odd[r] = multiply_add_pairs(odd[r], pairs[1], queries + r * dim + d + 2);
+    }
+    for (int r = 0; r < num_rows; r++) scores[r] = (even[r] + odd[r]) * scales;
+}
+
 /* Add `num_tiles` tiles of values times their weights to `width` vectors of each row's sum. The vectors begin at
    scalar `from` of a value's dimensions; `stride` is from one pack of tokens to the next. */
 static inline __attribute__((always_inline)) void accumulate_values(
     floats *sums, int64_t sums_stride, const int num_rows, const int prefetches, const int width,
-    const scalar *const *tiles, const scalar *const *next_tiles, int num_tiles, int64_t from, int64_t stride,
+    const uint8_t *const *tiles, const uint8_t *const *next_tiles, int num_tiles, int64_t from, int64_t stride,
     const packed (*weights)[STRIP_TILES][LANES / PACK]) {
     floats sum[num_rows][width];
     for (int r = 0; r < num_rows; r++)
         for (int w = 0; w < width; w++) sum[r][w] = sums[r * sums_stride + w];
     for (int t = 0; t < num_tiles; t++) {
-        const scalar *values = tiles[t] + from, *next_values = next_tiles[t] + from;
+        const scalar *values = (const scalar *)tiles[t] + from, *next_values = (const scalar *)next_tiles[t] + from;
         for (int p = 0; p < LANES / PACK; p++, values += stride, next_values += stride)
             for (int w = 0; w < width; w++) {
                 if (prefetches) prefetch(next_values + w * LANES * PACK);
@@ -207,6 +263,35 @@ static inline __attribute__((always_inline)) void accumulate_values(
         for (int w = 0; w < width; w++) sums[r * sums_stride + w] = sum[r][w];
 }
 
+/* Add `num_tiles` tiles of values times their weights to one vector of each row's sum: to vector `w` of a value's
+   dimensions. The weights include the scales of the values. */
+static inline __attribute__((always_inline)) void accumulate_codes(
+    floats *sums, int64_t sums_stride, const int num_rows, const int prefetches, const uint8_t *const *tiles,
+    const uint8_t *const *next_tiles, int num_tiles, int64_t w, const packed (*weights)[STRIP_TILES][LANES / PACK],
+    const decoder *decoder) {
+    floats even[num_rows], odd[num_rows];
+    for (int r = 0; r < num_rows; r++) {
+        even[r] = sums[r * sums_stride];
+        odd[r] = (floats){};
+    }
+    for (int t = 0; t < num_tiles; t++) {
+        const uint8_t *codes = tiles[t] + SCALES_BYTES + w * VECTOR_BYTES;
+        const uint8_t *next_codes = next_tiles[t] + SCALES_BYTES + w * VECTOR_BYTES;
+        if (prefetches && w == 0) prefetch(next_tiles[t]);
+        for (int token = 0; token < LANES; token += 4, codes += LINE_BYTES, next_codes += LINE_BYTES) {
+            if (prefetches) prefetch(next_codes);
+            decoded_pairs pairs[2];
+            decode_line(pairs, codes, decoder);
+            for (int r = 0; r < num_rows; r++) {
+                const scalar *of_tokens = (const scalar *)weights[r][t] + token;
+                even[r] = multiply_add_pairs(even[r], pairs[0], of_tokens);
+                odd[r] = multiply_add_pairs(odd[r], pairs[1], of_tokens + 2);
+            }
+        }
+    }
+    for (int r = 0; r < num_rows; r++) sums[r * sums_stride] = even[r] + odd[r];
+}
+
 /* cap * tanh(scores / cap), as Gemma 2 caps its scores. */
 static inline floats soft_cap(floats scores, float cap) {
     floats power = exp_nonpositive(absolute(scores) * (-2.0f / cap));
@@ -215,10 +300,13 @@ static inline floats soft_cap(floats scores, float cap) {
 }
 
 /* Attention of one query group. `next` is the group that this thread computes afterwards, or NULL: its first keys and
-   values are prefetched while the last ones of this group are read. num_rows and prefetches: see score_tile. */
+   values are prefetched while the last ones of this group are read. num_rows and prefetches: see score_tile. has_codes
+   is a constant, too: whether the pages hold codes, and not scalars. */
 static inline __attribute__((always_inline)) void attend_rows(const query_group *group, const query_group *next,
-                                                              const int num_rows, const int prefetches) {
+                                                              const int num_rows, const int prefetches,
+                                                              const int has_codes) {
     const attention_params *params = group->params;
+    const decoder decoder = make_decoder(params->page_format == FLOAT8_PAGES);
     const int64_t key_dim = round_up_to_lanes(params->key_dim), value_dim = round_up_to_lanes(params->value_dim);
     const int64_t num_packed = key_dim / PACK, width = value_dim / LANES;
     packed queries[num_rows * num_packed];
@@ -236,7 +324,7 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
     int64_t position = group->begin;
     while (position < group->end) {
         floats scores[STRIP_TILES][num_rows];
-        const scalar *keys[STRIP_TILES], *values[STRIP_TILES], *next_keys[STRIP_TILES], *next_values[STRIP_TILES];
+        const uint8_t *keys[STRIP_TILES], *values[STRIP_TILES], *next_keys[STRIP_TILES], *next_values[STRIP_TILES];
         const int num_tiles = find_strip(group, position, keys, values);
         const int64_t next_position = position + STRIP_TILES * LANES;
         int num_next = 0;
@@ -250,7 +338,10 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
             const int64_t offset = position % params->block_size;
             const int64_t num_tokens = params->block_size - offset < LANES ? params->block_size - offset : LANES;
             floats *score = scores[t];
-            score_tile(score, num_rows, prefetches, keys[t], next_keys[t], queries, num_packed);
+            if (has_codes)
+                score_codes(score, num_rows, prefetches, keys[t], next_keys[t], (const scalar *)queries, key_dim,
+                            &decoder);
+            else score_tile(score, num_rows, prefetches, keys[t], next_keys[t], queries, num_packed);
             for (int r = 0; r < num_rows; r++) {
                 score[r] *= params->scale;
                 if (params->softcap != 0.0f) score[r] = soft_cap(score[r], params->softcap);
@@ -281,8 +372,15 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
             for (int t = 0; t < num_tiles; t++) {
                 floats weight = exp_nonpositive(scores[t][r] - shift);
                 total[r] += weight;
+                if (has_codes) weight *= *(const floats *)values[t]; /* the scales of the tile's tokens */
                 store((scalar *)weights[r][t], weight);
             }
+        }
+        if (has_codes) {
+            for (int64_t w = 0; w < width; w++)
+                accumulate_codes(sums + w, width, num_rows, prefetches, values, next_values, num_tiles, w, weights,
+                                 &decoder);
+            continue;
         }
         int64_t w = 0;
         const int wide = num_rows <= 6 ? 4 : 2; /* as many sums as the registers hold */
@@ -302,20 +400,28 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
 }
 
 /* Make the number of rows a constant. Eight rows at one position are a decode step with a group of eight heads, which
-   reads its keys once; at several positions they are part of a prompt chunk. */
-static void attend_group(const query_group *group, const query_group *next) {
-    switch (group->num_rows) {
-        case 1: attend_rows(group, next, 1, 1); break;
-        case 2: attend_rows(group, next, 2, 1); break;
-        case 3: attend_rows(group, next, 3, 1); break;
-        case 4: attend_rows(group, next, 4, 1); break;
-        case 5: attend_rows(group, next, 5, 1); break;
-        case 6: attend_rows(group, next, 6, 1); break;
-        case 7: attend_rows(group, next, 7, 1); break;
+   reads its keys once; at several positions they are part of a prompt chunk. Over codes, five to seven rows are computed
+   as eight: the last one several times. Each variant takes the compiler half a second. */
+static inline __attribute__((always_inline)) void attend_group_over(const query_group *group, const query_group *next,
+                                                                    const int has_codes) {
+    switch (has_codes && group->num_rows > 4 ? MAX_ROWS : group->num_rows) {
+        case 1: attend_rows(group, next, 1, 1, has_codes); break;
+        case 2: attend_rows(group, next, 2, 1, has_codes); break;
+        case 3: attend_rows(group, next, 3, 1, has_codes); break;
+        case 4: attend_rows(group, next, 4, 1, has_codes); break;
+        case 5: if (!has_codes) attend_rows(group, next, 5, 1, 0); break;
+        case 6: if (!has_codes) attend_rows(group, next, 6, 1, 0); break;
+        case 7: if (!has_codes) attend_rows(group, next, 7, 1, 0); break;
         default:
-            if (group->position[0] == group->position[MAX_ROWS - 1]) attend_rows(group, next, MAX_ROWS, 1);
-            else attend_rows(group, next, MAX_ROWS, 0);
+            if (has_codes || group->position[0] == group->position[MAX_ROWS - 1])
+                attend_rows(group, next, MAX_ROWS, 1, has_codes);
+            else attend_rows(group, next, MAX_ROWS, 0, has_codes);
     }
+}
+
+static void attend_group(const query_group *group, const query_group *next) {
+    if (group->params->page_format == PLAIN_PAGES) attend_group_over(group, next, 0);
+    else attend_group_over(group, next, 1);
 }
 
 /* One layer's attention in one step. */
@@ -347,9 +453,9 @@ static query_group make_group(const attention_step *step, int64_t number) {
     group.kv_head = within % params->num_kv_heads;
     group.block_table = metadata->block_table + sequence * metadata->table_width;
     group.num_rows = left < MAX_ROWS ? (int)left : MAX_ROWS;
-    for (int i = 0; i < group.num_rows; i++) {
-        const int64_t query = (first_row + i) / group_size;
-        const int64_t head = group.kv_head * group_size + (first_row + i) % group_size;
+    for (int i = 0; i < MAX_ROWS; i++) { /* rows that do not exist are the last one again */
+        const int64_t row = first_row + (i < group.num_rows ? i : group.num_rows - 1);
+        const int64_t query = row / group_size, head = group.kv_head * group_size + row % group_size;
         group.query[i] = step->queries + (start + query) * step->query_stride + head * params->key_dim;
         group.output[i] = step->output + ((start + query) * params->num_heads + head) * params->value_dim;
         group.sink[i] = params->sinks ? params->sinks[head] : -INFINITY;

@@ -1,4 +1,8 @@
-"""The number formats of KV pages: the model's own dtype, or one byte per element."""
+"""The number formats of KV pages: the model's own dtype, or one byte per number and a scale per vector.
+
+A format says what is stored, and `encode` and `decode` define it. Where the bytes and scales of a block lie is the
+layout of an attention backend.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-MAX_FLOAT8 = 448.0  # the largest finite number of e4m3
-SCALE_BYTES = 4
+SCALE_BYTES = 4  # float32: a smaller scale would save 2 bytes of 68 or more
+SMALLEST_SCALE = 1e-30  # its reciprocal is finite; a vector that needs a smaller one is stored as zeros
 
 
 class PageFormat(Protocol):
@@ -20,11 +24,14 @@ class PageFormat(Protocol):
     def width(self, dim: int) -> int:
         """Return how many elements a vector of `dim` numbers takes."""
 
-    def encode(self, vectors: Tensor) -> Tensor:
-        """Convert numbers [..., dim] to elements [..., width]."""
+    def encode(self, vectors: Tensor, scales: Tensor | None = None) -> Tensor:
+        """Convert numbers [..., num_heads, dim] to elements [..., num_heads, width].
+
+        scales: [num_heads] float32, for formats with codes; None: each vector has its own.
+        """
 
     def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert elements [..., width] to numbers [..., dim] of `dtype`."""
+        """Convert elements [..., num_heads, width] to numbers [..., num_heads, dim] of `dtype`."""
 
 
 class PlainPages:
@@ -38,60 +45,52 @@ class PlainPages:
     def width(self, dim: int) -> int:
         return dim
 
-    def encode(self, vectors: Tensor) -> Tensor:
+    def encode(self, vectors: Tensor, scales: Tensor | None = None) -> Tensor:
         return vectors.nan_to_num(0.0, 0.0, 0.0)
 
     def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         return stored
 
 
-class Float8Pages:
-    """float8 e4m3 without a scale: three bits of mantissa, and numbers up to 448. Keys and values stay below that.
+class QuantizedPages:
+    """Pages of one byte per number, its code, and a float32 scale per vector: a number is its code's value times it.
 
-    Micikevicius et al., "FP8 formats for deep learning", 2022, section 3.
+    A vector is what one head stores for one token. Its scale makes its largest magnitude the largest code, so no vector
+    overflows, whatever the model's range is; and it is computed when the vector is stored, so nothing is calibrated. If
+    the checkpoint has scales of its own for float8, they are stored in its place.
     """
 
-    name = "fp8_e4m3"
     dtype = torch.uint8  # torch copies and gathers bytes on every device, float8 not
 
-    def width(self, dim: int) -> int:
-        return dim
-
-    def encode(self, vectors: Tensor) -> Tensor:
-        clamped = vectors.nan_to_num(0.0, 0.0, 0.0).clamp(-MAX_FLOAT8, MAX_FLOAT8)
-        return clamped.to(torch.float8_e4m3fn).view(torch.uint8)
-
-    def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        return stored.view(torch.float8_e4m3fn).to(dtype)
-
-
-class Int8Pages:
-    """int8 with a float32 scale for each vector, its largest magnitude / 127. The scale follows the vector's bytes."""
-
-    name = "int8"
-    dtype = torch.uint8
+    def __init__(self, name: str, code_dtype: torch.dtype, largest_code: float) -> None:
+        self.name, self.code_dtype, self.largest_code = name, code_dtype, largest_code
 
     def width(self, dim: int) -> int:
         return dim + SCALE_BYTES
 
-    def encode(self, vectors: Tensor) -> Tensor:
+    def encode(self, vectors: Tensor, scales: Tensor | None = None) -> Tensor:
+        """Return the codes of each vector, followed by the bytes of its scale."""
         wide = vectors.nan_to_num(0.0, 0.0, 0.0).float()
-        scales = wide.abs().amax(dim=-1, keepdim=True).div(127.0).clamp(min=1e-30)
-        rounded = (wide / scales).round().to(torch.int8)
-        return torch.cat([rounded.view(torch.uint8), scales.view(torch.uint8)], dim=-1)
+        if scales is None:
+            own = wide.abs().amax(dim=-1, keepdim=True).div(self.largest_code).clamp(min=SMALLEST_SCALE)
+        else:
+            own = scales[:, None].expand(*wide.shape[:-1], 1).contiguous()
+        codes = (wide / own).clamp(-self.largest_code, self.largest_code)
+        codes = codes.round() if self.code_dtype is torch.int8 else codes
+        return torch.cat([codes.to(self.code_dtype).view(torch.uint8), own.view(torch.uint8)], dim=-1)
 
     def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        rounded, scales = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:]
+        codes, scales = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:]
         aligned = scales.clone(memory_format=torch.contiguous_format)  # contiguous() may keep an unaligned address
-        return (rounded.view(torch.int8) * aligned.view(torch.float32)).to(dtype)
+        return (codes.view(self.code_dtype).float() * aligned.view(torch.float32)).to(dtype)
+
+
+# Steps of a 127th of the vector's largest magnitude.
+INT8_PAGES = QuantizedPages("int8", torch.int8, 127.0)
+# e4m3: three bits of mantissa. Micikevicius et al., "FP8 formats for deep learning", 2022, section 3.
+FLOAT8_PAGES = QuantizedPages("fp8_e4m3", torch.float8_e4m3fn, 448.0)
 
 
 def page_format(name: str, dtype: torch.dtype) -> PageFormat:
     """Return the format that --kv-cache-dtype calls `name`, for a model of this dtype."""
-    match name:
-        case "fp8_e4m3":
-            return Float8Pages()
-        case "int8":
-            return Int8Pages()
-        case _:
-            return PlainPages(dtype)
+    return {pages.name: pages for pages in (INT8_PAGES, FLOAT8_PAGES)}.get(name) or PlainPages(dtype)

@@ -34,8 +34,10 @@ from workers.attention.selector import choose_attention
 from workers.batch import Batch, SlotTable, make_batch
 from workers.device.memory import allocation_refused_as, cpu_memory, describe_memory, release_memory
 from workers.device.transfer import DeviceEvent, to_device, to_host
-from workers.kv_cache.pages import KVCache, bytes_per_block
+from workers.kv_cache.kv_quantization import FLOAT8_PAGES
+from workers.kv_cache.pages import KVCache, LayerShape, bytes_per_block
 from workers.loading.decoder_output import computed_once
+from workers.loading.kv_scales import with_checkpoint_scales
 from workers.loading.model_manager import LoadedModel, ModelManager
 from workers.parallel.ranks import Ranks
 from workers.runner.cuda_graphs import Capture, CudaCapture, DecodeGraphs
@@ -129,7 +131,7 @@ class ModelRunner:
         self._stage = None if loaded.ranks is None else loaded.ranks.stage
         if self._stage is not None:
             self._stage.discard_tokens()  # of a runner that measured memory
-        layers, device, block_size = loaded.layers, loaded.device, settings.block_size
+        layers, device, block_size = _layer_shapes(loaded, settings), loaded.device, settings.block_size
         self.attention = choose_attention(
             device, loaded.dtype, layers, loaded.attention_params, block_size, settings.kv_cache_dtype
         )
@@ -377,6 +379,16 @@ class ModelRunner:
                 logits = self._forward(batch, batch.logits_indices)
                 from_head = self._forward(batch, batch.logits_indices)
         return torch.cat([logits, from_head])
+
+
+def _layer_shapes(loaded: LoadedModel, settings: LoadModel) -> list[LayerShape]:
+    """Return what the layers store, with the checkpoint's own scales where the KV cache has codes of float8."""
+    if settings.kv_cache_dtype != FLOAT8_PAGES.name or settings.load_format == "dummy":
+        return loaded.layers
+    stage = None if loaded.ranks is None else loaded.ranks.stage
+    num_layers = loaded.model.config.get_text_config().num_hidden_layers
+    first_layer = 0 if stage is None else stage.layers_of(num_layers).start
+    return with_checkpoint_scales(loaded.layers, Path(settings.model_path), first_layer)
 
 
 def make_runner(loaded: LoadedModel, settings: LoadModel) -> ModelRunner:

@@ -11,7 +11,7 @@ import torch
 
 from workers.attention.interface import AttentionParams
 from workers.attention.selector import _choose_on_gpu, choose_attention
-from workers.kv_cache.kv_quantization import Float8Pages, PageFormat, PlainPages
+from workers.kv_cache.kv_quantization import FLOAT8_PAGES, PageFormat, PlainPages
 from workers.kv_cache.pages import LayerShape
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -39,7 +39,7 @@ def test_flash_attn_is_preferred_if_it_can_serve_the_layers() -> None:
         (LAYERS, PARAMS, 16, HALF, "it needs pages of a multiple of 256 tokens, and --block-size is 16"),
         (LAYERS, [AttentionParams(1.0, sinks=torch.zeros(2))], 256, HALF, "it has no attention sinks"),
         (LAYERS, PARAMS, 256, PLAIN, "it does not compute in float32"),
-        (LAYERS, PARAMS, 256, Float8Pages(), "it cannot read fp8_e4m3 pages"),
+        (LAYERS, PARAMS, 256, FLOAT8_PAGES, "it cannot read fp8_e4m3 pages"),
         ([LayerShape(2, 192, 128)], PARAMS, 256, HALF, "it needs key_dim = value_dim"),
         ([LayerShape(2, 512, 512)], PARAMS, 256, HALF, "a multiple of 8 and at most 256"),
     ],
@@ -51,7 +51,9 @@ def test_otherwise_triton_is_chosen_and_the_log_says_why(
     pages: PageFormat,
     why: str,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with caplog.at_level("INFO"):
         assert _choose_on_gpu(layers, params, block_size, pages).name == "triton"
     assert why in caplog.text
@@ -82,9 +84,29 @@ def test_on_a_cpu_heads_that_are_too_large_for_the_kernel_are_gathered_by_torch(
     assert choose_attention(CPU, torch.float16, [LayerShape(1, 16, 16)], [], 16).name == "torch"
 
 
-@pytest.mark.parametrize(("name", "capability"), [("int8", (9, 0)), ("fp8_e4m3", (8, 0))])
-def test_pages_that_a_gpus_kernels_cannot_read_are_gathered_by_torch(
-    name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_cpu_the_kernel_reads_every_format(name: str, dtype: torch.dtype) -> None:
+    assert choose_attention(CPU, dtype, LAYERS, PARAMS, 16, name).name == "cpu"
+
+
+def test_on_a_cpu_without_the_kernel_the_log_warns_that_pages_are_decoded(caplog: pytest.LogCaptureFixture) -> None:
+    assert choose_attention(CPU, torch.float16, LAYERS, PARAMS, 16, "int8").name == "torch"
+    assert "every step decodes its pages (int8)" in caplog.text
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "capability", "backend"),
+    [("int8", (8, 0), "triton"), ("fp8_e4m3", (8, 9), "triton"), ("fp8_e4m3", (8, 6), "torch")],
+)
+def test_on_a_gpu_triton_reads_int8_and_where_the_gpu_has_it_float8(
+    name: str,
+    capability: tuple[int, int],
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert choose_attention(torch.device("cuda"), torch.bfloat16, LAYERS, [], 16, name).name == "torch"
+    assert choose_attention(torch.device("cuda"), torch.bfloat16, LAYERS, PARAMS, 256, name).name == backend
+    assert ("this GPU has no float8; --kv-cache-dtype int8 is fast on it" in caplog.text) == (backend == "torch")

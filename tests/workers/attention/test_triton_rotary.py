@@ -7,8 +7,10 @@ import torch
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from tests.support.triton_device import DEVICE, NAN, TOLERANCES, assert_same, random, triton_rotary
+from tests.workers.attention.test_triton_kernels import assert_rounded
+from workers.kv_cache.kv_quantization import FLOAT8_PAGES, INT8_PAGES, QuantizedPages
 
-rotate_and_store = triton_rotary.rotate_and_store
+rotate_and_store, LayerPages = triton_rotary.rotate_and_store, triton_rotary.LayerPages
 
 pytestmark = pytest.mark.usefixtures("triton_kernels_run")
 
@@ -43,8 +45,7 @@ def test_queries_are_rotated_in_place_and_keys_in_their_pages(
         wide.sin().float(),
         *norms,
         eps,
-        pages[0],
-        pages[1],
+        LayerPages(pages[0], pages[1]),
         cells,
     )
     assert_same(qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim)), queries)
@@ -62,6 +63,36 @@ def test_keys_that_overflow_in_the_rotation_are_stored_as_zero() -> None:
     pages = torch.full((2, 1, 4, 1, 16), 7.0, dtype=torch.float16, device=DEVICE)
     eighth_turn = torch.full((2, 16), 0.5**0.5, device=DEVICE)
     cells = torch.tensor([0, 2], device=DEVICE)
-    rotate_and_store(qkv, 1, 1, 16, eighth_turn, eighth_turn, None, None, 0.0, pages[0], pages[1], cells)
+    rotate_and_store(qkv, 1, 1, 16, eighth_turn, eighth_turn, None, None, 0.0, LayerPages(pages[0], pages[1]), cells)
     assert (pages[0, 0, [0, 2]] == 0).all()  # one half is 60,000 (cos - sin) = 0, the other one overflows float16
     assert pages[1, 0, 0, 0].tolist() == [60_000.0] * 15 + [0.0]
+
+
+@pytest.mark.parametrize("pages", [INT8_PAGES, FLOAT8_PAGES], ids=lambda pages: pages.name)
+def test_rotated_keys_are_stored_as_codes_with_a_scale_that_fits_both_halves(pages: QuantizedPages) -> None:
+    num_tokens, num_kv_heads, head_dim = 5, 2, 80
+    qkv = random(num_tokens, 4 * num_kv_heads * head_dim)
+    angles = (10 * random(num_tokens, head_dim // 2)).repeat(1, 2)
+    keys, values = qkv.clone().unflatten(1, (-1, head_dim)).split([3 * num_kv_heads, num_kv_heads], dim=1)
+    keys = keys[:, 2 * num_kv_heads :].double()
+    keys, _ = apply_rotary_pos_emb(keys, keys, angles.double().cos(), angles.double().sin(), unsqueeze_dim=1)
+    codes = torch.zeros(2, 3, 4, num_kv_heads, head_dim, dtype=torch.uint8, device=DEVICE).view(pages.code_dtype)
+    scales, cells = torch.zeros(2, 3, 4, num_kv_heads, device=DEVICE), torch.tensor([9, 2, -1, 11, 0], device=DEVICE)
+    rotate_and_store(
+        qkv,
+        2 * num_kv_heads,
+        num_kv_heads,
+        head_dim,
+        angles.cos(),
+        angles.sin(),
+        None,
+        None,
+        0.0,
+        LayerPages(*codes, *scales),
+        cells,
+    )
+    is_stored = cells >= 0
+    for vectors, found, of_vectors in zip((keys, values.double()), codes, scales, strict=True):
+        exact = vectors[is_stored]
+        assert_rounded(pages, (found.float() * of_vectors[..., None]).flatten(0, 1)[cells[is_stored]], exact)
+        assert (of_vectors.flatten(0, 1)[[1, 3, 4, 5, 6, 7, 8, 10]] == 0).all()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from workers.csrc import bindings, build
+from workers.kv_cache.kv_quantization import FLOAT8_PAGES, INT8_PAGES, PlainPages
 
 STRUCTS = {
     "attention_params": bindings.CAttentionParams,
@@ -54,3 +55,9 @@ def test_every_function_of_the_header_has_a_prototype_with_as_many_arguments() -
 def test_constants_are_those_of_the_headers(name: str, number: int) -> None:
     text = HEADER.replace("2 * LANES", str(2 * build.LANES)) + (build.FOLDER / "vectors.h").read_text()
     assert re.findall(rf"enum {{ {name} = (\d+) }}", text) == [str(number)]
+
+
+def test_page_formats_have_the_numbers_of_the_header() -> None:
+    (numbers,) = re.findall(r"enum { PLAIN_PAGES = (\d), INT8_PAGES = (\d), FLOAT8_PAGES = (\d) }", HEADER)
+    assert list(bindings.PAGE_FORMATS.values()) == [int(number) for number in numbers]
+    assert list(bindings.PAGE_FORMATS) == [PlainPages.name, INT8_PAGES.name, FLOAT8_PAGES.name]

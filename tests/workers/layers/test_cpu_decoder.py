@@ -23,16 +23,24 @@ pytestmark = pytest.mark.skipif(
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}  # multiples of 32, as in real models
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral_sliding", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype"),
+    [
+        *((name, "auto") for name in ("llama", "mistral_sliding", "qwen2", "qwen3")),
+        ("llama", "int8"),
+        ("qwen3", "fp8_e4m3"),
+    ],
+)
 def test_one_call_for_all_layers_computes_what_the_layers_compute(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kv_cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert LIBRARY is not None
     if not isinstance(SkinnyGemm(LIBRARY).make_weight(torch.randn(64, 64).bfloat16(), None), SkinnyGemmWeight):
         pytest.skip("on this processor, oneDNN has a layout that the C code cannot read")
     model_type, sizes = ARCHITECTURES[name]
     make_model(tmp_path, model_type, {**sizes, **SIZES})
-    runner = InProcessEngine(ModelManager("cpu").load(tmp_path, "bfloat16", None)).runner
+    loaded = ModelManager("cpu").load(tmp_path, "bfloat16", None)
+    runner = InProcessEngine(loaded, kv_cache_dtype=kv_cache_dtype).runner
     calls: list[int] = []
     decode = CpuDecoder.decode
     monkeypatch.setattr(CpuDecoder, "decode", lambda self, x, *rest: (calls.append(len(x)), decode(self, x, *rest)))
