@@ -47,7 +47,7 @@ FLAGS = (
     "-freciprocal-math",
 )
 MACROS: dict[str, tuple[str, ...]] = {"float32": (), "bfloat16": ("-DBFLOAT16",)}  # by dtype, without importing torch
-COMPILE_TIMEOUT_S = 120
+COMPILE_TIMEOUT_S = 300  # seconds of work, which take minutes while other processes use the processor
 # Each version of the sources has a library per dtype, of some 100 KB. Eight are four versions: enough to go back and
 # forth between two checkouts without compiling.
 MAX_CACHED_LIBRARIES = 8
