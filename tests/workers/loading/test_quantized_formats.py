@@ -133,7 +133,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded]]] = {
 }
 
 
-def rewrite(directory: Path, tensors: dict[str, Tensor], described: dict[str, Any]) -> None:
+def rewrite(directory: Path, tensors: dict[str, Tensor], described: dict[str, Any] | None) -> None:
+    """Replace a model's tensors, and the description of their format."""
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, directory / "new", {"format": "pt"})  # the other file is mapped into memory
     (directory / "new").rename(directory / "model.safetensors")
@@ -192,3 +193,20 @@ def test_a_matrix_without_its_scales_is_refused(name: str, suffix: str, tmp_path
     rewrite(tmp_path, tensors, described)
     with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.up_proj"):
         load(tmp_path)
+
+
+def test_experts_with_scales_by_block_are_read_as_numbers(tmp_path: Path) -> None:
+    """The files have a matrix for each expert, as DeepSeek's have, and the model one parameter for all of a layer."""
+    for name in ("dense", "quantized"):
+        (tmp_path / name).mkdir()
+        make_model(tmp_path / name, *ARCHITECTURES["mixtral"])
+    dense = load_file(tmp_path / "dense" / "model.safetensors")
+    quantized = dict(dense)
+    experts = [name for name in dense if ".experts." in name]
+    assert len(experts) == 3 * 4 * 3  # layers, experts, matrices
+    for name in experts:
+        parts, dense[name] = fp8_by_block(quantized.pop(name))
+        quantized |= {name.removesuffix(".weight") + suffix: tensor for suffix, tensor in parts.items()}
+    rewrite(tmp_path / "quantized", quantized, FORMATS["fp8 by block"][0])
+    rewrite(tmp_path / "dense", dense, None)
+    assert answers(load(tmp_path / "quantized")) == answers(load(tmp_path / "dense"))
