@@ -50,8 +50,8 @@ _PATTERNS = {
 _GPT2_CUTS = ("gpt-2", "phi-2", "jina-en", "roberta-bpe")  # the pattern that the library's ByteLevel has itself
 _DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b")  # and then GPT-2's pattern
 # Vocabularies in which a whole word that is a token stays one, and whose prompts begin with a token of their own.
-_WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})
-_NORMALIZED = frozenset({"qwen2", "deepseek-r1-qwen", "megrez"})
+_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
+_NORMALIZED = ("qwen2", "deepseek-r1-qwen", "megrez")
 
 
 def tokenizer_json(header: Header) -> bytes:
@@ -134,12 +134,12 @@ def _special_id(header: Header, key: str, num_tokens: int) -> int | None:
 def _cut(header: Header) -> str:
     """Return the name of how text is cut. Raises ConfigError for one that is not known."""
     name = header.metadata.get("tokenizer.ggml.pre")
-    if name not in _PATTERNS and name not in _GPT2_CUTS and name not in _DIGITS_ALONE:
+    if not isinstance(name, str) or name not in (*_PATTERNS, *_GPT2_CUTS, *_DIGITS_ALONE):
         raise ConfigError(
             f"{header.path} has tokenizer.ggml.pre = {str(name)[:40]!r}, and servekit does not know how that cuts "
             "text into words. Convert the model again with a newer llama.cpp, or serve its safetensors checkpoint"
         )
-    return str(name)
+    return name
 
 
 def _byte_level(header: Header, tokens: list[str]) -> dict[str, Any]:

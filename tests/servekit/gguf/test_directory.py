@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
 import msgspec
@@ -113,3 +114,22 @@ def test_a_file_that_cannot_be_served_leaves_nothing(file: Path, cache: Path) ->
     with pytest.raises(ConfigError, match="truncated"):
         directory_of(file)
     assert not cache.exists()
+
+
+def test_tampered_files_are_made_directories_or_refused(file: Path) -> None:
+    """A few bytes of the header are changed: numbers, types, lengths, names. Nothing but ConfigError may come of it."""
+    content, rng = file.read_bytes(), random.Random(5)
+    end = content.index(b"token_embd.weight") + 60
+    counts = [position for position in range(end) if rng.random() < 0.02 or position < 900]
+    outcomes = set()
+    for _ in range(800):
+        tampered = bytearray(content)
+        for _ in range(rng.randrange(1, 3)):
+            tampered[rng.choice(counts)] = rng.choice([0, 1, 2, 4, 6, 8, 9, 127, 255, rng.randrange(256)])
+        file.write_bytes(tampered)
+        try:
+            directory_of(file)
+            outcomes.add("made")
+        except ConfigError as error:
+            outcomes.add("refused" if len(error.message) < 1000 else error.message)
+    assert outcomes == {"made", "refused"}

@@ -187,6 +187,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tokenizer.ggml.model": None}, "kind 'None'"),
     ({"tokenizer.ggml.pre": "invented"}, "pre = 'invented'"),
     ({"tokenizer.ggml.pre": None}, "pre = 'None'"),
+    ({"tokenizer.ggml.pre": ["qwen2"]}, "servekit does not know how that cuts"),
     ({"tokenizer.ggml.merges": None}, "no list of merges"),
     ({"tokenizer.ggml.merges": ["a b", "zz q"]}, "merges has '"),
     ({"tokenizer.ggml.merges": ["nospace"]}, "merges has 'nospace'"),
