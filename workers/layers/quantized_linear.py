@@ -53,6 +53,20 @@ class QuantizedLinear(nn.Module):
         return self
 
 
+class QuantizedEmbedding(nn.Module):
+    """An embedding whose matrix is also the output head's: rows are looked up in its codes."""
+
+    def __init__(self, head: QuantizedLinear, dtype: torch.dtype) -> None:
+        """`head` holds the matrix; `dtype` is that of the rows."""
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = head.out_features, head.in_features
+        self._head, self._dtype = [head], dtype  # a list, because the head is a module of the model, not of this one
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        rows = self._head[0].matrix.take_outputs(token_ids.flatten())
+        return rows.dequantize(self._dtype).view(*token_ids.shape, self.embedding_dim)
+
+
 class DequantizingWeight:
     """A quantized weight that each multiplication dequantizes: slow, and right on every device."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from servekit.errors import ConfigError
 from servekit.protocol.gguf_index import WEIGHTS as GGUF
-from workers.layers.quantized_linear import QuantizedLinear
+from workers.layers.quantized_linear import QuantizedEmbedding, QuantizedLinear
 from workers.loading.checkpoint import find_weights
 from workers.loading.gguf_file import GgufFile
 from workers.loading.gguf_index import has_gguf
@@ -38,7 +39,12 @@ class QuantizedMatrices:
     """Which matrices of the files are quantized, and which linear layer of the model has each of them."""
 
     def __init__(
-        self, source: TensorSource, weight_format: WeightFormat, described: PreTrainedModel, dtype: torch.dtype
+        self,
+        source: TensorSource,
+        weight_format: WeightFormat,
+        described: PreTrainedModel,
+        dtype: torch.dtype,
+        ranks: Ranks | None = None,
     ) -> None:
         """Check the shapes of all quantized matrices, without reading them.
 
@@ -55,10 +61,18 @@ class QuantizedMatrices:
         # not asked: what the files have decides.
         self._prefix_of: dict[str, str] = {}
         linears = _linears_of(described)
+        # Ranks divide embeddings and heads in different ways, and stages have one of them: theirs stay as they are.
+        tied = _tied_of(described) if ranks is None else None
+        if tied is not None:
+            linears[tied.embedding] = tied.head_layer
         for prefix in prefixes:
             name = _name_of(prefix, linears, described.base_model_prefix)
             if name is not None and weight_format.takes(name):
                 self._prefix_of[name] = prefix
+        self._tied = None
+        if tied is not None and tied.embedding in self._prefix_of:
+            self._tied, linears[tied.head] = tied, tied.head_layer
+            self._prefix_of[tied.head] = self._prefix_of.pop(tied.embedding)
         taken = set(self._prefix_of.values())
         if not weight_format.is_stored:
             self._suffixes = {prefix: suffixes for prefix, suffixes in self._suffixes.items() if prefix in taken}
@@ -80,7 +94,7 @@ class QuantizedMatrices:
 
     def class_like(self, model_class: Any) -> Any:
         """Return a subclass of a model's class whose linear layers with quantized matrices wait for them."""
-        names = list(self._prefix_of)
+        names, tied = list(self._prefix_of), self._tied
 
         class QuantizedModel(model_class):  # type: ignore[misc]
             """A model that is made without the quantized matrices."""
@@ -90,6 +104,8 @@ class QuantizedMatrices:
                 for name in names:
                     linear = self.get_submodule(name)
                     self.set_submodule(name, QuantizedLinear(linear.in_features, linear.out_features, linear.bias))
+                if tied is not None:
+                    _tie(self, tied)
 
             @property
             def num_quantized_parameters(self) -> int:
@@ -199,7 +215,7 @@ def build_model(
     """
     config = described.config
     resolved = _resolve(dtype, config, source)
-    matrices = QuantizedMatrices(source, weight_format, described, resolved)
+    matrices = QuantizedMatrices(source, weight_format, described, resolved, ranks)
     model_class = matrices.class_like(type(described))
     if ranks is not None:
         model_class = partial_class(config, architecture, ranks, model_class)
@@ -234,6 +250,12 @@ def quantize_weights(model: PreTrainedModel, weight_format: WeightFormat, progre
             quantized.fill(weight_format.read({".weight": linear.weight.detach()}, name))
             model.set_submodule(name, quantized)
             del linear.weight  # which `linears` still refers to
+    tied = _tied_of(model)
+    if tied is not None:
+        head = QuantizedLinear(tied.head_layer.in_features, tied.head_layer.out_features, tied.head_layer.bias)
+        head.fill(weight_format.read({".weight": tied.head_layer.weight.detach()}, tied.head))
+        model.set_submodule(tied.head, head)
+        _tie(model, tied)
 
 
 def num_quantized_parameters(model: nn.Module) -> int:
@@ -260,6 +282,35 @@ def _linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
         for name, module in model.named_modules()
         if type(module) is nn.Linear and f"{name}.weight" not in tied
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Tied:
+    """The names of an output head and of the embedding that has the same matrix."""
+
+    head: str
+    embedding: str
+    head_layer: nn.Linear
+
+
+def _tied_of(model: PreTrainedModel) -> _Tied | None:
+    """Return the head and the embedding, if they are tied, and are the only parameters that are."""
+    tied = model.all_tied_weights_keys
+    if len(tied) != 1:
+        return None
+    modules = dict(model.named_modules())
+    head_name, embedding_name = (name.removesuffix(".weight") for name in next(iter(tied.items())))
+    head, embedding = modules.get(head_name), modules.get(embedding_name)
+    if type(head) is not nn.Linear or type(embedding) is not nn.Embedding:  # some multiply the rows that they look up
+        return None
+    return _Tied(head_name, embedding_name, head)
+
+
+def _tie(model: Any, tied: _Tied) -> None:
+    """Let the embedding look up rows in the head's matrix."""
+    embedding = model.get_submodule(tied.embedding)
+    model.set_submodule(tied.embedding, QuantizedEmbedding(model.get_submodule(tied.head), embedding.weight.dtype))
+    model.all_tied_weights_keys = {}  # or transformers would look for their parameters
 
 
 def _name_of(prefix: str, linears: dict[str, nn.Linear], base: str) -> str | None:

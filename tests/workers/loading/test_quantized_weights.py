@@ -29,6 +29,7 @@ from workers.loading.model_config import read_config
 from workers.loading.model_manager import LoadedModel, ModelManager
 from workers.loading.progress import Progress
 from workers.loading.quantized_weights import read_quantized_weights
+from workers.loading.weights import make_weights
 from workers.quantization.at_load import QuantizedAtLoad
 from workers.quantization.formats.registry import format_of
 
@@ -189,6 +190,27 @@ def test_tokens_are_those_of_the_rounded_model(kind: str, plain: Path) -> None:
     assert answers(loaded) == answers_of(model)
     assert loaded.info.quantization == weight_format.name
     assert loaded.info.num_parameters == model.num_parameters()
+
+
+@pytest.mark.usefixtures("plain_inputs")
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_head_that_is_tied_to_the_embedding_shares_its_codes(load_format: str, tmp_path: Path) -> None:
+    make_model(tmp_path, "llama", {**ARCHITECTURES["llama"][1], "tie_word_embeddings": True})
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    if load_format == "dummy":
+        model, _ = make_weights(model.config, torch.float32, "eager", torch.device("cpu"))
+        model.eval()
+    weight_format = QuantizedAtLoad("int4")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):  # the head's parameter is the embedding's as well
+            rounded = weight_format.read({".weight": module.weight.detach()}, name).dequantize()
+            with torch.no_grad():
+                module.weight.copy_(rounded)
+    loaded = load_as(tmp_path, "int4", load_format=load_format)
+    assert answers(loaded) == answers_of(model)
+    assert loaded.info.num_parameters == model.num_parameters()
+    assert not any("embed" in name for name, _ in loaded.model.named_parameters())
+    assert loaded.weights.num_bytes < loaded.info.num_parameters, "eight bits in the head, and four elsewhere"
 
 
 @pytest.mark.parametrize("kind", KINDS)
