@@ -127,7 +127,11 @@ def _add_eval_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     add("--url", required=True, help="address of the server; any server with OpenAI's API")
     add("--against", metavar="URL", help="address of the server to compare with, such as one without quantization")
     add("--api-key", metavar="KEY", help="API key for both; other users do not see the variable SERVEKIT_API_KEY")
-    add("--text", metavar="FILE", help="UTF-8 text whose perplexity to measure")
+    add(
+        "--text",
+        metavar="FILE",
+        help="text whose perplexity to measure: UTF-8, or .jsonl with documents",
+    )
     add(
         "--questions",
         metavar="FILE",
@@ -135,7 +139,7 @@ def _add_eval_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         help="questions as JSON lines, or demo for the demo model's; may be given several times",
     )
     add("--chat", action="store_true", help="ask prompts as messages, so that the server applies its chat template")
-    add("--limit", metavar="NUM", type=_positive, help="ask at most this many questions of each file")
+    add("--limit", metavar="NUM", type=_positive, help="take at most this many questions or documents of each file")
     add("--tokenizer", metavar="FILE", help="the model's tokenizer.json, for servers without the route /tokenize")
     add("--window", metavar="TOKENS", type=_positive, help="tokens of the text in one prompt (default: 1024)")
     add("--stride", metavar="TOKENS", type=_positive, help="tokens from window to window (default: half a window)")

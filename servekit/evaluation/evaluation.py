@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -14,7 +15,7 @@ from servekit.evaluation.comparison import compare
 from servekit.evaluation.judge import MAX_TOKENS, Judgement, Verdict, judgement, messages, verdict
 from servekit.evaluation.measurement import Answer, Measurement, summarise
 from servekit.evaluation.model_client import ModelClient, in_order
-from servekit.evaluation.perplexity import TextScore, TokenScore, Window, windows
+from servekit.evaluation.perplexity import TextScore, TokenScore, Window, parse_documents, windows
 from servekit.evaluation.questions import Question, as_chats, evenly, parse_questions
 from servekit.evaluation.report import Report
 from servekit.evaluation.statistics import MIN_BLOCKS
@@ -56,26 +57,33 @@ class EvaluationSettings(Struct, kw_only=True):
 
 
 class EncodedText(Struct):
-    """The tokens of the text."""
+    """The tokens of the text's documents."""
 
     prefix: list[int]  # special tokens that the model expects before a text, such as BOS
-    token_ids: list[int]
+    documents: list[list[int]]
     num_bytes: int
+
+    @property
+    def num_scored(self) -> int:
+        """The number of tokens that have something before them."""
+        return sum(max(0, len(token_ids) - (not self.prefix)) for token_ids in self.documents)
 
 
 def evaluate(settings: EvaluationSettings) -> Report:
     """Evaluate the server at `settings.url`. Raises ConfigError, and RequestFailed of servekit.client."""
     settings.check()
-    text = None if settings.text is None else _read_text(settings.text)
+    documents = None
+    if settings.text is not None:
+        documents = evenly(parse_documents(_read(settings.text), settings.text), settings.limit)
     questions = [question for name in settings.questions for question in _read_questions(name, settings.limit)]
     if settings.chat:
         questions = as_chats(questions)
     tokenizer = None if settings.tokenizer is None else _read_tokenizer(settings.tokenizer)
-    return asyncio.run(_evaluate(settings, text, questions, tokenizer))
+    return asyncio.run(_evaluate(settings, documents, questions, tokenizer))
 
 
 async def _evaluate(
-    settings: EvaluationSettings, text: str | None, questions: list[Question], tokenizer: Tokenizer | None
+    settings: EvaluationSettings, documents: list[str] | None, questions: list[Question], tokenizer: Tokenizer | None
 ) -> Report:
     urls = [settings.url] if settings.against is None else [settings.url, settings.against]
     async with AsyncExitStack() as stack:
@@ -84,7 +92,7 @@ async def _evaluate(
             client = ModelClient(url, settings.api_key, concurrency=settings.concurrency, tokenizer=tokenizer)
             clients.append(await stack.enter_async_context(client))
             await client.find_model()
-        encoded = None if text is None else await _encode_alike(clients, text)
+        encoded = None if documents is None else await _encode_alike(clients, documents)
         measurements = [await _measure(client, settings, encoded, questions) for client in clients]
     summaries = [summarise(questions, measurement) for measurement in measurements]
     if len(measurements) == 1:
@@ -104,17 +112,9 @@ def _read(path: str) -> bytes:
         raise ConfigError(f"{path}: {error.strerror}") from None
 
 
-def _read_text(path: str) -> str:
-    try:
-        return _read(path).decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: byte {error.start}: {error.reason}") from None
-
-
 def _read_questions(name: str, limit: int | None) -> list[Question]:
     path = str(DEMO_QUESTIONS) if name == DEMO else name
-    questions = parse_questions(_read(path), name)
-    return questions if limit is None else evenly(questions, limit)
+    return evenly(parse_questions(_read(path), name), limit)
 
 
 def _read_tokenizer(path: str) -> Tokenizer:
@@ -135,32 +135,36 @@ async def _measure(
     return Measurement(client.url, client.model, text, answers)
 
 
-async def _encode_alike(clients: list[ModelClient], text: str) -> EncodedText:
+async def _encode_alike(clients: list[ModelClient], documents: list[str]) -> EncodedText:
     """Return the tokens of the text, which must be the same for all servers. Raises ConfigError."""
-    encoded = [await _encode(client, text) for client in clients]
+    encoded = [await _encode(client, documents) for client in clients]
     if encoded[0] != encoded[-1]:
         raise ConfigError(
             "the tokenizers of the two servers differ, so their perplexities are of different tokens; evaluate each of "
             "them alone and compare the bits per byte, or leave out --text"
         )
-    if len(encoded[0].token_ids) <= MIN_BLOCKS:
+    if encoded[0].num_scored < MIN_BLOCKS:
         raise ConfigError(
-            f"the text has {len(encoded[0].token_ids)} tokens; a perplexity needs more than {MIN_BLOCKS}: give a "
+            f"the text has {encoded[0].num_scored} tokens that can be scored; a perplexity needs {MIN_BLOCKS}: give a "
             "longer text"
         )
     return encoded[0]
 
 
-async def _encode(client: ModelClient, text: str) -> EncodedText:
-    token_ids, with_special = await client.encode(text, False), await client.encode(text, True)
-    # Tokenizers that change a text when they add special tokens, if there are any, get no prefix.
-    num_special = len(with_special) - len(token_ids)
-    starts = [start for start in range(num_special + 1) if with_special[start : start + len(token_ids)] == token_ids]
-    return EncodedText(with_special[: starts[0]] if starts else [], token_ids, len(text.encode()))
+async def _encode(client: ModelClient, documents: list[str]) -> EncodedText:
+    encoded = await in_order("tokens of the text", partial(client.encode, special=False), documents)
+    prefix: list[int] = []
+    if documents:
+        with_special, plain = await client.encode(documents[0], special=True), encoded[0]
+        # Tokenizers that change a text when they add special tokens, if there are any, get no prefix.
+        starts = range(len(with_special) - len(plain) + 1)
+        found = [start for start in starts if with_special[start : start + len(plain)] == plain]
+        prefix = with_special[: found[0]] if found else []
+    return EncodedText(prefix, encoded, sum(len(text.encode()) for text in documents))
 
 
 async def _score(client: ModelClient, settings: EvaluationSettings, encoded: EncodedText) -> TextScore:
-    """Score the text in windows, each of which begins with the prefix."""
+    """Score the documents in windows, each of which begins with the prefix."""
     longest = settings.window
     if client.max_model_len is not None:
         longest = min(longest, client.max_model_len - 1)  # one token is generated
@@ -171,13 +175,18 @@ async def _score(client: ModelClient, settings: EvaluationSettings, encoded: Enc
     if stride > length or stride < 1:
         raise ConfigError(f"windows of {longest} tokens are too short for a stride of {stride}; raise --window")
 
-    async def one(window: Window) -> list[TokenScore]:
-        prompt = encoded.prefix + encoded.token_ids[window.begin : window.end]
-        scored_from = len(encoded.prefix) + window.scored_from - window.begin
-        return await client.score(prompt, max(1, scored_from))
+    async def one(part: tuple[list[int], Window]) -> list[TokenScore]:
+        token_ids, window = part
+        prompt = encoded.prefix + token_ids[window.begin : window.end]
+        scored_from = max(1, len(encoded.prefix) + window.scored_from - window.begin)
+        return await client.score(prompt, scored_from) if scored_from < len(prompt) else []
 
-    scores = await in_order("windows of the text", one, windows(len(encoded.token_ids), length, stride))
-    return TextScore(encoded.token_ids, [score for window in scores for score in window], encoded.num_bytes)
+    parts = [
+        (token_ids, window) for token_ids in encoded.documents for window in windows(len(token_ids), length, stride)
+    ]
+    scores = await in_order("windows of the text", one, parts)
+    token_ids = [token_id for document in encoded.documents for token_id in document]
+    return TextScore(token_ids, [score for window in scores for score in window], encoded.num_bytes)
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import exp, log
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from servekit.errors import ConfigError
+from servekit.evaluation.json_lines import decode_lines
 from servekit.evaluation.statistics import Interval, mean_interval
 
 
@@ -35,6 +38,25 @@ def windows(num_tokens: int, length: int, stride: int) -> list[Window]:
     return found
 
 
+class Document(Struct, forbid_unknown_fields=True):
+    """One line of a text file in JSON lines: nothing that stands before it counts as its context."""
+
+    text: Annotated[str, Meta(min_length=1)]
+
+
+def parse_documents(content: bytes, name: str) -> list[str]:
+    """Return the documents of a text file: those of its lines if it is named `.jsonl`, else all of it as one.
+
+    Raises ConfigError.
+    """
+    if name.endswith(".jsonl"):
+        return [document.text for _, document in decode_lines(content, Document, name)]
+    try:
+        return [content.decode()]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} is not UTF-8: byte {error.start}: {error.reason}") from None
+
+
 class TokenScore(Struct, frozen=True):
     """What a model thought of a token of a text."""
 
@@ -43,7 +65,10 @@ class TokenScore(Struct, frozen=True):
 
 
 class TextScore(Struct):
-    """What a model thought of a text. The first token is missing if nothing stands before it, not even a BOS token."""
+    """What a model thought of the documents of a text.
+
+    A document's first token has no score if nothing stands before it, not even a BOS token.
+    """
 
     token_ids: list[int]
     scores: list[TokenScore]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from servekit.errors import ConfigError
+from servekit.evaluation.json_lines import decode_lines
 
+T = TypeVar("T")
 Text = Annotated[str, Meta(min_length=1)]
 
 
@@ -77,18 +79,12 @@ class Question(Struct, kw_only=True, forbid_unknown_fields=True):
         return None
 
 
-def parse_questions(lines: bytes, name: str) -> list[Question]:
-    """Return the questions of a file's content; empty lines do not count. Raises ConfigError with the line."""
+def parse_questions(content: bytes, name: str) -> list[Question]:
+    """Return the questions of a file's content. Raises ConfigError with the line."""
     questions = []
-    for number, line in enumerate(lines.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            question = msgspec.json.decode(line, type=Question)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{name}, line {number}: {error}") from None
+    for place, question in decode_lines(content, Question, name):
         if problem := question.problem():
-            raise ConfigError(f"{name}, line {number}: {problem}")
+            raise ConfigError(f"{place}: {problem}")
         questions.append(question)
     if not questions:
         raise ConfigError(f"{name} has no questions; it needs a JSON object on each line")
@@ -105,8 +101,8 @@ def as_chats(questions: Iterable[Question]) -> list[Question]:
     ]
 
 
-def evenly(questions: list[Question], limit: int) -> list[Question]:
-    """Return at most `limit` questions, at even distances, so that each category keeps its share."""
-    if len(questions) <= limit:
-        return questions
-    return [questions[len(questions) * number // limit] for number in range(limit)]
+def evenly(items: list[T], limit: int | None) -> list[T]:
+    """Return at most `limit` items, at even distances, so that each category keeps its share."""
+    if limit is None or len(items) <= limit:
+        return items
+    return [items[len(items) * number // limit] for number in range(limit)]

@@ -89,6 +89,20 @@ def test_perplexity_is_what_transformers_computes(
     assert measured["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
 
 
+def test_each_document_of_a_text_is_read_without_the_others(
+    random_server: ServerProcess, random_model: Path, tmp_path: Path
+) -> None:
+    documents = [TEXT[:700], TEXT[700:1000], "a"]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    arguments = ["--url", random_server.url, "--text", str(tmp_path / "text.jsonl"), "--window", "64"]
+    _, found = evaluate(tmp_path, *arguments, "--stride", "20")
+    tokenizer = Tokenizer.from_file(str(random_model / "tokenizer.json"))
+    encoded = [tokenizer.encode(text, add_special_tokens=False).ids for text in documents]
+    losses = [loss_by_transformers(random_model, token_ids, 63, 20) * len(token_ids) for token_ids in encoded]
+    loss = sum(losses) / sum(map(len, encoded))
+    assert log(found["servers"][0]["perplexity"]["estimate"]) == pytest.approx(loss, rel=1e-4)
+
+
 def test_a_server_compared_with_itself_is_the_same(server: ServerProcess, text_file: str, tmp_path: Path) -> None:
     arguments = ["--url", server.url, "--against", server.url, "--text", text_file, "--questions", "demo"]
     exit_code, found = evaluate(tmp_path, *arguments, "--limit", "40")

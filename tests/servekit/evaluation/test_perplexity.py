@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servekit.evaluation.perplexity import TextScore, TokenScore, perplexity_ratio, same_likeliest, windows
+from servekit.errors import ConfigError
+from servekit.evaluation.perplexity import (
+    TextScore,
+    TokenScore,
+    parse_documents,
+    perplexity_ratio,
+    same_likeliest,
+    windows,
+)
 
 
 @given(st.integers(1, 400), st.integers(1, 60), st.data())
@@ -46,3 +54,13 @@ def test_the_share_of_equal_likeliest_tokens_is_unknown_without_them() -> None:
     second = [TokenScore(-1.0, "a"), TokenScore(-1.0, "c"), TokenScore(-1.0, "d")]
     assert same_likeliest(first, second) == 0.5
     assert same_likeliest(first[2:], second[2:]) is None
+
+
+def test_a_jsonl_file_has_a_document_on_each_line_and_other_files_are_one() -> None:
+    lines = b'{"text": "one"}\n\n{"text": "two"}\n'
+    assert parse_documents(lines, "text.jsonl") == ["one", "two"]
+    assert parse_documents(lines, "text.txt") == [lines.decode()]
+    with pytest.raises(ConfigError, match=r"text.jsonl, line 1: "):
+        parse_documents(b'{"txt": "one"}', "text.jsonl")
+    with pytest.raises(ConfigError, match="not UTF-8: byte 1"):
+        parse_documents(b"a\xff", "text")
