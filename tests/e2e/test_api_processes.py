@@ -24,7 +24,7 @@ from tests.support.server_process import ONE_THREAD, ServerProcess, events, serv
 TWO = ("--api-processes", "2")
 MODULE = "servekit.server.api_process"
 NUM_STREAMS = 16  # of as many connections: the probability that one process gets all of them is 1 in 32,768
-FIELDS = {"max_tokens": 150, "ignore_eos": True, "temperature": 1.0, "seed": 7}
+FIELDS = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0, "seed": 7}
 
 
 def api_pids(server: ServerProcess) -> list[int]:
@@ -222,7 +222,7 @@ requests_per_minute = 6
 [[key]]
 key = "few-tokens"
 tenant = "b"
-tokens_per_minute = 50
+tokens_per_minute = 10
 [[key]]
 key = "free"
 tenant = "c"
@@ -244,8 +244,11 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
 
 
 def test_rate_limits_are_counted_over_all_processes(limited: ServerProcess) -> None:
+    began_s = time.monotonic()
     statuses = [each.status_code for each in from_all(limited, "GET", "/version", headers=bearer("six"))]
-    assert statuses == [200] * 6 + [429] * (NUM_STREAMS - 6)
+    assert statuses[:6] == [200] * 6 and set(statuses) == {200, 429}
+    num_refilled = (time.monotonic() - began_s) / 10
+    assert statuses.count(200) <= 6 + num_refilled
 
 
 def test_tokens_are_charged_to_the_key_over_all_processes(limited: ServerProcess) -> None:
@@ -326,7 +329,9 @@ def test_a_killed_api_process_loses_its_own_connections_only_and_is_replaced(tmp
         assert read_all(server) == undisturbed
         aborted = 'servekit_request_success_total{finished_reason="abort"'
         (line,) = (each for each in server.client.get("/metrics").text.splitlines() if each.startswith(aborted))
-        assert float(line.split()[-1]) == answers.count(None)
+        assert 1 <= float(line.split()[-1]) <= answers.count(None), (
+            "some may have ended before their clients had read it"
+        )
 
 
 def test_api_processes_end_with_a_killed_engine_process(tmp_path: Path) -> None:
@@ -348,7 +353,7 @@ def test_a_drain_ends_with_all_answers_complete(tmp_path: Path) -> None:
 
 
 def test_a_draining_server_refuses_new_requests_in_every_process(tmp_path: Path) -> None:
-    with serving("sim:step=50ms", *TWO, log=tmp_path / "log") as server:
+    with serving("sim:step=20ms", *TWO, log=tmp_path / "log") as server:
         clients = [httpx2.Client(base_url=server.url, timeout=120) for _ in range(NUM_STREAMS)]
 
         def refuse() -> None:
