@@ -42,6 +42,8 @@ class QuantizedLinear(nn.Module):
         self.out_features, self.in_features = matrix.num_outputs, matrix.num_inputs
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.matrix.activations == "int8":
+            x = round_rows_to_int8(x)
         return F.linear(x, self.matrix.dequantize(x.dtype), self.bias)
 
     def _apply(self, function: Any, recurse: bool = True) -> QuantizedLinear:
@@ -51,6 +53,12 @@ class QuantizedLinear(nn.Module):
             device = function(torch.empty(0, dtype=torch.uint8, device=self._matrix.codes.device)).device
             self._matrix = self._matrix.to(device)
         return self
+
+
+def round_rows_to_int8(x: Tensor) -> Tensor:
+    """Return x [..., size] as kernels for int8 activations see it: each row rounded to 255 steps."""
+    steps = 127 / x.float().abs().amax(dim=-1, keepdim=True).clamp_min(1e-30)
+    return ((x.float() * steps).round() / steps).to(x.dtype)
 
 
 class QuantizedEmbedding(nn.Module):

@@ -30,6 +30,7 @@ from workers.loading.quantized_weights import (
     num_weight_bytes,
     quantize_weights,
     read_quantized_weights,
+    rounds_activations,
 )
 from workers.loading.refusals import forward_errors_named, loading_errors_named, refusal
 from workers.loading.weights import make_weights, move, read_weights
@@ -77,6 +78,7 @@ class LoadedModel:
     sample: Sample  # for the self-check
     weights: WeightsLoaded
     ranks: Ranks | None = None  # those that hold the other parts of the model
+    rounds_activations: bool = False  # weights are multiplied by int8
 
 
 class ModelManager:
@@ -167,12 +169,15 @@ class ModelManager:
         if (stage is None or stage.is_last) and num_columns != info.vocab_size:
             raise refusal(architecture, f"its head returns {num_columns} logits for {info.vocab_size} tokens")
         shapes, params = [call.shape for call in recorded.calls], [call.params for call in recorded.calls]
+        rounds = rounds_activations(model)
         with progress.over("laying out the weights", params) as counted:
             decoder = replace_layers(model, recorded.decoder, counted, ranks)
         if group is not None and plan is not None:
             add_collectives(model, plan, group)
         weights = WeightsLoaded(num_bytes, time.monotonic() - started_s)
-        return LoadedModel(model, decoder, shapes, params, info, self.device, model_dtype, sample, weights, ranks)
+        return LoadedModel(
+            model, decoder, shapes, params, info, self.device, model_dtype, sample, weights, ranks, rounds
+        )
 
     def _resolve_dtype(self, dtype: str) -> str | torch.dtype:
         if dtype != "auto":

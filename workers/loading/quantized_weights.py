@@ -263,6 +263,11 @@ def num_quantized_parameters(model: nn.Module) -> int:
     return sum(module.num_numbers for module in _quantized(model))
 
 
+def rounds_activations(model: nn.Module) -> bool:
+    """Return whether the model has weights that are multiplied by activations of eight bits."""
+    return any(module.matrix.activations == "int8" for module in _quantized(model))
+
+
 def num_weight_bytes(model: nn.Module) -> int:
     """Return the bytes of the model's parameters and quantized matrices."""
     return sum(parameter.nbytes for parameter in model.parameters()) + sum(

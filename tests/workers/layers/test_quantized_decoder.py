@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.inprocess import InProcessEngine
+from tests.support.quantized_models import make_quantized_model
 from tests.support.tiny_models import WIDE_ARCHITECTURES, make_model
 from workers.csrc.build import c_library
 from workers.layers.cpu_decoder import CpuDecoder
@@ -68,6 +69,17 @@ def test_one_call_computes_what_the_layers_and_dequantized_weights_compute(
     dequantizes = True
     reference = InProcessEngine(ModelManager("cpu").load(tmp_path, dtype, None)).runner
     assert distance(by_layers, reference._run_in_chunks(TOKEN_IDS)) < (1e-4 if is_exact else 0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
+def test_the_self_check_accepts_what_int8_activations_change(scheme: str, dtype: str, tmp_path: Path) -> None:
+    if c_library(dtype) is None or not can_pack(getattr(torch, dtype)):
+        pytest.skip("this processor has no bfloat16 instructions, or there is no compiler")
+    make_quantized_model(tmp_path, scheme)
+    loaded = ModelManager("cpu").load(tmp_path, dtype, None)
+    assert loaded.rounds_activations
+    assert InProcessEngine(loaded).runner.self_check() < 0.05
 
 
 def distance(found: Any, expected: Any) -> float:
