@@ -411,10 +411,11 @@ class Tamperer:
         offset = self._chance.randrange(1500, 30_000) if is_armed else None
         to_server = self._chance.random() < 0.5
         try:
-            await asyncio.gather(
-                self._pipe(reader, their_writer, offset if to_server else None),
-                self._pipe(their_reader, writer, None if to_server else offset),
-            )
+            with contextlib.suppress(asyncio.CancelledError):  # by `stop`
+                await asyncio.gather(
+                    self._pipe(reader, their_writer, offset if to_server else None),
+                    self._pipe(their_reader, writer, None if to_server else offset),
+                )
         finally:
             for each in (writer, their_writer):
                 each.transport.abort()

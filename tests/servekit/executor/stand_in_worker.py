@@ -83,6 +83,8 @@ def main() -> None:
             time.sleep(60)
         elif behaviour == "fails":
             results.send(WorkerFailed("the model worker failed: RuntimeError: connection closed by peer"))
+        elif behaviour == "is a group without memory":
+            results.send(WorkerFailed("rank 1 of the model worker ran out of memory", is_out_of_memory=True))
         elif behaviour == "trickles":  # bytes of a frame that never ends
             os.write(arguments.result_fd, bytes([0, 1, 0, 0]))
             while True:

@@ -35,6 +35,17 @@ async def test_a_hanging_step_times_out_although_heartbeats_arrive(start: Start)
     await worker.end()
 
 
+async def test_a_group_that_has_joined_and_ran_out_of_memory_is_lost_for_that(start: Start) -> None:
+    """So the next steps are smaller, as after the loss of a group that the server started itself."""
+    _, worker = start("is a group without memory")
+    assert await worker.receive(60) == READY
+    worker.send(PLAN)
+    with pytest.raises(WorkerLost, match="ran out of memory"):
+        await worker.receive(60)
+    assert worker.cause == "out_of_memory"
+    await worker.end()
+
+
 async def test_bytes_that_trickle_in_are_no_sign_of_life(start: Start) -> None:
     """A frame that never ends, byte by byte, is silence; the step has no time limit here."""
     _, worker = start("trickles", silence_s=0.3)
