@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
@@ -16,7 +17,8 @@ from tests.support.server_process import serving
 QUESTION = "What color is the sky?"
 
 
-def test_a_gguf_file_answers_as_the_model_that_its_blocks_mean(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_gguf_file_answers_as_the_model_that_its_blocks_mean(num_ranks: int, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32).eval()
     whole = (DEMO_MODEL_PATH / "tokenizer.json").read_text()
     tokenizer = Tokenizer.from_str(whole)
@@ -32,7 +34,8 @@ def test_a_gguf_file_answers_as_the_model_that_its_blocks_mean(tmp_path: Path) -
     with torch.inference_mode():
         output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=16, eos_token_id=[-1])
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    with serving("--model", str(tmp_path / "model.gguf"), log=tmp_path / "log", environment=environment) as server:
+    arguments = ("--model", str(tmp_path / "model.gguf"), "--tensor-parallel-size", str(num_ranks))
+    with serving(*arguments, log=tmp_path / "log", environment=environment) as server:
         fields = {"max_tokens": 16, "ignore_eos": True, "temperature": 0.0}
         answer = server.generate(QUESTION, **fields)["generated_text"]
         assert answer == tokenizer.decode(output[0, len(prompt) :].tolist(), skip_special_tokens=True)

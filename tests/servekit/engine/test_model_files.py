@@ -97,3 +97,17 @@ def test_a_file_that_is_no_model_is_refused_with_what_to_give_instead(
             find_model(model)
     with pytest.raises(ConfigError, match=r"'weights\.bin' is a file; give a GGUF file, or the directory"):
         find_model("weights.bin")
+
+
+def test_a_gguf_file_of_a_repository_is_downloaded_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    downloaded: list[tuple[str, str]] = []
+
+    def download(repository: str, name: str) -> str:
+        downloaded.append((repository, name))
+        return str(tmp_path / "model.gguf")
+
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.setattr("servekit.engine.model_files.hf_hub_download", download)
+    with pytest.raises(ConfigError, match=r"model\.gguf does not begin with GGUF"):
+        find_model("owner/name/folder/model-Q8_0.gguf")
+    assert downloaded == [("owner/name", "folder/model-Q8_0.gguf")]
