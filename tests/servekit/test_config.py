@@ -38,7 +38,7 @@ def test_command_line_overrides_environment_overrides_file_overrides_default() -
         ({"port": "70000"}, "port = '70000'"),
         ({"dtype": "int3"}, "it takes one of auto, bfloat16, float16, float32"),
         ({"device": "tpu"}, "auto, cpu, cuda or cuda:N"),
-        ({"model": ""}, "directory or Hugging Face id"),
+        ({"model": ""}, "directory, GGUF file or Hugging Face id"),
         ({"enable_prefix_caching": "perhaps"}, "--enable-prefix-caching"),
         ({"gpu_memory_utilization": "1.5"}, "number above 0.0 to 1.0"),
         ({"max_num_seqs": "0"}, "integer from 1 to 65536"),
