@@ -1,7 +1,7 @@
 """Compile the C kernels for this processor at first use, and keep the libraries in the user's cache folder.
 
 torch has no attention over pages on a CPU, and between the matrix products of a decoder layer it makes ten passes over
-memory where one is enough. To compile takes three seconds, once per machine, beside the import of torch. Without a
+memory where one is enough. To compile takes some ten seconds, once per machine, beside the import of torch. Without a
 compiler the worker uses torch's operations, and the log says so.
 """
 
