@@ -1,8 +1,9 @@
-"""Delay refusals that a tenant provokes without pause.
+"""Delay the refusals of a tenant whose clients send refused requests without pause.
 
-A refusal costs the event loop a third of a millisecond: a connection, a head, an answer. Clients that send again at
-once, against Retry-After, could occupy the event loop with nothing else. So the refusals of a tenant have a pace, and
-those beyond it wait for their turn. The first ones are immediate, because a load balancer sends the request elsewhere.
+A refusal costs the event loop a third of a millisecond: a connection, a head, an answer. Clients that ignore
+Retry-After and send again at once could take all the time of the event loop. So the rate of refusals is limited for
+each tenant, and those above the rate are delayed. The first ones are immediate, because a load balancer sends the
+request elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ MAX_DELAY_S = 5.0  # what Retry-After says most often
 
 
 class RefusalPace(Struct):
-    """The pace of each tenant. The caller passes the time, in seconds on a clock that never goes back."""
+    """The rate limit of each tenant. The caller passes the time, in seconds on a clock that never goes back."""
 
     next_s: dict[str, float] = {}  # by tenant, when its next refusal is due; as many as the keys files have named
 

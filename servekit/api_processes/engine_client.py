@@ -361,7 +361,7 @@ def _with_text(delta: TokenDelta, output: SequenceOutput) -> TokenDelta:
 
 
 def _apply(times: ms.SequenceTimes, output: SequenceOutput) -> None:
-    """Note what the engine process knows of a sequence."""
+    """Copy the engine process's times of a sequence."""
     sequence = output.sequence
     sequence.num_cached_tokens = times.num_cached_tokens
     sequence.num_preemptions = times.num_preemptions

@@ -216,7 +216,7 @@ class EngineSession:
 
     def _submit(self, question: ms.Submit) -> None:
         remote = self._requests.get(question.request)
-        if remote is None:  # which cannot be; but every question gets an answer
+        if remote is None:  # this does not happen; but every question gets an answer
             gone = ms.Failure.of(WorkerNotReady("the request has no places in the queue; send it again"))
             self.send(ms.Reply(question.question_id, failure=gone))
             return

@@ -82,7 +82,7 @@ class FrameConnection(asyncio.Protocol, Generic[Incoming]):
         try:
             for payload in self._frames.decode(data):
                 self._on_message(self._decode(payload))
-        except (ValueError, msgspec.DecodeError):  # which cannot be: both ends are of one version
+        except (ValueError, msgspec.DecodeError):  # this does not happen: both ends have the same version
             log.exception("an invalid message between an API process and its engine process")
             assert self._transport is not None
             self._transport.abort()

@@ -27,7 +27,7 @@ from servekit.scheduler.scheduler_config import SchedulerConfig
 
 Answer = TypeVar("Answer")
 
-HEARTBEAT_S = 1.0  # between the signs of life of each side
+HEARTBEAT_S = 1.0  # between the heartbeats of each side
 SILENCE_TIMEOUT_S = 30.0  # after which an API process is killed and replaced, or an engine process counts as unhealthy
 
 
@@ -42,7 +42,7 @@ class Failure(Struct, frozen=True):
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Describe an error. One that is not in the tree is a mistake of ours."""
+        """Describe an error. One that is not in the tree is a defect of servekit."""
         if not isinstance(error, ServekitError):
             return cls(InternalError.__name__, f"internal error ({type(error).__name__})")
         return cls(type(error).__name__, error.message, error.param, error.answer_code, error.retry_after_s)
@@ -157,7 +157,7 @@ FromEngine = (
 
 
 class Alive(Struct, frozen=True, tag=True):
-    """A sign of life, sent every HEARTBEAT_S by the event loop."""
+    """A heartbeat, sent every HEARTBEAT_S by the event loop."""
 
 
 class Serving(Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""Two servers compared: the first, whose quality is in question, and the second, to which it is compared."""
+"""Compare two servers: the first is under test, and the second is the baseline."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Agreement(Struct):
 
 
 class Comparison(Struct):
-    """Everything in which two servers were compared."""
+    """All results of the comparison of two servers."""
 
     perplexity: PerplexityDifference | None
     categories: list[CategoryDifference]  # first all questions together

@@ -45,7 +45,7 @@ class EvaluationSettings(Struct, kw_only=True):
     judge_api_key: str | None = None
 
     def check(self) -> None:
-        """Raise ConfigError for what single flags cannot tell."""
+        """Raise ConfigError for flags that contradict each other, or lack one."""
         if self.text is None and not self.questions:
             raise ConfigError("there is nothing to evaluate; give --text FILE, --questions FILE, or --questions demo")
         if self.stride is not None and self.stride > self.window:

@@ -31,7 +31,7 @@ class Verdict(StrEnum):
     FIRST = "first"
     SECOND = "second"
     TIE = "tie"
-    UNREADABLE = "unreadable"  # the judge did not say
+    UNREADABLE = "unreadable"  # the reply has no verdict
 
 
 class Judgement(Struct):

@@ -1,4 +1,4 @@
-"""What one server has said: its score of the text, and its answers to the questions."""
+"""The results of one server: its score of the text, and its answers to the questions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Answer(Struct):
 
 
 class Measurement(Struct):
-    """What a server has said."""
+    """The results of a server."""
 
     url: str
     model: str

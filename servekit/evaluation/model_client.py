@@ -108,7 +108,7 @@ class ModelClient(HttpClient):
         return (await self._send("/tokenize", body, _Tokens)).tokens
 
     async def score(self, token_ids: list[int], scored_from: int) -> list[TokenScore]:
-        """Return what the model thinks of the tokens of a prompt from `scored_from` on. The first one has no logprob.
+        """Return the model's scores of the tokens of a prompt from `scored_from` on. The first one has no logprob.
 
         One token is generated, because not all servers accept 0, and dropped.
         """

@@ -58,14 +58,14 @@ def parse_documents(content: bytes, name: str) -> list[str]:
 
 
 class TokenScore(Struct, frozen=True):
-    """What a model thought of a token of a text."""
+    """The logprob that a model gives to a token of a text."""
 
     logprob: float
     likeliest: str | None  # the text of the token that it would have chosen, if the server returns it
 
 
 class TextScore(Struct):
-    """What a model thought of the documents of a text.
+    """The scores of the tokens of a text's documents.
 
     A document's first token has no score if nothing stands before it, not even a BOS token.
     """

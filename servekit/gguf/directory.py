@@ -1,6 +1,6 @@
 """Make a model's directory of a GGUF file, once, in the user's cache folder.
 
-All that follows reads directories: the tokenizer, chat templates, workers, workers on other machines, fingerprints. So
+All other code reads directories: the tokenizer, chat templates, workers, workers on other machines, fingerprints. So
 a file becomes a directory with the small files that a checkpoint has, an index of its tensors, and a link to itself.
 """
 

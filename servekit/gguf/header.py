@@ -52,7 +52,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a GGUF file says of itself. Every tensor lies within the file, and no two share a byte."""
+    """The contents of a GGUF file's header. Every tensor lies within the file, and no two share a byte."""
 
     path: Path
     metadata: dict[str, Any]  # int, float, bool, str, or a list of one of them

@@ -1,7 +1,7 @@
 """Make the config.json that transformers would have, of a GGUF file's metadata.
 
-What decides about answers and is not in the file is refused, never taken from a class's defaults: these are the values
-of one checkpoint.
+A file that lacks a value which changes answers is refused. The defaults of transformers' classes are not used, because
+they are the values of one checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def model_config(header: Header) -> dict[str, Any]:
     hidden_size, num_heads = values.count("embedding_length"), values.count("attention.head_count")
     head_size = values.count("attention.key_length", hidden_size // num_heads)
     if head_size < 2 or head_size % 2:
-        raise values.error("attention.head_count", f"heads of {head_size} numbers have no two halves to turn")
+        raise values.error("attention.head_count", f"RoPE needs heads of an even size, and not of {head_size}")
     num_layers = values.count("block_count")
     if num_layers > len(header.tensors):
         raise values.error("block_count", f"the file has {len(header.tensors)} tensors; it is damaged")
@@ -124,7 +124,7 @@ class _Values:
 
 
 def _rope_parameters(values: _Values, head_size: int) -> dict[str, Any]:
-    """Return transformers' `rope_parameters`: how rotary positions turn, for each kind of layer where kinds differ."""
+    """Return transformers' `rope_parameters`: the parameters of RoPE, for each kind of layer where kinds differ."""
     header = values.header
     model_type = architecture_of(header).model_type
     theta = values.number("rope.freq_base", 1_000_000.0 if model_type == "gemma3_text" else 10_000.0)
@@ -133,7 +133,7 @@ def _rope_parameters(values: _Values, head_size: int) -> dict[str, Any]:
     if model_type == "phi3":
         parameters["partial_rotary_factor"] = size / head_size
     elif size != head_size:
-        raise values.error("rope.dimension_count", f"heads have {head_size} numbers, and to turn a part is not read")
+        raise values.error("rope.dimension_count", f"servekit needs RoPE for all {head_size} numbers of a head")
     kind = values.get("rope.scaling.type")
     if "rope_freqs.weight" in header.tensors:
         parameters |= _llama3_parameters(header, theta, head_size)

@@ -39,8 +39,9 @@ class GgufTensor(Struct, frozen=True, kw_only=True, omit_defaults=True):
     type: str  # a key of BLOCK_SIZES
     shape: tuple[int, ...]
     offset: int  # of the first byte, from the beginning of the file
-    # llama.cpp turns neighbours where transformers turns the halves of a head. So it stores the rows of queries and
-    # keys in another order. This is the number of heads whose rows are to be put back; 0 if the order is the same.
+    # For RoPE, llama.cpp rotates pairs of neighbours, and transformers pairs from the two halves of a head. So
+    # llama.cpp stores the rows of queries and keys in another order. This is the number of heads whose rows are
+    # to be put back; 0 if the order is the same.
     num_interleaved_heads: int = 0
     adds_one: bool = False  # Gemma's norms multiply by 1 + w; the file holds 1 + w, and transformers wants w
 

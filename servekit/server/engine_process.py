@@ -1,7 +1,7 @@
 """Run the engine process of a server with several API processes: start them, replace them, drain, and end.
 
-The engine process owns what must be one: the listening sockets, the waiting queue, the limits, the router, the
-managers, the workers, the metrics and the journal. It speaks no HTTP. docs/design/api-processes.md has the reasons.
+The engine process holds what exists once: the listening sockets, the waiting queue, the limits, the router, the
+managers, the workers, the metrics and the journal. It does not serve HTTP. See docs/design/api-processes.md.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ApiProcessHandle:
         """
         self._session.num_silent_ticks += 1
         if self._session.num_silent_ticks * STATUS_INTERVAL_S > ms.SILENCE_TIMEOUT_S:
-            log.error("API process %s gave no sign of life for %g s", self.pid, ms.SILENCE_TIMEOUT_S)
+            log.error("API process %s sent no heartbeat for %g s", self.pid, ms.SILENCE_TIMEOUT_S)
             self.kill()
 
     def kill(self) -> None:
@@ -180,7 +180,7 @@ class ApiProcesses:
             listener.close()
 
     async def _send_status(self) -> None:
-        """Send the engine's state when it has changed, and as a sign of life."""
+        """Send the engine's state when it has changed, and as a heartbeat."""
         sent, num_ticks = None, 0
         while True:
             status, num_ticks = self._shared.status(), num_ticks + 1

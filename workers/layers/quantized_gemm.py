@@ -92,7 +92,7 @@ def _zero_point(matrix: QuantizedTensor) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Scales or offsets as they are stored: `numbers` is what the type says, [num_outputs, num_groups], or nothing."""
+    """Scales or offsets as they are stored: [num_outputs, num_groups] in the format `type`; None for NO_NUMBERS."""
 
     type: str
     numbers: Tensor | None

@@ -16,7 +16,7 @@ from workers.quantization.quantized_tensor import QuantizedTensor
 
 
 class QuantizedLinear(nn.Module):
-    """y = x W' + b, for a W of few bits."""
+    """y = x W' + b, where W is a QuantizedTensor."""
 
     def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None) -> None:
         """Make a layer without a matrix; `fill` must be called before the first call."""
@@ -76,7 +76,7 @@ class QuantizedEmbedding(nn.Module):
 
 
 class DequantizingWeight:
-    """A quantized weight that each multiplication dequantizes: slow, and right on every device."""
+    """A quantized weight that each multiplication dequantizes: slow, but correct on every device."""
 
     def __init__(self, weight: QuantizedTensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias

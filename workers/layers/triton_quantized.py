@@ -59,7 +59,7 @@ def _add_product(
 
 @triton.jit
 def _numbers(codes, levels, kind: tl.constexpr):
-    """Return the numbers of codes, of which the scale is the rest: those of float8 are 256 times too small."""
+    """Return the values of codes, before scales. Those of float8 are 256 times too small; `scales` has the factor."""
     if kind == INTEGER:
         return codes.to(tl.float32) - 8.0
     if kind == TABLE:

@@ -1,4 +1,4 @@
-"""Weights of few bits: the values that every format of quantized checkpoints is read into.
+"""Quantized weights: one type for all formats of quantized checkpoints, and rounding at load.
 
 May import nothing of workers.
 """

@@ -1,6 +1,6 @@
-"""Quantize weights as they are read: to the loader, a format whose files hold numbers.
+"""Quantize an unquantized checkpoint as it is read. The loader treats this as one more format.
 
-Nothing but the weights is looked at, so there is nothing to calibrate. `--quantization` names the format.
+Rounding depends on the weights only. There is no calibration. `--quantization` names the format.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IN_A_LAYER = re.compile(r"\.\d+\.")
 
 
 class QuantizedAtLoad(WeightFormat):
-    """Numbers that are rounded as they are read.
+    """Unquantized weights that are rounded as they are read.
 
     Matrices outside of the numbered layers, such as the output head, get eight bits in every format: each logit is one
     row's product, so an error there is not averaged by later layers. They are a small part of a model.
@@ -39,7 +39,7 @@ class QuantizedAtLoad(WeightFormat):
     is_stored: ClassVar[bool] = False
 
     def __init__(self, kind: str, group_size: int | None = None) -> None:
-        """`kind` is one of BY_ROW and BY_GROUP. Raises ConfigError for a group size that it has no use for."""
+        """`kind` is one of BY_ROW and BY_GROUP. Raises ConfigError for a group size with one of BY_ROW."""
         if kind in BY_ROW:
             if group_size is not None:
                 raise ConfigError(

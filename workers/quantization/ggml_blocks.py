@@ -1,7 +1,7 @@
 """Unpack ggml's blocks, in which GGUF files hold their matrices, into QuantizedTensors.
 
 A block is a run of 32 or 256 neighbours in a row: their codes, packed, and what turns these into numbers. ggml's code
-in C defines the layouts (ggml-common.h); https://github.com/ggml-org/llama.cpp is where it is.
+in C defines the layouts (ggml-common.h in https://github.com/ggml-org/llama.cpp).
 
 What a block stores as one scale for each group stays as it is, in float16. Where it stores two factors of a scale, or a
 minimum beside it, the products and sums are folded in float32. So a number differs from ggml's by the rounding of a few

@@ -1,8 +1,8 @@
-"""A matrix whose numbers take four or eight bits, the one value behind all formats of quantized weights.
+"""A matrix of four or eight bits per weight: the one type for all formats of quantized weights.
 
-Formats differ in how they pack codes, in the type of their scales and in the names of their tensors. What they mean is
+Formats differ in how they pack codes, in the type of their scales and in the names of their tensors. Their meaning is
 the same: each number is a code of few bits times a scale, and a group of neighbours in a row shares the scale. So each
-format is read into a QuantizedTensor, and layers and kernels know nothing of formats.
+format is read into a QuantizedTensor, and layers and kernels do not depend on formats.
 """
 
 from __future__ import annotations

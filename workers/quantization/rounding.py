@@ -113,7 +113,7 @@ class _Best:
 
 
 def _positive(scales: Tensor) -> Tensor:
-    """Return scales to divide by: groups of nothing but zeros have one, too. What is not a number stays so."""
+    """Return scales to divide by: groups that are all zeros have one, too. NaN stays NaN."""
     return torch.where(scales <= 1e-30, 1.0, scales)
 
 

@@ -54,7 +54,7 @@ class _State(msgspec.Struct):
 
 
 class Bitsandbytes(WeightFormat):
-    """LLM.int8, NF4 and FP4. Each matrix shows by its tensors which one it is."""
+    """LLM.int8, NF4 and FP4. The tensors of each matrix decide which of them it is."""
 
     markers: ClassVar[frozenset[str]] = frozenset({".SCB", *_STATES.values()})
     suffixes: ClassVar[frozenset[str]] = frozenset(

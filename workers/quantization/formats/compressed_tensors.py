@@ -28,7 +28,7 @@ LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 STRATEGIES = ("tensor", "channel", "group", "block")
 MAX_GROUPS = 1000  # of config_groups, and of targets in each; a model has far fewer kinds of modules
 MAX_PATTERN_CHARACTERS = 1000
-MATCHING_TIMEOUT_S = 1.0  # for all patterns and names: a hostile pattern may take longer than anybody waits
+MATCHING_TIMEOUT_S = 1.0  # for all patterns and names: a hostile pattern may take hours
 
 assert sys.byteorder == "little", "codes are viewed as bytes where they lie in int32"
 

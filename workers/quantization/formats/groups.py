@@ -1,4 +1,4 @@
-"""How scales, zero points and orders of columns become those of a QuantizedTensor."""
+"""Convert scales, zero points and orders of columns to those of a QuantizedTensor."""
 
 from __future__ import annotations
 

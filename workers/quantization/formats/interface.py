@@ -1,4 +1,4 @@
-"""What the loader asks of a format of quantized weights.
+"""The interface between the loader and a format of quantized weights.
 
 In the files, a matrix is several tensors, whose names begin with the same prefix: the codes, their scales, and so on.
 What follows the prefix is the tensor's suffix, with its dot: `.qweight`. A format is given the tensors of one matrix by
@@ -20,8 +20,8 @@ from workers.quantization.quantized_tensor import QuantizedTensor
 class WeightFormat(ABC):
     """One format, as the `quantization_config` of a config.json describes it."""
 
-    name: str  # for the log and for people: "GPTQ, 4 bits"
-    # A matrix is quantized if it has a tensor of one of these. config.json's own lists (targets, ignore) are not asked.
+    name: str  # for logs and messages: "GPTQ, 4 bits"
+    # A matrix is quantized if it has a tensor of one of these. config.json's lists (targets, ignore) are not used.
     markers: ClassVar[frozenset[str]]
     suffixes: ClassVar[frozenset[str]]  # of all tensors that are read, with `markers`; some may be optional
     # What follows the prefix in the name of the unquantized parameter.

@@ -1,4 +1,4 @@
-"""Which format a config.json describes, and what it is called."""
+"""Choose the format that a config.json describes, and give its name."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "mxfp4": Mxfp4,
 }
 
-# What people call formats, by their `quant_method`, as transformers' quantizers/auto.py lists them. A method that is
-# not here is called as config.json calls it.
+# The names of formats in messages, by their `quant_method`, as transformers' quantizers/auto.py lists them. For other
+# methods, messages have the name in config.json.
 NAMES = {
     "aqlm": "AQLM",
     "auto-round": "AutoRound",
