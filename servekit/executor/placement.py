@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from servekit.config import ServeConfig
+from servekit.errors import ConfigError
 from servekit.protocol.messages import LoadModel
 from servekit.simulation.model import is_simulated
 
@@ -49,13 +50,22 @@ ANYWHERE = Placement()
 
 
 def placements(config: ServeConfig) -> list[Placement]:
-    """Return the place of each replica's worker. A single worker is bound to no cores, and torch chooses its GPU."""
+    """Return the place of each replica's worker. A single worker is bound to no cores, and torch chooses its GPU.
+
+    Raises ConfigError if all replicas would be on one device.
+    """
     devices = config.devices.split(",") if config.devices is not None else []
     num_replicas = len(devices) or config.data_parallel_size
     if num_replicas == 1:
         return [Placement(device=devices[0] if devices else None)]
     if is_simulated(config.model):
         return [Placement()] * num_replicas
+    if not devices and ":" in config.device and config.listen_workers is None:
+        raise ConfigError(
+            f"device = {config.device!r} (--device) is one device, and data_parallel_size = {num_replicas} replicas "
+            f"(--data-parallel-size) need one each; name them with --devices, as in --devices cuda:0,cuda:1, or use "
+            "--device cuda, which begins with the first GPU (CUDA_VISIBLE_DEVICES says which one that is)"
+        )
     names = devices or [config.device] * num_replicas
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     on_cpu = [index for index, name in enumerate(names) if name == "cpu" or (name == "auto" and not _has_gpu())]

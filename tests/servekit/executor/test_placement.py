@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from servekit.config import ServeConfig
+from servekit.errors import ConfigError
 from servekit.executor import placement
 from servekit.executor.placement import ANYWHERE, Placement, divide, placements
 from servekit.executor.worker_process import worker_environment
@@ -65,6 +66,15 @@ def test_replicas_on_gpus_have_devices_of_their_own(monkeypatch: pytest.MonkeyPa
     assert [each.apply(LOAD).device_index for each in placements(config)] == [0, 4]
     named = [each.apply(LOAD) for each in placements(ServeConfig(devices="cuda:1,cuda:0"))]
     assert [(each.device, each.device_index) for each in named] == [("cuda:1", None), ("cuda:0", None)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_several_replicas_on_one_named_device_are_refused(num_ranks: int) -> None:
+    with pytest.raises(ConfigError, match=r"'cuda:2' \(--device\) is one device.* --devices cuda:0,cuda:1"):
+        placements(ServeConfig(device="cuda:2", data_parallel_size=2, tensor_parallel_size=num_ranks))
+    assert placements(ServeConfig(device="cuda:2", tensor_parallel_size=num_ranks)) == [ANYWHERE]
+    joining = ServeConfig(device="cuda:2", data_parallel_size=2, listen_workers="unix:/run/servekit.sock")
+    assert len(placements(joining)) == 2, "the device of a worker that joins is its own --device"
 
 
 def test_simulated_workers_are_bound_to_no_core() -> None:
