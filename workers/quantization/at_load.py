@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from servekit.errors import ConfigError
@@ -64,7 +65,14 @@ class QuantizedAtLoad(WeightFormat):
         return num_outputs, num_inputs
 
     def read(self, tensors: Mapping[str, Tensor], name: str) -> QuantizedTensor:
-        matrix = self._round(tensors[".weight"], name)
+        # torch's threads would wait for each other after every small operation: beside a busy process, two of them took
+        # thirty times as long as one here. Trade-off: on an idle machine with many cores, one takes longer.
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            matrix = self._round(tensors[".weight"], name)
+        finally:
+            torch.set_num_threads(num_threads)
         finite(matrix.scales, ".weight", name)
         if matrix.offsets is not None:
             finite(matrix.offsets, ".weight", name)
