@@ -315,9 +315,9 @@ def test_memory_is_that_of_codes_and_scales_and_at_most_a_layer_more(kind: str, 
     numbers = 12 * (4 * 512 * 512 + 3 * 512 * 1536)
     bytes_of_scales = {"int8": 0, "int4": numbers // 64 * 4, "w4a16": numbers // 128 * 2}[kind]
     assert expected == pytest.approx(numbers * (1 if kind == "int8" else 0.5) + bytes_of_scales, rel=0.03)
-    assert held == pytest.approx(expected, rel=0.03, abs=2**21)  # the allocator keeps some of the last chunk
+    assert held == pytest.approx(expected, rel=0.03, abs=2**22)  # the allocator keeps some of the last chunk
     layer_in_files = 2 * numbers // 12
-    assert peak < expected + layer_in_files + 16 * 2**20, "beside one layer, only a few rows at a time"
+    assert peak < expected + layer_in_files + 24 * 2**20, "beside one layer, only a few rows at a time"
 
 
 def pack_quickly(path: Path) -> None:
