@@ -46,13 +46,12 @@ EXIT_TIMEOUT_S = 10.0  # beyond the time to write the last answers: to end sandb
 class ApiProcessHandle:
     """One API process, from its start to its end."""
 
-    def __init__(self, shared: SharedEngine, listener: socket.socket, start: ms.Start) -> None:
+    def __init__(self, shared: SharedEngine, listener: socket.socket) -> None:
         self.is_serving = asyncio.Event()
         self.failure: ServekitError | None = None  # why it cannot serve
         self.ended = asyncio.Event()
         self._session = EngineSession(shared, self._receive, self.ended.set)
         self._listener = listener
-        self._start = start
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -60,7 +59,7 @@ class ApiProcessHandle:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Start the process, and send it its settings."""
+        """Start the process, and connect to it. It waits for its settings."""
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-m", "servekit.server.api_process", "--parent-pid", str(os.getpid())]
@@ -72,7 +71,6 @@ class ApiProcessHandle:
                 start_new_session=True,  # Ctrl-C in a terminal must reach the engine process only
             )
         await self._session.open(ours)
-        self._session.send(self._start)
 
     def send(self, message: Struct) -> None:
         self._session.send(message)
@@ -196,13 +194,14 @@ class ApiProcesses:
         """Start a process, and another one when it has ended, until the server drains."""
         num_failed = 0
         while not self._is_ending:
-            start = ms.Start(self._config, self._keys, self._created_s, is_replacement=self._loaded is not None)
-            handle = ApiProcessHandle(self._shared, self._listeners[index], start)
+            handle = ApiProcessHandle(self._shared, self._listeners[index])
             try:
                 await handle.start()
                 if self._is_ending:
                     return
+                # Nothing waits from here to Start: keys that are replaced in between would reach no process.
                 self._handles[index] = handle
+                handle.send(ms.Start(self._config, self._keys, self._created_s, self._loaded is not None))
                 handle.send(self._shared.status())
                 if self._loaded is not None:
                     handle.send(self._loaded)

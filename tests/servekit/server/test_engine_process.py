@@ -8,7 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from servekit.api.auth.keys import Key
 from servekit.api_processes import messages as ms
+from servekit.api_processes.engine_session import EngineSession
 from servekit.config import ServeConfig
 from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import ConfigError, InternalError
@@ -16,6 +18,18 @@ from servekit.server import engine_process
 from servekit.server.engine_process import STATUS_INTERVAL_S, ApiProcesses, ApiProcessHandle
 
 LIMIT_S = 60
+
+
+class EndedProcess:
+    """What `asyncio.create_subprocess_exec` returns for a process that has ended."""
+
+    pid, returncode = 1, 0
+
+    async def wait(self) -> int:
+        return 0
+
+
+ENDED_PROCESS = EndedProcess()
 
 
 def make_processes() -> ApiProcesses:
@@ -26,9 +40,7 @@ def make_processes() -> ApiProcesses:
 async def test_a_process_that_gives_no_sign_of_life_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[bool] = []
     monkeypatch.setattr(ApiProcessHandle, "kill", lambda _: killed.append(True))
-    handle = ApiProcessHandle(
-        cast(Any, SimpleNamespace(engine=LLMEngine(ServeConfig()))), cast(Any, None), cast(Any, None)
-    )
+    handle = ApiProcessHandle(cast(Any, SimpleNamespace(engine=LLMEngine(ServeConfig()))), cast(Any, None))
     num_ticks = round(ms.SILENCE_TIMEOUT_S / STATUS_INTERVAL_S)
     for _ in range(num_ticks):
         handle.note_tick()
@@ -86,3 +98,24 @@ async def test_the_server_is_loading_until_every_process_serves(monkeypatch: pyt
     assert processes._shared.status().state == "ready"
     processes.drain()
     assert isinstance(sent[-1], ms.Drain)
+
+
+async def test_keys_that_are_replaced_while_a_process_starts_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = make_processes()
+    revoked, valid = (Key(digest * 32, "tenant") for digest in (b"r", b"v"))
+    processes._keys = [revoked]
+    sent: list[Any] = []
+
+    async def start_process(*_: Any, **__: Any) -> Any:
+        processes.replace_keys([valid])
+        return ENDED_PROCESS  # the other end of its connection is closed when this returns
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_process)
+    monkeypatch.setattr(EngineSession, "send", lambda _, message: sent.append(message))
+    monkeypatch.setattr(engine_process, "MAX_FAILED_STARTS", 1)
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(InternalError, match="1 times"):
+            await processes._keep(0)
+    processes._close_listeners()
+    assert [each.keys for each in sent if isinstance(each, ms.Start | ms.ReplaceKeys)][-1] == [valid]
+    assert isinstance(sent[0], ms.Start)
