@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from servekit.config import ServeConfig
@@ -74,6 +73,11 @@ class Replica:
         """Whether a new sequence can run here at once: not beside one that is suspected of crashing workers."""
         return self.is_ready and not self.core.manager.quarantine
 
+    def wake(self) -> None:
+        """Let its core see that the worker is lost or leaves. Does nothing before there is a core."""
+        if self._core is not None:
+            self._core.wake()
+
     def info(self) -> dict[str, Any]:
         """What /info says of it."""
         worker = self.worker
@@ -106,13 +110,16 @@ class Replicas:
         self._is_draining = False
         self.all: list[Replica] = []
         for placement in placements(config):
-            self._new_replica(placement)
+            self.all.append(self._new_replica(placement))
 
     def _new_replica(self, placement: Placement = ANYWHERE) -> Replica:
-        wake = partial(self._wake, len(self.all))
+        """Return the next replica. It is one of `all` when the caller appends it."""
+
+        def wake() -> None:
+            replica.wake()
+
         executor = ModelExecutor(self._config, wake, wake, self._source, placement)
         replica = Replica(len(self.all), executor, placement)
-        self.all.append(replica)
         return replica
 
     # -- start and stop -----------------------------------------------------------------------------------------------
@@ -217,11 +224,11 @@ class Replicas:
         if vacated is None:
             try:
                 self._give_core(replica, ready)
-            except ServekitError as error:
-                log.error("a worker that has joined cannot be used: %s", error.message)
-                self.all.remove(replica)
+            except Exception as error:  # a journal that cannot be created, for example: the other replicas serve on
+                log.exception("a worker that has joined cannot be used: %s", error)
                 await replica.executor.stop()
                 return
+            self.all.append(replica)
         else:
             replica.worker, replica.is_vacated = ready, False
             replica.core.worker_joined()
@@ -232,10 +239,6 @@ class Replicas:
     async def stop(self, graceful: bool) -> None:
         """End all workers."""
         await asyncio.gather(*(replica.executor.stop(graceful) for replica in self.all))
-
-    def _wake(self, index: int) -> None:
-        if self._has_cores:
-            self.all[index].core.wake()
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -9,17 +9,22 @@ import asyncio
 from itertools import chain
 from typing import Any, cast
 
+import pytest
+
 from servekit.config import ServeConfig
 from servekit.engine.engine_core import EngineCore
 from servekit.engine.replicas import Replica, Replicas
 from servekit.engine.request_registry import RequestRegistry
-from servekit.errors import WorkerLost
+from servekit.errors import ConfigError, WorkerLost
+from servekit.executor.worker_connection import WorkerConnection
+from servekit.protocol.messages import ModelInfo, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.commands import AddSequence, Finish, Plan, Restart
 from servekit.scheduler.sequence import FinishReason, Sequence
 from servekit.scheduler.workload_manager import WorkloadManager
 from tests.support.scheduler import make_manager
 
+READY = WorkerReady(ModelInfo("Stand-in", 1, 10, 100, (), 1.0, 0, 1.0), "cpu", "float32", 8, 1, 0.0)
 BLOCK_SIZE = make_manager().config.block_size
 
 
@@ -30,6 +35,23 @@ class Executor:
 
     async def stop(self) -> None:
         self.is_ready = False
+
+
+class JoinedStream:
+    """Stands in for the connection to a worker that has joined, and exits when it is asked to."""
+
+    name = "a worker"
+
+    def start(self, *_: object) -> None: ...
+
+    def write(self, data: bytes) -> None: ...
+
+    def stop(self) -> None: ...
+
+    async def wait_ended(self, timeout_s: float) -> bool:
+        return True
+
+    async def end(self, is_hung: bool = False) -> None: ...
 
 
 class Core:
@@ -246,6 +268,24 @@ async def test_the_engine_fails_with_its_last_replica_or_with_a_task_of_its_own(
     broken.replicas.all[1].core.run = lambda: asyncio.sleep(60)  # type: ignore[method-assign, assignment, return-value]
     broken.replicas._rebalance_forever = failing  # type: ignore[method-assign]
     assert "a mistake" in (await broken.replicas.run(lambda _: None, lambda *_: None)).message
+
+
+@pytest.mark.parametrize("error", [ConfigError("the journal cannot be created"), OSError("the disk is full")])
+async def test_an_error_in_adding_a_worker_ends_that_worker_only(error: Exception) -> None:
+    fleet = Fleet(64)
+    added = fleet.add()
+    tried: list[int] = []
+
+    def make_core(replica: Replica) -> EngineCore:
+        tried.append(replica.index)
+        raise error
+
+    fleet.replicas._make_core = make_core
+    for _ in range(2):
+        worker = WorkerConnection(cast(Any, JoinedStream()), 10.0, lambda: None)
+        await fleet.replicas._add_worker(worker, READY)
+        assert worker.loss is not None
+    assert tried == [1, 1] and fleet.replicas.all == [added] and fleet.add() is added
 
 
 async def failing() -> None:
