@@ -17,7 +17,7 @@ import servekit
 from servekit.errors import ConfigError
 from servekit.protocol.child_process import die_with_parent, dump_stacks_on_crash, ignore_signals
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
-from servekit.protocol.logging import configure_logging
+from servekit.protocol.logging import configure_logging, escaped
 from servekit.protocol.messages import FromWorker, ToWorker, WorkerFailed
 
 USAGE = (
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return join(arguments)
     except ConfigError as error:
-        sys.stderr.write(f"error: {error.message}\n")
+        sys.stderr.write(f"error: {escaped(error.message)}\n")  # anyone may have sent it, in place of the server
         return 2
 
 

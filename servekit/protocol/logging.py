@@ -69,14 +69,14 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        parts = [f"{clock} {record.levelname:<7} {record.name} ", _escaped(record.getMessage())]
+        parts = [f"{clock} {record.levelname:<7} {record.name} ", escaped(record.getMessage())]
         parts += [
             f"{name}={_quoted(value)}" for name, value in getattr(record, "fields", {}).items() if _has_value(value)
         ]
         if record.exc_info:
             # Indented, so that no line of it looks like a log line.
             lines = self.formatException(record.exc_info).split("\n")
-            parts += ["".join(f"\n    {_escaped(line)}" for line in lines)]
+            parts += ["".join(f"\n    {escaped(line)}" for line in lines)]
         return " ".join(parts)
 
 
@@ -96,7 +96,8 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """Return a text without control codes, for a log or a terminal: each is written as an escape sequence of Python."""
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -18,6 +19,8 @@ from servekit.executor.model_executor import ModelExecutor
 from servekit.joining import agent
 from servekit.joining.address import TcpAddress
 from servekit.joining.credentials import server_tls
+from servekit.protocol.frames import add_header
+from servekit.protocol.handshake import Refused
 from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.worker import USAGE
@@ -209,6 +212,23 @@ async def test_a_worker_waits_for_its_server_and_says_what_is_wrong_meanwhile(tm
         joining.process.send_signal(signal.SIGTERM)
         code, output = await joining.wait()
         assert code == 0 and "is not a servekit server" in output, output
+
+
+async def test_a_forged_refusal_sends_no_control_codes_to_the_terminal(tmp_path: Path) -> None:
+    """It needs no key: a refusal may come before any proof."""
+    forged = msgspec.msgpack.encode(Refused("wrong_key", "\x1b]0;owned\x07\nerror: none\x9b2J"))
+
+    def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(add_header(forged))
+        writer.close()
+
+    forger = await asyncio.start_unix_server(refuse, str(tmp_path / "workers.sock"))
+    async with worker(tmp_path) as joining:
+        code, output = await joining.wait()
+    forger.close()
+    await forger.wait_closed()
+    assert code == 2 and r"\x1b]0;owned\x07\nerror: none\x9b2J" in output, output
+    assert all(character.isprintable() for line in output.splitlines() for character in line)
 
 
 async def test_a_worker_that_has_not_joined_yet_leaves_at_the_first_signal(tmp_path: Path) -> None:
