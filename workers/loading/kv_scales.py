@@ -1,7 +1,6 @@
 """The scales of keys and values that a checkpoint brings for a KV cache in float8.
 
-Whoever made the checkpoint measured the model with them. Checkpoints without any need none: each vector is then stored
-with a scale of its own.
+Its author measured the model with them. For checkpoints without any, each vector is stored with its own scale.
 """
 
 from __future__ import annotations

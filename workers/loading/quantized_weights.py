@@ -93,7 +93,7 @@ class QuantizedMatrices:
                 )
 
     def class_like(self, model_class: Any) -> Any:
-        """Return a subclass of a model's class whose linear layers with quantized matrices wait for them."""
+        """Return a subclass of a model's class whose linear layers with quantized matrices are made without them."""
         names, tied = list(self._prefix_of), self._tied
 
         class QuantizedModel(model_class):  # type: ignore[misc]
@@ -117,12 +117,12 @@ class QuantizedMatrices:
     def unquantized(self) -> dict[str, Lazy]:
         """Return the tensors that transformers reads, by name.
 
-        Quantized matrices that no linear layer takes are among them, and become numbers when they are read:
+        Quantized matrices that no linear layer takes are among them, and are dequantized when they are read:
         transformers stacks the experts of a mixture in one parameter.
         """
         if self._others:
             log.warning(
-                "%d quantized matrices are held as numbers, because no linear layer takes them: %s, for example",
+                "%d quantized matrices are dequantized, because no linear layer takes them: %s, for example",
                 len(self._others),
                 self._others[0][:200],
             )
@@ -135,7 +135,7 @@ class QuantizedMatrices:
     def fill(
         self, model: nn.Module, cut: Callable[[QuantizedTensor, str], QuantizedTensor], progress: Progress
     ) -> None:
-        """Read the matrices of the layers that wait for them, one after the other.
+        """Read the matrices of the layers that were made without them, one after the other.
 
         `cut` takes this rank's part of the matrix of a layer, by the layer's name.
         """
@@ -156,7 +156,7 @@ class QuantizedMatrices:
 
 
 class _Dequantized:
-    """A quantized matrix that is read as numbers: a `Lazy`."""
+    """A quantized matrix that is dequantized when it is read: a `Lazy`."""
 
     def __init__(self, matrices: QuantizedMatrices, prefix: str) -> None:
         self._matrices, self._prefix = matrices, prefix

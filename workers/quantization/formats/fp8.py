@@ -1,4 +1,4 @@
-"""Read FP8 weights: float8_e4m3fn numbers with float scales.
+"""Read FP8 weights: float8_e4m3fn values with floating-point scales.
 
     .weight             [num_outputs, num_inputs]
     .weight_scale_inv   a scale for each block of 128 x 128, as DeepSeek writes them, or one for the matrix
