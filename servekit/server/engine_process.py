@@ -59,9 +59,10 @@ class ApiProcessHandle:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Start the process, and connect to it. It waits for its settings."""
+        """Start the process, and connect to it. It waits for its settings. Raises OSError."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as on_error:
+            on_error.callback(ours.close)
             command = [sys.executable, "-P", "-m", "servekit.server.api_process", "--parent-pid", str(os.getpid())]
             command += ["--connection-fd", str(theirs.fileno()), "--listener-fd", str(self._listener.fileno())]
             self._process = await asyncio.create_subprocess_exec(
@@ -70,6 +71,7 @@ class ApiProcessHandle:
                 pass_fds=(theirs.fileno(), self._listener.fileno()),
                 start_new_session=True,  # Ctrl-C in a terminal must reach the engine process only
             )
+            on_error.pop_all()
         await self._session.open(ours)
 
     def send(self, message: Struct) -> None:
@@ -206,6 +208,8 @@ class ApiProcesses:
                 if self._loaded is not None:
                     handle.send(self._loaded)
                 await handle.ended.wait()
+            except OSError as error:  # of `start`: the machine has no room for a process, a file or a socket
+                log.error("API process %d cannot be started: %s", index, error)
             finally:
                 self._handles[index] = None
                 pid, code = handle.pid, await handle.reap()
@@ -213,10 +217,11 @@ class ApiProcesses:
                 raise handle.failure
             if self._is_ending:
                 return
-            log.error("API process %d (process %s) ended with code %d; its connections are lost", index, pid, code)
+            if pid is not None:
+                log.error("API process %d (process %d) ended with code %d; its connections are lost", index, pid, code)
             num_failed = 0 if handle.is_serving.is_set() else num_failed + 1
             if num_failed == MAX_FAILED_STARTS:
-                raise InternalError(f"an API process ended {num_failed} times before it could serve; see the log above")
+                raise InternalError(f"an API process failed {num_failed} times before it could serve; see the log above")
             if num_failed:
                 await asyncio.sleep(FAILED_START_PAUSE_S)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -75,7 +77,7 @@ async def test_a_process_that_cannot_start_ends_the_server(
                 await processes.run()
             assert len(started) <= 2
         else:
-            with pytest.raises(InternalError, match="ended 5 times"):
+            with pytest.raises(InternalError, match="failed 5 times"):
                 await processes.run()
             assert len(started) <= 2 * engine_process.MAX_FAILED_STARTS
     assert all(listener.fileno() == -1 for listener in processes._listeners)
@@ -114,8 +116,32 @@ async def test_keys_that_are_replaced_while_a_process_starts_reach_it(monkeypatc
     monkeypatch.setattr(EngineSession, "send", lambda _, message: sent.append(message))
     monkeypatch.setattr(engine_process, "MAX_FAILED_STARTS", 1)
     async with asyncio.timeout(LIMIT_S):
-        with pytest.raises(InternalError, match="1 times"):
+        with pytest.raises(InternalError, match="failed 1 times"):
             await processes._keep(0)
     processes._close_listeners()
     assert [each.keys for each in sent if isinstance(each, ms.Start | ms.ReplaceKeys)][-1] == [valid]
     assert isinstance(sent[0], ms.Start)
+
+
+async def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may have room for one more process a second later; until then nothing stays open."""
+    pairs: list[tuple[socket.socket, socket.socket]] = []
+    make_pair = socket.socketpair
+
+    def record_pair() -> tuple[socket.socket, socket.socket]:
+        pairs.append(make_pair())
+        return pairs[-1]
+
+    async def start_process(*_: Any, **__: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(socket, "socketpair", record_pair)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_process)
+    monkeypatch.setattr(engine_process, "FAILED_START_PAUSE_S", 0.0)
+    processes = make_processes()
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(InternalError, match="failed 5 times"):
+            await processes._keep(0)
+    processes._close_listeners()
+    assert len(pairs) == engine_process.MAX_FAILED_STARTS
+    assert all(each.fileno() == -1 for pair in pairs for each in pair)
