@@ -40,6 +40,7 @@ log = logging.getLogger("servekit")
 STATUS_INTERVAL_S = 0.1  # how soon the API processes know that the engine's state has changed
 MAX_FAILED_STARTS = 5  # in a row, of an API process; then the server ends
 FAILED_START_PAUSE_S = 1.0
+AT_ONCE_TIMEOUT_S = 1.0  # for an API process to exit at once; it may be stopped, or its event loop blocked
 EXIT_TIMEOUT_S = 10.0  # beyond the time to write the last answers: to end sandboxes and the trace exporter
 
 
@@ -161,10 +162,17 @@ class ApiProcesses:
         self._send_all(ms.Drain())
 
     def stop(self, at_once: bool) -> None:
-        """Let each process fail what is left, and exit."""
+        """Let each process fail what is left, and exit; `at_once` kills those that have not soon."""
         self._is_ending = True
         self._close_listeners()
         self._send_all(ms.Stop(at_once))
+        if at_once:
+            asyncio.get_running_loop().call_later(AT_ONCE_TIMEOUT_S, self._kill_all)
+
+    def _kill_all(self) -> None:
+        for handle in self._handles:
+            if handle is not None:
+                handle.kill()
 
     def _send_all(self, message: Struct) -> None:
         for handle in self._handles:
@@ -221,7 +229,7 @@ class ApiProcesses:
                 log.error("API process %d (process %d) ended with code %d; its connections are lost", index, pid, code)
             num_failed = 0 if handle.is_serving.is_set() else num_failed + 1
             if num_failed == MAX_FAILED_STARTS:
-                raise InternalError(f"an API process failed {num_failed} times before it could serve; see the log above")
+                raise InternalError(f"an API process failed {num_failed} times before it could serve; see the log")
             if num_failed:
                 await asyncio.sleep(FAILED_START_PAUSE_S)
 

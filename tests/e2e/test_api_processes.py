@@ -392,6 +392,18 @@ def test_a_second_signal_ends_all_processes(tmp_path: Path) -> None:
         proc.wait_until_gone(*pids)
 
 
+def test_a_second_signal_ends_an_api_process_that_is_stopped(tmp_path: Path) -> None:
+    with serving("sim:step=50ms", *TWO, log=tmp_path / "log") as server:
+        pids = [*api_pids(server), *server.worker_pids()]
+        os.kill(pids[0], signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for_log("draining")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=60) == 0
+        proc.wait_until_gone(*pids)
+        assert "no sign of life" not in server.log.read_text(), "it was killed for its silence only, after 30 s"
+
+
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_exit_code_2() -> None:
     command = [sys.executable, "-m", "servekit", "serve", "/nowhere", "--port", "0", *TWO]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
