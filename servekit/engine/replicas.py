@@ -14,7 +14,7 @@ from typing import Any
 from servekit.config import ServeConfig
 from servekit.engine.engine_core import EngineCore
 from servekit.engine.request_registry import RequestRegistry
-from servekit.errors import InternalError, ServekitError, WorkerLost
+from servekit.errors import ConfigError, InternalError, ServekitError, WorkerLost
 from servekit.executor.model_executor import ModelExecutor, WorkerSource
 from servekit.executor.placement import ANYWHERE, Placement, placements
 from servekit.executor.worker_connection import WorkerConnection
@@ -128,6 +128,9 @@ class Replicas:
         """Start all workers at the same time, and a core for each. Raises ConfigError or WorkerError."""
         self._make_core = make_core
         workers = await asyncio.gather(*(each.executor.start(each.placement.apply(load)) for each in self.all))
+        for index, worker in enumerate(workers):
+            if (why := worker.difference(workers[0])) is not None:
+                raise ConfigError(f"the worker of replica {index} cannot serve beside that of replica 0: {why}")
         for replica, worker in zip(self.all, workers, strict=True):
             self._give_core(replica, worker)
             if len(self.all) > 1:

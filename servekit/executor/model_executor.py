@@ -132,9 +132,14 @@ class ModelExecutor:
         if not isinstance(message, WorkerReady):
             raise self.mark_lost(f"answered {type(message).__name__} to its first message")
         self.ready = self.ready or message
-        # Sequences continue on the new worker: it needs as many blocks and the same vocabulary.
-        if (message.model, message.num_blocks) != (self.ready.model, self.ready.num_blocks):
-            raise self.mark_lost("loaded another model than its predecessor; the model's files have changed")
+        # Sequences continue on the new worker: it needs as many blocks, and must compute the same tokens.
+        if message.num_blocks != self.ready.num_blocks:
+            raise self.mark_lost(
+                f"has {message.num_blocks} KV blocks, and its predecessor had {self.ready.num_blocks}; set "
+                "--num-kv-blocks"
+            )
+        if (why := message.difference(self.ready)) is not None:
+            raise self.mark_lost(f"cannot replace its predecessor: {why}")
         self._is_ready = True
         self._ready_s = asyncio.get_running_loop().time()
         return message

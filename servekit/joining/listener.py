@@ -31,7 +31,7 @@ from servekit.executor.worker_connection import WorkerConnection
 from servekit.joining.address import TcpAddress, UnixAddress
 from servekit.joining.socket_stream import SocketStream
 from servekit.protocol.handshake import NONCE_BYTES, HandshakeFailed, Offer, Reason, ServerHandshake
-from servekit.protocol.messages import LoadModel, ModelInfo, WorkerReady
+from servekit.protocol.messages import LoadModel, WorkerReady
 
 log = logging.getLogger("servekit")
 
@@ -59,8 +59,8 @@ class JoinHandler(Protocol):
     """Decide which workers may join with which model, and take over those that have joined. The engine's side."""
 
     @property
-    def model(self) -> ModelInfo | None:
-        """The model that every worker must have; None while no worker has loaded one."""
+    def first(self) -> WorkerReady | None:
+        """What the first worker reported; the others must compute the same. None while there was none."""
 
     def load_model(self) -> LoadModel:
         """Return the first message to each worker. Its path may be another one on the worker's machine."""
@@ -249,12 +249,13 @@ class WorkerListener:
         is_handed_over = False
         try:
             log.info("%s is joining; it loads the model", name)
-            model = self._handler.model
-            worker.send(replace(self._handler.load_model(), fingerprint="" if model is None else model.fingerprint))
+            first = self._handler.first
+            fingerprint = "" if first is None else first.model.fingerprint
+            worker.send(replace(self._handler.load_model(), fingerprint=fingerprint))
             message = await worker.receive(self._settings.load_timeout_s)
             if not isinstance(message, WorkerReady):
                 self._refused(f"{name} answered {type(message).__name__} to its first message")
-            elif (why := _mismatch(message, self._handler.model)) is not None:
+            elif (why := _mismatch(message, self._handler.first)) is not None:
                 self._refused(f"{name} was refused: {why}")
             else:
                 is_handed_over = True
@@ -268,17 +269,11 @@ class WorkerListener:
                 await worker.end()
 
 
-def _mismatch(ready: WorkerReady, model: ModelInfo | None) -> str | None:
+def _mismatch(ready: WorkerReady, first: WorkerReady | None) -> str | None:
     """Return why a worker that has loaded a model cannot be used; None if it can."""
     if not 1 <= ready.num_blocks <= MAX_BLOCKS:
         return f"it reports {ready.num_blocks} KV blocks; 1 to {MAX_BLOCKS} can be used"
-    if model is None or ready.model == model:
-        return None
-    for field in ModelInfo.__struct_fields__:
-        own, theirs = getattr(ready.model, field), getattr(model, field)
-        if own != theirs:
-            return f"it has loaded another model: its {field} is {own!r:.100}, that of other workers {theirs!r:.100}"
-    raise AssertionError("two models that are not equal differ in a field")
+    return None if first is None else ready.difference(first)
 
 
 def _peer(peer: object, address: UnixAddress | TcpAddress) -> tuple[str, str]:

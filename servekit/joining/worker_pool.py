@@ -14,7 +14,7 @@ from servekit.executor.worker_connection import WorkerConnection
 from servekit.joining.listener import JoinedWorker, WorkerListener
 from servekit.joining.settings import listener_settings
 from servekit.protocol.handshake import Offer, Reason
-from servekit.protocol.messages import LoadModel, ModelInfo, WorkerReady
+from servekit.protocol.messages import LoadModel, WorkerReady
 
 log = logging.getLogger("servekit")
 
@@ -22,15 +22,15 @@ log = logging.getLogger("servekit")
 class WorkerPool:
     """The workers that have joined, the oldest first. They have loaded the model, so they can begin at once.
 
-    The first one sets the model and the number of KV blocks. Sequences continue from one worker on the next, so all
-    workers need the same.
+    The first one sets the model, its data type and the number of KV blocks. Sequences continue from one worker on the
+    next, so all workers need the same.
     """
 
     def __init__(self, config: ServeConfig) -> None:
         self.is_draining = False  # no worker may join, unless one is needed
         self._config = config
         self._load: LoadModel | None = None
-        self._first: WorkerReady | None = None
+        self.first: WorkerReady | None = None
         self._idle: list[JoinedWorker] = []
         self._has_idle = asyncio.Event()
         self._num_wanted = 0  # calls that wait for a worker
@@ -73,13 +73,9 @@ class WorkerPool:
 
     # -- what the listener asks for -----------------------------------------------------------------------------------
 
-    @property
-    def model(self) -> ModelInfo | None:
-        return None if self._first is None else self._first.model
-
     def load_model(self) -> LoadModel:
         assert self._load is not None
-        return self._load if self._first is None else replace(self._load, num_kv_blocks=self._first.num_blocks)
+        return self._load if self.first is None else replace(self._load, num_kv_blocks=self.first.num_blocks)
 
     def refusal(self, offer: Offer) -> tuple[Reason, str] | None:
         if self.is_draining and not self._num_wanted:
@@ -87,7 +83,7 @@ class WorkerPool:
         return None
 
     def worker_joined(self, worker: JoinedWorker) -> None:
-        first = self._first = self._first or worker.ready
+        first = self.first = self.first or worker.ready
         if worker.ready.num_blocks != first.num_blocks:  # it began to load before the first one was ready
             log.warning(
                 "%s has %d KV blocks, but the first worker has %d; it loads the model again",

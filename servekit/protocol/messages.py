@@ -103,6 +103,25 @@ class WorkerReady(Struct, frozen=True, tag="worker_ready"):
     weights_time_s: float = 0.0  # of `load_time_s`: until the layers were ready to compute with them
     attention: str = ""  # the attention backend that was chosen
 
+    def difference(self, other: WorkerReady) -> str | None:
+        """Return why a sequence of `other` cannot continue here with the same tokens; None if it can.
+
+        The data type of the KV cache needs no comparison: the server sets it, or it is `dtype`.
+        """
+        for field in ModelInfo.__struct_fields__:
+            own, others = getattr(self.model, field), getattr(other.model, field)
+            if own != others:
+                return (
+                    f"it has loaded another model: its {field} is {own!r:.100}, that of other workers {others!r:.100}"
+                )
+        if self.dtype != other.dtype:
+            return (
+                f"it computes in {self.dtype:.100} on {self.device:.100}, and other workers in {other.dtype:.100} on "
+                f"{other.device:.100}, which gives other tokens; start the server with the same --dtype for all "
+                "devices, as in --dtype float32 (auto is float32 on a CPU and the checkpoint's type on a GPU)"
+            )
+        return None
+
 
 class Loading(Struct, frozen=True, tag="loading"):
     """The worker's progress with LoadModel."""

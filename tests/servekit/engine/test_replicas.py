@@ -6,10 +6,12 @@ The managers are the real ones. Workers are stood in for, so that a test decides
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from servekit.config import ServeConfig
 from servekit.engine.engine_core import EngineCore
@@ -17,7 +19,7 @@ from servekit.engine.replicas import Replica, Replicas
 from servekit.engine.request_registry import RequestRegistry
 from servekit.errors import ConfigError, WorkerLost
 from servekit.executor.worker_connection import WorkerConnection
-from servekit.protocol.messages import ModelInfo, WorkerReady
+from servekit.protocol.messages import LoadModel, ModelInfo, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.commands import AddSequence, Finish, Plan, Restart
 from servekit.scheduler.sequence import FinishReason, Sequence
@@ -268,6 +270,27 @@ async def test_the_engine_fails_with_its_last_replica_or_with_a_task_of_its_own(
     broken.replicas.all[1].core.run = lambda: asyncio.sleep(60)  # type: ignore[method-assign, assignment, return-value]
     broken.replicas._rebalance_forever = failing  # type: ignore[method-assign]
     assert "a mistake" in (await broken.replicas.run(lambda _: None, lambda *_: None)).message
+
+
+async def test_replicas_of_different_data_types_are_refused_at_the_start() -> None:
+    """A sequence that moves from a CPU to a GPU would continue with other tokens."""
+    fleet, made = Fleet(64, 64), list[Replica]()
+
+    async def start(_: LoadModel, ready: WorkerReady) -> WorkerReady:
+        return ready
+
+    def make_core(replica: Replica) -> EngineCore:
+        made.append(replica)
+        return cast(EngineCore, Core(make_manager(num_blocks=64)))
+
+    for replica, ready in zip(
+        fleet.replicas.all, (READY, replace(READY, device="cuda:0", dtype="bfloat16")), strict=True
+    ):
+        replica.executor.start = partial(start, ready=ready)  # type: ignore[method-assign]
+    load = LoadModel("/model", "auto", "auto", 16, 1, 1, None, 1, None, 0.9)
+    with pytest.raises(ConfigError, match=r"replica 1 .* bfloat16 on cuda:0, .* float32 on cpu, .*--dtype float32"):
+        await fleet.replicas.start(load, make_core)
+    assert not made
 
 
 @pytest.mark.parametrize("error", [ConfigError("the journal cannot be created"), OSError("the disk is full")])

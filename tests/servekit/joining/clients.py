@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from servekit import __version__
 from servekit.joining.address import TcpAddress, UnixAddress
@@ -38,6 +39,10 @@ class RecordingHandler:
         self.refuses: tuple[Reason, str] | None = None
         self.joined: asyncio.Queue[JoinedWorker] = asyncio.Queue()
         self.workers: list[JoinedWorker] = []  # all of them
+
+    @property
+    def first(self) -> WorkerReady | None:
+        return None if self.model is None else replace(READY, model=self.model)
 
     def load_model(self) -> LoadModel:
         return self.load

@@ -239,6 +239,7 @@ async def test_a_host_with_many_connections_closes_its_own(monkeypatch: pytest.M
     [
         (replace(READY, model=replace(MODEL, vocab_size=11)), "its vocab_size is 11, that of other workers 10"),
         (replace(READY, model=replace(MODEL, fingerprint="0" * 64)), "its fingerprint is '000"),
+        (replace(READY, dtype="bfloat16", device="cuda:0"), "start the server with the same --dtype for all devices"),
         (replace(READY, num_blocks=0), "reports 0 KV blocks"),
         (replace(READY, num_blocks=2**40), "reports 1099511627776 KV blocks"),
         (StepResult(0, 0, (7,), 0.0), "answered StepResult to its first message"),
