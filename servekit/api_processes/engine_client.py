@@ -127,7 +127,7 @@ class EngineClient:
 
     @property
     def worker(self) -> WorkerReady | None:
-        return None if self._loaded is None else self._loaded.worker
+        return self._status.worker
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -174,10 +174,10 @@ class EngineClient:
 
     async def load(self, loaded: ms.Loaded) -> None:
         """Prepare requests from now on: the engine process has loaded the model. Raises ConfigError."""
-        path = Path(loaded.path)
+        assert self.worker is not None
+        path, model = Path(loaded.path), self.worker.model
         self._tokenizer = await run_in_daemon_thread(load_tokenizer, path)
         self._loaded = loaded
-        model = loaded.worker.model
         processor = InputProcessor(self.config, path, self._tokenizer, loaded.template, model, loaded.limits)
         processor.start()
         self._input_processor = processor

@@ -49,7 +49,7 @@ class SharedEngine:
         """The engine's present state. The server is loading until all API processes are ready."""
         engine = self.engine
         state = engine.state if self.has_api or engine.state != "ready" else "loading"
-        return ms.EngineStatus(state, engine.stage, engine.is_healthy)
+        return ms.EngineStatus(state, engine.stage, engine.is_healthy, engine.worker)
 
     async def probe_readiness(self) -> bool:
         """Whether the engine generates tokens, and all API processes could serve them."""

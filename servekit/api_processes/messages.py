@@ -74,11 +74,10 @@ class Start(Struct, frozen=True, tag=True):
 
 
 class Loaded(Struct, frozen=True, tag=True):
-    """The model is loaded: prepare requests for it."""
+    """The model is loaded: prepare requests for it. An EngineStatus with a worker has come before."""
 
     path: str  # of the model's directory
     template: ChatTemplate
-    worker: WorkerReady
     limits: SchedulerConfig
 
 
@@ -88,6 +87,7 @@ class EngineStatus(Struct, frozen=True, tag=True):
     state: str
     stage: str
     is_healthy: bool
+    worker: WorkerReady | None = None  # another one, when its replica was given up and a worker has joined
 
 
 class ReplaceKeys(Struct, frozen=True, tag=True):

@@ -143,9 +143,8 @@ class ApiProcesses:
     async def load(self, loaded: ms.Loaded) -> None:
         """Tell all processes that the model is loaded. Returns when all of them serve it."""
         self._loaded = loaded
-        for handle in self._handles:
-            if handle is not None:
-                handle.send(loaded)
+        self._send_all(self._shared.status())
+        self._send_all(loaded)
         while not all(each is not None and each.is_serving.is_set() for each in self._handles):  # noqa: ASYNC110
             await asyncio.sleep(STATUS_INTERVAL_S)
         self._shared.has_api = True
@@ -294,8 +293,8 @@ async def _supervise(engine: LLMEngine, processes: ApiProcesses) -> None:
 
 def loaded_model(engine: LLMEngine) -> ms.Loaded:
     """Return what API processes need to prepare requests."""
-    assert engine.worker is not None and engine.chat_template is not None
-    return ms.Loaded(str(engine.model_path), engine.chat_template, engine.worker, engine.scheduler_config)
+    assert engine.chat_template is not None
+    return ms.Loaded(str(engine.model_path), engine.chat_template, engine.scheduler_config)
 
 
 class _Signals:

@@ -31,6 +31,7 @@ from servekit.engine.live_view import LiveView
 from servekit.engine.request_state import RequestState, SequenceOutput
 from servekit.errors import QueueFull, RateLimited, WorkerLost
 from servekit.observability.live_frames import LiveState
+from servekit.protocol.messages import ModelInfo, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.sequence import FinishReason, Sequence
@@ -50,6 +51,7 @@ class Engine:
     def __init__(self) -> None:
         self.config = ServeConfig(api_processes=2)
         self.state, self.stage, self.is_healthy = "ready", "serving", True
+        self.worker: WorkerReady | None = None
         self.num_places = self.num_results = self.num_looks = 0
         self.is_full = False
         self.admits = asyncio.Event()
@@ -305,6 +307,17 @@ async def test_notes_for_the_metrics_are_counted_in_the_engine_process() -> None
         both.client.http_counters.request_refused("overloaded")
         await both.client.render_metrics()
         assert both.engine.refusals == ["overloaded"]
+
+
+async def test_the_worker_is_the_one_that_the_engine_has() -> None:
+    async with opened() as both:
+        assert both.client.worker is None
+        for num_blocks in (4, 8):
+            model = ModelInfo("llama", 1, 100, 64, (2, 3), 1.0, 0, 1.0)
+            both.engine.worker = WorkerReady(model, "cpu", "float32", num_blocks, 8, 1.0)
+            both.session.send(both.shared.status())
+            await both.client.render_metrics()
+            assert both.client.worker == both.engine.worker
 
 
 def test_frames_of_the_live_view_can_be_sent() -> None:

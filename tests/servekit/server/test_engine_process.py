@@ -92,7 +92,7 @@ async def test_the_server_is_loading_until_every_process_serves(monkeypatch: pyt
     loading = asyncio.create_task(processes.load(cast(Any, "loaded")))
     handles[0].is_serving.set()
     await asyncio.sleep(0)
-    assert sent == ["loaded", "loaded"]
+    assert [each for each in sent if each == "loaded"] == ["loaded", "loaded"]
     assert processes._shared.status().state == "loading" and not await processes._shared.probe_readiness()
     handles[1].is_serving.set()
     async with asyncio.timeout(LIMIT_S):
