@@ -82,7 +82,7 @@ class EngineSession:
     """One API process. Create it and call `open` on the event loop's thread; `on_end` is called when it is gone."""
 
     def __init__(self, shared: SharedEngine, on_message: Callable[[Struct], None], on_end: Callable[[], None]) -> None:
-        """`on_message` gets the messages that are about the process itself: Serving and CannotServe."""
+        """`on_message` gets the messages that are about the process itself: Alive, Serving and CannotServe."""
         self.num_silent_ticks = 0  # of the caller's, since the last message
         self._shared = shared
         self._engine = shared.engine
@@ -93,7 +93,7 @@ class EngineSession:
         self._tasks: set[asyncio.Task[None]] = set()
         self._connection: FrameConnection[Any] | None = None
         self._handlers: dict[type[Struct], Callable[[Any], object]] = {
-            ms.Alive: lambda _: None,
+            ms.Alive: on_message,
             ms.Serving: on_message,
             ms.CannotServe: on_message,
             ms.AddPrompt: self._add_prompt,

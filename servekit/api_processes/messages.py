@@ -157,7 +157,10 @@ FromEngine = (
 
 
 class Alive(Struct, frozen=True, tag=True):
-    """A heartbeat, sent every HEARTBEAT_S by the event loop."""
+    """A heartbeat, sent every HEARTBEAT_S by the event loop, with what the metrics add up over all processes."""
+
+    num_tasks: int  # of the event loop
+    num_dropped_log_lines: int  # since the process began
 
 
 class Serving(Struct, frozen=True, tag=True):

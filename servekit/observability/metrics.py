@@ -321,7 +321,7 @@ class ServerMetrics:
         self.event_loop_lag = metrics.histogram(
             "api_event_loop_lag_seconds", "How late a timer of the event loop fires.", _STEP_BUCKETS
         )
-        self.event_loop_tasks = metrics.gauge("api_event_loop_tasks", "Tasks of the event loop, in any state.")
+        self.event_loop_tasks = metrics.gauge("api_event_loop_tasks", "Tasks of the event loops, in any state.")
         max_requests = metrics.gauge("num_requests_waiting_limit", "The setting max_num_queued_reqs.")
         max_requests.set(config.max_num_queued_reqs)
         max_tokens = metrics.gauge("num_tokens_waiting_limit", "The setting max_num_queued_tokens.")
@@ -486,8 +486,8 @@ class _LogCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(
             "servekit_log_lines_dropped",
-            "Log lines of the server process that were dropped, because standard error was not read or could not be "
-            "written.",
+            "Log lines of the server's own processes that were dropped, because standard error was not read or could "
+            "not be written.",
             labels=["model_name"],
         )
         family.add_metric([self._model_name], self._num_dropped_lines())

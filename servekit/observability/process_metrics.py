@@ -51,10 +51,12 @@ def _pid(pid: int | None) -> int:
     return pid or NO_PROCESS
 
 
-async def watch_event_loop(lag: Histogram, num_tasks: Gauge) -> None:
-    """Observe how late timers fire, until cancelled. Count tasks at each scrape."""
+async def watch_event_loop(
+    lag: Histogram, num_tasks: Gauge, num_tasks_elsewhere: Callable[[], int] = lambda: 0
+) -> None:
+    """Observe how late timers fire, until cancelled. Count tasks at each scrape, with those of other processes."""
     loop = asyncio.get_running_loop()
-    num_tasks.set_function(lambda: float(len(asyncio.all_tasks(loop))))
+    num_tasks.set_function(lambda: float(len(asyncio.all_tasks(loop)) + num_tasks_elsewhere()))
     await event_loop_lags(lag.observe)
 
 

@@ -26,7 +26,7 @@ from servekit.api_processes.remote_key_accounts import RemoteKeyAccounts
 from servekit.errors import ServekitError
 from servekit.observability.process_metrics import event_loop_lags
 from servekit.protocol.child_process import die_with_parent, ignore_signals
-from servekit.protocol.logging import configure_logging
+from servekit.protocol.logging import configure_logging, num_dropped_lines
 from servekit.server.server import Server, connect_tracing, tune_garbage_collector
 
 log = logging.getLogger("servekit")
@@ -130,7 +130,7 @@ class ApiProcess:
     async def _send_signs_of_life(self) -> None:
         assert self._connection is not None
         while True:
-            self._connection.send(ms.Alive())
+            self._connection.send(ms.Alive(len(asyncio.all_tasks()), num_dropped_lines()))
             await asyncio.sleep(ms.HEARTBEAT_S)
 
     def _on_lost(self) -> None:

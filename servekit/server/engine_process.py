@@ -51,6 +51,7 @@ class ApiProcessHandle:
         self.is_serving = asyncio.Event()
         self.failure: ServekitError | None = None  # why it cannot serve
         self.ended = asyncio.Event()
+        self.alive = ms.Alive(0, 0)  # the last one
         self._session = EngineSession(shared, self._receive, self.ended.set)
         self._listener = listener
         self._process: asyncio.subprocess.Process | None = None
@@ -100,11 +101,14 @@ class ApiProcessHandle:
         return -1 if self._process is None else await self._process.wait()
 
     def _receive(self, message: Struct) -> None:
-        if isinstance(message, ms.CannotServe):
-            self.failure = message.failure.error()
-            self.ended.set()
-        else:
-            self.is_serving.set()
+        match message:
+            case ms.Alive():
+                self.alive = message
+            case ms.CannotServe():
+                self.failure = message.failure.error()
+                self.ended.set()
+            case _:
+                self.is_serving.set()
 
 
 class ApiProcesses:
@@ -119,12 +123,22 @@ class ApiProcesses:
         self._loaded: ms.Loaded | None = None
         self._listeners = bind_all(config)
         self._handles: list[ApiProcessHandle | None] = [None] * config.api_processes
+        self._num_lines_dropped_before = 0  # by processes that have ended
         self._is_ending = False  # none is replaced any more
         self.url = url(self._listeners[0])
 
     def pids(self) -> list[int | None]:
         """The process ids, None for one that is being replaced."""
         return [None if handle is None else handle.pid for handle in self._handles]
+
+    def num_tasks(self) -> int:
+        """The tasks of all event loops, a second ago."""
+        return sum(handle.alive.num_tasks for handle in self._handles if handle is not None)
+
+    def num_dropped_log_lines(self) -> int:
+        """The log lines that all processes have dropped since the server began, as far as they have told."""
+        present = (handle.alive.num_dropped_log_lines for handle in self._handles if handle is not None)
+        return self._num_lines_dropped_before + sum(present)
 
     async def run(self) -> None:
         """Keep all processes running until the server drains and all have ended. Raises the failure of one."""
@@ -219,6 +233,7 @@ class ApiProcesses:
                 log.error("API process %d cannot be started: %s", index, error)
             finally:
                 self._handles[index] = None
+                self._num_lines_dropped_before += handle.alive.num_dropped_log_lines
                 pid, code = handle.pid, await handle.reap()
             if handle.failure is not None:
                 raise handle.failure
@@ -247,10 +262,11 @@ async def _serve(config: ServeConfig) -> int:
     signals = _Signals(engine, processes)
     reload = KeysReload(processes.replace_keys, config)
     signals.handle(reload)
-    engine.metrics.watch_log(num_dropped_lines)
+    engine.metrics.watch_log(lambda: num_dropped_lines() + processes.num_dropped_log_lines())
     watch_processes(engine.metrics.registry, lambda: engine.worker_pids)
     watch_api_processes(engine.metrics.registry, processes.pids)
-    watching = watch_event_loop(engine.metrics.server.event_loop_lag, engine.metrics.server.event_loop_tasks)
+    server = engine.metrics.server
+    watching = watch_event_loop(server.event_loop_lag, server.event_loop_tasks, processes.num_tasks)
     lag = asyncio.create_task(watching, name="event loop lag")
     reloading = asyncio.create_task(reload.run(), name="keys file")
     running = asyncio.create_task(processes.run(), name="API processes")

@@ -53,7 +53,7 @@ FROM_ENGINE: list[Struct] = [
     ms.RequestFailed(7, ms.Failure("WorkerLost", "gone", None, "worker_unavailable", 3)),
 ]
 FROM_API_PROCESS: list[Struct] = [
-    ms.Alive(),
+    ms.Alive(12, 3),
     ms.Serving(),
     ms.CannotServe(ms.Failure("ConfigError", "no")),
     ms.AddPrompt(3, b"\0\0\0\1", [SamplingParams(max_tokens=3, stop=("a",), seed=2**63 - 1)], [b"hash"]),

@@ -47,7 +47,7 @@ async def test_a_process_that_gives_no_sign_of_life_is_killed(monkeypatch: pytes
     for _ in range(num_ticks):
         handle.note_tick()
     assert not killed
-    handle._session._receive(ms.Alive())
+    handle._session._receive(ms.Alive(5, 1))
     for _ in range(num_ticks):
         handle.note_tick()
     assert not killed
@@ -145,3 +145,29 @@ async def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pyte
     processes._close_listeners()
     assert len(pairs) == engine_process.MAX_FAILED_STARTS
     assert all(each.fileno() == -1 for pair in pairs for each in pair)
+
+
+async def test_tasks_and_dropped_log_lines_are_those_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has ended has no tasks, but the lines that it dropped stay counted."""
+    handles: list[ApiProcessHandle] = []
+
+    async def start(handle: ApiProcessHandle) -> None:
+        handles.append(handle)
+
+    monkeypatch.setattr(ApiProcessHandle, "start", start)
+    processes = make_processes()
+    running = asyncio.create_task(processes.run())
+    async with asyncio.timeout(LIMIT_S):
+        while len(handles) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        handles[0]._session._receive(ms.Alive(10, 3))
+        handles[0]._session._receive(ms.Alive(11, 4))
+        handles[1]._session._receive(ms.Alive(20, 1))
+        assert (processes.num_tasks(), processes.num_dropped_log_lines()) == (31, 5)
+        processes.drain()
+        handles[0].ended.set()
+        while processes.num_tasks() != 20:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert processes.num_dropped_log_lines() == 5
+        handles[1].ended.set()
+        await running
