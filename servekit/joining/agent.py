@@ -29,7 +29,7 @@ from servekit.errors import ConfigError
 from servekit.joining.address import TcpAddress, UnixAddress
 from servekit.joining.local_worker import LocalWorker, start_local_worker
 from servekit.joining.socket_stream import SocketStream
-from servekit.protocol.handshake import NONCE_BYTES, NOT_SERVEKIT, HandshakeFailed, Offer, WorkerHandshake
+from servekit.protocol.handshake import NONCE_BYTES, NOT_SERVEKIT, HandshakeFailed, Offer, Refused, WorkerHandshake
 from servekit.protocol.messages import FromWorker, Leaving, Loading, LoadModel, ToWorker, WorkerFailed, WorkerReady
 from servekit.protocol.sealed_frames import SealedFrameCodec
 
@@ -150,10 +150,14 @@ class _Service:
         self._frames = frames
         self._worker: LocalWorker | None = None
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._failure: ConfigError | None = None
+        self._is_used = False  # the server has sent a message behind the first one
+        self._failure: ConfigError | HandshakeFailed | None = None
 
     async def run(self) -> str:
-        """Pass frames until one side ends; returns why. Raises ConfigError if the worker cannot serve like this."""
+        """Pass frames until one side ends; returns why.
+
+        Raises ConfigError if the worker cannot serve like this, and HandshakeFailed if the server refuses it.
+        """
         self._stream.start(self._on_server_bytes, lambda what: self._finish(f"the server {what}"))
         why = await self._done
         if self._failure is not None:
@@ -186,10 +190,12 @@ class _Service:
     def _on_server_bytes(self, data: bytes) -> None:
         try:
             for payload in self._frames.decode(data):
-                if self._worker is not None:
-                    self._worker.send(payload)
-                elif self._failure is None:
+                if self._failure is not None:
+                    return
+                if self._worker is None:
                     self._load(msgspec.msgpack.decode(payload, type=ToWorker))
+                elif self._is_used or not self._is_refused(msgspec.msgpack.decode(payload, type=ToWorker | Refused)):
+                    self._worker.send(payload)
         except (ValueError, msgspec.DecodeError) as error:
             self._finish(f"the server sent an invalid message ({error})")
         except OSError as error:
@@ -214,6 +220,14 @@ class _Service:
         ranks = f", divided among {load.num_ranks} ranks" if load.num_ranks > 1 else ""
         log.info("joined %s; loading %s on %s%s", self._stream.name, load.model_path, load.device, ranks)
         self._worker = start_local_worker(load, self._settings.process_arguments, self._on_worker_message, self._finish)
+
+    def _is_refused(self, message: ToWorker | Refused) -> bool:
+        """Whether the server refuses what the worker has loaded: with its second message, or not at all."""
+        self._is_used = True
+        if isinstance(message, Refused):
+            self._failure = HandshakeFailed(message.reason, message.message)
+            self._finish(f"the server has refused this worker: {message.message}")
+        return self._failure is not None
 
     def _refuse(self, why: str) -> None:
         """Tell the server and the operator why this worker cannot serve."""

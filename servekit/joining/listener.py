@@ -30,7 +30,15 @@ from servekit.errors import ConfigError, ServekitError
 from servekit.executor.worker_connection import WorkerConnection
 from servekit.joining.address import TcpAddress, UnixAddress
 from servekit.joining.socket_stream import SocketStream
-from servekit.protocol.handshake import NONCE_BYTES, HandshakeFailed, Offer, Reason, ServerHandshake
+from servekit.protocol.handshake import (
+    MAX_REFUSAL_LENGTH,
+    NONCE_BYTES,
+    HandshakeFailed,
+    Offer,
+    Reason,
+    Refused,
+    ServerHandshake,
+)
 from servekit.protocol.messages import LoadModel, WorkerReady
 
 log = logging.getLogger("servekit")
@@ -164,8 +172,14 @@ class WorkerListener:
             log.error("a worker could not join", exc_info=error)
 
     def _refused(self, why: str) -> None:
+        """Count and log a connection of anyone."""
         self.num_refused += 1
         self._log.warning(why)
+
+    def _worker_refused(self, why: str) -> None:
+        """Count and log a worker that has the key. Strangers cannot cause these log lines, so they have no limit."""
+        self.num_refused += 1
+        log.warning("%s", why)
 
     async def _handle(self, connected: socket.socket, name: str) -> None:
         """Take one connection from its first byte to the engine."""
@@ -173,6 +187,8 @@ class WorkerListener:
             joining = await self._admit(connected, name)
         except TimeoutError:
             self._refused(f"{name} did not finish its handshake within {self._settings.handshake_timeout_s:g} s")
+        except _OfferRefused as error:
+            self._worker_refused(f"{name} was refused: {error.message}")
         except HandshakeFailed as error:
             self._refused(f"{name} was refused: {error.message}")
         except (EOFError, ValueError, OSError) as error:
@@ -229,7 +245,7 @@ class WorkerListener:
         refusal = self._refusal(handshake.offer)
         if refusal is not None:
             reason, message = refusal
-            raise HandshakeFailed(reason, message, handshake.refuse(reason, message))
+            raise _OfferRefused(reason, message, handshake.refuse(reason, message))
         stream.write_frame(handshake.accept())
         return handshake.offer
 
@@ -254,16 +270,19 @@ class WorkerListener:
             worker.send(replace(self._handler.load_model(), fingerprint=fingerprint))
             message = await worker.receive(self._settings.load_timeout_s)
             if not isinstance(message, WorkerReady):
-                self._refused(f"{name} answered {type(message).__name__} to its first message")
+                self._worker_refused(f"{name} answered {type(message).__name__} to its first message")
             elif (why := _mismatch(message, self._handler.first)) is not None:
-                self._refused(f"{name} was refused: {why}")
+                self._worker_refused(f"{name} was refused: {why}")
+                # To its agent, which passes it on to no worker process. So it is not one of the workers' messages.
+                worker.send_payload(worker.encode(Refused("other_model", why[:MAX_REFUSAL_LENGTH])))
+                await worker.end(graceful=True)  # it closes the connection when it has read why
             else:
                 is_handed_over = True
                 self._joined.add(worker)
                 log.info("%s has joined, %.1f s to load the model", name, message.load_time_s)
                 self._handler.worker_joined(JoinedWorker(worker, offer, message, name))
         except ServekitError as error:
-            self._refused(f"{name} did not join: {error.message}")
+            self._worker_refused(f"{name} did not join: {error.message}")
         finally:
             if not is_handed_over:
                 await worker.end()
@@ -318,6 +337,10 @@ def _bind_unix(path: str) -> socket.socket:
     except BaseException:
         listener.close()
         raise
+
+
+class _OfferRefused(HandshakeFailed):
+    """A worker that has proved the key is refused."""
 
 
 class _RateLimitedLog:

@@ -37,9 +37,10 @@ NONCE_BYTES = 32
 MAX_HANDSHAKE_BYTES = 4096  # of one frame; the longest has some 700
 MIN_KEY_BYTES = 32
 
-# wrong_key, other_version: the operator must act. The others pass: the worker tries again later.
-Reason = Literal["wrong_key", "other_version", "invalid", "draining", "too_many"]
-PERMANENT: frozenset[Reason] = frozenset({"wrong_key", "other_version"})
+# wrong_key, other_version, other_model: the operator must act. The others pass: the worker tries again later.
+Reason = Literal["wrong_key", "other_version", "other_model", "invalid", "draining", "too_many"]
+PERMANENT: frozenset[Reason] = frozenset({"wrong_key", "other_version", "other_model"})
+MAX_REFUSAL_LENGTH = 500  # of its message, in characters
 
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -84,10 +85,13 @@ class ServerProof(Struct, frozen=True, tag="servekit_server_proof"):
 
 
 class Refused(Struct, frozen=True, tag="servekit_refused"):
-    """The server does not accept the worker, and closes the connection."""
+    """The server does not accept the worker, and closes the connection.
+
+    It ends a handshake, or it is sealed: the server's answer to what the worker has loaded.
+    """
 
     reason: Reason
-    message: Annotated[str, Meta(max_length=500)]
+    message: Annotated[str, Meta(max_length=MAX_REFUSAL_LENGTH)]
 
 
 HandshakeMessage = WorkerHello | ServerHello | WorkerProof | ServerProof | Refused
@@ -215,7 +219,7 @@ class ServerHandshake(_Handshake):
     def refuse(self, reason: Reason, message: str) -> bytes:
         """Refuse the worker. Returns the frame that gives it the reason."""
         self.state = State.REFUSED
-        return self._write(Refused(reason, message[:500]))
+        return self._write(Refused(reason, message[:MAX_REFUSAL_LENGTH]))
 
     def sealed_frames(self, max_bytes: int = MAX_MESSAGE_BYTES) -> SealedFrameCodec:
         """Return the codec of all further frames. Those of the worker may have `max_bytes`."""

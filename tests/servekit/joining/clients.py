@@ -15,7 +15,7 @@ from servekit import __version__
 from servekit.joining.address import TcpAddress, UnixAddress
 from servekit.joining.listener import JoinedWorker, ListenerSettings, WorkerListener
 from servekit.joining.socket_stream import SocketStream
-from servekit.protocol.handshake import Offer, Reason, WorkerHandshake
+from servekit.protocol.handshake import Offer, Reason, Refused, WorkerHandshake
 from servekit.protocol.messages import FromWorker, LoadModel, ModelInfo, ToWorker, WorkerReady
 
 KEY = b"k" * 32
@@ -129,7 +129,7 @@ class StandInWorker:
     def __init__(self, stream: SocketStream, handshake: WorkerHandshake) -> None:
         self.stream = stream
         self._frames = handshake.sealed_frames()
-        self._received: asyncio.Queue[ToWorker] = asyncio.Queue()
+        self._received: asyncio.Queue[ToWorker | Refused] = asyncio.Queue()
         self.ended = asyncio.Event()
         stream.start(self._on_bytes, lambda _: self.ended.set())
 
@@ -140,9 +140,9 @@ class StandInWorker:
 
     def _on_bytes(self, data: bytes) -> None:
         for payload in self._frames.decode(data):
-            self._received.put_nowait(msgspec.msgpack.decode(payload, type=ToWorker))
+            self._received.put_nowait(msgspec.msgpack.decode(payload, type=ToWorker | Refused))
 
-    async def receive(self) -> ToWorker:
+    async def receive(self) -> ToWorker | Refused:
         async with asyncio.timeout(ENOUGH_S):
             return await self._received.get()
 

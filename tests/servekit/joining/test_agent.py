@@ -164,6 +164,16 @@ async def test_a_wrong_key_and_another_model_end_the_worker_with_a_sentence(tmp_
         assert handler.joined.empty()
 
 
+async def test_a_worker_that_is_refused_after_loading_says_why_and_does_not_join_again(tmp_path: Path) -> None:
+    """Its fingerprint is right, so only the server sees that it does not fit."""
+    handler = make_handler()
+    handler.model = replace(MODEL, fingerprint="sim:step=50ms")
+    async with listening(handler, tmp_path) as listener, worker(tmp_path) as joining:
+        code, output = await joining.wait()
+        assert listener.num_refused == 1 and handler.joined.empty()
+    assert code == 2 and "it has loaded another model: its" in output and "joining again" not in output, output
+
+
 async def test_a_model_of_its_own_replaces_the_servers_path(tmp_path: Path) -> None:
     """Its fingerprint counts, wherever the files are."""
     handler = make_handler("/a/path/on/the/server")

@@ -20,8 +20,9 @@ from servekit.executor.model_executor import ModelExecutor
 from servekit.joining import listener as listener_module
 from servekit.joining.address import TcpAddress, UnixAddress
 from servekit.joining.credentials import server_tls, worker_tls
-from servekit.protocol.handshake import HandshakeFailed
-from servekit.protocol.messages import Leaving, Shutdown, StepResult, WorkerFailed
+from servekit.joining.socket_stream import SocketStream
+from servekit.protocol.handshake import HandshakeFailed, Refused
+from servekit.protocol.messages import Leaving, LoadModel, Shutdown, StepResult, WorkerFailed
 from tests.servekit.executor.conftest import PLAN
 from tests.servekit.joining.clients import (
     ANY_PORT,
@@ -253,9 +254,36 @@ async def test_a_worker_with_another_model_or_another_answer_does_not_join(
     async with listening(handler) as listener:
         worker = await StandInWorker.join(listener.address)
         worker.send(invalid)  # type: ignore[arg-type]
-        await worker.wait_ended()
+        while listener.num_refused == 0:  # noqa: ASYNC110  # it has no event for that
+            await asyncio.sleep(0.01)
+        await worker.stream.end()
         assert handler.joined.empty() and listener.num_refused == 1
     assert expected in caplog.text
+
+
+async def test_strangers_do_not_hide_why_a_worker_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """The log of strangers is full; the refusals of workers with the key are logged nevertheless."""
+    handler = RecordingHandler()
+    async with listening(handler) as listener:
+        listener._log._next_s = math.inf
+        await closed(await connect_and_send(listener.address, b"GET / HTTP/1.1\r\n\r\n"))
+        worker = await StandInWorker.join(listener.address)
+        assert isinstance(await worker.receive(), LoadModel)
+        worker.send(replace(READY, dtype="bfloat16"))
+        refused = await worker.receive()
+        assert isinstance(refused, Refused) and refused.reason == "other_model" and "--dtype" in refused.message
+        await worker.stream.end()
+        handler.refuses = ("draining", "the server is draining")
+        with pytest.raises(HandshakeFailed, match="draining"):
+            await shake_hands(await connect(listener.address))
+    assert "is not a worker" not in caplog.text and "one of servekit's worker protocol" not in caplog.text
+    assert "--dtype" in caplog.text and "was refused: the server is draining" in caplog.text
+
+
+async def connect_and_send(address: UnixAddress | TcpAddress, data: bytes) -> SocketStream:
+    stream = await connect(address)
+    stream.write(data)
+    return stream
 
 
 @pytest.mark.parametrize(
