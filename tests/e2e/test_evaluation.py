@@ -20,6 +20,8 @@ from tests.support.scripted_server import scripted_server
 from tests.support.server_process import ServerProcess, serving
 from tests.support.tiny_models import ARCHITECTURES, make_model
 
+pytestmark = pytest.mark.long  # it starts many servers
+
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()[:3000]
 BOS = 1
 

@@ -25,6 +25,7 @@ MAX_CACHE_BYTES = 100 * 2**20
 RESERVED_BYTES = 1024  # of each program's shared memory, by the system
 
 
+@pytest.mark.long
 def test_kernels_compile_use_the_tensor_cores_and_fit_the_shared_memory(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -253,6 +253,7 @@ def test_a_checkpoints_scales_are_those_of_its_heads_and_clamp_what_is_larger(dt
         assert_same(output, case.expected(queries, stored_keys, stored_values))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype_name", build.MACROS)
 @pytest.mark.parametrize("architecture", ["x86-64", "x86-64-v3"])
 def test_processors_without_wide_vectors_compute_the_same(

@@ -69,7 +69,14 @@ PROCESSORS: dict[str, tuple[str, ...]] = {  # flags of the compiler
 EMULATED_TILES = str(Path(__file__).with_name("emulated_tiles.c"))
 
 
-@pytest.fixture(scope="module", params=[(name, dtype) for name in PROCESSORS for dtype in ("float32", "bfloat16")])
+LIBRARIES = [  # to compile for other processors takes a minute, so these are long tests
+    pytest.param((name, dtype), marks=[pytest.mark.long] if flags else [])
+    for name, flags in PROCESSORS.items()
+    for dtype in ("float32", "bfloat16")
+]
+
+
+@pytest.fixture(scope="module", params=LIBRARIES)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Return a library with all that this processor has, and some for other processors."""
     name, dtype = request.param

@@ -294,6 +294,7 @@ print(json.dumps([resident("VmRSS") - before, largest - anonymous, num_weight_by
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["int8", "int4", "w4a16"])
 def test_memory_is_that_of_codes_and_scales_and_at_most_a_layer_more(kind: str, tmp_path: Path) -> None:
     """A model of 41 M parameters: 164 MB as the float32 that it is served in, 82 MB in its files."""
