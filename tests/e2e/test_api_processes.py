@@ -412,7 +412,7 @@ def test_a_second_signal_ends_an_api_process_that_is_stopped(tmp_path: Path) -> 
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=60) == 0
         proc.wait_until_gone(*pids)
-        assert "no sign of life" not in server.log.read_text(), "it was killed for its silence only, after 30 s"
+        assert "sent no heartbeat" not in server.log.read_text(), "it was killed for its silence only, after 30 s"
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_exit_code_2() -> None:
