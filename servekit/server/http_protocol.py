@@ -68,7 +68,10 @@ MAX_PIPELINED = 16  # requests that wait behind the one being answered; no known
 LINGER_S = 10.0
 LINGER_IDLE_S = 2.0
 MAX_DISCARDED_BYTES = 2**28
-DISCARDED_BYTES_PER_S = 2**26  # of all connections together: to read and discard a gigabyte takes half a second
+# To read and discard a gigabyte takes half a second of the event loop. So what a connection sends beyond this is read
+# at a pace, which is that of all such connections together.
+MAX_UNPACED_BYTES = 2**24
+DISCARDED_BYTES_PER_S = 2**26
 MAX_LINGERING = 64  # connections; further ones are closed at once
 # Bytes of an answer that the kernel holds unsent. By default it takes megabytes per connection, and reports free space
 # only after a third of them was sent. A slow reader would then look like one that stopped.
@@ -526,7 +529,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._last_discard_s = time.monotonic()
         if self._num_discarded_bytes > MAX_DISCARDED_BYTES:
             self.transport.abort()
-        else:
+        elif self._num_discarded_bytes > MAX_UNPACED_BYTES:
             self.transport.pause_reading()
             pause_s = num_bytes * len(self.shared.lingering) / DISCARDED_BYTES_PER_S
             self.loop.call_later(pause_s, self._continue_discarding)

@@ -14,6 +14,8 @@ from servekit.engine.model_files import DEMO_MODEL_PATH
 from tests.support.gguf_files import write_gguf
 from tests.support.server_process import serving
 
+pytestmark = pytest.mark.long  # it loads many models
+
 QUESTION = "What color is the sky?"
 
 

@@ -25,9 +25,9 @@ def drawn() -> dict[str, tuple[str, int | None]]:
 
 
 def defined() -> dict[str, tuple[str, int | None]]:
-    """Parent and HTTP status of each class in servekit/ that derives from ServekitError."""
+    """Parent and HTTP status of each class in servekit/ that derives from ServekitError, but for private ones."""
     parents, statuses = {"ServekitError": ""}, {"ServekitError": 500}
-    classes = [node for path in SOURCES.rglob("*.py") for node in classes_in(path)]
+    classes = [node for path in SOURCES.rglob("*.py") for node in classes_in(path) if not node.name.startswith("_")]
     found: dict[str, tuple[str, int | None]] = {}
     while children := [node for node in classes if parent_of(node) in parents and node.name not in parents]:
         for node in children:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.triton_device import DEVICE, TOLERANCES, random, triton_quantized
+from tests.support.triton_device import DEVICE, random, triton_quantized
 from workers.quantization.quantized_tensor import INT4_LEVELS, QuantizedTensor
 
 NF4_LEVELS = (-1.0, -0.7, -0.53, -0.39, -0.28, -0.18, -0.09, 0.0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0)
@@ -55,7 +55,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("encoding", "group_size", "has_offsets"), CASES)
 def test_the_product_is_that_of_the_dequantized_weight(
     dtype: torch.dtype, encoding: str, group_size: int, has_offsets: bool
@@ -64,7 +64,7 @@ def test_the_product_is_that_of_the_dequantized_weight(
     x, bias = random(3, 256, dtype=dtype), random(80, dtype=dtype)
     weight = triton_quantized.make_weight(matrix, bias)
     assert isinstance(weight, triton_quantized.TritonQuantizedWeight)
-    tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 4e-3}[dtype]
     assert_product(weight.multiply(x), x, matrix, bias, tolerance=tolerance)
     residual = random(3, 80, dtype=dtype)
     assert_product(weight.multiply_add(x, residual), x, matrix, bias, residual, tolerance=tolerance)

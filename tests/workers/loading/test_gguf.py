@@ -21,6 +21,8 @@ from workers.loading.fingerprint import fingerprint
 from workers.loading.gguf_file import GgufFile, rows_of_halves
 from workers.loading.model_manager import ModelManager
 
+pytestmark = pytest.mark.long  # it loads many models
+
 VOCAB_SIZE = 256
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

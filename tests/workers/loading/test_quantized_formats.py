@@ -22,6 +22,8 @@ from workers.quantization.formats.bitsandbytes import FP4_LEVELS
 from workers.quantization.formats.mxfp4 import E2M1_LEVELS
 from workers.quantization.quantized_tensor import NF4_LEVELS
 
+pytestmark = pytest.mark.long  # it loads many models
+
 GROUP_SIZE = 16
 Encoded = tuple[dict[str, Tensor], Tensor]  # the tensors by suffix, and the numbers that they stand for
 
