@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from servekit.protocol.messages import (
     MAX_FAILURE_CHARACTERS,
     LoadModel,
+    ModelInfo,
     PromptLogprobs,
     ScheduledChunk,
     SlotAssignment,
@@ -17,6 +18,7 @@ from servekit.protocol.messages import (
     StepResult,
     TokenLogprobs,
     ToWorker,
+    WorkerReady,
 )
 from servekit.protocol.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
@@ -82,3 +84,14 @@ def test_the_largest_result_is_within_the_bound_and_the_bound_is_not_far_above(n
     )
     size = len(msgspec.msgpack.encode(result))
     assert size <= load.max_answer_bytes <= 1.1 * size + 2**20
+
+
+def test_workers_give_the_same_tokens_only_with_the_same_model_and_the_same_dtype() -> None:
+    model = ModelInfo("LlamaForCausalLM", 1000, 64, 2048, (0,), 1.0, 0, 1.0, fingerprint="a")
+    ready = WorkerReady(model, "cpu", "float32", num_blocks=8, kv_bytes_per_token=4, load_time_s=0.5)
+    assert ready.difference(replace(ready, num_blocks=9, load_time_s=1.5, device="cuda:0")) is None
+    other_model = replace(ready, model=replace(model, fingerprint="b"))
+    found = ready.difference(other_model)
+    assert found is not None and "fingerprint is 'a'" in found and "'b'" in found
+    found = ready.difference(replace(ready, device="cuda:0", dtype="bfloat16"))
+    assert found is not None and "float32 on cpu" in found and "bfloat16 on cuda:0" in found and "--dtype" in found
