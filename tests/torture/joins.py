@@ -1,7 +1,7 @@
 """Let workers join, leave and die at random under load, beside strangers, liars and altered connections.
 
-The claims: no answer is lost or altered, nobody without the key gets in, every lie that contradicts a plan ends its
-connection, a worker that gets SIGTERM exits with 0, and at the end nothing is left of any of them.
+The claims: no answer is lost or altered, no connection without the key gets in, every lie that contradicts a plan ends
+its connection, a worker that gets SIGTERM exits with 0, and at the end nothing is left of any of them.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from workers.device.transfer import DeviceEvent, synchronization_refused, to_hos
 from workers.kv_cache.kv_quantization import PlainPages
 from workers.layers import layer_replacement
 from workers.layers.fused_decoder import FusedDecoder, fuse_layers
-from workers.layers.linear import keep_dense
+from workers.layers.linear import DenseWeight
 from workers.loading.model_manager import LoadedModel, ModelManager
 from workers.runner import model_runner
 from workers.runner.cuda_graphs import CudaCapture
@@ -194,7 +194,7 @@ def on_gpu(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     loaded = load(DEMO_MODEL_PATH)
     gpu.move_to_gpu(loaded.model)
     with torch.no_grad(), gpu:
-        decoder = fuse_layers(loaded.model, loaded.decoder, loaded.attention_params, TorchOps(), keep_dense)
+        decoder = fuse_layers(loaded.model, loaded.decoder, loaded.attention_params, TorchOps(), DenseWeight)
     assert isinstance(decoder, FusedDecoder)
     return replace(loaded, decoder=decoder, device=CUDA)
 

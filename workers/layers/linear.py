@@ -112,11 +112,6 @@ def pack_for_cpu(matrix: Tensor | QuantizedTensor, bias: Tensor | None) -> Weigh
     return PackedWeight(matrix, bias) if isinstance(matrix, Tensor) else DequantizingWeight(matrix, bias)
 
 
-def keep_dense(matrix: Tensor | QuantizedTensor, bias: Tensor | None) -> Weight:
-    """Prepare a weight for a GPU: the LinearMethod of torch alone."""
-    return DenseWeight(matrix, bias) if isinstance(matrix, Tensor) else DequantizingWeight(matrix, bias)
-
-
 def prepare(method: LinearMethod, *linears: nn.Linear | QuantizedLinear) -> Weight:
     """Prepare the weights of linear layers with the same input, side by side: as one matrix where they can be one."""
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]

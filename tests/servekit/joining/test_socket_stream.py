@@ -20,7 +20,7 @@ async def connected() -> tuple[SocketStream, socket.socket]:
 
 
 async def test_a_mistake_in_what_handles_the_bytes_is_reported_as_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise nothing would read the connection any more, and nobody would know."""
+    """Otherwise the connection would stay open without a reader, and without an error."""
     stream, peer = await connected()
     ends: asyncio.Queue[str] = asyncio.Queue()
 
