@@ -24,7 +24,7 @@ from servekit.api.error_handlers import exception_handlers
 from servekit.api.key_accounts import KeyAccounts, LocalKeyAccounts
 from servekit.api.middleware.metrics import RequestMetrics
 from servekit.api.middleware.stack import add_access_layers
-from servekit.api.refusal_pace import RefusalPace
+from servekit.api.refusal_rate_limit import RefusalRateLimit
 from servekit.api.responses.sse import KeepAlive
 from servekit.api.routes import console, health, live, native, openai, profile, shared_paths, tgi, tokenize
 from servekit.config import ServeConfig
@@ -72,7 +72,7 @@ def create_app(
     app.router.redirect_slashes = False  # the redirect would repeat the client's own Host header
     app.state.engine = engine
     app.state.body_decoder = BodyDecoder(config.sandbox_memory_bytes)
-    app.state.refusal_pace = RefusalPace()
+    app.state.refusal_rate_limit = RefusalRateLimit()
     app.state.keep_alive = KeepAlive(config.sse_keep_alive_interval)
     app.state.feed = live.Feed(engine)
     app.state.keyring = keyring

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from servekit.api.endpoint import Endpoint, caller_of, engine_of
-from servekit.api.refusal_pace import RefusalPace
+from servekit.api.refusal_rate_limit import RefusalRateLimit
 from servekit.api.responses.http import CLIENT_CLOSED_REQUEST, note_error_code, refuse, respond
 from servekit.errors import InternalError, QueueFull, RateLimited, ServekitError
 
@@ -43,8 +43,8 @@ def exception_handlers(endpoints: Sequence[Endpoint]) -> dict[type[Exception], H
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServekitError)
     if isinstance(error, QueueFull | RateLimited):
-        pace: RefusalPace = request.app.state.refusal_pace
-        delay_s = pace.delay_s(caller_of(request).tenant, time.monotonic())
+        rate_limit: RefusalRateLimit = request.app.state.refusal_rate_limit
+        delay_s = rate_limit.delay_s(caller_of(request).tenant, time.monotonic())
         if delay_s:
             await asyncio.sleep(delay_s)
     engine_of(request).http_counters.request_refused(error.answer_code)

@@ -76,7 +76,7 @@ class RemotePlaces:
     def release(self) -> None:
         if self._is_held:
             self._is_held = False
-            self._client.send(ms.Forget(self.number))
+            self._client.send(ms.ReleaseRequest(self.number))
 
     def hand_over(self) -> None:
         """Note that the sequences are in the queue: `release_result` of their request frees the rest."""
@@ -234,7 +234,7 @@ class EngineClient:
         except ServekitError:
             raise
         except BaseException:  # the client has left, and the engine process may have answered
-            self.send(ms.Forget(number))
+            self.send(ms.ReleaseRequest(number))
             raise
 
     async def submit(self, request: GenerationRequest, caller: Caller, places: RemotePlaces) -> RequestState:
@@ -273,7 +273,7 @@ class EngineClient:
         queue = ClientQueue(interval)
         state = RemoteRequestState(request, caller, [], queue, interval, self._abort)
         state.number = number
-        state.hold_result(lambda: self.send(ms.Forget(number)))
+        state.hold_result(lambda: self.send(ms.ReleaseRequest(number)))
         for prompt in prepared:
             leader: Sequence | None = None
             for sampling in prompt.sampling:

@@ -98,15 +98,15 @@ class EngineSession:
             ms.CannotServe: on_message,
             ms.AddPrompt: self._add_prompt,
             ms.Abort: self._abort,
-            ms.Forget: self._forget,
-            ms.Charge: self._charge,
-            ms.Leave: self._leave,
+            ms.ReleaseRequest: self._release_request,
+            ms.ChargeTokens: self._charge_tokens,
+            ms.UncountRequest: self._uncount_request,
             ms.RequestRefused: lambda note: self._engine.http_counters.request_refused(note.code),
             ms.RequestEnded: lambda note: self._engine.http_counters.request_ended(
                 note.handler, note.method, note.status
             ),
             ms.EventLoopLag: lambda note: self._engine.metrics.server.event_loop_lag.observe(note.lag_s),
-            ms.Enter: self._enter,
+            ms.CountRequest: self._count_request,
             ms.ReserveOfKey: self._reserve_of_key,
             ms.ReservePlaces: self._reserve_places,
             ms.Submit: self._submit,
@@ -141,7 +141,7 @@ class EngineSession:
         """Free all that the process held: it is gone."""
         self._connection = None
         for number in list(self._requests):
-            self._forget(ms.Forget(number))
+            self._release_request(ms.ReleaseRequest(number))
         for account in self._accounts.values():
             account.end()
         self._accounts.clear()
@@ -175,7 +175,7 @@ class EngineSession:
 
     # -- accounts ------------------------------------------------------------------------------------------------------
 
-    def _enter(self, question: ms.Enter) -> None:
+    def _count_request(self, question: ms.CountRequest) -> None:
         def enter() -> None:
             self._accounts[question.account] = self._shared.accounts.admit(question.digest, question.limits)
 
@@ -188,12 +188,12 @@ class EngineSession:
             lambda: account.reserve_now(question.num_sequences, question.max_tokens, question.num_prompt_tokens),
         )
 
-    def _charge(self, note: ms.Charge) -> None:
+    def _charge_tokens(self, note: ms.ChargeTokens) -> None:
         remote = self._requests.get(note.request)
         if remote is not None and remote.state is not None:
             self._accounts[note.account].charge(remote.state)
 
-    def _leave(self, note: ms.Leave) -> None:
+    def _uncount_request(self, note: ms.UncountRequest) -> None:
         account = self._accounts.pop(note.account, None)
         if account is not None:
             account.end()
@@ -234,7 +234,7 @@ class EngineSession:
         if remote is not None and remote.state is not None:
             remote.state.abort()
 
-    def _forget(self, note: ms.Forget) -> None:
+    def _release_request(self, note: ms.ReleaseRequest) -> None:
         remote = self._requests.pop(note.request, None)
         if remote is None:
             return

@@ -195,20 +195,20 @@ class Abort(Struct, frozen=True, tag=True):
     request: int
 
 
-class Forget(Struct, frozen=True, tag=True):
+class ReleaseRequest(Struct, frozen=True, tag=True):
     """End the sequences of a request, and free all that it holds: places in the queue, and memory for its result."""
 
     request: int
 
 
-class Charge(Struct, frozen=True, tag=True):
+class ChargeTokens(Struct, frozen=True, tag=True):
     """Charge the tokens of an admitted request to an account."""
 
     account: int
     request: int
 
 
-class Leave(Struct, frozen=True, tag=True):
+class UncountRequest(Struct, frozen=True, tag=True):
     """A request that counted against its key's limits has ended."""
 
     account: int
@@ -243,7 +243,7 @@ class Question(Struct, Generic[Answer], frozen=True, tag=True, kw_only=True):
     question_id: int
 
 
-class Enter(Question[None], frozen=True, tag=True, kw_only=True):
+class CountRequest(Question[None], frozen=True, tag=True, kw_only=True):
     """Let a request count against the limits of the key with this digest. Fails with RateLimited."""
 
     account: int
@@ -349,13 +349,13 @@ FromApiProcess = (
     | CannotServe
     | AddPrompt
     | Abort
-    | Forget
-    | Charge
-    | Leave
+    | ReleaseRequest
+    | ChargeTokens
+    | UncountRequest
     | RequestRefused
     | RequestEnded
     | EventLoopLag
-    | Enter
+    | CountRequest
     | ReserveOfKey
     | ReservePlaces
     | Submit

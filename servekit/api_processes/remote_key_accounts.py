@@ -20,7 +20,7 @@ class RemoteKeyAccounts:
 
     async def enter(self, digest: bytes, limits: Limits) -> RemoteRequestAccount:
         account = RemoteRequestAccount(self._client, next(self._numbers))
-        question = ms.Enter(
+        question = ms.CountRequest(
             question_id=self._client.next_question_id(), account=account.number, digest=digest, limits=limits
         )
         try:
@@ -55,9 +55,9 @@ class RemoteRequestAccount:
 
     def charge(self, state: RequestState) -> None:
         assert isinstance(state, RemoteRequestState)
-        self._client.send(ms.Charge(self.number, state.number))
+        self._client.send(ms.ChargeTokens(self.number, state.number))
 
     def end(self) -> None:
         if not self._has_ended:
             self._has_ended = True
-            self._client.send(ms.Leave(self.number))
+            self._client.send(ms.UncountRequest(self.number))

@@ -149,6 +149,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no model": ("/v1/completions", {"prompt": SKY, "model": "other"}),
     "no route": ("/v1/nothing", {}),
 }
+TEXT = r'"(?:text|content)":"((?:[^"\\]|\\.)*)"'
 
 
 def comparable(text: str) -> str:
@@ -158,8 +159,8 @@ def comparable(text: str) -> str:
         texts: dict[str, str] = defaultdict(str)  # by answer
         for line in lines:
             answer = re.search(r'"choices":\[\{"index":(\d+)', line)
-            texts[answer[1] if answer else ""] += "".join(re.findall(r'"(?:text|content)":"((?:[^"\\]|\\.)*)"', line))
-        text = json.dumps(texts, sort_keys=True) + lines[-1]
+            texts[answer[1] if answer else ""] += "".join(re.findall(TEXT, line))
+        text = json.dumps(texts, sort_keys=True) + re.sub(TEXT, "", lines[-1])
     text = re.sub(r'"(id|created|request_id)":("[^"]*"|\d+)', r'"\1":0', text)
     return re.sub(r'"(\w+_ms|\w*time\w*)":[\d.e-]+', r'"\1":0', text)
 

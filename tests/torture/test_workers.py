@@ -20,7 +20,7 @@ async def test_clients_notice_only_a_pause_when_workers_fail(tmp_path: Path) -> 
     """All answers are right token for token, and the server returns to its initial state."""
     results, references = workers.FaultResults(), References()
     with workers.serving_with_faults(
-        "roomy", tmp_path / "log", "--heartbeat-timeout", "1", "--load-timeout", "60"
+        "roomy", tmp_path / "log", "--heartbeat-timeout", "2", "--load-timeout", "60"
     ) as server:
         await references.take(server.port, requests(2048, num_each=4))
         crowd = Crowd(server.port, references, NUM_CLIENTS, seed=0)

@@ -127,6 +127,7 @@ class FaultInjector:
             self._crowd.open()
             await asyncio.sleep(self._chance.uniform(0, 0.05))
         elif moment == "streaming":
+            await self._wait_for_no_suspects()
             await asyncio.sleep(self._chance.uniform(0, self._max_delay_s))
         elif moment == "loading":
             os.kill(pid, signal.SIGKILL)
@@ -193,6 +194,10 @@ class FaultInjector:
         except (TimeoutError, AssertionError) as error:
             self._check_alive()
             results.violations.append(f"{when}: not at rest: {error!r}")
+
+    async def _wait_for_no_suspects(self) -> None:
+        """Wait until no request is suspected of the last crashes: it would rightly be blamed for a third one."""
+        await wait_until(lambda: self._server.metric("servekit_num_requests_suspected") == 0, REPLACED_WITHIN_S, 0.1)
 
     async def _wait_for_worker(self, other_than: int | None) -> int:
         """Return the process id of a worker, once it handles the planted signals."""

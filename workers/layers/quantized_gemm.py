@@ -91,33 +91,33 @@ def _zero_point(matrix: QuantizedTensor) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbers:
+class _StoredScales:
     """Scales or offsets as they are stored: [num_outputs, num_groups] in the format `type`; None for NO_NUMBERS."""
 
     type: str
     numbers: Tensor | None
 
 
-def _scales(scales: Tensor) -> _Numbers:
+def _scales(scales: Tensor) -> _StoredScales:
     """Return the scales in the smallest type that holds all of them exactly."""
     numbers = scales.float()
     bits = numbers.view(torch.int32)
     if bool(((bits & 0x7FFFFF == 0) & (bits > 0) & (bits < 0x7F800000)).all()):
-        return _Numbers("AS_EXPONENTS", (bits >> 23).to(torch.uint8))
+        return _StoredScales("AS_EXPONENTS", (bits >> 23).to(torch.uint8))
     for dtype, name in ((torch.float16, "AS_FLOAT16"), (torch.bfloat16, "AS_BFLOAT16")):
         if torch.equal(numbers.to(dtype).float(), numbers):
-            return _Numbers(name, numbers.to(dtype))
-    return _Numbers("AS_FLOAT32", numbers)
+            return _StoredScales(name, numbers.to(dtype))
+    return _StoredScales("AS_FLOAT32", numbers)
 
 
-def _offsets(matrix: QuantizedTensor) -> _Numbers:
+def _offsets(matrix: QuantizedTensor) -> _StoredScales:
     """Return the offsets: where there are zero points, as multiples of the scales."""
     if matrix.offsets is None:
-        return _Numbers("NO_NUMBERS", None)
+        return _StoredScales("NO_NUMBERS", None)
     scales, offsets = matrix.scales.float(), matrix.offsets.float()
     multiples = (offsets / scales).round().clamp(-128, 127).nan_to_num()
     if torch.equal(multiples * scales, offsets):
-        return _Numbers("AS_MULTIPLES", multiples.to(torch.int8))
+        return _StoredScales("AS_MULTIPLES", multiples.to(torch.int8))
     return _scales(offsets)
 
 

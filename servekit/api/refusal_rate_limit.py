@@ -15,7 +15,7 @@ BURST = 100  # immediate refusals, after half a second without one
 MAX_DELAY_S = 5.0  # what Retry-After says most often
 
 
-class RefusalPace(Struct):
+class RefusalRateLimit(Struct):
     """The rate limit of each tenant. The caller passes the time, in seconds on a clock that never goes back."""
 
     next_s: dict[str, float] = {}  # by tenant, when its next refusal is due; as many as the keys files have named
