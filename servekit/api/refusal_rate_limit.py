@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-REFUSALS_PER_S = 200.0
-BURST = 100  # immediate refusals, after half a second without one
+REFUSALS_PER_S = 100.0
+BURST = 100  # immediate refusals, after a second without one
 MAX_DELAY_S = 5.0  # what Retry-After says most often
 
 
