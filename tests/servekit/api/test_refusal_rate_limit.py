@@ -1,4 +1,4 @@
-"""Refusals have a rate_limit for each tenant, so that a client that never waits cannot occupy the event loop."""
+"""Refusals have a rate limit for each tenant, so that a client that never waits cannot occupy the event loop."""
 
 from __future__ import annotations
 
