@@ -98,7 +98,6 @@ class EngineClient:
         self._request_numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._requests: dict[int, RemoteRequestState] = {}
-        self._loaded: ms.Loaded | None = None
         self._tokenizer: Tokenizer | None = None
         self._input_processor: InputProcessor | None = None
         self._looking: asyncio.Task[LiveView] | None = None
@@ -143,9 +142,10 @@ class EngineClient:
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
-        if self._loaded is None or self.state == "failed":
+        limits = self._status.limits
+        if limits is None or self._input_processor is None:
             raise self._not_ready()
-        return self._loaded.limits
+        return limits
 
     def _not_ready(self) -> ServekitError:
         return WorkerNotReady(f"the model is not ready to serve: {self.stage}", retry_after_s=RETRY_AFTER_S)
@@ -177,8 +177,9 @@ class EngineClient:
         assert self.worker is not None
         path, model = Path(loaded.path), self.worker.model
         self._tokenizer = await run_in_daemon_thread(load_tokenizer, path)
-        self._loaded = loaded
-        processor = InputProcessor(self.config, path, self._tokenizer, loaded.template, model, loaded.limits)
+        processor = InputProcessor(
+            self.config, path, self._tokenizer, loaded.template, model, lambda: self.scheduler_config
+        )
         processor.start()
         self._input_processor = processor
 

@@ -6,6 +6,7 @@ An API process is trusted like the engine process: it is the same program. What 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -27,6 +28,7 @@ from servekit.engine.queue_limits import QueuePlaces
 from servekit.engine.request_state import RequestState
 from servekit.errors import ServekitError, WorkerNotReady
 from servekit.request import GenerationRequest
+from servekit.scheduler.scheduler_config import SchedulerConfig
 
 log = logging.getLogger("servekit")
 
@@ -49,7 +51,10 @@ class SharedEngine:
         """The engine's present state. The server is loading until all API processes are ready."""
         engine = self.engine
         state = engine.state if self.has_api or engine.state != "ready" else "loading"
-        return ms.EngineStatus(state, engine.stage, engine.is_healthy, engine.worker)
+        limits: SchedulerConfig | None = None
+        with contextlib.suppress(ServekitError):  # the engine does not run
+            limits = engine.scheduler_config
+        return ms.EngineStatus(state, engine.stage, engine.is_healthy, engine.worker, limits)
 
     async def probe_readiness(self) -> bool:
         """Whether the engine generates tokens, and all API processes could serve them."""
@@ -110,7 +115,7 @@ class EngineSession:
             ms.ReserveOfKey: self._reserve_of_key,
             ms.ReservePlaces: self._reserve_places,
             ms.Submit: self._submit,
-            ms.ProbeReadiness: lambda question: self._answer_later(question, shared.probe_readiness),
+            ms.ProbeReadiness: lambda question: self._answer_later(question, self._probe_readiness),
             ms.RenderMetrics: lambda question: self._answer_later(question, self._engine.render_metrics),
             ms.DescribeReplicas: lambda question: self._answer_later(question, self._engine.describe_replicas),
             ms.LookAtScheduler: lambda question: self._answer_later(question, shared.look),
@@ -165,6 +170,12 @@ class EngineSession:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    async def _probe_readiness(self) -> bool:
+        """Answer a probe, after the status that explains the answer: /ready reports both."""
+        is_ready = await self._shared.probe_readiness()
+        self.send(self._shared.status())
+        return is_ready
 
     async def _work(self, question: ms.Question[Any], work: Callable[[], Awaitable[Any]]) -> None:
         try:

@@ -78,7 +78,6 @@ class Loaded(Struct, frozen=True, tag=True):
 
     path: str  # of the model's directory
     template: ChatTemplate
-    limits: SchedulerConfig
 
 
 class EngineStatus(Struct, frozen=True, tag=True):
@@ -88,6 +87,7 @@ class EngineStatus(Struct, frozen=True, tag=True):
     stage: str
     is_healthy: bool
     worker: WorkerReady | None = None  # another one, when its replica was given up and a worker has joined
+    limits: SchedulerConfig | None = None  # they change with the workers; None while the engine does not run
 
 
 class ReplaceKeys(Struct, frozen=True, tag=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,8 +65,9 @@ class InputProcessor:
         tokenizer: Tokenizer,
         template: ChatTemplate,
         model: ModelInfo,
-        limits: SchedulerConfig,
+        limits: Callable[[], SchedulerConfig],
     ) -> None:
+        """`limits` returns the present limits of the scheduler. They change with the workers that there are."""
         self._config = config
         self._tokenizer = tokenizer
         self._template = template
@@ -145,23 +147,26 @@ class InputProcessor:
         """
         contents = [message["content"] for message in messages if message["role"] != "assistant"]
         min_tokens = sum(map(len, contents)) // self._tokenizer.max_token_bytes
-        if min_tokens > self._limits.max_total_tokens:
-            raise prompt_too_long(self._limits.max_total_tokens, min_tokens, "messages")
+        limit = self._limits().max_total_tokens
+        if min_tokens > limit:
+            raise prompt_too_long(limit, min_tokens, "messages")
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
     async def prepare(self, request: GenerationRequest, tenant: str) -> list[PreparedPrompt]:
         """Prepare all prompts of a request. Raises InvalidRequest or ContextTooLong."""
         self._check_options(request)
-        prompts = await self._encode(request, tenant)
+        limits = self._limits()  # for all of the request; the engine checks again when it is admitted
+        prompts = await self._encode(request, tenant, limits)
         grammar = None if request.grammar is None else await self._compile(request.grammar, tenant)
         bad_words = await self._encode_bad_words(request.sampling.bad_words or [], tenant)
         prepared, num_tokens = [], 0
         for prompt, encoded in zip(request.prompts, prompts, strict=True):
             token_ids = array("i", encoded) if isinstance(encoded, list) else encoded
             await self._check_vocabulary(token_ids, prompt.param)
-            sampling = self._prepare(request, prompt, token_ids, grammar, bad_words)
-            prepared.append(PreparedPrompt(token_ids, sampling, await self._hash_blocks(token_ids, tenant)))
+            sampling = self._prepare(request, prompt, token_ids, grammar, bad_words, limits)
+            hashes = await self._hash_blocks(token_ids, tenant, limits)
+            prepared.append(PreparedPrompt(token_ids, sampling, hashes))
             num_tokens += len(token_ids) + TOKENS_PER_ANSWER * request.best_of
             if num_tokens >= TOKENS_PER_SLICE:
                 await asyncio.sleep(0)  # a thousand prompts take a tenth of a second
@@ -181,11 +186,11 @@ class InputProcessor:
                     f"{param} contains token {highest}; the model's vocabulary has {vocab_size} tokens", param=param
                 )
 
-    async def _hash_blocks(self, token_ids: array[int], tenant: str) -> list[bytes]:
+    async def _hash_blocks(self, token_ids: array[int], tenant: str, limits: SchedulerConfig) -> list[bytes]:
         """Hash the full blocks of a prompt, as the workload manager would: but it could not pause."""
         hashes: list[bytes] = []
-        if self._limits.enable_prefix_caching:
-            block_size = self._limits.block_size
+        if limits.enable_prefix_caching:
+            block_size = limits.block_size
             num_blocks, step = len(token_ids) // block_size, -(-TOKENS_PER_SLICE // block_size)
             for start in range(0, num_blocks, step):
                 if start:
@@ -213,13 +218,15 @@ class InputProcessor:
                 param="priority",
             )
 
-    async def _encode(self, request: GenerationRequest, tenant: str) -> list[list[int] | array[int]]:
+    async def _encode(
+        self, request: GenerationRequest, tenant: str, limits: SchedulerConfig
+    ) -> list[list[int] | array[int]]:
         """Return the token ids of every prompt, truncated if the request asks for it."""
+        limit, truncate = limits.max_total_tokens, request.truncate
         for prompt in request.prompts:
-            self._check_length(prompt, request.truncate)
+            self._check_length(prompt, truncate, limit)
         texts = [prompt.content for prompt in request.prompts if isinstance(prompt.content, str)]
         special = all(prompt.add_special_tokens for prompt in request.prompts)
-        limit, truncate = self._limits.max_total_tokens, request.truncate
         try:
             if truncate is None:
                 encoded = iter(await self._tokenizer.encode(tenant, texts, special, limit) if texts else [])
@@ -228,7 +235,7 @@ class InputProcessor:
                 encoded = iter(await self._tokenizer.encode_tails(tenant, texts, special, num_tokens))
         except TooManyTokens as error:
             of_texts = [prompt for prompt in request.prompts if isinstance(prompt.content, str)]
-            self._check_fits(error.num_tokens, request.max_tokens or 1, of_texts[error.index].param)
+            _check_fits(limits, error.num_tokens, request.max_tokens or 1, of_texts[error.index].param)
             raise AssertionError("a prompt with too many tokens fits") from None
         contents = (prompt.content for prompt in request.prompts)
         prompts = [next(encoded) if isinstance(content, str) else content for content in contents]
@@ -236,11 +243,11 @@ class InputProcessor:
 
     def check_text(self, text: str, param: str) -> None:
         """Raise ContextTooLong for a text that cannot fit, before a thread spends seconds on encoding it."""
-        self._check_length(Prompt(text, param), None)
+        self._check_length(Prompt(text, param), None, self._limits().max_total_tokens)
 
-    def _check_length(self, prompt: Prompt, truncate: int | None) -> None:
+    def _check_length(self, prompt: Prompt, truncate: int | None, limit: int) -> None:
         """Refuse a prompt that is too long for any tokenization, before a thread spends seconds on encoding it."""
-        limit, content = self._limits.max_total_tokens, prompt.content
+        content = prompt.content
         min_tokens = len(content) // self._tokenizer.max_token_bytes if isinstance(content, str) else len(content)
         if min_tokens > limit and truncate is None:
             raise prompt_too_long(limit, min_tokens, prompt.param)
@@ -280,32 +287,26 @@ class InputProcessor:
         token_ids: array[int],
         grammar: str | None,
         bad_words: tuple[tuple[int, ...], ...],
+        limits: SchedulerConfig,
     ) -> list[SamplingParams]:
         """Check one prompt, and return the sampling parameters of each answer to it."""
         param = prompt.param
         if not token_ids:
             raise InvalidRequest(f"{param} is empty; a prompt needs at least one token", param=param)
-        room = self._limits.max_total_tokens - len(token_ids)
+        room = limits.max_total_tokens - len(token_ids)
         sampling = self._resolve(request, room, grammar, bad_words)
         if sampling.min_tokens > sampling.max_tokens:
             raise InvalidRequest(
                 f"min_tokens = {sampling.min_tokens} is more than max_tokens = {sampling.max_tokens}",
                 param="min_tokens",
             )
-        self._check_fits(len(token_ids), sampling.max_tokens, param)
+        _check_fits(limits, len(token_ids), sampling.max_tokens, param)
         # Each answer has its own seed; the logprobs of the prompt are computed once.
         others = [
             msgspec.structs.replace(sampling, seed=sampling.seed + number, prompt_logprobs=None)
             for number in range(1, request.best_of)
         ]
         return [sampling, *others]
-
-    def _check_fits(self, prompt_length: int, max_tokens: int, param: str) -> None:
-        try:
-            self._limits.check_fits(prompt_length, max_tokens)
-        except ContextTooLong as error:
-            error.param = param if prompt_length >= self._limits.max_total_tokens else "max_tokens"
-            raise
 
     def _resolve(
         self, request: GenerationRequest, room: int, grammar: str | None, bad_words: tuple[tuple[int, ...], ...]
@@ -343,6 +344,14 @@ class InputProcessor:
             return 0.0
         default = self._model.default_temperature
         return _or(wanted.temperature, 1.0 if wanted.do_sample and default == 0.0 else default)
+
+
+def _check_fits(limits: SchedulerConfig, prompt_length: int, max_tokens: int, param: str) -> None:
+    try:
+        limits.check_fits(prompt_length, max_tokens)
+    except ContextTooLong as error:
+        error.param = param if prompt_length >= limits.max_total_tokens else "max_tokens"
+        raise
 
 
 async def prepare_in_time(

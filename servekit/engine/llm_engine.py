@@ -170,7 +170,7 @@ class LLMEngine:
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
-        """The limits of the scheduler; with several replicas, of the one with the most KV blocks."""
+        """The present limits of the scheduler; with several replicas, of the one with the most KV blocks."""
         return self._running_replicas.limits
 
     @property
@@ -204,11 +204,13 @@ class LLMEngine:
         replicas = self.replicas
         await replicas.start(load, self._make_core)
         assert self.worker is not None
-        model, limits = self.worker.model, replicas.limits
+        model = self.worker.model
         if self._journals:
             self.metrics.registry.register(JournalCollector(self._journals, self.config.model_name))
         if self.config.api_processes == 1:
-            self._input_processor = InputProcessor(self.config, path, self._tokenizer, template, model, limits)
+            self._input_processor = InputProcessor(
+                self.config, path, self._tokenizer, template, model, lambda: replicas.limits
+            )
             self._input_processor.start()
         self.metrics.watch_scheduler(replicas.stats)
         self.metrics.watch_queue(lambda: self._queue_limits.usage(replicas.num_waiting, replicas.queued))

@@ -261,8 +261,12 @@ class Replicas:
 
     @property
     def limits(self) -> SchedulerConfig:
-        """The limits of the replica with the most KV blocks: what fits there can be served."""
-        return max((core.manager.config for core in self.cores), key=lambda config: config.max_total_tokens)
+        """The limits of the replica with the most KV blocks, of those that have a worker or wait for one.
+
+        What fits there can be served.
+        """
+        limits = (replica.core.manager.config for replica in self.all if not replica.is_vacated)
+        return max(limits, key=lambda config: config.max_total_tokens)
 
     @property
     def num_waiting(self) -> int:
@@ -300,9 +304,13 @@ class Replicas:
                 core.apply(command)
 
     def choose(self, commands: Sequence[AddSequence]) -> EngineCore:
-        """Return the core for all answers to one prompt, the first of which is the leader of the others."""
+        """Return the core for all answers to one prompt, the first of which is the leader of the others.
+
+        Raises ContextTooLong if none can: the largest replica may have been given up since the request was checked.
+        """
         if len(self.all) == 1:
             return self.all[0].core
+        self.limits.check_fits(len(commands[0].prompt_token_ids), commands[0].sampling.max_tokens)
         return self._choose([each for each in self.all if not each.is_vacated], commands).core
 
     def _choose(self, candidates: list[Replica], commands: Sequence[AddSequence]) -> Replica:

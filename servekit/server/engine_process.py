@@ -310,7 +310,7 @@ async def _supervise(engine: LLMEngine, processes: ApiProcesses) -> None:
 def loaded_model(engine: LLMEngine) -> ms.Loaded:
     """Return what API processes need to prepare requests."""
     assert engine.chat_template is not None
-    return ms.Loaded(str(engine.model_path), engine.chat_template, engine.scheduler_config)
+    return ms.Loaded(str(engine.model_path), engine.chat_template)
 
 
 class _Signals:

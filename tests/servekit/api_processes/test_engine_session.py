@@ -29,11 +29,12 @@ from servekit.engine.detokenizer import Detokenizer
 from servekit.engine.input_processor import PreparedPrompt
 from servekit.engine.live_view import LiveView
 from servekit.engine.request_state import RequestState, SequenceOutput
-from servekit.errors import QueueFull, RateLimited, WorkerLost
+from servekit.errors import QueueFull, RateLimited, WorkerLost, WorkerNotReady
 from servekit.observability.live_frames import LiveState
 from servekit.protocol.messages import ModelInfo, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Sequence
 
 LIMIT_S = 60
@@ -52,8 +53,10 @@ class Engine:
         self.config = ServeConfig(api_processes=2)
         self.state, self.stage, self.is_healthy = "ready", "serving", True
         self.worker: WorkerReady | None = None
+        self.limits: SchedulerConfig | None = None
         self.num_places = self.num_results = self.num_looks = 0
         self.is_full = False
+        self.is_ready = True
         self.admits = asyncio.Event()
         self.admits.set()
         self.states: list[RequestState] = []
@@ -61,6 +64,12 @@ class Engine:
         self.refusals: list[str] = []
         self.http_counters = SimpleNamespace(request_refused=self.refusals.append)
         self.profiling = SimpleNamespace(start=None, stop=None)
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        if self.limits is None:
+            raise WorkerNotReady("loading")
+        return self.limits
 
     def now(self) -> float:
         return 100.0
@@ -91,7 +100,7 @@ class Engine:
         self.num_results -= 1
 
     async def probe_readiness(self) -> bool:
-        return True
+        return self.is_ready
 
     async def render_metrics(self) -> bytes:
         return b"metrics"
@@ -318,6 +327,33 @@ async def test_the_worker_is_the_one_that_the_engine_has() -> None:
             both.session.send(both.shared.status())
             await both.client.render_metrics()
             assert both.client.worker == both.engine.worker
+
+
+async def test_the_limits_are_those_that_the_engine_has() -> None:
+    """They change when a replica is vacated, or when a worker joins."""
+    async with opened() as both:
+        for num_blocks in (8, 4, 16):
+            both.engine.limits = SchedulerConfig(
+                num_blocks=num_blocks, block_size=16, max_model_len=512, max_num_seqs=1, max_num_batched_tokens=64
+            )
+            both.session.send(both.shared.status())
+            await both.client.render_metrics()
+            assert both.client.scheduler_config == both.engine.limits
+        both.engine.limits = None
+        both.session.send(both.shared.status())
+        await both.client.render_metrics()
+        with pytest.raises(WorkerNotReady):
+            assert both.client.scheduler_config
+
+
+async def test_a_failed_probe_comes_with_the_state_that_explains_it() -> None:
+    """The periodic status may be a tenth of a second late; then /ready would call a recovering server silent."""
+    async with opened() as both:
+        both.session.send(both.shared.status())
+        assert await both.client.probe_readiness() and both.client.state == "ready"
+        both.engine.state, both.engine.is_ready = "recovering", False
+        assert not await both.client.probe_readiness()
+        assert both.client.state == "recovering"
 
 
 def test_frames_of_the_live_view_can_be_sent() -> None:

@@ -43,8 +43,8 @@ DELTAS = [
 ]
 FROM_ENGINE: list[Struct] = [
     ms.Start(ServeConfig(api_key="secret", api_processes=2), [KEY], 12),
-    ms.Loaded("/model", ChatTemplate("{{ a }}", {"bos_token": "<s>"}), LIMITS),
-    ms.EngineStatus("ready", "serving", True, READY),
+    ms.Loaded("/model", ChatTemplate("{{ a }}", {"bos_token": "<s>"})),
+    ms.EngineStatus("ready", "serving", True, READY, LIMITS),
     ms.ReplaceKeys([KEY]),
     ms.Drain(),
     ms.Stop(True),

@@ -43,10 +43,12 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> InputProcessor:
     model: Any = SimpleNamespace(
         eos_token_ids=[2], vocab_size=2048, default_temperature=0.0, default_top_k=0, default_top_p=1.0
     )
-    limits: Any = SimpleNamespace(max_total_tokens=MAX_TOTAL_TOKENS)
+    limits = SchedulerConfig(
+        num_blocks=64, block_size=16, max_model_len=MAX_TOTAL_TOKENS, max_num_seqs=1, max_num_batched_tokens=64
+    )
     tokenizer, template = load_tokenizer(DEMO_MODEL_PATH), find_chat_template(DEMO_MODEL_PATH)
     config = ServeConfig(trust_request_chat_template=True)
-    made = InputProcessor(config, DEMO_MODEL_PATH, tokenizer, template, model, limits)
+    made = InputProcessor(config, DEMO_MODEL_PATH, tokenizer, template, model, lambda: limits)
     monkeypatch.setattr(made, "_sandbox", RecordingSandbox())
     return made
 
@@ -72,7 +74,7 @@ async def test_long_prompt_is_checked_and_hashed_in_slices(processor: InputProce
     limits = SchedulerConfig(
         num_blocks=2**15, block_size=16, max_model_len=2**18, max_num_seqs=1, max_num_batched_tokens=64
     )
-    processor._limits = limits
+    processor._limits = lambda: limits
     token_ids = array("i", range(2048)) * 100
     wanted = GenerationRequest(prompts=[Prompt(token_ids, "prompt")], sampling=Sampling())
     (prepared,), num_turns = await num_turns_of(processor.prepare(wanted, "org"))
@@ -88,9 +90,10 @@ async def test_long_prompt_is_checked_and_hashed_in_slices(processor: InputProce
 
 
 async def test_garbage_collector_does_not_look_at_token_ids(processor: InputProcessor) -> None:
-    processor._limits = limits = SchedulerConfig(
+    limits = SchedulerConfig(
         num_blocks=64, block_size=16, max_model_len=512, max_num_seqs=1, max_num_batched_tokens=64
     )
+    processor._limits = lambda: limits
     wanted = GenerationRequest(prompts=[Prompt("a b c", "prompt")], sampling=Sampling())
     (of_text,) = await processor.prepare(wanted, "")
     command = AddSequence(sequence_id=0, prompt_token_ids=of_text.token_ids, sampling=of_text.sampling[0])
@@ -112,3 +115,18 @@ async def test_a_conversation_that_cannot_fit_is_refused_before_it_is_rendered(p
     # A template may leave out what the assistant thought, and one of the request's may leave out anything.
     assert await processor.render_chat("", turns("assistant", 2 * fits)) == "rendered"
     assert await processor.render_chat("", turns("user", 2 * fits), "{{ 1 }}") == "rendered"
+
+
+async def test_an_answer_may_be_as_long_as_the_present_limits_allow(processor: InputProcessor) -> None:
+    """The replica with the most KV blocks may be lost for good, and a larger one may join."""
+    wanted = GenerationRequest(prompts=[Prompt([1, 2, 3], "prompt")], sampling=Sampling())
+    for max_model_len in (50, 20, 500):
+        limits = SchedulerConfig(
+            num_blocks=64, block_size=16, max_model_len=max_model_len, max_num_seqs=1, max_num_batched_tokens=64
+        )
+        processor._limits = lambda limits=limits: limits
+        (prepared,) = await processor.prepare(wanted, "")
+        assert prepared.sampling[0].max_tokens == max_model_len - 3
+        too_long = GenerationRequest(prompts=wanted.prompts, sampling=Sampling(), max_tokens=max_model_len - 2)
+        with pytest.raises(ContextTooLong, match=f"maximum context length is {max_model_len} tokens"):
+            await processor.prepare(too_long, "")

@@ -17,7 +17,7 @@ from servekit.config import ServeConfig
 from servekit.engine.engine_core import EngineCore
 from servekit.engine.replicas import Replica, Replicas
 from servekit.engine.request_registry import RequestRegistry
-from servekit.errors import ConfigError, WorkerLost
+from servekit.errors import ConfigError, ContextTooLong, WorkerLost
 from servekit.executor.worker_connection import WorkerConnection
 from servekit.protocol.messages import LoadModel, ModelInfo, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
@@ -249,6 +249,22 @@ async def test_what_fits_on_no_other_replica_fails_when_its_replica_is_vacated()
     await fleet.replicas._vacate(replica, WorkerLost("lost"), lambda sequence_id, _: failed.append(sequence_id))
     assert failed == [large] and small in fleet.ids()[0] and replica.state == "vacated"
     assert fleet.add().index == 0
+
+
+async def test_the_limits_are_those_of_the_replicas_that_can_still_serve() -> None:
+    """Clients that leave max_tokens open get as much as fits: after the loss of the largest replica, that is less."""
+    fleet = Fleet(8, 64)
+    small, large = (replica.core.manager.config for replica in fleet.replicas.all)
+    replica = fleet.replicas.all[1]
+    assert fleet.replicas.limits == large
+    await fleet.lose(1, is_idle=True)
+    assert fleet.replicas.limits == large, "its worker is being replaced"
+    await fleet.replicas._vacate(replica, WorkerLost("lost"), lambda *_: None)
+    assert fleet.replicas.limits == small
+    with pytest.raises(ContextTooLong):
+        fleet.add(large.max_total_tokens - 5, 5)
+    replica.is_vacated = False  # a worker that has joined took its place
+    assert fleet.replicas.limits == large
 
 
 async def test_the_engine_fails_with_its_last_replica_or_with_a_task_of_its_own() -> None:
