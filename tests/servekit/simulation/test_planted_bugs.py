@@ -530,5 +530,5 @@ def test_blocks_leaked_at_the_end_are_a_violation() -> None:
 def test_preempting_the_first_ranked_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     livelock(monkeypatch.setattr)
     monkeypatch.setattr(WorkloadManager, "check", lambda self: None)
-    errors = [str(failure(make_scenario(seed))) for seed in range(100)]
+    errors = (str(failure(make_scenario(seed))) for seed in range(100))
     assert any("was preempted, but was the first-ranked" in error for error in errors)

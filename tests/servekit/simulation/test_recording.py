@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -196,11 +198,13 @@ def test_the_first_difference_names_step_field_expected_and_got() -> None:
 
 
 def test_differences_in_other_outcomes_are_found() -> None:
-    scenarios = [make_scenario(seed) for seed in range(60)]
-    recorded = [(scenario, record_scenario(scenario).records()) for scenario in scenarios]
+    @functools.cache
+    def recorded(seed: int) -> tuple[Scenario, list[Record]]:
+        scenario = make_scenario(seed)
+        return scenario, record_scenario(scenario).records()
 
-    def first_with(kind: type) -> tuple[Scenario, list[Record]]:
-        return next(each for each in recorded if any(isinstance(record, kind) for record in each[1]))
+    def first(condition: Callable[[Scenario, list[Record]], bool]) -> tuple[Scenario, list[Record]]:
+        return next(each for each in map(recorded, range(60)) if condition(*each))
 
     for kind, changes, field in (
         (ExpireRecord, {"sequence_ids": [999]}, "expired sequences"),
@@ -208,9 +212,9 @@ def test_differences_in_other_outcomes_are_found() -> None:
         (RestartRecord, {"failed_ids": [999]}, "failed sequences"),
         (CommitRecord, {"result": ResultState(0, 0, 99, [], [], [])}, "error"),
     ):
-        scenario, records = first_with(kind)
+        scenario, records = first(lambda _, records, kind=kind: any(isinstance(each, kind) for each in records))
         assert find_difference(scenario, change(records, kind, 0, **changes)).field == field
-    scenario, records = next(each for each in recorded if each[0].scheduler.enable_prefix_caching)
+    scenario, records = first(lambda scenario, _: scenario.scheduler.enable_prefix_caching)
     number = next(i for i, record in enumerate(r for r in records if isinstance(r, AddRecord)) if record.hashes)
     for hashes, message in ((b"", "expected no more, got one more"), (bytes(800), "expected")):
         difference = find_difference(scenario, change(records, AddRecord, number, hashes=hashes))

@@ -29,24 +29,32 @@ from tests.servekit.simulation.scenarios import make_replicated_scenario, make_s
 STEPS_PER_SHARD = 40_000
 
 
-@pytest.mark.parametrize("shard", [0, *(pytest.param(shard, marks=pytest.mark.long) for shard in range(1, 10))])
+def run_seed(simulation: Simulation, seed: int) -> None:
+    """Run the simulation of `make_replicated_scenario(seed)`, which fails if a sequence loses or repeats a token."""
+    try:
+        simulation.run()
+    except Exception as error:
+        error.add_note(f"make_replicated_scenario({seed})")
+        raise
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shard", range(1, 10))
 def test_sequences_that_move_lose_no_token_and_repeat_none(shard: int) -> None:
+    """`make test` takes the first tenth of these steps, in `test_the_seeds_cover_every_kind_of_move`."""
     num_steps, seed = 0, shard * 1_000_000
     while num_steps < STEPS_PER_SHARD:
         simulation = Simulation(make_replicated_scenario(seed))
-        try:
-            simulation.run()
-        except Exception as error:
-            error.add_note(f"make_replicated_scenario({seed})")
-            raise
+        run_seed(simulation, seed)
         num_steps += simulation.num_steps
         seed += 1
 
 
 def test_the_seeds_cover_every_kind_of_move() -> None:
-    """A simulation in which nothing happens proves nothing."""
+    """And no sequence loses or repeats a token. A simulation in which nothing happens proves nothing."""
     seen = dict.fromkeys(["moves", "moves with tokens", "moves of forks", "moves of suspects", "failed"], 0)
-    for seed in range(60):
+    num_steps = seed = 0
+    while seed < 60 or num_steps < STEPS_PER_SHARD:
         simulation = Simulation(make_replicated_scenario(seed))
         for replica in simulation.replicas:
 
@@ -57,7 +65,9 @@ def test_the_seeds_cover_every_kind_of_move() -> None:
                 resume(command, client)
 
             replica.resume = count  # type: ignore[method-assign]
-        simulation.run()
+        run_seed(simulation, seed)
+        num_steps += simulation.num_steps
+        seed += 1
         seen["moves"] += simulation.num_moved
         seen["failed"] += simulation.num_failed
     assert min(seen.values()) > 5 and seen["moves"] > 2000, seen
