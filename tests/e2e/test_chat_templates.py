@@ -134,6 +134,7 @@ def test_killed_sandbox_processes_are_replaced(bare: ServerProcess) -> None:
     assert bare.sandbox_pids() and not {*bare.sandbox_pids()} & {*killed}
 
 
+@pytest.mark.long
 def test_the_operators_template_overrides_the_models_and_request_templates_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{{ bos_token }}<|user|>Say it again: {{ messages[0].content }}{{ eos_token }}<|assistant|>")

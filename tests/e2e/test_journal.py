@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from benchmarks.journal import run_live
 from servekit.cli import main
 from tests.support.server_process import serving
@@ -24,6 +26,7 @@ def test_a_live_run_with_aborts_preemptions_and_killed_workers_is_replayed(tmp_p
     assert num_records > 500 and run.num_bytes < 300 * num_records
 
 
+@pytest.mark.long
 def test_a_run_of_the_demo_model_with_grammars_and_logprobs_is_replayed(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with serving("--journal", str(path), "--journal-tokens", "--itl-target-ms", "20", log=tmp_path / "log") as server:

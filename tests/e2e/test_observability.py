@@ -213,8 +213,9 @@ def attributes(span: Any) -> dict[str, Any]:
 
 def test_spans_cover_the_phases_of_a_request(tmp_path: Path) -> None:
     """And a collector that hangs holds up neither the server nor its end."""
-    with collecting() as collector, serving("--otlp-endpoint", collector.url, log=tmp_path / "log") as server:
-        server.generate("warm up")
+    flags = ("--model", "sim:step=1ms", "--otlp-endpoint")
+    with collecting() as collector, serving(*flags, collector.url, log=tmp_path / "log") as server:
+        server.generate("warm up", max_tokens=9)
         caller = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "x-request-id": "mine"}
         began = time.time_ns()
         answer = server.client.post("/generate", json={"prompt": PROMPT, "max_tokens": 9}, headers=caller)

@@ -243,8 +243,9 @@ def test_the_server_answers_while_the_model_loads(tmp_path: Path) -> None:
         (["--port", "99999"], "port = '99999'"),
         (["/no/such/model"], "there is no such directory"),
         (["--max-model-len", "100000"], "exceeds the model's context of 2048 tokens"),
-        (["--device", "cuda:7"], "CUDA"),
-        (["--kv-cache-memory-bytes", "100"], "one block takes"),
+        # Each of these starts a worker to learn what it refuses.
+        pytest.param(["--device", "cuda:7"], "CUDA", marks=pytest.mark.long),
+        pytest.param(["--kv-cache-memory-bytes", "100"], "one block takes", marks=pytest.mark.long),
     ],
 )
 def test_configuration_errors_are_reported_with_exit_code_2(arguments: list[str], expected: str) -> None:
@@ -261,9 +262,13 @@ def test_a_port_in_use_is_a_configuration_error(server: ServerProcess) -> None:
     assert f"cannot listen on 127.0.0.1:{server.port}" in done.stderr
 
 
-def test_a_tiny_kv_pool_preempts_and_gives_the_same_answers(tmp_path: Path) -> None:
-    """Eight blocks of four tokens for sixteen answers of unknown length, through the whole stack."""
-    arguments = [str(DEMO_MODEL_PATH), "--num-kv-blocks", "8", "--block-size", "4", "--max-num-batched-tokens", "7"]
+@pytest.mark.parametrize("model", ["sim:instant", pytest.param("demo", marks=pytest.mark.long)])
+def test_a_tiny_kv_pool_preempts_and_gives_the_same_answers(model: str, tmp_path: Path) -> None:
+    """Eight blocks of four tokens for sixteen answers of unknown length, through the whole stack.
+
+    A simulated model computes each token from what is in its blocks, so a wrong block gives wrong tokens there, too.
+    """
+    arguments = [model, "--num-kv-blocks", "8", "--block-size", "4", "--max-num-batched-tokens", "7"]
     prompts = [f"{i} and" for i in range(16)]
     fields = {"prompts": prompts, "ignore_eos": True}
     with serving(*arguments, log=tmp_path / "log") as small:
@@ -277,13 +282,13 @@ def test_a_tiny_kv_pool_preempts_and_gives_the_same_answers(tmp_path: Path) -> N
 
 
 def test_requests_in_preparation_get_a_503_at_the_shutdown_timeout(tmp_path: Path) -> None:
-    """One grammar compiles for seconds, another one waits for it, and the shutdown timeout is one second."""
-    slow = {"type": "json_schema", "value": {"type": "integer", "multipleOf": 399_989}}
-    with serving("--shutdown-timeout", "1", "--sandbox-timeout", "20", log=tmp_path / "log") as server:
+    """One chat renders for seconds, another one waits for it, and the shutdown timeout is one second."""
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    slow = {"messages": [{"role": "user", "content": "a"}], "chat_template": endless}
+    flags = ("--trust-request-chat-template", "--shutdown-timeout", "1", "--sandbox-timeout", "20")
+    with serving("sim:instant", *flags, log=tmp_path / "log") as server:
         with ThreadPoolExecutor(2) as threads:
-            asked = [
-                threads.submit(server.client.post, "/generate", json={"prompt": "a", "grammar": slow}) for _ in range(2)
-            ]
+            asked = [threads.submit(server.client.post, "/v1/chat/completions", json=slow) for _ in range(2)]
             server.wait_until_a_sandbox_works()
             server.process.send_signal(signal.SIGTERM)
             answers = [future.result() for future in asked]

@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from tests.support.quantized_models import make_quantized_model
 from tests.support.server_process import serving
+
+pytestmark = pytest.mark.long  # tests/workers/loading/test_quantized_weights.py has the same claims in one process
 
 FIELDS = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.0}
 

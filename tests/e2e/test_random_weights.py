@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
-from tests.support.server_process import serving
+from tests.support.server_process import ServerProcess, serving
 
 
 @pytest.fixture
@@ -24,6 +24,7 @@ def shape(tmp_path: Path) -> Path:
     return tmp_path / "shape"
 
 
+@pytest.mark.long
 def test_random_weights_are_the_same_in_the_next_worker(shape: Path, tmp_path: Path) -> None:
     with serving("--model", str(shape), "--load-format", "dummy", log=tmp_path / "log") as server:
         worker = server.client.get("/info").json()["worker"]
@@ -45,8 +46,7 @@ def test_model_without_a_tokenizer_is_refused(shape: Path) -> None:
     assert ended.returncode == 2 and "has no tokenizer.json" in ended.stderr
 
 
-def test_info_names_the_source_of_the_weights(tmp_path: Path) -> None:
-    with serving(log=tmp_path / "log") as server:
-        worker = server.client.get("/info").json()["worker"]
+def test_info_names_the_source_of_the_weights(server: ServerProcess) -> None:
+    worker = server.client.get("/info").json()["worker"]
     assert worker["num_weight_bytes"] == (DEMO_MODEL_PATH / "model.safetensors").stat().st_size
-    assert "GB/s" in (tmp_path / "log").read_text()
+    assert "GB/s" in server.log.read_text()

@@ -55,7 +55,8 @@ def test_sigint_ends_a_chat_in_a_pipe_at_any_point(scripted: ScriptedServer, ask
     """While the program waits for its input, in C, and while it waits for the server."""
     scripted.scripts[CHAT] = [[piece("yes"), DONE], [NEVER]]
     command = [sys.executable, "-m", "servekit", "chat", scripted.url]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, preexec_fn=_heed_interrupts) as process:
         assert process.stdin is not None and process.stdout is not None
         print("a", file=process.stdin, flush=True)
         assert process.stdout.readline() == "yes\n"
@@ -63,7 +64,12 @@ def test_sigint_ends_a_chat_in_a_pipe_at_any_point(scripted: ScriptedServer, ask
             print("b", file=process.stdin, flush=True)
             scripted.wait_for(num_asked=2)
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == -signal.SIGINT
+        assert process.wait(60) == -signal.SIGINT
+
+
+def _heed_interrupts() -> None:
+    """Undo what a shell does to a command in the background: it ignores SIGINT, and so does what it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("command", ["chat", "top"])

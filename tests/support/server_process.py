@@ -118,6 +118,13 @@ class ServerProcess:
             assert time.monotonic() < deadline, "no sandbox process works"
             time.sleep(0.01)
 
+    def wait_until_a_request_is_in_preparation(self, timeout_s: float = 60) -> None:
+        """Wait until a request has its places in the queue. Call this while no sequence waits."""
+        deadline = time.monotonic() + timeout_s
+        while not self.metric("servekit_queue_usage_perc"):
+            assert time.monotonic() < deadline, "no request is in preparation"
+            time.sleep(0.01)
+
     def wait_until_at_rest(self) -> None:
         """Wait until nothing runs, nothing waits and all blocks are free."""
         self.wait_for_metric("servekit_num_requests_running", 0)

@@ -170,6 +170,11 @@ def test_dummy_model_has_the_dtype_of_config_json(dtype: str | None, expected: t
     assert model.dtype == expected and num_bytes == 2 * model.num_parameters()
 
 
+def test_a_gpu_that_torch_does_not_see_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sees \d+ CUDA devices; choose another --device, such as cpu"):
+        ModelManager("cuda:99")
+
+
 def test_model_that_memory_does_not_hold_is_refused(shape: Path) -> None:
     known = json.loads((shape / "config.json").read_text())
     (shape / "config.json").write_text(json.dumps(known | {"vocab_size": 2**50}))
