@@ -20,13 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from benchmarks.progress import Progress
-from loadtest.experiment import Experiment, run
-from loadtest.record import Outcome
-from loadtest.target import ApiFormat, Target
-from tests.support import proc
+from benchmarks.stream_cost import StreamCost, measure_streams
 from tests.support.server_process import serving
 
 KINDS = ("engine", "API", "workers", "client")
@@ -37,11 +33,10 @@ class Side(Struct):
 
     num_processes: int
     interval: int  # tokens of an event
-    tokens_per_s: list[float] = field(default_factory=list)
-    cpu_us: list[dict[str, float]] = field(default_factory=list)  # by kind of process, for a token
+    costs: list[StreamCost] = field(default_factory=list)
 
     def median_us(self, kind: str) -> float:
-        return statistics.median(each[kind] for each in self.cpu_us)
+        return statistics.median(cost.cpu_us[kind] for cost in self.costs)
 
 
 @contextmanager
@@ -50,43 +45,19 @@ def serving_side(side: Side, num_replicas: int, num_streams: int) -> Iterator[tu
     flags = ("--model", "sim:instant", "--max-num-seqs", str(num_streams), "--log-level", "warning")
     flags += ("--data-parallel-size", str(num_replicas), "--api-processes", str(side.num_processes))
     with tempfile.TemporaryDirectory() as folder, serving(*flags, log=Path(folder) / "log") as server:
-        yield (
-            server.port,
-            {
-                "engine": [server.process.pid],
-                "API": server.child_pids("servekit.server.api_process"),
-                "workers": server.worker_pids(),
-            },
-        )
+        pids = {
+            "engine": [server.process.pid],
+            "API": server.api_process_pids(),
+            "workers": server.worker_pids(),
+        }
+        yield server.port, pids
 
 
 def play(side: Side, num_replicas: int, num_streams: int, num_tokens: int, seed: int) -> None:
-    """One round. What is warmed up is warm before anything is counted."""
+    """One round."""
+    fields: dict[str, Any] = {} if side.interval == 1 else {"stream_interval": side.interval}
     with serving_side(side, num_replicas, num_streams) as (port, pids):
-        fields: dict[str, Any] = {} if side.interval == 1 else {"stream_interval": side.interval}
-        target = Target(urls=[f"http://127.0.0.1:{port}"], api=ApiFormat.GENERATE_STREAM, model="any", fields=fields)
-        experiment = Experiment(
-            target=target,
-            arrivals=f"closed:{num_streams}",
-            workload=f"random:input=32,output={num_tokens}",
-            num_requests=num_streams,
-            characters_per_token=1.0,
-            seed=seed,
-            num_warm_up=0,
-        )
-        run(experiment, "warm-up", None)
-        before = cpu_s_of(pids)
-        trial = run(replace(experiment, num_requests=6 * num_streams, seed=seed + 1000), "measured", None)
-        after = cpu_s_of(pids)
-    assert {record.outcome for record in trial.result.records} == {Outcome.OK}, trial.summary.failures
-    total = sum(record.num_output_tokens for record in trial.result.records)
-    side.tokens_per_s.append((trial.summary.steady or trial.summary.full).output_tokens_per_s)
-    told = {kind: 1e6 * (after[kind] - before[kind]) / total for kind in pids}
-    side.cpu_us.append({**told, "client": 1e6 * sum(trial.result.cpu_s) / total})
-
-
-def cpu_s_of(pids: dict[str, list[int]]) -> dict[str, float]:
-    return {kind: sum(map(proc.cpu_s, processes)) for kind, processes in pids.items()}
+        side.costs.append(measure_streams(port, pids, num_streams, num_tokens, seed, fields))
 
 
 def project(side: Side, num_cores: int, num_gpus: int, utilization: float) -> tuple[int, float, str]:
@@ -127,7 +98,7 @@ def main() -> None:
     print("|---:|---:|---:|---:|---:|---:|---:|")
     for side in sides:
         cells = [f"{side.median_us(kind):.1f}" if side.num_processes > 1 or kind != "API" else "" for kind in KINDS]
-        tokens_per_s = f"{statistics.median(side.tokens_per_s):,.0f}"
+        tokens_per_s = f"{statistics.median(cost.tokens_per_s for cost in side.costs):,.0f}"
         print(f"| {side.num_processes} | {side.interval} | {tokens_per_s} | {' | '.join(cells)} |")
     print(f"\n{arguments.cores} cores, {arguments.gpus} GPUs, cores at most {arguments.utilization:.0%} busy:")
     for side in sides:

@@ -25,12 +25,9 @@ from typing import Any
 
 import httpx2
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from benchmarks.progress import Progress
-from loadtest.experiment import Experiment, run
-from loadtest.record import Outcome
-from loadtest.target import ApiFormat, Target
+from benchmarks.stream_cost import StreamCost, measure_streams
 from tests.support.server_process import free_port, serving
 
 
@@ -40,9 +37,7 @@ class Side(Struct):
     name: str
     bare: str | None = None  # which of the bare servers; None is servekit
     fields: dict[str, Any] = field(default_factory=dict)
-    tokens_per_s: list[float] = field(default_factory=list)
-    cpu_us: list[dict[str, float]] = field(default_factory=list)  # by process, for a token
-    client_lags_ms: list[float] = field(default_factory=list)  # p99 of its event loop
+    costs: list[StreamCost] = field(default_factory=list)
 
 
 SIDES = [
@@ -53,13 +48,8 @@ SIDES = [
 ]
 
 
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 @contextmanager
-def serving_bare(kind: str) -> Iterator[tuple[int, dict[str, int]]]:
+def serving_bare(kind: str) -> Iterator[tuple[int, dict[str, list[int]]]]:
     port = free_port()
     with subprocess.Popen([sys.executable, "-m", "benchmarks.bare_streams", kind, str(port)]) as process:
         try:
@@ -69,13 +59,13 @@ def serving_bare(kind: str) -> Iterator[tuple[int, dict[str, int]]]:
                     if httpx2.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
                         break
                 time.sleep(0.05)
-            yield port, {"server": process.pid}
+            yield port, {"server": [process.pid]}
         finally:
             process.terminate()
 
 
 @contextmanager
-def serving_side(side: Side, num_streams: int) -> Iterator[tuple[int, dict[str, int]]]:
+def serving_side(side: Side, num_streams: int) -> Iterator[tuple[int, dict[str, list[int]]]]:
     """Its port and its processes."""
     if side.bare is not None:
         with serving_bare(side.bare) as served:
@@ -83,36 +73,13 @@ def serving_side(side: Side, num_streams: int) -> Iterator[tuple[int, dict[str, 
         return
     flags = ("--model", "sim:instant", "--max-num-seqs", str(num_streams), "--log-level", "warning")
     with tempfile.TemporaryDirectory() as folder, serving(*flags, log=Path(folder) / "log") as server:
-        yield server.port, {"server": server.process.pid, "worker": server.worker_pids()[0]}
+        yield server.port, {"server": [server.process.pid], "worker": server.worker_pids()}
 
 
 def play(side: Side, num_streams: int, num_tokens: int, seed: int) -> None:
-    """One round. What is warmed up is warm before anything is counted."""
+    """One round."""
     with serving_side(side, num_streams) as (port, pids):
-        target = Target(
-            urls=[f"http://127.0.0.1:{port}"], api=ApiFormat.GENERATE_STREAM, model="any", fields=side.fields
-        )
-        experiment = Experiment(
-            target=target,
-            arrivals=f"closed:{num_streams}",
-            workload=f"random:input=32,output={num_tokens}",
-            num_requests=num_streams,
-            characters_per_token=1.0,
-            seed=seed,
-            num_warm_up=0,
-        )
-        run(experiment, "warm-up", None)
-        before = {name: cpu_s(pid) for name, pid in pids.items()}
-        trial = run(replace(experiment, num_requests=6 * num_streams, seed=seed + 1000), side.name, None)
-        after = {name: cpu_s(pid) for name, pid in pids.items()}
-    outcomes = {record.outcome for record in trial.result.records}
-    assert outcomes == {Outcome.OK}, trial.summary.failures
-    total = sum(record.num_output_tokens for record in trial.result.records)
-    side.tokens_per_s.append((trial.summary.steady or trial.summary.full).output_tokens_per_s)
-    told = {name: 1e6 * (after[name] - before[name]) / total for name in pids}
-    side.cpu_us.append({**told, "client": 1e6 * sum(trial.result.cpu_s) / total})
-    lag = trial.summary.event_loop_lag_s
-    side.client_lags_ms.append(0.0 if lag is None else 1e3 * lag.p99)
+        side.costs.append(measure_streams(port, pids, num_streams, num_tokens, seed, side.fields))
 
 
 def main() -> None:
@@ -130,11 +97,11 @@ def main() -> None:
     print("\n| | tokens/s | server, µs of CPU a token | worker | client | lag of the client |")
     print("|---|---:|---:|---:|---:|---:|")
     for side in SIDES:
-        cells = [f"{statistics.median(side.tokens_per_s):,.0f}"]
+        cells = [f"{statistics.median(cost.tokens_per_s for cost in side.costs):,.0f}"]
         for name in ("server", "worker", "client"):
-            known = [each[name] for each in side.cpu_us if name in each]
+            known = [cost.cpu_us[name] for cost in side.costs if name in cost.cpu_us]
             cells.append(f"{statistics.median(known):.1f}" if known else "")
-        cells.append(f"{statistics.median(side.client_lags_ms):.1f} ms")
+        cells.append(f"{statistics.median(cost.client_lag_ms for cost in side.costs):.1f} ms")
         print(f"| {side.name} | {' | '.join(cells)} |")
 
 

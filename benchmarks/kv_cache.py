@@ -2,9 +2,9 @@
 
     python -m benchmarks.kv_cache [--dtype bfloat16] [--contexts 4096 16384] [--sequences 8]
 
-The model is the Llama of random weights of benchmarks/worker.py. Its pages are filled with random keys and values, not
-by prompts, because only their number matters for time. Steps of all formats alternate, so a busy machine affects all.
-Figures are medians.
+The model is the Llama of random weights of benchmarks/decode_steps.py. Its pages are filled with random keys and
+values, not by prompts, because only their number matters for time. Steps of all formats alternate, so a busy machine
+affects all. Figures are medians.
 """
 
 from __future__ import annotations
@@ -17,47 +17,29 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.decode_steps import BLOCK_SIZE, GREEDY, DecodeSteps, make_model, use_environment_of_workers
 from benchmarks.progress import no_bars_in_files, progress, tell
-from benchmarks.worker import BLOCK_SIZE, GREEDY, SHAPE, use_environment_of_workers
-from servekit.protocol.messages import LoadModel, ScheduledChunk, SlotAssignment, StepPlan
+from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan
 from workers.attention.interface import AttentionMetadata, AttentionParams, PagedStep
 from workers.loading.model_manager import LoadedModel, ModelManager
-from workers.runner.model_runner import ModelRunner
 
 FORMATS = ("auto", "int8", "fp8_e4m3")
 NUM_FILLED = 16  # blocks that are stored; the others are copies of them
 
 
-class LongSteps:
-    """Sequences of `num_tokens` tokens that grow by one in every step."""
+class LongSteps(DecodeSteps):
+    """Sequences whose pages are filled before their first step."""
 
     def __init__(
         self, loaded: LoadedModel, kv_format: str, num_sequences: int, num_tokens: int, max_steps: int
     ) -> None:
-        blocks_each = -(-(num_tokens + max_steps + 1) // BLOCK_SIZE)
-        settings = LoadModel(
-            model_path=loaded.model.name_or_path,
-            device="cpu",
-            dtype="auto",
-            max_model_len=None,
-            max_num_seqs=num_sequences,
-            max_num_batched_tokens=8192,
-            block_size=BLOCK_SIZE,
-            num_kv_blocks=blocks_each * num_sequences,
-            kv_cache_memory_bytes=None,
-            gpu_memory_utilization=0.9,
-            load_format="dummy",
-            kv_cache_dtype=kv_format,
-        )
-        self.runner = ModelRunner(loaded, settings)
+        settings = {"model_path": loaded.model.name_or_path, "load_format": "dummy", "kv_cache_dtype": kv_format}
+        super().__init__(loaded, num_sequences, num_tokens, max_steps, **settings)
         self._fill()
-        self._length = num_tokens
         chunks, assignments = [], []
         for slot in range(num_sequences):
-            blocks = tuple(range(slot * blocks_each, (slot + 1) * blocks_each))
-            chunks.append(ScheduledChunk(slot, num_tokens - 1, 1, (slot + 3,), blocks, samples=True))
+            chunks.append(ScheduledChunk(slot, num_tokens - 1, 1, (slot + 3,), self.blocks_of(slot), samples=True))
             assignments.append(SlotAssignment(slot=slot, sampling=GREEDY))
         self.runner.execute(StepPlan(0, 0, tuple(assignments), tuple(chunks)))
 
@@ -79,13 +61,6 @@ class LongSteps:
         for some in targets.split(1024):
             cache.copy_blocks(some % NUM_FILLED, some)
 
-    def decode_s(self) -> float:
-        """Run one more step, and return its seconds."""
-        slots = self.runner.table.slot_assignments
-        chunks = tuple(ScheduledChunk(slot, self._length, 1, (), (), samples=True) for slot in slots)
-        self._length += 1
-        return self.runner.execute(StepPlan(0, self._length, (), chunks)).step_time_s
-
 
 def main() -> None:
     use_environment_of_workers()
@@ -97,9 +72,7 @@ def main() -> None:
     arguments = parser.parse_args()
     no_bars_in_files()
     with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        config = LlamaConfig(**{**SHAPE, "max_position_embeddings": 2 * max(arguments.contexts)})
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        make_model(Path(folder), max_position_embeddings=2 * max(arguments.contexts))
         loaded = ModelManager("cpu").load(Path(folder), arguments.dtype, None)
     print(f"{os.cpu_count()} cores, torch {torch.__version__}, {loaded.dtype}; {arguments.sequences} sequences\n")
     print("| tokens of context | --kv-cache-dtype | KV cache, MiB | a step, ms | of auto |\n|---:|---|---:|---:|---:|")

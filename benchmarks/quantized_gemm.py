@@ -19,8 +19,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.decode_steps import use_environment_of_workers
 from benchmarks.progress import tell
-from benchmarks.worker import use_environment_of_workers
 from tests.support.quantized import FP4_LEVELS, NF4_LEVELS, random_matrix
 from workers.csrc.build import c_library
 from workers.layers.linear import PackedWeight, Weight

@@ -2,10 +2,10 @@
 
     python -m benchmarks.worker [--model PATH] [--dtype bfloat16] [--batches 1 8 32] [--context 256]
 
-Without --model it makes a Llama of random weights: 88 million parameters, 12 layers, hidden size 768, 12 query and 4
-key heads. Two floors are measured in the same run, alternating with the steps: the multiplications of a step alone,
-with weights packed by oneDNN; and these together with reading all keys and values of the step once. A step is timed
-inside the worker, from the plan to the sampled ids, in the environment of worker processes. Figures are medians.
+Without --model it makes the Llama of random weights of benchmarks/decode_steps.py. Two floors are measured in the same
+run, alternating with the steps: the multiplications of a step alone, with weights packed by oneDNN; and these together
+with reading all keys and values of the step once. A step is timed inside the worker, from the plan to the sampled ids,
+in the environment of worker processes. Figures are medians.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,71 +20,28 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
+from benchmarks.decode_steps import GREEDY, DecodeSteps, make_model, use_environment_of_workers
 from benchmarks.progress import no_bars_in_files, progress, tell
-from servekit.executor.worker_process import WORKER_ENVIRONMENT
-from servekit.protocol.messages import LoadModel, ScheduledChunk, SlotAssignment, StepPlan
-from servekit.protocol.sampling_params import SamplingParams
+from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan
 from workers.layers.linear import NUM_ROWS, PackedWeight
 from workers.layers.skinny_gemm import SkinnyGemm
 from workers.loading.model_manager import LoadedModel, ModelManager
-from workers.runner.model_runner import ModelRunner
-
-BLOCK_SIZE = 16
-SHAPE = {
-    "vocab_size": 8192,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "intermediate_size": 2048,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-}
-GREEDY = SamplingParams(max_tokens=4096, temperature=0.0, ignore_eos=True)
 
 
-def make_model(path: Path) -> None:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=torch.bfloat16).save_pretrained(path)
-
-
-class Steps:
-    """Sequences that grow by one token in every step."""
+class PromptedSteps(DecodeSteps):
+    """Sequences that begin with prompts."""
 
     def __init__(self, loaded: LoadedModel, num_sequences: int, num_tokens: int, max_steps: int) -> None:
-        blocks_each = -(-(num_tokens + max_steps + 1) // BLOCK_SIZE)
-        settings = LoadModel(
-            model_path="",
-            device="cpu",
-            dtype="auto",
-            max_model_len=None,
-            max_num_seqs=num_sequences,
-            max_num_batched_tokens=8192,
-            block_size=BLOCK_SIZE,
-            num_kv_blocks=blocks_each * num_sequences,
-            kv_cache_memory_bytes=None,
-            gpu_memory_utilization=0.9,
-        )
-        self.runner = ModelRunner(loaded, settings)
-        self.length = num_tokens
+        super().__init__(loaded, num_sequences, num_tokens, max_steps)
         self.prefill_s = 0.0  # of the last prompt
         vocab_size = loaded.info.vocab_size
         for slot in range(num_sequences):
             token_ids = tuple((slot * 7919 + i * 31) % vocab_size for i in range(num_tokens))
-            blocks = tuple(range(slot * blocks_each, (slot + 1) * blocks_each))
-            chunk = ScheduledChunk(slot, 0, num_tokens, token_ids, blocks, samples=True)
+            chunk = ScheduledChunk(slot, 0, num_tokens, token_ids, self.blocks_of(slot), samples=True)
             assignment = SlotAssignment(slot=slot, sampling=GREEDY)
             self.prefill_s = self.runner.execute(StepPlan(0, 0, (assignment,), (chunk,))).step_time_s
-
-    def decode_s(self) -> float:
-        """Run one more step, and return its seconds."""
-        chunks = tuple(
-            ScheduledChunk(slot, self.length, 1, (), (), samples=True) for slot in self.runner.table.slot_assignments
-        )
-        self.length += 1
-        return self.runner.execute(StepPlan(0, self.length, (), chunks)).step_time_s
 
 
 def timed(what: Callable[[], object]) -> float:
@@ -130,12 +86,6 @@ class Memory:
         self._numbers.sum()
 
 
-def use_environment_of_workers() -> None:
-    """Restart this process if its environment differs: the memory allocator reads it at the start only."""
-    if any(name not in os.environ for name in WORKER_ENVIRONMENT):
-        os.execve(sys.executable, sys.orig_argv, {**WORKER_ENVIRONMENT, **os.environ})  # noqa: S606 - itself
-
-
 def main() -> None:
     use_environment_of_workers()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -173,7 +123,7 @@ def main() -> None:
     ]
     print(f"\n| {' | '.join(heads)} |\n|{'---:|' * len(heads)}")
     for num_sequences in progress(arguments.batches, "batches", lambda number: f"{number} sequences"):
-        steps = Steps(loaded, num_sequences, arguments.context, arguments.steps + 3)
+        steps = PromptedSteps(loaded, num_sequences, arguments.context, arguments.steps + 3)
         multiply = floor.multiply(num_sequences)
         memory = Memory(num_sequences * steps.length * steps.runner.kv_bytes_per_token)
         for _ in range(3):
