@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,71 +22,11 @@ import pytest
 
 from tests.support import proc
 from tests.support.server_process import ONE_THREAD, ServerProcess, events, serving
+from tests.support.streams import NUM_STREAMS, Streams, from_all, new_client, read_all
 
 pytestmark = pytest.mark.long  # it starts many servers
 
 TWO = ("--api-processes", "2")
-MODULE = "servekit.server.api_process"
-NUM_STREAMS = 16  # of as many connections: the probability that one process gets all of them is 1 in 32,768
-FIELDS = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0, "seed": 7}
-
-
-def api_pids(server: ServerProcess) -> list[int]:
-    return server.child_pids(MODULE)
-
-
-@contextmanager
-def new_client(server: ServerProcess) -> Iterator[httpx2.Client]:
-    """A client with a connection of its own, which either process may get."""
-    with httpx2.Client(base_url=server.url, timeout=120) as client:
-        yield client
-
-
-def from_all(server: ServerProcess, method: str, path: str, **options: Any) -> list[httpx2.Response]:
-    """The answers to a request that is sent on many connections, and so to each process."""
-    answers = []
-    for _ in range(NUM_STREAMS):
-        with new_client(server) as client:
-            answers.append(client.request(method, path, **options))
-    return answers
-
-
-class Streams:
-    """Answers that are read at the same time, each on a connection of its own."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        self._server = server
-        self._started = threading.Barrier(NUM_STREAMS + 1)
-
-    def read(self, number: int) -> str | None:
-        """The text of an answer; None if its connection was lost."""
-        body = {"prompt": f"Story number {number}: once", **FIELDS}
-        pieces: list[str] = []
-        try:
-            with new_client(self._server) as client, client.stream("POST", "/generate_stream", json=body) as response:
-                assert response.status_code == 200
-                for event in events(response.iter_lines()):
-                    assert "error" not in event, event
-                    pieces.append(event["token"]["text"])
-                    if len(pieces) == 5:
-                        self._started.wait(timeout=60)
-        except httpx2.TransportError:
-            return None
-        assert len(pieces) == FIELDS["max_tokens"]
-        return "".join(pieces)
-
-    def wait_until_all_have_tokens(self) -> None:
-        self._started.wait(timeout=60)
-
-
-def read_all(server: ServerProcess, disturb: Any = lambda: None) -> list[str | None]:
-    """All answers; `disturb` is called when each has a few tokens."""
-    streams = Streams(server)
-    with ThreadPoolExecutor(NUM_STREAMS) as threads:
-        reading = [threads.submit(streams.read, number) for number in range(NUM_STREAMS)]
-        streams.wait_until_all_have_tokens()
-        disturb()
-        return [each.result() for each in reading]
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -326,12 +266,12 @@ def test_a_killed_api_process_loses_its_own_connections_only_and_is_replaced(tmp
     with serving("sim:step=10ms", *TWO, log=tmp_path / "log") as server:
         undisturbed = read_all(server)
         assert None not in undisturbed
-        killed, other = api_pids(server)
+        killed, other = server.api_process_pids()
         answers = read_all(server, lambda: os.kill(killed, signal.SIGKILL))
         assert answers.count(None) in range(1, NUM_STREAMS), "each process had some of the connections"
         assert [here or there for here, there in zip(answers, undisturbed, strict=True)] == undisturbed
         deadline = time.monotonic() + 60
-        while len(pids := api_pids(server)) < 2 or killed in pids:
+        while len(pids := server.api_process_pids()) < 2 or killed in pids:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert other in pids
@@ -348,7 +288,7 @@ def test_a_killed_api_process_loses_its_own_connections_only_and_is_replaced(tmp
 
 def test_api_processes_end_with_a_killed_engine_process(tmp_path: Path) -> None:
     with serving("sim:step=10ms", *TWO, log=tmp_path / "log") as server:
-        pids = [*api_pids(server), *server.worker_pids()]
+        pids = [*server.api_process_pids(), *server.worker_pids()]
         assert len(pids) == 3
         server.process.kill()
         proc.wait_until_gone(*pids)
@@ -357,7 +297,7 @@ def test_api_processes_end_with_a_killed_engine_process(tmp_path: Path) -> None:
 def test_a_drain_ends_with_all_answers_complete(tmp_path: Path) -> None:
     with serving("sim:step=10ms", *TWO, log=tmp_path / "log") as server:
         undisturbed = read_all(server)
-        pids = [*api_pids(server), *server.worker_pids()]
+        pids = [*server.api_process_pids(), *server.worker_pids()]
         assert read_all(server, lambda: server.process.send_signal(signal.SIGTERM)) == undisturbed
         assert server.process.wait(timeout=60) == 0
         proc.wait_until_gone(*pids)
@@ -385,7 +325,7 @@ def test_a_draining_server_refuses_new_requests_in_every_process(tmp_path: Path)
 
 def test_a_second_signal_ends_all_processes(tmp_path: Path) -> None:
     with serving("sim:step=50ms", *TWO, log=tmp_path / "log") as server:
-        pids = [*api_pids(server), *server.worker_pids()]
+        pids = [*server.api_process_pids(), *server.worker_pids()]
 
         def end() -> None:
             server.process.send_signal(signal.SIGTERM)
@@ -406,7 +346,7 @@ def test_a_second_signal_ends_all_processes(tmp_path: Path) -> None:
 
 def test_a_second_signal_ends_an_api_process_that_is_stopped(tmp_path: Path) -> None:
     with serving("sim:step=50ms", *TWO, log=tmp_path / "log") as server:
-        pids = [*api_pids(server), *server.worker_pids()]
+        pids = [*server.api_process_pids(), *server.worker_pids()]
         os.kill(pids[0], signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)
         server.wait_for_log("draining")

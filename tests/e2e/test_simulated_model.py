@@ -24,6 +24,8 @@ from tests.support.timing import again_if_late, assert_within
 
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
 PROMPT = "Who was the first to reach the South Pole, é?"
+# With several API processes, each of them has a listening socket.
+AS_ONE_AND_TWO_PROCESSES = pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +90,15 @@ def test_invalid_spec_exits_with_2() -> None:
     assert ended.returncode == 2 and "'speed=5ms' is not NAME=TIME" in ended.stderr
 
 
-def test_servers_that_share_a_port_share_its_connections_while_they_serve(tmp_path: Path) -> None:
+@AS_ONE_AND_TWO_PROCESSES
+def test_servers_that_share_a_port_share_its_connections_while_they_serve(processes: int, tmp_path: Path) -> None:
     """The kernel distributes connections without checking readiness: a server that does not serve must not listen."""
     port = free_port()
     with ExitStack() as stack:
 
         def start(name: str) -> ServerProcess:
-            flags = ("--model", "sim:step=5ms,load=1s", "--reuse-port", "--served-model-name", name)
-            return stack.enter_context(serving(*flags, log=tmp_path / name, port=port))
+            flags = ("--model", "sim:step=5ms,load=1s", "--reuse-port", "--api-processes", str(processes))
+            return stack.enter_context(serving(*flags, "--served-model-name", name, log=tmp_path / name, port=port))
 
         def who_answers() -> str:
             answer = httpx2.get(f"http://127.0.0.1:{port}/v1/models")
@@ -120,7 +123,8 @@ def test_servers_that_share_a_port_share_its_connections_while_they_serve(tmp_pa
             assert any(line.startswith("data") for line in lines), "who drains serves those who are in"
 
 
-def test_no_request_fails_while_one_server_of_a_shared_port_ends(tmp_path: Path) -> None:
+@AS_ONE_AND_TWO_PROCESSES
+def test_no_request_fails_while_one_server_of_a_shared_port_ends(processes: int, tmp_path: Path) -> None:
     """Some clients connect for each request, and others keep their connections. None repeats a request."""
     port, failures, is_over = free_port(), list[str](), threading.Event()
     statuses: dict[bool, list[int]] = {False: [], True: []}
@@ -141,10 +145,10 @@ def test_no_request_fails_while_one_server_of_a_shared_port_ends(tmp_path: Path)
         connection.close()
 
     with ExitStack() as stack:
-        flags = ("--model", "sim:step=2ms", "--reuse-port", "--log-level", "warning")
+        flags = ["--model", "sim:step=2ms", "--reuse-port", "--log-level", "warning", "--api-processes", str(processes)]
         servers = [stack.enter_context(serving(*flags, log=tmp_path / f"{i}", port=port)) for i in range(2)]
         deadline = time.monotonic() + 300  # of the whole test
-        while num_listening(port) < 2:
+        while num_listening(port) < 2 * processes:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         clients = [threading.Thread(target=keep_asking, args=(number % 2 == 0,)) for number in range(8)]
@@ -165,8 +169,10 @@ def test_no_request_fails_while_one_server_of_a_shared_port_ends(tmp_path: Path)
     assert not failures and set(statuses[False]) == set(statuses[True]) == {200}
 
 
-def test_server_with_a_shared_port_that_is_ended_while_loading_never_listens(tmp_path: Path) -> None:
-    server = ServerProcess("--model", "sim:load=60s", "--reuse-port", log=tmp_path / "log")
+@AS_ONE_AND_TWO_PROCESSES
+def test_server_with_a_shared_port_that_is_ended_while_loading_never_listens(processes: int, tmp_path: Path) -> None:
+    flags = ("--model", "sim:load=60s", "--reuse-port", "--api-processes", str(processes))
+    server = ServerProcess(*flags, log=tmp_path / "log")
     try:
         server.wait_for_log(": loading sim:load=60s")
         server.process.terminate()

@@ -139,6 +139,10 @@ class ServerProcess:
         children = [child for worker in self.worker_pids() for child in proc.children(worker)]
         return [pid for pid in children if "workers.grammar.process" in proc.read(pid, "cmdline")]
 
+    def api_process_pids(self) -> list[int]:
+        """Return the processes of --api-processes; none if there is one process for all."""
+        return self.child_pids("servekit.server.api_process")
+
     def body_process_pids(self) -> list[int]:
         """Return the process that decodes large request bodies."""
         return self.child_pids("servekit.api.body_process")

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
+
+from tests.support.certificates import make_certificate
 
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """(certificate, private key) of localhost, made by the openssl command."""
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key, "-out", certificate]
-    subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    return certificate, key
+    """(certificate, private key) of localhost."""
+    return make_certificate(tmp_path_factory.mktemp("tls"))
