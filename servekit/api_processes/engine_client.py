@@ -336,6 +336,8 @@ class EngineClient:
         if reason is not None:
             sequence.finish_reason = reason
             state.num_unfinished -= 1
+        else:
+            output.last_token_s = self._heard_s  # for the trace of a client that leaves; the end brings its own
         state.queue.put(delta if sequence.sampling.stop else _with_text(delta, output))
 
     def _on_prompt_logprobs(self, part: ms.PromptLogprobsPart) -> None:

@@ -219,6 +219,22 @@ async def test_tokens_become_text_in_the_api_process() -> None:
         assert not both.session._requests and not both.client._requests
 
 
+async def test_a_request_whose_client_leaves_has_the_time_of_its_last_token() -> None:
+    """A trace shows how long it decoded. The engine's own times come with the first token and with the end."""
+    async with opened() as both:
+        state = await both.submit()
+        times_s = iter((5.0, 6.0, 7.0))
+        both.client.now = lambda: next(times_s)  # type: ignore[method-assign]
+        for token_id in (0, 3):
+            both.engine.states[0].queue.put(TokenDelta(0, token_id, "", False))
+            await until(lambda token_id=token_id: state.outputs[0].sequence.num_output_tokens == 1 + bool(token_id))
+        assert state.outputs[0].last_token_s == 6.0
+        both.engine.states[0].outputs[0].last_token_s = 4.5
+        both.engine.states[0].queue.put(TokenDelta(0, 3, "", False, FinishReason.LENGTH))
+        await until(lambda: state.finish_reasons == [FinishReason.LENGTH])
+        assert state.outputs[0].last_token_s == 4.5
+
+
 async def test_text_of_requests_with_stop_strings_comes_from_the_engine() -> None:
     async with opened() as both:
         both.client._input_processor = cast(Any, Processor(stop=("x",)))
