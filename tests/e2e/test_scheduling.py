@@ -9,16 +9,19 @@ from pathlib import Path
 import pytest
 
 from tests.support.server_process import ServerProcess, serving
+from tests.support.timing import again_if_late, assert_on_time
 
 
+@again_if_late
 def test_answer_ends_at_its_deadline_with_the_text_so_far(server: ServerProcess) -> None:
     started = time.monotonic()
     answer = server.generate("Tell me a story.", deadline_ms=700, ignore_eos=True)
     elapsed_s = time.monotonic() - started
-    assert answer["finish_reason"] == "deadline" and answer["stop_reason"] is None
-    assert 0 < answer["usage"]["completion_tokens"] < 1900 and answer["generated_text"]
-    assert elapsed_s >= 0.7
     server.wait_until_at_rest()
+    assert answer["finish_reason"] == "deadline" and answer["stop_reason"] is None
+    assert answer["usage"]["completion_tokens"] < 1900 and elapsed_s >= 0.7
+    assert_on_time(answer["usage"]["completion_tokens"] > 0, "the first token came before the deadline")
+    assert answer["generated_text"]
 
 
 def test_stream_reports_a_passed_deadline(server: ServerProcess) -> None:
@@ -53,13 +56,14 @@ def test_with_one_slot_requests_run_by_priority_and_end_at_their_deadline(tmp_pa
         small.wait_for_metric("servekit_num_requests_running", 1)
         finished: list[str] = []
 
-        def ask(name: str, **fields: object) -> dict[str, object]:
-            answer = small.generate("Count from 3 to 9.", max_tokens=2, **fields)
+        def ask(name: str, max_tokens: int = 2, **fields: object) -> dict[str, object]:
+            answer = small.generate("Count from 3 to 9.", max_tokens=max_tokens, **fields)
             finished.append(name)
             return answer
 
         impatient = pool.submit(ask, "impatient", ttft_ms=300)
-        calm = pool.submit(ask, "calm", priority=5)
+        # It ends half a second after the urgent one: the threads of this test may be late by less.
+        calm = pool.submit(ask, "calm", max_tokens=100, priority=5)
         small.wait_for_metric("servekit_num_requests_waiting", 1)  # the impatient one has left
         urgent = pool.submit(ask, "urgent", priority=-5)
         assert urgent.result()["finish_reason"] == calm.result()["finish_reason"] == "length"

@@ -36,6 +36,12 @@ ARGUMENTS = ["--tokenizer", str(DEMO_MODEL_PATH / "tokenizer.json"), "--vocab-si
 CHAT = [{"role": "user", "content": "Hi {{ 1 + 1 }}"}, {"role": "assistant", "content": "Hello"}]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse no job because other programs use the processor: it may get a hundredth of a core."""
+    monkeypatch.setattr(sandbox_module, "MAX_SLOWDOWN", 100.0)
+
+
 def render(template: str, messages: list[dict[str, Any]] = CHAT, **variables: Any) -> RenderChat:
     return RenderChat(template, True, False, variables, messages)
 

@@ -79,7 +79,7 @@ async def test_each_request_is_one_log_entry_with_caller_route_and_outcome(log: 
     await ask(app, "GET", "/metrics")
     await ask(app, "GET", "/nowhere", bearer(KEY))
     first, denied, routine, denied_routine, lost = (line for line in log.lines if line["message"] == "request")
-    assert first.pop("duration_ms") < 1000
+    assert 0 <= first.pop("duration_ms") < 60_000
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first.pop("time"))
     assert first == {
         "level": "info",
