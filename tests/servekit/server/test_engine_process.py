@@ -83,6 +83,27 @@ async def test_a_process_that_cannot_start_ends_the_server(
     assert all(listener.fileno() == -1 for listener in processes._listeners)
 
 
+async def test_failed_starts_are_counted_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fifth process serves before it ends, so the count begins again."""
+    num_started = 0
+
+    async def start(handle: ApiProcessHandle) -> None:
+        nonlocal num_started
+        num_started += 1
+        if num_started == engine_process.MAX_FAILED_STARTS:
+            handle._receive(ms.Serving())
+        handle.ended.set()
+
+    monkeypatch.setattr(ApiProcessHandle, "start", start)
+    monkeypatch.setattr(engine_process, "FAILED_START_PAUSE_S", 0.0)
+    processes = make_processes()
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(InternalError, match="failed 5 times"):
+            await processes._keep(0)
+    processes._close_listeners()
+    assert num_started == 2 * engine_process.MAX_FAILED_STARTS
+
+
 async def test_the_server_is_loading_until_every_process_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     processes = make_processes()
     sent: list[Any] = []
