@@ -99,8 +99,8 @@ def test_a_profiler_that_is_not_stopped_records_a_bounded_number_of_steps(profil
 def test_profiling_does_not_change_answers(profiled: ServerProcess) -> None:
     fields = {"max_tokens": 120, "ignore_eos": True, "temperature": 0.0}
     prompts = [f"Count from {number}." for number in range(8)]
-    undisturbed = [profiled.generate(prompt, **fields)["generated_text"] for prompt in prompts]
     with ThreadPoolExecutor(8) as threads:
+        undisturbed = list(threads.map(lambda prompt: profiled.generate(prompt, **fields)["generated_text"], prompts))
         others = [threads.submit(profiled.generate, prompt, **fields) for prompt in prompts]
         for _ in range(3):
             assert switch(profiled, "start")[0] == switch(profiled, "stop")[0] == 200
