@@ -90,9 +90,7 @@ async def test_long_prompt_is_checked_and_hashed_in_slices(processor: InputProce
 
 
 async def test_garbage_collector_does_not_look_at_token_ids(processor: InputProcessor) -> None:
-    limits = SchedulerConfig(
-        num_blocks=64, block_size=16, max_model_len=512, max_num_seqs=1, max_num_batched_tokens=64
-    )
+    limits = SchedulerConfig(num_blocks=64, block_size=16, max_model_len=512, max_num_seqs=1, max_num_batched_tokens=64)
     processor._limits = lambda: limits
     wanted = GenerationRequest(prompts=[Prompt("a b c", "prompt")], sampling=Sampling())
     (of_text,) = await processor.prepare(wanted, "")
