@@ -1,6 +1,7 @@
 """Tokens per second through API, scheduler, both queues and server-sent events, with a device that takes no time.
 
     python -m benchmarks.control_plane [--rounds 3] [--streams 256] [--tokens 200]
+    python -m benchmarks.control_plane --rounds 9 --against ../another-checkout
 
 256 clients ask again as soon as they are answered. The server's model is simulated, so what is left is what servekit
 itself costs, and the kernel. Beside it stand servers that stream ready-made events and do nothing else. All sides take
@@ -36,6 +37,7 @@ class Side(Struct):
 
     name: str
     bare: str | None = None  # which of the bare servers; None is servekit
+    checkout: Path | None = None  # the source tree that servekit runs from, if not this one
     fields: dict[str, Any] = field(default_factory=dict)
     costs: list[StreamCost] = field(default_factory=list)
 
@@ -46,6 +48,13 @@ SIDES = [
     Side("servekit, an event for each token"),
     Side("servekit, an event for eight tokens", fields={"stream_interval": 8}),
 ]
+
+
+def beside(checkout: Path) -> list[Side]:
+    """Return the sides of servekit, each followed by the same one of another checkout."""
+    own = [side for side in SIDES if side.bare is None]
+    others = [Side(f"{side.name}, {checkout.name}", checkout=checkout, fields=side.fields) for side in own]
+    return [side for pair in zip(own, others, strict=True) for side in pair]
 
 
 @contextmanager
@@ -72,7 +81,13 @@ def serving_side(side: Side, num_streams: int) -> Iterator[tuple[int, dict[str, 
             yield served
         return
     flags = ("--model", "sim:instant", "--max-num-seqs", str(num_streams), "--log-level", "warning")
-    with tempfile.TemporaryDirectory() as folder, serving(*flags, log=Path(folder) / "log") as server:
+    environment = None
+    if side.checkout is not None:  # PYTHONSAFEPATH: the working directory is not searched for modules
+        environment = {"PYTHONPATH": str(side.checkout.resolve()), "PYTHONSAFEPATH": "1"}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(*flags, log=Path(folder) / "log", environment=environment) as server,
+    ):
         yield server.port, {"server": [server.process.pid], "worker": server.worker_pids()}
 
 
@@ -87,16 +102,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200, help="of an answer")
+    parser.add_argument("--against", type=Path, help="another checkout, whose server replaces the bare ones")
     arguments = parser.parse_args()
-    with Progress("rounds", arguments.rounds * len(SIDES)) as progress:
+    sides = SIDES if arguments.against is None else beside(arguments.against)
+    with Progress("rounds", arguments.rounds * len(sides)) as progress:
         for number in range(arguments.rounds):
-            for side in SIDES:
+            for side in sides:
                 progress.begin(side.name)
                 play(side, arguments.streams, arguments.tokens, number)
     print(f"{os.cpu_count()} cores, {arguments.streams} streams, median of {arguments.rounds} rounds")
     print("\n| | tokens/s | server, µs of CPU a token | worker | client | lag of the client |")
     print("|---|---:|---:|---:|---:|---:|")
-    for side in SIDES:
+    for side in sides:
         cells = [f"{statistics.median(cost.tokens_per_s for cost in side.costs):,.0f}"]
         for name in ("server", "worker", "client"):
             known = [cost.cpu_us[name] for cost in side.costs if name in cost.cpu_us]

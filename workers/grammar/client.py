@@ -152,11 +152,14 @@ class MaskProcess:
         """Wait for a mask for at most `timeout_s`. Returns the masks that have arrived, or the loss of the process."""
         assert self._process is not None
         try:
-            with contextlib.suppress(BrokenPipeError):
-                self._asks.flush()
-            if not self._poll(timeout_s):
-                return self._check()
+            if self._asks.num_unsent:
+                with contextlib.suppress(BrokenPipeError):
+                    self._asks.flush()
+            if timeout_s > 0.0:
+                wait_for_any([self], timeout_s)
             return self._read()
+        except BlockingIOError:  # nothing has arrived
+            return self._check()
         except (EOFError, ConnectionError):
             return self._mark_lost()
 
@@ -166,16 +169,12 @@ class MaskProcess:
         if self._asks.num_unsent:
             poll.register(self._asks.fileno(), select.POLLOUT)
 
-    def _poll(self, timeout_s: float) -> bool:
-        """Wait for an answer, or until unsent bytes can be sent. Returns whether an answer has arrived."""
-        poll = select.poll()
-        self.register(poll)
-        return self._answers.fileno() in (descriptor for descriptor, _ in poll.poll(max(0.0, 1e3 * timeout_s)))
-
     def _read(self) -> list[Mask]:
-        self._end_silence()
+        """Return the masks that have arrived. Raises BlockingIOError if nothing has."""
         masks: list[Mask] = []
-        for message in self._answers.receive_ready():
+        messages = self._answers.receive_ready()
+        self._end_silence()
+        for message in messages:
             if isinstance(message, Ready):
                 self._is_ready, self._refusal = not message.refusal, message.refusal
                 self._num_failed_starts = 0

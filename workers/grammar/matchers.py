@@ -86,6 +86,7 @@ class GrammarMatchers:
         self._waiting: dict[str, list[tuple[float, int, SequenceState]]] = {}
         self._num_asked = 0
         self._usage = TenantUsage()
+        self._used_s = time.process_time()  # of this process, up to the end of the last work; each reading takes 1 µs
         self._base_bytes = self._measured_bytes = allocated_bytes()
 
     @property
@@ -101,6 +102,7 @@ class GrammarMatchers:
             self._begin(begin, message.grammars[begin.grammar])
         for ask in message.asks:
             self._ask(ask)
+        self._read_used_s()
 
     def _begin(self, begin: Begin, text: str) -> None:
         if begin.slot in self._slots:
@@ -157,9 +159,10 @@ class GrammarMatchers:
         group, grammar = self._groups[sequence.group_id], sequence.grammar
         if refusal := group.refusal:
             return self._finish(sequence, refusal)
-        started_s = time.process_time()
-        is_done, error = self._work(sequence, grammar, started_s)
-        used_s = time.process_time() - started_s
+        is_done, error = self._work(sequence, grammar)
+        used_s = self._read_used_s()
+        if is_done:
+            grammar.mask_s = (grammar.mask_s + used_s) / 2
         group.used_s += used_s
         self._usage.charge(grammar.tenant, used_s, self._clock())
         if used_s > MEASURED_S:
@@ -194,7 +197,12 @@ class GrammarMatchers:
             self._drop_matcher(sequence)
         return Mask(sequence.number, error, sequence.is_slow)
 
-    def _work(self, sequence: SequenceState, grammar: CompiledGrammar, started_s: float) -> tuple[bool, str]:
+    def _read_used_s(self) -> float:
+        """Return the processor time since the last reading."""
+        before_s, self._used_s = self._used_s, time.process_time()
+        return self._used_s - before_s
+
+    def _work(self, sequence: SequenceState, grammar: CompiledGrammar) -> tuple[bool, str]:
         """Compile, consume tokens and compute the mask, as far as the slice of time allows.
 
         Returns whether the mask is there, and an error.
@@ -204,7 +212,7 @@ class GrammarMatchers:
         self._cache.use(grammar, root)
         if is_new and root.is_error():
             return False, self._failure(grammar, root)
-        if is_new and time.process_time() - started_s > SLICE_S:
+        if is_new and time.process_time() - self._used_s > SLICE_S:
             return False, ""
         matcher = grammar.matchers.get(sequence.number)
         if matcher is None:
@@ -215,13 +223,11 @@ class GrammarMatchers:
             # One by one: a matcher that has ended takes an end of sequence.
             matcher.consume_token(token_ids[sequence.num_consumed])
             sequence.num_consumed += 1
-            if not sequence.num_consumed % 16 and time.process_time() - started_s > SLICE_S:
+            if not sequence.num_consumed % 16 and time.process_time() - self._used_s > SLICE_S:
                 return False, ""
-        masked_s = time.process_time()
         address = self._masks_address + sequence.slot * self._mask_bytes
         matcher.unsafe_compute_mask_ptr(address, self._mask_bytes)
         grammar.num_masks += 1
-        grammar.mask_s = (grammar.mask_s + time.process_time() - masked_s) / 2
         if not matcher.is_error():
             return True, ""
         return False, self._failure(grammar, matcher)

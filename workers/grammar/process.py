@@ -31,6 +31,7 @@ from workers.grammar.messages import HEADER_BYTES, AskMasks, FromMaskProcess, Ma
 NICENESS = 5
 NICENESS_OF_SLOW = 10
 HELD_BACK_S = 0.0005  # answers are sent together, but none waits much longer than this
+POLL_INTERVAL_S = 0.0002  # between two looks for new messages while there is work
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +79,7 @@ def serve(
     current = ctypes.c_int64.from_buffer(shared)
     matchers = GrammarMatchers(tokenizer, address + HEADER_BYTES, mask_bytes(vocab_size), max_piece_s=max_piece_s)
     done: list[Mask] = []
-    done_s = 0.0  # when the first of them was
+    done_s = polled_s = 0.0  # when the first of them was; when the process looked for messages
     poll = select.poll()
     poll.register(asks.fileno(), select.POLLIN)
     while True:
@@ -92,9 +93,11 @@ def serve(
                 done_s = done_s if done else time.monotonic()
                 done.append(mask)
             current.value = 0
-        if poll.poll(0 if sequence is not None else None):
-            for message in asks.receive_ready():
-                matchers.accept(message)
+        if sequence is None or time.monotonic() - polled_s > POLL_INTERVAL_S:
+            if poll.poll(0 if sequence is not None else None):
+                for message in asks.receive_ready():
+                    matchers.accept(message)
+            polled_s = time.monotonic()
 
 
 if __name__ == "__main__":

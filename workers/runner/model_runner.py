@@ -278,6 +278,8 @@ class ModelRunner:
         token_ids = sample(constrained.logits, rows)
         if group is not None and is_constrained:
             token_ids = group.broadcast(token_ids)
+        if not token_ids.is_cuda:
+            self.grammars.ask_ahead(grammars, rows, token_ids)
         table.token_ids.index_copy_(0, batch.sampled_cells, token_ids.int())
         if self._stage is not None:
             self._stage.return_tokens(token_ids)

@@ -1,9 +1,9 @@
 """Constrain answers to grammars: which tokens may come next, for the rows whose requests have a grammar.
 
 The masks come from the mask process (workers/grammar/). A step sends the process the tokens that it has not received.
-The process computes masks while the device computes the forward pass. A row whose mask is late is deferred: it samples
-no token in this step, and the manager plans its position again. So a grammar delays the other rows by a share of a step
-at most.
+On a CPU that is done as soon as they are sampled, so that the process works while the worker prepares the next step. On
+a GPU it works while the device computes the forward pass. A row whose mask is late is deferred: it samples no token in
+this step, and the manager plans its position again. So a grammar delays the other rows by a share of a step at most.
 
 A matcher's state is derived from the token table like everything else. The tokens to send are that of the step before
 or, after a preemption and for a new process, the whole answer so far.
@@ -75,6 +75,7 @@ class GrammarBatch:
     arrival: DeviceEvent
     asked_s: float = 0.0
     awaited: list[_GrammarState] = field(default_factory=list)  # those whose masks the step waits for
+    masked: list[int] = field(default_factory=list)  # rows whose masks were there
 
     @property
     def is_waiting(self) -> bool:
@@ -124,19 +125,16 @@ class GrammarMasks:
     def begin(self, rows: list[SamplingRow], table: SlotTable) -> GrammarBatch:
         """Ask for the masks of the rows that have a grammar, or begin to copy the tokens that this takes.
 
-        Called before the forward pass is launched. On a CPU, masks are then computed beside it. On a GPU, the tokens
-        are those of the step before, which may still be computed: `constrain` asks as soon as they arrive, and the
-        device computes this step's forward pass then.
+        Called before the forward pass is launched. On a CPU, most masks have been asked for by `ask_ahead`. On a GPU,
+        the tokens are those of the step before, which may still be computed: `constrain` asks as soon as they arrive,
+        and the device computes this step's forward pass then.
         """
         states = {
-            i: self._state(table.slot_assignments[row.slot])
+            i: self._state(table.slot_assignments[row.slot], row.num_outputs)
             for i, row in enumerate(rows)
             if row.sampling.grammar is not None
         }
-        if states:
-            self._receive(0.0)
-        # Nearly always each lacks one token, the newest; after a preemption, the whole answer; and none where a step
-        # is executed again in parts.
+        # Each lacks one token, the newest, or after a preemption the whole answer.
         unsent: list[tuple[_GrammarState, int]] = []
         cells = []
         now_s = time.monotonic()
@@ -163,12 +161,31 @@ class GrammarMasks:
             self._ask(batch)
         return batch
 
+    def ask_ahead(self, batch: GrammarBatch, rows: list[SamplingRow], token_ids: Tensor) -> None:
+        """Ask for the masks of the next step, given the token ids [num_rows] that this one has sampled on a CPU.
+
+        Without it, the process would compute them beside the forward pass, which uses all cores. A mask is computed in
+        vain if the answer has ended. `begin` asks for the others.
+        """
+        sampled = token_ids.tolist() if batch.masked else []
+        unsent: list[tuple[_GrammarState, tuple[int, ...]]] = []
+        for i in batch.masked:
+            state = batch.states[i]
+            is_up_to_date = state.num_sent == rows[i].num_outputs and state.incarnation == state.process.incarnation
+            if is_up_to_date and state.process.is_running:
+                unsent.append((state, (sampled[i],)))
+        self._send(unsent)
+
     def _ask(self, batch: GrammarBatch) -> None:
         """Ask for the masks, once their tokens have arrived."""
-        batch.arrival.wait()
-        token_ids = iter([] if batch.token_ids is None else batch.token_ids.tolist())
-        unsent = [(state, tuple(islice(token_ids, num_unsent))) for state, num_unsent in batch.unsent]
+        if batch.unsent:
+            batch.arrival.wait()
         batch.asked_s = time.monotonic()
+        token_ids = iter([] if batch.token_ids is None else batch.token_ids.tolist())
+        self._send([(state, tuple(islice(token_ids, num_unsent))) for state, num_unsent in batch.unsent])
+
+    def _send(self, unsent: list[tuple[_GrammarState, tuple[int, ...]]]) -> None:
+        """Send each sequence's token ids to its process, and expect a mask for each."""
         for process in (self._process, self._slow_process):
             if of_process := [each for each in unsent if each[0].process is process]:
                 process.ask(_message(of_process))
@@ -177,6 +194,8 @@ class GrammarMasks:
         """Wait a bounded time for the masks of a step. `computed` is complete after its forward pass."""
         self._receive(0.0)
         asked = [state for state in batch.states.values() if state.is_asked]
+        if not asked:
+            return
         if len(asked) == num_rows:  # no other row is delayed
             batch.awaited = asked
             self._wait_for(batch, computed, ALONE_SHARE)
@@ -261,7 +280,7 @@ class GrammarMasks:
         self._wait(grammars, len(rows), DeviceEvent(logits.device))
         # One bit for each token that may come; other rows keep all of theirs.
         bits = np.full((len(rows), self._process.masks.shape[1]), -1, dtype=np.int32)
-        ready, failures, deferred = [], [], []
+        failures, deferred = [], []
         for i, state in grammars.states.items():
             error = state.error or ("" if state.is_ready else state.process.refusal)
             if error:
@@ -269,12 +288,12 @@ class GrammarMasks:
             elif state.is_ready and not state.lacks_token(rows[i]):
                 bits[i] = state.process.masks[rows[i].slot]
                 state.is_ready, state.deferred_at = False, None
-                ready.append(i)
+                grammars.masked.append(i)
             else:
                 if state.deferred_at is None:
                     state.deferred_at = rows[i].num_outputs
                 deferred.append(i)
-        constrained = self._apply(bits, ready, logits, rows, in_place) if ready else logits
+        constrained = self._apply(bits, grammars.masked, logits, rows, in_place) if grammars.masked else logits
         return Constrained(constrained, tuple(failures), tuple(deferred))
 
     def _apply(
@@ -292,10 +311,14 @@ class GrammarMasks:
             constrained = constrained.index_copy(0, indices, torch.where(has_none, allowed, of_banning))
         return constrained
 
-    def _state(self, assignment: SlotAssignment) -> _GrammarState:
-        """Return the state of the sequence that has the slot now; at the grammar's start if it is new there."""
+    def _state(self, assignment: SlotAssignment, num_outputs: int) -> _GrammarState:
+        """Return the state of the sequence that has the slot now; at the grammar's start if it is new there.
+
+        It also begins again if it is ahead of the answer, which has `num_outputs` tokens: then the step is executed
+        again, because memory ran out after its tokens were sent.
+        """
         state = self._states.get(assignment.slot)
-        if state is None or state.assignment is not assignment:
+        if state is None or state.assignment is not assignment or state.num_sent > num_outputs:
             if state is not None:
                 del self._by_number[state.number]
                 state.process.forget(state.number)

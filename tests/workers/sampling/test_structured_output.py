@@ -26,7 +26,10 @@ from tests.support.timing import again_if_late, assert_within
 from workers.grammar import client
 from workers.grammar.messages import Mask
 from workers.loading.model_manager import LoadedModel
+from workers.runner import model_runner
+from workers.runner.oom_retry import MIN_TOKENS
 from workers.sampling import structured_output
+from workers.sampling.logprobs import sampled_logprobs
 
 TOKENIZER = load_tokenizer(DEMO_MODEL_PATH)
 PERSON: dict[str, Any] = {
@@ -125,6 +128,34 @@ def test_preempted_answer_continues_in_its_grammar(demo: LoadedModel) -> None:
     assert answers[0] == answers[1]
 
 
+def test_a_step_that_is_executed_again_uses_the_masks_of_its_own_positions(
+    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out after a step has sampled tokens, and has asked for the masks behind them."""
+    grammar = compile_one(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
+    num_failed = 0
+
+    def fail_at_times(*arguments: Any) -> Any:
+        nonlocal num_failed
+        is_divisible = len(arguments[2]) > MIN_TOKENS
+        if is_divisible and engine.num_steps % 5 == 3 and num_failed <= engine.num_steps // 5:
+            num_failed += 1
+            raise MemoryError
+        return sampled_logprobs(*arguments)
+
+    answers = []
+    for replacement in (sampled_logprobs, fail_at_times):
+        monkeypatch.setattr(model_runner, "sampled_logprobs", replacement)
+        engine = InProcessEngine(demo, num_blocks=400, max_num_seqs=32)
+        sequences = [
+            engine.add(prompt_of(n), grammar=grammar, temperature=1.2, seed=n, max_tokens=60) for n in range(24)
+        ]
+        engine.run()
+        answers.append([text_of(sequence) for sequence in sequences])
+    assert num_failed > 3
+    assert answers[0] == answers[1]
+
+
 def test_grammar_wins_where_other_parameters_leave_no_token(demo: LoadedModel) -> None:
     engine = InProcessEngine(demo)
     yes_or_no = compile_one(GrammarKind.CHOICE, '["yes", "no"]')
@@ -185,6 +216,13 @@ def wait_until_ready(engine: InProcessEngine) -> None:
     engine.run()
 
 
+def wait_for_masks(engine: InProcessEngine) -> None:
+    """Wait until the processes have nothing to do."""
+    grammars = engine.runner.grammars
+    while any(state.is_asked for state in grammars._states.values()):
+        grammars._receive(1.0)
+
+
 def test_a_killed_mask_process_changes_no_answer(demo: LoadedModel) -> None:
     grammar = compile_one(GrammarKind.JSON_SCHEMA, ENDLESS)
     answers = []
@@ -196,6 +234,8 @@ def test_a_killed_mask_process_changes_no_answer(demo: LoadedModel) -> None:
         for number in range(num_kills):
             while sequences[0].num_output_tokens < 8 * (number + 1):
                 engine.step()
+            if number > 0:  # a request fails if the process is killed twice while it works for that request
+                wait_for_masks(engine)
             os.kill(mask_process(engine), signal.SIGKILL)
         engine.run()
         assert engine.num_failures == 0
@@ -217,10 +257,10 @@ def test_answers_of_a_tenant_that_becomes_slow_continue_in_the_other_process(dem
         states = {
             tenant: [each for each in grammars._states.values() if each.assignment.tenant == tenant] for tenant in "ab"
         }
-        if (
-            becomes_slow
-        ):  # as the process reports after a piece of work that took too long, which depends on the machine
-            grammars._take(Mask(states["a"][0].number, is_slow=True), states["a"][0])
+        wait_for_masks(engine)
+        for state in states["a"] if becomes_slow else []:
+            # As the process answers after a piece of work that took too long, which depends on the machine.
+            grammars._take(Mask(state.number, is_slow=True), state)
         engine.run()
         assert engine.num_failures == 0
         if becomes_slow:
