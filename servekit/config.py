@@ -90,14 +90,13 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ),
     ] = 1
     data_parallel_size: Annotated[
-        int,
+        Annotated[int, Meta(ge=1, le=64)] | None,
         Meta(
-            ge=1,
-            le=64,
             description="replicas: workers that each hold the whole model and compute different requests; on GPUs, "
-            "each on a device of its own, and on a CPU the cores are divided among them",
+            "each on a device of its own, and on a CPU the cores are divided among them; by default 1, or with "
+            "--listen-workers only those that join",
         ),
-    ] = 1
+    ] = None
     devices: Annotated[
         Annotated[str, Meta(pattern=r"^(cpu|cuda:\d+)(,(cpu|cuda:\d+))*$")] | None,
         Meta(
@@ -243,8 +242,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     listen_workers: Annotated[
         str | None,
         Meta(
-            description="address, unix:PATH or tcp://HOST:PORT, at which workers join that the server does not start "
-            "(docs/workers.md); needs --worker-key-file"
+            description="address, unix:PATH or tcp://HOST:PORT, at which workers join (docs/workers.md); the server "
+            "starts none itself without --data-parallel-size or --devices; needs --worker-key-file"
         ),
     ] = None
     worker_key_file: Annotated[
@@ -350,6 +349,11 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def model_name(self) -> str:
         return self.served_model_name or self.model
+
+    @property
+    def starts_workers(self) -> bool:
+        """Whether the server starts workers itself. With `listen_workers` only if a setting asks for some."""
+        return self.listen_workers is None or self.devices is not None or self.data_parallel_size is not None
 
 
 class Setting(Struct, frozen=True):
@@ -614,9 +618,9 @@ def check_host_memory(config: ServeConfig, host_memory_bytes: int) -> None:
     With `device = "auto"` only the worker knows where the model runs; it checks its device's memory itself.
     """
     wanted = config.kv_cache_memory_bytes
-    if config.device != "cpu" or wanted is None or config.num_kv_blocks is not None:
+    if not config.starts_workers or config.device != "cpu" or wanted is None or config.num_kv_blocks is not None:
         return
-    num_workers = config.data_parallel_size * config.tensor_parallel_size * config.pipeline_parallel_size
+    num_workers = (config.data_parallel_size or 1) * config.tensor_parallel_size * config.pipeline_parallel_size
     if wanted * num_workers > host_memory_bytes:
         each = f", for each of {num_workers} workers," if num_workers > 1 else ""
         raise ConfigError(
@@ -645,8 +649,13 @@ def doubts(config: ServeConfig) -> list[str]:
         )
     if config.scheduling_policy == "fair" and config.api_keys_file is None:
         found.append("scheduling_policy = 'fair' has no effect without api_keys_file: all requests have one tenant")
-    if config.devices is not None and (config.device != "auto" or config.data_parallel_size > 1):
+    if config.devices is not None and (config.device != "auto" or config.data_parallel_size is not None):
         found.append(f"devices = {config.devices!r} places the replicas; device and data_parallel_size have no effect")
+    if not config.starts_workers and config.device != "auto":
+        found.append(
+            f"device = {config.device!r} has no effect: with listen_workers the server starts no worker itself, and "
+            "those that join have a --device of their own; data_parallel_size = 1 starts one"
+        )
     if config.load_format == "dummy":
         found.append("load_format = 'dummy': the weights are random, so the model's answers mean nothing")
     return found

@@ -20,7 +20,9 @@ const TILES = {
 	"TTFT p50": ({ ttft_p50_s, ttft_p95_s }) => [formatSeconds(ttft_p50_s), `p95 ${formatSeconds(ttft_p95_s)}`],
 	preemptions: ({ num_preemptions, num_steps }) => [formatCompact(num_preemptions), `in ${formatCompact(num_steps)} steps`],
 	workers: ({ workers }) => {
-		const kinds = workers.map(({ device, dtype, attention }) => [device, dtype, attention].filter(Boolean).join(" · "));
+		const kinds = workers.map(({ device, host, dtype, attention }) =>
+			[host ? `${device} on ${host}` : device, dtype, attention].filter(Boolean).join(" · "),
+		);
 		const kind = [...new Set(kinds)].filter(Boolean).join("; ");
 		if (workers.length === 1) return [workers[0].state, kind];
 		const numServing = workers.filter(({ state }) => state === "serving").length;

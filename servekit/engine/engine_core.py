@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Protocol
 
-from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.config import ServeConfig
 from servekit.engine.output_processor import OutputProcessor
 from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput
-from servekit.errors import InternalError, RequestCrashesWorker, ServekitError, WorkerError, WorkerNotReady
+from servekit.errors import InternalError, RequestCrashesWorker, ServekitError, WorkerError
 from servekit.executor.model_executor import ModelExecutor
 from servekit.observability.metrics import SchedulerStats
 from servekit.observability.observer import Observer, StepSummary
@@ -27,13 +25,12 @@ log = logging.getLogger("servekit")
 
 STALL_TIMEOUT_S = 10.0  # of the main loop, in addition to the time that a step may take
 ENDS_PER_TURN = 32  # of sequences: so many take about 2 ms, and then other callbacks run before the next plan
-RETRY_AFTER_S = 5  # for clients, while it is not known when the next worker will be ready
 
 
 class Peers(Protocol):
     """What a core asks of its engine, because it concerns the engine's other cores."""
 
-    async def core_lost(self, core: EngineCore) -> bool:
+    async def core_lost(self, core: EngineCore, loss: WorkerError) -> bool:
         """Continue its sequences elsewhere: its worker is lost, and it has forgotten what that held.
 
         Returns whether the worker is to be replaced.
@@ -47,9 +44,6 @@ class Peers(Protocol):
 
     def finish(self, commands: Iterable[Finish]) -> None:
         """End sequences, which may be on any core."""
-
-    def fail_all(self, error: ServekitError) -> None:
-        """Report an error to all clients."""
 
 
 class EngineCore:
@@ -69,10 +63,10 @@ class EngineCore:
         observers: list[Observer],
         clock: Callable[[], float],
         peers: Peers,
+        replica: int = 0,
     ) -> None:
-        """`executor` has a worker that is ready."""
+        """`executor` has a worker that is ready. `replica` is the number of this core in log lines."""
         self.manager = manager
-        self.outage: ServekitError | None = None  # set while there has been no worker for worker_restart_timeout
         self._config = config
         self._executor = executor
         self._output = output
@@ -80,6 +74,7 @@ class EngineCore:
         self._observers = observers
         self._clock = clock
         self._peers = peers
+        self._replica = replica
         self._wake = asyncio.Event()  # wakes an idle main loop
         self._is_idle = False
         self._iteration_began_s = clock()
@@ -109,11 +104,17 @@ class EngineCore:
         self.wake()
         return sequence
 
-    def worker_joined(self) -> None:
+    def worker_started(self) -> None:
         """Note that the executor has another worker, before `run` is called again."""
         self._iteration_began_s = self._clock()
         for observer in self._observers:
             observer.worker_ready(None, self._iteration_began_s)
+
+    def worker_start_failed(self, why: str) -> None:
+        """Note that a worker did not start in place of one that was lost."""
+        log.error("replica %d: no worker started: %s", self._replica, why)
+        for observer in self._observers:
+            observer.worker_start_failed()
 
     def wake(self) -> None:
         """Make an idle main loop look for work, or for the loss of its worker."""
@@ -265,33 +266,26 @@ class EngineCore:
         has_left = self._executor.cause == "left"
         log.log(
             logging.INFO if has_left else logging.ERROR,
-            "worker %s; resuming %s on %s",
-            "left" if has_left else "lost",
+            "replica %d: worker %s %s; resuming %s on %s",
+            self._replica,
+            self._executor.worker_name,
+            "has left" if has_left else "is lost",
             self._registry.describe(self.manager.sequence_ids),
             "others" if self._peers.has_other_worker(self) else "its replacement",
         )
         for observer in self._observers:
             observer.worker_lost(self._executor.cause)
         self._restart_sequences(is_out_of_memory=self._executor.cause == "out_of_memory")
-        timeout_s = self._config.worker_restart_timeout
-        outage_timer = PauseTolerantTimer(timeout_s, partial(self._declare_outage, loss))
-        try:
-            if not await self._peers.core_lost(self):
-                raise loss
-            await self._executor.replace(self._on_failed_start)
-        finally:
-            outage_timer.cancel()
+        if not await self._peers.core_lost(self, loss):
+            raise loss
+        await self._executor.replace(self.worker_start_failed)
         now_s = self._clock()
-        self.outage = None
         self._iteration_began_s = now_s
         for observer in self._observers:
             observer.worker_ready(now_s - lost_s, now_s)
-        log.info("the replacement worker is ready, %.1f s after the loss", now_s - lost_s)
+        what = "replica %d: worker %s is ready, %.1f s after the loss"
+        log.info(what, self._replica, self._executor.worker_name, now_s - lost_s)
         await self._peers.core_ready(self)
-
-    def _on_failed_start(self) -> None:
-        for observer in self._observers:
-            observer.worker_start_failed()
 
     def _retry_in_smaller_steps(self, failed: StepFailed) -> None:
         """Compute all sequences again in smaller steps, because a step did not fit into the device's memory."""
@@ -317,20 +311,3 @@ class EngineCore:
             )
             log.error("request %s failed: the model worker %s each time it ran", output.request_id, what)
             self._peers.finish(self._output.fail_request_of(sequence.sequence_id, error, self._clock()))
-
-    def _declare_outage(self, loss: WorkerError) -> None:
-        """Fail all requests, and reject new ones until there is a worker.
-
-        The core that lost its worker last does it: while another one has a worker, there is no outage.
-        """
-        if self._peers.has_other_worker(self):
-            return
-        self.outage = WorkerNotReady(
-            f"there has been no model worker for {self._config.worker_restart_timeout:g} s (worker_restart_timeout): "
-            f"{loss.message}",
-            retry_after_s=RETRY_AFTER_S,
-        )
-        log.error(
-            "%s; rejecting requests until a worker starts; failing %s", self.outage.message, self._registry.describe()
-        )
-        self._peers.fail_all(self.outage)

@@ -70,6 +70,7 @@ def live_worker(replica: Replica) -> LiveWorker:
         manager.num_waiting,
         pool.num_blocks,
         pool.num_available,
+        replica.executor.host,
     )
 
 

@@ -22,7 +22,7 @@ from servekit.config import ServeConfig
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.client_queue import ClientQueue
 from servekit.engine.detokenizer import Detokenizer, NullDetokenizer
-from servekit.engine.engine_core import RETRY_AFTER_S, EngineCore
+from servekit.engine.engine_core import EngineCore
 from servekit.engine.input_processor import InputProcessor, PreparedPrompt, num_logprobs, prepare_in_time
 from servekit.engine.live_view import LiveView, build_live_view, live_worker
 from servekit.engine.model_files import ChatTemplate, find_chat_template, find_model
@@ -30,7 +30,7 @@ from servekit.engine.output_processor import OutputProcessor
 from servekit.engine.profiling import Profiling
 from servekit.engine.queue_limits import QueueLimits, QueuePlaces
 from servekit.engine.readiness_probe import ReadinessProbe
-from servekit.engine.replicas import Replica, Replicas
+from servekit.engine.replicas import RETRY_AFTER_S, Replica, Replicas
 from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput, add_commands
 from servekit.engine.tokenizer import Tokenizer, load_tokenizer
@@ -70,7 +70,8 @@ class LLMEngine:
         self.history = StepHistory()
         self.failure: ServekitError | None = None  # why the main loop ended, if it did
         self._clock = clock
-        self._worker_pool = None if config.listen_workers is None else WorkerPool(config)
+        count_refused = self.metrics.joins.refused
+        self._worker_pool = None if config.listen_workers is None else WorkerPool(config, count_refused)
         self._registry = RequestRegistry()
         self.replicas = Replicas(config, self._registry, self._worker_pool)
         self.profiling = Profiling(config, self.replicas.all[0].executor)
@@ -203,6 +204,8 @@ class LLMEngine:
         self._output = OutputProcessor(self._registry, observers, self._tokenizer.is_special)
         replicas = self.replicas
         await replicas.start(load, self._make_core)
+        if self._worker_pool is not None and self.config.starts_workers:
+            self._worker_pool.first = self.worker
         assert self.worker is not None
         model = self.worker.model
         if self._journals:
@@ -219,8 +222,9 @@ class LLMEngine:
     def _make_core(self, replica: Replica) -> EngineCore:
         """Make the core of a replica whose first worker is ready."""
         index, config = replica.index, self.config
-        assert replica.worker is not None and self._output is not None
-        limits = scheduler_config(config, replica.worker)
+        ready = replica.executor.ready
+        assert ready is not None and self._output is not None
+        limits = scheduler_config(config, ready)
         if self._journals and index == len(self._journals):  # of a worker that has joined
             self._journals += open_journals(config, [index])
         manager = self._journals[index].make_manager(limits) if self._journals else WorkloadManager(limits)
@@ -228,7 +232,15 @@ class LLMEngine:
         for observer in observers:
             observer.worker_ready(None, self._clock())
         return EngineCore(
-            config, manager, replica.executor, self._output, self._registry, observers, self._clock, self.replicas
+            config,
+            manager,
+            replica.executor,
+            self._output,
+            self._registry,
+            observers,
+            self._clock,
+            self.replicas,
+            index,
         )
 
     async def _serve(self) -> None:

@@ -7,17 +7,21 @@ continues it elsewhere, token for token (docs/design/replicas.md).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.config import ServeConfig
 from servekit.engine.engine_core import EngineCore
 from servekit.engine.request_registry import RequestRegistry
-from servekit.errors import ConfigError, InternalError, ServekitError, WorkerLost
+from servekit.errors import ConfigError, InternalError, ServekitError, WorkerError, WorkerLost, WorkerNotReady
+from servekit.executor.joined_worker import JoinedWorker
 from servekit.executor.model_executor import ModelExecutor, WorkerSource
 from servekit.executor.placement import ANYWHERE, Placement, placements
-from servekit.executor.worker_connection import WorkerConnection
+from servekit.executor.step_timeout import vacated_backoff_s
 from servekit.observability.metrics import SchedulerStats
 from servekit.protocol.messages import LoadModel, WorkerReady
 from servekit.routing.router import Router
@@ -31,18 +35,29 @@ MOVED_PER_SLICE = 32  # sequences that move without a pause; each takes some 0.1
 REBALANCE_INTERVAL_S = 1.0
 JOIN_INTERVAL_S = 0.1  # how soon a worker that waits is taken, when no other replica needs one any more
 MAX_REBALANCED = 16  # prompts at a time: what moves away for a wrong prediction has to wait twice
+RETRY_AFTER_S = 5  # for clients, while it is not known when the next worker will be ready
 
 
 class Replica:
     """One engine core, the executor of its steps, and where its worker runs."""
 
-    def __init__(self, index: int, executor: ModelExecutor, placement: Placement) -> None:
+    def __init__(self, index: int, executor: ModelExecutor, placement: Placement | None) -> None:
+        """`placement` is where the server starts its worker; None if its workers join."""
         self.index = index
         self.executor = executor
         self.placement = placement
-        self.worker: WorkerReady | None = None  # what its first worker reported; None until it is ready
-        self.is_vacated = False  # it has no worker and starts none: the last one left, or could not be replaced
+        self.is_vacated = False  # it has no worker and awaits none: the last one left, or could not be replaced
         self._core: EngineCore | None = None
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether its workers are not started by this server."""
+        return self.placement is None
+
+    @property
+    def worker(self) -> WorkerReady | None:
+        """What its worker reported; None before there is a core."""
+        return None if self._core is None else self.executor.ready
 
     @property
     def core(self) -> EngineCore:
@@ -78,15 +93,28 @@ class Replica:
         if self._core is not None:
             self._core.wake()
 
+    async def start(self, load: LoadModel) -> WorkerReady:
+        """Start its first worker, or wait until one joins. Raises ConfigError or WorkerError."""
+        return await self.executor.start(load if self.placement is None else self.placement.apply(load))
+
     def info(self) -> dict[str, Any]:
         """What /info says of it."""
         worker = self.worker
         return {
             "state": self.state,
+            "worker": self.executor.worker_name,
+            "host": self.executor.host or None,
             "device": None if worker is None else worker.device,
             "num_blocks": None if worker is None else worker.num_blocks,
-            "cpus": self.placement.cpus,
+            "cpus": () if self.placement is None else self.placement.cpus,
         }
+
+    def describe(self) -> str:
+        """Return a text for log lines: its worker, and where that runs. There is one."""
+        worker = self.worker
+        assert worker is not None
+        where = "" if self.placement is None else f", {self.placement}"
+        return f"worker {self.executor.worker_name}: {worker.device}, {worker.num_blocks} KV blocks{where}"
 
     def fits(self, max_length: int) -> bool:
         """Whether a sequence of so many tokens can run here alone."""
@@ -97,6 +125,7 @@ class Replicas:
     """All replicas of one engine. Everything runs on the event loop's thread."""
 
     def __init__(self, config: ServeConfig, registry: RequestRegistry, source: WorkerSource | None) -> None:
+        self.outage: ServekitError | None = None  # set while there has been no worker at all for worker_restart_timeout
         self._config = config
         self._registry = registry
         self._router = Router(config.block_size)
@@ -105,20 +134,25 @@ class Replicas:
         self._make_core: Callable[[Replica], EngineCore] | None = None
         self._has_cores = False
         self._loops: dict[asyncio.Task[ServekitError], Replica] = {}  # the main loop of each core
-        self._ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()  # no more than there are loops
-        self._joining: asyncio.Task[tuple[WorkerConnection, WorkerReady]] | None = None
+        self._ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()  # no more than there are loops and helpers
+        self._helpers: set[asyncio.Task[None]] = set()
+        self._joining: asyncio.Task[JoinedWorker] | None = None
+        self._outage_timer: PauseTolerantTimer | None = None  # runs while there is no worker at all
         self._is_draining = False
         self.all: list[Replica] = []
         for placement in placements(config):
             self.all.append(self._new_replica(placement))
+        if not self.all:
+            self.all.append(self._new_replica(None))  # of the first worker that joins
 
-    def _new_replica(self, placement: Placement = ANYWHERE) -> Replica:
-        """Return the next replica. It is one of `all` when the caller appends it."""
+    def _new_replica(self, placement: Placement | None) -> Replica:
+        """Return the next replica; the caller appends it to `all`. Without a placement, its workers join."""
 
         def wake() -> None:
             replica.wake()
 
-        executor = ModelExecutor(self._config, wake, wake, self._source, placement)
+        source = self._source if placement is None else None
+        executor = ModelExecutor(self._config, wake, wake, source, placement or ANYWHERE)
         replica = Replica(len(self.all), executor, placement)
         return replica
 
@@ -127,25 +161,17 @@ class Replicas:
     async def start(self, load: LoadModel, make_core: Callable[[Replica], EngineCore]) -> None:
         """Start all workers at the same time, and a core for each. Raises ConfigError or WorkerError."""
         self._make_core = make_core
-        workers = await asyncio.gather(*(each.executor.start(each.placement.apply(load)) for each in self.all))
+        workers = await asyncio.gather(*(each.start(load) for each in self.all))
         for index, worker in enumerate(workers):
             if (why := worker.difference(workers[0])) is not None:
                 raise ConfigError(f"the worker of replica {index} cannot serve beside that of replica 0: {why}")
-        for replica, worker in zip(self.all, workers, strict=True):
-            self._give_core(replica, worker)
-            if len(self.all) > 1:
-                log.info(
-                    "replica %d: %s, %d KV blocks, %s",
-                    replica.index,
-                    worker.device,
-                    worker.num_blocks,
-                    replica.placement,
-                )
+        for replica in self.all:
+            self._give_core(replica)
+            log.info("replica %d: %s", replica.index, replica.describe())
         self._has_cores = True
 
-    def _give_core(self, replica: Replica, worker: WorkerReady) -> None:
+    def _give_core(self, replica: Replica) -> None:
         assert self._make_core is not None
-        replica.worker = worker
         replica.core = self._make_core(replica)
         self._router.add_replica(replica.index, replica.core.manager)
 
@@ -160,38 +186,41 @@ class Replicas:
         self._fail_all = fail_all
         for replica in self.all:
             self._start_loop(replica)
-        helpers = [asyncio.create_task(self._rebalance_forever(), name="rebalancing")]
+        self._start_helper(self._rebalance_forever(), "rebalancing")
         if self._source is not None:
-            helpers.append(asyncio.create_task(self._take_joined_workers(self._source), name="joined workers"))
-        for helper in helpers:
-            helper.add_done_callback(self._ended.put_nowait)
+            self._start_helper(self._take_joined_workers(self._source), "joined workers")
         try:
             while True:
                 task = await self._ended.get()
-                if task not in self._loops:  # a helper, which ends by a mistake of ours only
-                    log.error("a task of the engine failed", exc_info=task.exception())
-                    return InternalError(f"a task of the engine failed: {task.exception()}")
+                if task in self._helpers:
+                    self._helpers.remove(task)
+                    if (mistake := task.exception()) is not None:
+                        log.error("a task of the engine failed", exc_info=mistake)
+                        return InternalError(f"a task of the engine failed: {mistake}")
+                    continue
                 failure: ServekitError = task.result()
                 replica = self._loops.pop(task)
                 if not isinstance(failure, WorkerLost) or not self._loops:
                     return failure
                 await self._vacate(replica, failure, fail_request_of)
+                if not replica.is_joined:
+                    self._start_helper(self._start_again(replica), f"starts replica {replica.index} again")
         finally:
-            for each in (*self._loops, *helpers):
+            if self._outage_timer is not None:
+                self._outage_timer.cancel()
+            for each in (*self._loops, *self._helpers):
                 each.cancel()
-            await asyncio.gather(*self._loops, *helpers, return_exceptions=True)
+            await asyncio.gather(*self._loops, *self._helpers, return_exceptions=True)
 
-    async def _vacate(
-        self, replica: Replica, failure: ServekitError, fail_request_of: Callable[[int, ServekitError], None]
-    ) -> None:
-        """Give up a replica whose worker has left or cannot be replaced."""
-        log.warning("replica %d is vacated: %s", replica.index, failure.message)
-        await replica.executor.stop()
-        replica.is_vacated = True  # from now on a worker that joins may take it
-        await self._move_from(replica)
-        if not replica.is_ready:
-            for sequence_id in replica.core.manager.sequence_ids:  # which fit on no other replica
-                fail_request_of(sequence_id, failure)
+    def _start_loop(self, replica: Replica) -> None:
+        task = asyncio.create_task(replica.core.run(), name=f"core {replica.index}")
+        self._loops[task] = replica
+        task.add_done_callback(self._ended.put_nowait)
+
+    def _start_helper(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._helpers.add(task)
+        task.add_done_callback(self._ended.put_nowait)
 
     def drain(self) -> None:
         """Take no more workers that join, except for those that are lost."""
@@ -199,15 +228,40 @@ class Replicas:
         if self._joining is not None:
             self._joining.cancel()
 
-    def _start_loop(self, replica: Replica) -> None:
-        task = asyncio.create_task(replica.core.run(), name=f"core {replica.index}")
-        self._loops[task] = replica
-        task.add_done_callback(self._ended.put_nowait)
+    # -- replicas without a worker ------------------------------------------------------------------------------------
+
+    async def _vacate(
+        self, replica: Replica, failure: ServekitError, fail_request_of: Callable[[int, ServekitError], None]
+    ) -> None:
+        """Give up a replica whose worker has left or cannot be replaced."""
+        log.warning("replica %d is vacated: %s", replica.index, failure.message)
+        await replica.executor.stop()
+        replica.is_vacated = True  # from now on, if its workers join, the next one may take it
+        await self._move_from(replica)
+        if not replica.is_ready:
+            for sequence_id in replica.core.manager.sequence_ids:  # which fit on no other replica
+                fail_request_of(sequence_id, failure)
+
+    async def _start_again(self, replica: Replica) -> None:
+        """Start the worker of a vacated replica, again after longer and longer pauses, until one is ready."""
+        for num_failures in itertools.count():
+            delay_s = vacated_backoff_s(num_failures)
+            log.info("replica %d: a worker starts there in %g min", replica.index, delay_s / 60)
+            await asyncio.sleep(delay_s)
+            if self._is_draining:
+                return
+            try:
+                await replica.executor.start_again()
+            except (ServekitError, OSError) as error:
+                replica.core.worker_start_failed(str(error))
+            else:
+                await self._occupy(replica)
+                return
 
     async def _take_joined_workers(self, source: WorkerSource) -> None:
         """Give each worker that joins a replica. While a replica waits for a worker, the next one is for that."""
         while True:
-            is_wanted = all(replica.executor.is_ready or replica.is_vacated for replica in self.all)
+            is_wanted = all(each.executor.is_ready or each.is_vacated for each in self.all if each.is_joined)
             if self._is_draining or not is_wanted:
                 await asyncio.sleep(JOIN_INTERVAL_S)
                 continue
@@ -217,27 +271,38 @@ class Replicas:
             finally:
                 self._joining.cancel()  # does nothing if it is done
             if not self._joining.cancelled():
-                await self._add_worker(*self._joining.result())
+                await self._add_worker(self._joining.result())
 
-    async def _add_worker(self, worker: WorkerConnection, ready: WorkerReady) -> None:
+    async def _add_worker(self, worker: JoinedWorker) -> None:
         """Let a worker that has joined serve: in a vacated replica, or in a new one."""
-        vacated = next((replica for replica in self.all if replica.is_vacated), None)
-        replica = vacated or self._new_replica()
-        replica.executor.adopt(worker, ready)
-        if vacated is None:
-            try:
-                self._give_core(replica, ready)
-            except Exception as error:  # a journal that cannot be created, for example: the other replicas serve on
-                log.exception("a worker that has joined cannot be used: %s", error)
-                await replica.executor.stop()
-                return
-            self.all.append(replica)
-        else:
-            replica.worker, replica.is_vacated = ready, False
-            replica.core.worker_joined()
+        vacated = next((replica for replica in self.all if replica.is_joined and replica.is_vacated), None)
+        if vacated is not None:
+            vacated.executor.adopt(worker)
+            await self._occupy(vacated)
+            return
+        replica = self._new_replica(None)
+        replica.executor.adopt(worker)
+        try:
+            self._give_core(replica)
+        except Exception as error:  # a journal that cannot be created, for example: the other replicas serve on
+            log.exception("worker %s cannot be used: %s", replica.executor.worker_name, error)
+            await replica.executor.stop()
+            return
+        self.all.append(replica)
+        await self._begin(replica)
+
+    async def _occupy(self, replica: Replica) -> None:
+        """Let a vacated replica serve, which has a worker again."""
+        replica.is_vacated = False
+        replica.core.worker_started()
+        await self._begin(replica)
+
+    async def _begin(self, replica: Replica) -> None:
         self._start_loop(replica)
-        log.info("replica %d serves: %s, %d KV blocks", replica.index, ready.device, ready.num_blocks)
+        log.info("replica %d serves: %s", replica.index, replica.describe())
         await self.core_ready(replica.core)
+
+    # -- stop ---------------------------------------------------------------------------------------------------------
 
     async def stop(self, graceful: bool) -> None:
         """End all workers."""
@@ -280,13 +345,6 @@ class Replicas:
         return cores[0].manager.queued if len(cores) == 1 else CombinedWork([each.manager.queued for each in cores])
 
     @property
-    def outage(self) -> ServekitError | None:
-        """Set while there has been no worker at all for worker_restart_timeout."""
-        if self.num_ready:
-            return None
-        return next((core.outage for core in self.cores if core.outage is not None), None)
-
-    @property
     def is_stalled(self) -> bool:
         """Whether a core with a worker makes no progress."""
         return any(replica.is_ready and replica.core.is_stalled for replica in self.all)
@@ -325,23 +383,41 @@ class Replicas:
 
     # -- moving -------------------------------------------------------------------------------------------------------
 
-    async def core_lost(self, core: EngineCore) -> bool:
+    async def core_lost(self, core: EngineCore, loss: WorkerError) -> bool:
         """Continue the sequences of a core that has lost its worker on those that have one, in order of arrival.
 
         Returns False if the worker needs no replacement: it has left, and others go on.
         """
         replica = self._replica_of(core)
         await self._move_from(replica)
-        if replica.executor.cause == "left" and self.has_other_worker(core):
-            return False
-        if self._joining is not None:
+        if self.has_other_worker(core):
+            if replica.executor.cause == "left":
+                return False
+        elif self._outage_timer is None:
+            timeout_s = self._config.worker_restart_timeout
+            self._outage_timer = PauseTolerantTimer(timeout_s, partial(self._declare_outage, loss))
+        if replica.is_joined and self._joining is not None:
             self._joining.cancel()  # this core needs the next worker
         return True
 
+    def _declare_outage(self, loss: ServekitError) -> None:
+        """Fail all requests, and reject new ones until there is a worker."""
+        self.outage = WorkerNotReady(
+            f"there has been no model worker for {self._config.worker_restart_timeout:g} s (worker_restart_timeout): "
+            f"{loss.message}",
+            retry_after_s=RETRY_AFTER_S,
+        )
+        log.error(
+            "%s; rejecting requests until a worker starts; failing %s", self.outage.message, self._registry.describe()
+        )
+        self._fail_all(self.outage)
+
     async def core_ready(self, core: EngineCore) -> None:
         """Let a core whose worker is ready take over what waits at others."""
-        for other in self.cores:
-            other.outage = None
+        self.outage = None
+        if self._outage_timer is not None:
+            self._outage_timer.cancel()
+            self._outage_timer = None
         for replica in self.all:
             if replica.core is not core and not replica.is_ready:
                 await self._move_from(replica)
@@ -350,10 +426,6 @@ class Replicas:
     def has_other_worker(self, core: EngineCore) -> bool:
         """Return whether another core than this one has a worker."""
         return any(replica.is_ready and replica.core is not core for replica in self.all)
-
-    def fail_all(self, error: ServekitError) -> None:
-        """Report an error to all clients."""
-        self._fail_all(error)
 
     def _replica_of(self, core: EngineCore) -> Replica:
         return next(replica for replica in self.all if replica.core is core)

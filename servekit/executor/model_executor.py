@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Protocol
@@ -12,6 +11,7 @@ from msgspec.structs import replace
 
 from servekit.config import ServeConfig
 from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerNotReady
+from servekit.executor.joined_worker import JoinedWorker
 from servekit.executor.placement import ANYWHERE, Placement
 from servekit.executor.step_timeout import StepTimeout, backoff_s
 from servekit.executor.worker_connection import WorkerConnection
@@ -30,8 +30,6 @@ from servekit.protocol.messages import (
 )
 from servekit.simulation.model import is_simulated
 
-log = logging.getLogger("servekit")
-
 MAX_STEP_TIME_S = 1e6  # that a worker may report: the clock also runs while a machine sleeps
 STABLE_AFTER_S = 10.0  # a worker that was ready for this long does not count as a failed start
 
@@ -43,7 +41,7 @@ class WorkerSource(Protocol):
     def stage(self) -> str:
         """What `next_worker` waits for, as text for log lines and errors."""
 
-    async def next_worker(self) -> tuple[WorkerConnection, WorkerReady]:
+    async def next_worker(self) -> JoinedWorker:
         """Wait for the next worker, and return it. All have the same model and the same number of KV blocks."""
 
 
@@ -67,6 +65,7 @@ class ModelExecutor:
         process is started. Child processes run where `placement` says.
         """
         self.ready: WorkerReady | None = None  # what the first worker reported; its replacements must report the same
+        self.host = ""  # of the machine that a worker joined from, as it says; empty for child processes
         self._config = config
         self._on_loss = on_loss
         self._on_leaving = on_leaving
@@ -88,9 +87,16 @@ class ModelExecutor:
     @property
     def stage(self) -> str:
         """What a worker that is not ready is doing, as text for people."""
-        if self._worker is None:
-            return "reading the model's configuration" if self._source is None else self._source.stage
-        return self._worker.stage if self._worker.loss is None else "replacing the worker"
+        if self._worker is not None:
+            return self._worker.stage if self._worker.loss is None else "replacing the worker"
+        if self._source is not None:
+            return self._source.stage
+        return "reading the model's configuration" if self.ready is None else "waiting before the worker starts again"
+
+    @property
+    def worker_name(self) -> str | None:
+        """The worker's name in log lines; None if there is none."""
+        return None if self._worker is None else self._worker.name
 
     @property
     def pid(self) -> int | None:
@@ -118,9 +124,10 @@ class ModelExecutor:
         Raises ConfigError, WorkerLost or WorkerTimeout.
         """
         if self._source is not None:
-            worker, ready = await self._source.next_worker()
-            self.adopt(worker, ready)
-            return ready
+            worker = await self._source.next_worker()
+            self.adopt(worker)
+            return worker.ready
+        self._in_flight.clear()
         self._model = model
         if model.num_ranks > 1:
             result_rank = model.num_ranks - model.tensor_parallel_size
@@ -140,19 +147,32 @@ class ModelExecutor:
             )
         if (why := message.difference(self.ready)) is not None:
             raise self.mark_lost(f"cannot replace its predecessor: {why}")
+        # Its successors get this number. Measuring again could give less: the old one's memory may not be free yet.
+        self._model = replace(model, num_kv_blocks=message.num_blocks)
         self._is_ready = True
         self._ready_s = asyncio.get_running_loop().time()
         return message
 
-    def adopt(self, worker: WorkerConnection, ready: WorkerReady) -> None:
-        """Run steps in a worker that has joined and loaded the model. Without a source, `replace` raises its loss.
+    async def start_again(self) -> None:
+        """Start a child process again after `stop`, once. Raises ServekitError or OSError; then it is stopped again."""
+        assert self._model is not None
+        try:
+            await self.start(self._model)
+        except Exception:
+            await self.stop(graceful=False)
+            raise
+
+    def adopt(self, worker: JoinedWorker) -> None:
+        """Run steps in a worker that has joined and loaded the model.
 
         The worker may be lost or leaving already; `loss` and `is_leaving` say so.
         """
         assert self._worker is None
-        self.ready, self._worker, self._is_ready = ready, worker, True
+        self._in_flight.clear()
+        self.ready, self._worker, self._is_ready = worker.ready, worker.connection, True
+        self.host = worker.offer.host
         self._ready_s = asyncio.get_running_loop().time()
-        worker.on_loss, worker.on_leaving = self._on_loss, self._on_leaving
+        worker.connection.on_loss, worker.connection.on_leaving = self._on_loss, self._on_leaving
 
     def _start_rank(self, rank: int, on_loss: Callable[[], None]) -> WorkerConnection:
         arguments = ["--log-level", self._config.log_level, "--log-format", self._config.log_format]
@@ -200,48 +220,33 @@ class ModelExecutor:
             raise WorkerNotReady(f"no model worker is ready: {self.stage}", retry_after_s=5)
         return await self._worker.ask(request)
 
-    async def replace(self, on_failed_start: Callable[[], None]) -> None:
-        """End the current worker, and start new ones until one is ready.
+    async def replace(self, on_failed_start: Callable[[str], None]) -> None:
+        """End the current worker, and start new ones until one is ready. `on_failed_start` gets why one did not start.
 
         A worker that had joined comes back by itself, as another worker. So the next one of the source replaces it.
-        Raises WorkerLost after `max_worker_restarts` failed starts in a row, and without a source the loss of a worker
-        that had joined.
+        Raises WorkerLost after `max_worker_restarts` failed starts in a row.
         """
-        assert self._worker is not None and self.ready is not None
+        assert self._worker is not None
         self._is_ready = False
         if self._source is not None:
-            self._in_flight.clear()
             await self._worker.end()
             self._worker = None
-            self.adopt(*await self._source.next_worker())
+            self.adopt(await self._source.next_worker())
             return
-        if self._model is None:
-            await self._worker.end()
-            assert self._worker.loss is not None
-            raise self._worker.loss
+        assert self._model is not None
         if asyncio.get_running_loop().time() - self._ready_s > STABLE_AFTER_S:
             self._num_losses = 0
-        # Keep the number of blocks. Measuring again could give less: the old process's memory may not be free yet.
-        model = replace(self._model, num_kv_blocks=self.ready.num_blocks)
         max_attempts = self._config.max_worker_restarts
         for attempt in range(1, max_attempts + 1):
-            self._in_flight.clear()
             await self._worker.end()
             self._num_losses += 1
             await asyncio.sleep(backoff_s(self._num_losses))
             try:
-                await self.start(model)
+                await self.start(self._model)
                 return
             except (ServekitError, OSError) as error:
-                on_failed_start()
                 delay_s = backoff_s(self._num_losses + 1)
-                log.error(
-                    "replacement worker did not start (attempt %d of %d, next in %g s): %s",
-                    attempt,
-                    max_attempts,
-                    delay_s,
-                    error,
-                )
+                on_failed_start(f"attempt {attempt} of {max_attempts}, next in {delay_s:g} s: {error}")
         await self._worker.end()
         # Clients get this message. The reasons are in the log only, because they name files of the server.
         raise WorkerLost(

@@ -50,17 +50,19 @@ ANYWHERE = Placement()
 
 
 def placements(config: ServeConfig) -> list[Placement]:
-    """Return the place of each replica's worker. A single worker is bound to no cores, and torch chooses its GPU.
+    """Return the place of each worker that the server starts itself.
 
-    Raises ConfigError if all replicas would be on one device.
+    A single one is bound to no cores, and torch chooses its GPU. Raises ConfigError if all would be on one device.
     """
+    if not config.starts_workers:
+        return []
     devices = config.devices.split(",") if config.devices is not None else []
-    num_replicas = len(devices) or config.data_parallel_size
+    num_replicas = len(devices) or config.data_parallel_size or 1
     if num_replicas == 1:
         return [Placement(device=devices[0] if devices else None)]
     if is_simulated(config.model):
         return [Placement()] * num_replicas
-    if not devices and ":" in config.device and config.listen_workers is None:
+    if not devices and ":" in config.device:
         raise ConfigError(
             f"device = {config.device!r} (--device) is one device, and data_parallel_size = {num_replicas} replicas "
             f"(--data-parallel-size) need one each; name them with --devices, as in --devices cuda:0,cuda:1, or use "

@@ -84,6 +84,11 @@ class WorkerConnection:
         """The worker's process id, if it is a child of this process."""
         return self._stream.pid
 
+    @property
+    def name(self) -> str:
+        """The worker's name in log lines: its process id, or where it joined from."""
+        return self._stream.name
+
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def send(self, message: ToWorker) -> None:
@@ -157,7 +162,7 @@ class WorkerConnection:
         self.loss, self.cause = error, cause
         if self._is_ready and not self._is_ending:  # before it was ready, `receive` reports the loss to the caller
             log.log(
-                logging.INFO if cause == "left" else logging.ERROR, "worker %s: %s", self._stream.name, error.message
+                logging.INFO if cause == "left" else logging.ERROR, "worker %s: %s", self.name, error.message
             )
         self._ticker.cancel()
         self._stream.stop()

@@ -83,6 +83,11 @@ class WorkerGroup:
         """The process id of the rank that sends results."""
         return self._ranks[self._result_rank].pid if self._result_rank < len(self._ranks) else None
 
+    @property
+    def name(self) -> str:
+        """The names of all ranks."""
+        return ", ".join(worker.name for worker in self._ranks)
+
     # -- calls, as of WorkerConnection --------------------------------------------------------------------------------
 
     def send(self, message: ToWorker) -> None:

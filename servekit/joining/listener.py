@@ -19,7 +19,7 @@ import ssl
 import stat
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from servekit import __version__
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.errors import ConfigError, ServekitError
+from servekit.executor.joined_worker import JoinedWorker
 from servekit.executor.worker_connection import WorkerConnection
 from servekit.joining.address import TcpAddress, UnixAddress
 from servekit.joining.socket_stream import SocketStream
@@ -53,14 +54,8 @@ MAX_JOINED = 1024
 MAX_BLOCKS = 2**24
 LOG_INTERVAL_S = 1.0  # between two log lines about refused connections
 
-
-class JoinedWorker(Struct, frozen=True):
-    """A worker that has joined: authenticated, with the model loaded, and ready for steps."""
-
-    connection: WorkerConnection
-    offer: Offer
-    ready: WorkerReady
-    name: str  # in log lines and metrics: where it runs
+# Why a connection did not become a worker: what the worker is told, or what it did. The metric has these labels.
+JoinRefusal = Reason | Literal["timeout", "displaced", "load_failed"]
 
 
 class JoinHandler(Protocol):
@@ -75,6 +70,9 @@ class JoinHandler(Protocol):
 
     def refusal(self, offer: Offer) -> tuple[Reason, str] | None:
         """Return why no worker, or not this one, may join now; None if it may."""
+
+    def join_refused(self, reason: JoinRefusal) -> None:
+        """Count a connection that does not become a worker."""
 
     def worker_joined(self, worker: JoinedWorker) -> None:
         """Take over a worker, and set its `on_loss` and `on_leaving`. It may be lost or leaving already."""
@@ -163,7 +161,8 @@ class WorkerListener:
         oldest = next(task for task, its_host in self._handshakes.items() if its_host == host)
         oldest.cancel()
         del self._handshakes[oldest]
-        self._refused(f"a connection from {host} was closed in its handshake: {MAX_HANDSHAKES} others came after it")
+        why = f"a connection from {host} was closed in its handshake: {MAX_HANDSHAKES} others came after it"
+        self._refused("displaced", why)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._handshakes.pop(task, None)
@@ -171,14 +170,16 @@ class WorkerListener:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a worker could not join", exc_info=error)
 
-    def _refused(self, why: str) -> None:
+    def _refused(self, reason: JoinRefusal, why: str) -> None:
         """Count and log a connection of anyone."""
         self.num_refused += 1
+        self._handler.join_refused(reason)
         self._log.warning(why)
 
-    def _worker_refused(self, why: str) -> None:
+    def _worker_refused(self, reason: JoinRefusal, why: str) -> None:
         """Count and log a worker that has the key. Strangers cannot cause these log lines, so they have no limit."""
         self.num_refused += 1
+        self._handler.join_refused(reason)
         log.warning("%s", why)
 
     async def _handle(self, connected: socket.socket, name: str) -> None:
@@ -186,23 +187,23 @@ class WorkerListener:
         try:
             joining = await self._admit(connected, name)
         except TimeoutError:
-            self._refused(f"{name} did not finish its handshake within {self._settings.handshake_timeout_s:g} s")
+            why = f"{name} did not finish its handshake within {self._settings.handshake_timeout_s:g} s"
+            self._refused("timeout", why)
         except _OfferRefused as error:
-            self._worker_refused(f"{name} was refused: {error.message}")
+            self._worker_refused(error.reason, f"worker {error.worker_name} was refused: {error.message}")
         except HandshakeFailed as error:
-            self._refused(f"{name} was refused: {error.message}")
+            self._refused(error.reason, f"{name} was refused: {error.message}")
         except (EOFError, ValueError, OSError) as error:
-            self._refused(f"{name} is not a worker of this server: {type(error).__name__}: {error}")
+            self._refused("invalid", f"{name} is not a worker of this server: {type(error).__name__}: {error}")
         else:
             task = asyncio.current_task()
             assert task is not None
             self._handshakes.pop(task, None)  # it is authenticated, so other connections cannot close it
             self._loading.add(task)
-            worker, offer, name = joining
-            await self._load(worker, offer, f"worker {name}")
+            await self._load(*joining)
 
-    async def _admit(self, connected: socket.socket, name: str) -> tuple[WorkerConnection, Offer, str]:
-        """Open a connection and authenticate the worker; return it with its name for people.
+    async def _admit(self, connected: socket.socket, name: str) -> tuple[WorkerConnection, Offer]:
+        """Open a connection and authenticate the worker.
 
         Raises TimeoutError, HandshakeFailed, EOFError, ValueError or OSError; the connection is closed then.
         """
@@ -214,8 +215,8 @@ class WorkerListener:
                 offer = await self._authenticate(stream, handshake)
             heartbeat_timeout_s = self._settings.heartbeat_timeout_s
             frames = handshake.sealed_frames(self._handler.load_model().max_answer_bytes)
-            stream.name = f"{offer.pid} on {offer.host}, {offer.device}"
-            return WorkerConnection(stream, heartbeat_timeout_s, lambda: None, frames), offer, stream.name
+            stream.name = _worker_name(offer)
+            return WorkerConnection(stream, heartbeat_timeout_s, lambda: None, frames), offer
         except BaseException as error:
             if stream is None:
                 connected.close()
@@ -245,7 +246,7 @@ class WorkerListener:
         refusal = self._refusal(handshake.offer)
         if refusal is not None:
             reason, message = refusal
-            raise _OfferRefused(reason, message, handshake.refuse(reason, message))
+            raise _OfferRefused(_worker_name(handshake.offer), reason, message, handshake.refuse(reason, message))
         stream.write_frame(handshake.accept())
         return handshake.offer
 
@@ -260,9 +261,9 @@ class WorkerListener:
             return "too_many", f"{MAX_JOINED} workers have joined already, which is the limit"
         return self._handler.refusal(offer)
 
-    async def _load(self, worker: WorkerConnection, offer: Offer, name: str) -> None:
+    async def _load(self, worker: WorkerConnection, offer: Offer) -> None:
         """Let a worker load the model, and hand it over when it is ready."""
-        is_handed_over = False
+        name, is_handed_over = f"worker {worker.name}", False
         try:
             log.info("%s is joining; it loads the model", name)
             first = self._handler.first
@@ -270,9 +271,9 @@ class WorkerListener:
             worker.send(replace(self._handler.load_model(), fingerprint=fingerprint))
             message = await worker.receive(self._settings.load_timeout_s)
             if not isinstance(message, WorkerReady):
-                self._worker_refused(f"{name} answered {type(message).__name__} to its first message")
+                self._worker_refused("invalid", f"{name} answered {type(message).__name__} to its first message")
             elif (why := _mismatch(message, self._handler.first)) is not None:
-                self._worker_refused(f"{name} was refused: {why}")
+                self._worker_refused("other_model", f"{name} was refused: {why}")
                 # To its agent, which passes it on to no worker process. So it is not one of the workers' messages.
                 worker.send_payload(worker.encode(Refused("other_model", why[:MAX_REFUSAL_LENGTH])))
                 await worker.end(graceful=True)  # it closes the connection when it has read why
@@ -280,9 +281,9 @@ class WorkerListener:
                 is_handed_over = True
                 self._joined.add(worker)
                 log.info("%s has joined, %.1f s to load the model", name, message.load_time_s)
-                self._handler.worker_joined(JoinedWorker(worker, offer, message, name))
+                self._handler.worker_joined(JoinedWorker(worker, offer, message))
         except ServekitError as error:
-            self._worker_refused(f"{name} did not join: {error.message}")
+            self._worker_refused("load_failed", f"{name} did not join: {error.message}")
         finally:
             if not is_handed_over:
                 await worker.end()
@@ -293,6 +294,11 @@ def _mismatch(ready: WorkerReady, first: WorkerReady | None) -> str | None:
     if not 1 <= ready.num_blocks <= MAX_BLOCKS:
         return f"it reports {ready.num_blocks} KV blocks; 1 to {MAX_BLOCKS} can be used"
     return None if first is None else ready.difference(first)
+
+
+def _worker_name(offer: Offer) -> str:
+    """Return the name of a worker in log lines: its agent's process, and where that runs."""
+    return f"{offer.pid} on {offer.host}, {offer.device}"
 
 
 def _peer(peer: object, address: UnixAddress | TcpAddress) -> tuple[str, str]:
@@ -341,6 +347,10 @@ def _bind_unix(path: str) -> socket.socket:
 
 class _OfferRefused(HandshakeFailed):
     """A worker that has proved the key is refused."""
+
+    def __init__(self, worker_name: str, reason: Reason, message: str, answer: bytes) -> None:
+        super().__init__(reason, message, answer)
+        self.worker_name = worker_name
 
 
 class _RateLimitedLog:

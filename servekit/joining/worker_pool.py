@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 
 from msgspec.structs import replace
 
 from servekit.config import ServeConfig
 from servekit.errors import ConfigError
-from servekit.executor.worker_connection import WorkerConnection
-from servekit.joining.listener import JoinedWorker, WorkerListener
+from servekit.executor.joined_worker import JoinedWorker
+from servekit.joining.listener import JoinRefusal, WorkerListener
 from servekit.joining.settings import listener_settings
 from servekit.protocol.handshake import Offer, Reason
 from servekit.protocol.messages import LoadModel, WorkerReady
@@ -22,15 +23,19 @@ log = logging.getLogger("servekit")
 class WorkerPool:
     """The workers that have joined, the oldest first. They have loaded the model, so they can begin at once.
 
-    The first one sets the model, its data type and the number of KV blocks. Sequences continue from one worker on the
-    next, so all workers need the same.
+    All workers of a server compute the same: its first one sets the model and the data type. That is a worker of the
+    server's own, if it has any; until that is ready, none may join. All that join have as many KV blocks as the first
+    one of them, because a sequence may use all blocks of a worker, and continue on the next.
     """
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, count_refused: Callable[[JoinRefusal], None] = lambda _: None) -> None:
+        """`count_refused` is called for each connection that does not become a worker."""
         self.is_draining = False  # no worker may join, unless one is needed
+        self.first: WorkerReady | None = None  # the caller sets it, if the server starts workers itself
         self._config = config
+        self._count_refused = count_refused
         self._load: LoadModel | None = None
-        self.first: WorkerReady | None = None
+        self._num_blocks: int | None = None
         self._idle: list[JoinedWorker] = []
         self._has_idle = asyncio.Event()
         self._num_wanted = 0  # calls that wait for a worker
@@ -58,7 +63,7 @@ class WorkerPool:
         idle, self._idle = self._idle, []
         await asyncio.gather(*(worker.connection.end(graceful=True) for worker in idle), *self._tasks)
 
-    async def next_worker(self) -> tuple[WorkerConnection, WorkerReady]:
+    async def next_worker(self) -> JoinedWorker:
         """Wait for a worker, and return the one that has waited longest."""
         self._num_wanted += 1
         try:
@@ -68,28 +73,34 @@ class WorkerPool:
         finally:
             self._num_wanted -= 1
         worker = self._idle.pop(0)
-        log.info("%s serves from now on; %d more are ready", worker.name, len(self._idle))
-        return worker.connection, worker.ready
+        log.info("worker %s serves from now on; %d more are ready", worker.connection.name, len(self._idle))
+        return worker
 
     # -- what the listener asks for -----------------------------------------------------------------------------------
 
     def load_model(self) -> LoadModel:
         assert self._load is not None
-        return self._load if self.first is None else replace(self._load, num_kv_blocks=self.first.num_blocks)
+        return self._load if self._num_blocks is None else replace(self._load, num_kv_blocks=self._num_blocks)
 
     def refusal(self, offer: Offer) -> tuple[Reason, str] | None:
+        if self.first is None and self._config.starts_workers:
+            return "loading", "the server's own workers load the model; others may join when these are ready"
         if self.is_draining and not self._num_wanted:
             return "draining", "the server is draining: it ends when its requests are answered"
         return None
 
+    def join_refused(self, reason: JoinRefusal) -> None:
+        self._count_refused(reason)
+
     def worker_joined(self, worker: JoinedWorker) -> None:
-        first = self.first = self.first or worker.ready
-        if worker.ready.num_blocks != first.num_blocks:  # it began to load before the first one was ready
+        self.first = self.first or worker.ready
+        self._num_blocks = self._num_blocks or worker.ready.num_blocks
+        if worker.ready.num_blocks != self._num_blocks:  # it began to load before the first one was ready
             log.warning(
-                "%s has %d KV blocks, but the first worker has %d; it loads the model again",
-                worker.name,
+                "worker %s has %d KV blocks, but the first one that joined has %d; it loads the model again",
+                worker.connection.name,
                 worker.ready.num_blocks,
-                first.num_blocks,
+                self._num_blocks,
             )
             self._shut_down(worker)
             return
@@ -104,6 +115,6 @@ class WorkerPool:
         if worker in self._idle:
             self._idle.remove(worker)
         worker.connection.on_loss = worker.connection.on_leaving = lambda: None
-        task = asyncio.create_task(worker.connection.end(graceful=True), name=f"ends {worker.name}")
+        task = asyncio.create_task(worker.connection.end(graceful=True), name=f"ends worker {worker.connection.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -77,6 +77,7 @@ class LiveWorker(Struct, frozen=True, omit_defaults=True):
     num_waiting: int = 0
     num_blocks: int = 0
     num_available_blocks: int = 0  # hold no KV, or a cached prefix
+    host: str = ""  # of a worker that has joined, as it says; empty for one that the server has started
 
 
 class LiveLimits(Struct, frozen=True):

@@ -40,6 +40,20 @@ _RECOVERY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.
 # Values of the label `cause` of servekit_worker_restarts_total.
 RESTART_CAUSES = ("ended", "step_timeout", "silence", "garbage", "failed", "out_of_memory", "no_start", "left", "other")
 
+# Values of the label `reason` of servekit_worker_joins_refused_total. The first seven are told to the worker.
+JOIN_REFUSALS = (
+    "wrong_key",
+    "other_version",
+    "other_model",
+    "invalid",
+    "loading",
+    "draining",
+    "too_many",
+    "timeout",
+    "displaced",
+    "load_failed",
+)
+
 # Settings that a dashboard shows beside its curves, as labels of servekit_config_info.
 _EXPORTED_SETTINGS = (
     "dtype",
@@ -279,6 +293,22 @@ class WorkerMetrics(Observer):
         self._accounting_errors.inc()
 
 
+class JoinMetrics:
+    """Workers that join: why connections to `--listen-workers` were refused."""
+
+    def __init__(self, metrics: _MetricFactory) -> None:
+        refusals = metrics.labelled_counter(
+            "worker_joins_refused_total",
+            "Connections to the address in listen_workers that did not become workers, by reason.",
+            "reason",
+        )
+        self._refusals = {reason: refusals.labels(*metrics.label_values, reason) for reason in JOIN_REFUSALS}
+
+    def refused(self, reason: str) -> None:
+        """A connection was refused for one of JOIN_REFUSALS."""
+        self._refusals[reason].inc()
+
+
 class HttpMetrics:
     """HTTP requests. The API and the HTTP protocol update them."""
 
@@ -505,6 +535,7 @@ class Metrics:
         self.requests = RequestMetrics(metrics)
         self._replicas: list[tuple[StepMetrics, WorkerMetrics]] = []
         self.steps, self.workers = self.of_replica(0)
+        self.joins = JoinMetrics(metrics)
         self.http = HttpMetrics(metrics)
         self.server = ServerMetrics(metrics, config, version)
 

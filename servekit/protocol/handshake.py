@@ -32,13 +32,13 @@ from servekit.errors import WorkerError
 from servekit.protocol.frames import MAX_MESSAGE_BYTES
 from servekit.protocol.sealed_frames import SealedFrameCodec, framed_digest
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 NONCE_BYTES = 32
 MAX_HANDSHAKE_BYTES = 4096  # of one frame; the longest has some 700
 MIN_KEY_BYTES = 32
 
 # wrong_key, other_version, other_model: the operator must act. The others pass: the worker tries again later.
-Reason = Literal["wrong_key", "other_version", "other_model", "invalid", "draining", "too_many"]
+Reason = Literal["wrong_key", "other_version", "other_model", "invalid", "loading", "draining", "too_many"]
 PERMANENT: frozenset[Reason] = frozenset({"wrong_key", "other_version", "other_model"})
 MAX_REFUSAL_LENGTH = 500  # of its message, in characters
 

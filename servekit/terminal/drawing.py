@@ -109,7 +109,8 @@ def _figures(state: LiveState) -> list[Text]:
 def _workers(state: LiveState) -> list[str]:
     lines = []
     for number, worker in enumerate(state.workers):
-        words = [safe_line(word) for word in (worker.state, worker.device, worker.dtype, worker.attention) if word]
+        device = f"{worker.device} on {worker.host}" if worker.host else worker.device
+        words = [safe_line(word) for word in (worker.state, device, worker.dtype, worker.attention) if word]
         if len(state.workers) == 1:
             lines.append(f"worker: {' '.join(words)}")
             continue

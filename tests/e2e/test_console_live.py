@@ -505,7 +505,7 @@ def test_charts_have_a_text_alternative(fed: FedView) -> None:
 def test_text_from_clients_is_never_markup(fed: FedView) -> None:
     hostile = sequence(1, request_id=HOSTILE)
     fed.page.evaluate("id => view.addOwnRequest(id)", HOSTILE)
-    worker = LiveWorker(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
+    worker = LiveWorker(HOSTILE, HOSTILE, HOSTILE, HOSTILE, host=HOSTILE)
     fed.show(replace(state_of(hostile), model_name=HOSTILE, version=HOSTILE, workers=[worker]))
     fed.rows.first.click()
     fed.show(replace(state_of(ended=[ended(1, HOSTILE)]), state=HOSTILE, stage=HOSTILE))

@@ -1,10 +1,11 @@
-"""A server without a worker of its own, and workers that join it: each one a process that is started by hand."""
+"""A server with or without workers of its own, and workers that join it: each one a process that is started by hand."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,8 +28,9 @@ ENOUGH_S = 90.0
 class Service:
     """A server, and workers that join it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *arguments: str) -> None:
         self._folder = folder
+        self._arguments = arguments
         key = folder / "key"
         key.write_text("0123456789abcdef" * 4)
         key.chmod(0o600)
@@ -38,10 +40,10 @@ class Service:
 
     def start_server(self) -> ServerProcess:
         arguments = ["--model", "sim:step=20ms", "--listen-workers", self._address, "--worker-key-file", self._key]
-        return ServerProcess(*arguments, log=self._folder / "log")
+        return ServerProcess(*arguments, *self._arguments, log=self._folder / "log")
 
-    def add_worker(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "servekit.worker", "--connect", self._address, "--key-file", self._key]
+    def add_worker(self, key: str | None = None) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "servekit.worker", "--connect", self._address, "--key-file", key or self._key]
         with (self._folder / f"worker{len(self.workers)}.log").open("wb") as output:
             self.workers.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
         return self.workers[-1]
@@ -131,6 +133,46 @@ def test_a_server_that_restarts_finds_its_worker_again(service: Service) -> None
     service.server = service.start_server()
     service.server.wait_until_ready(ENOUGH_S)
     assert service.answers(lambda: None) == expected()
+
+
+@pytest.mark.long
+def test_workers_that_join_serve_beside_the_servers_own(tmp_path: Path) -> None:
+    """Sequences go on with the same tokens in both directions, and each replica's worker is named."""
+    service = Service(tmp_path, "--data-parallel-size", "1")
+    try:
+        service.server.wait_until_ready(ENOUGH_S)
+        joined = service.add_worker()
+        service.wait_until(lambda: num_serving(service) == 2)
+        (own_pid,) = service.server.worker_pids()
+        own, other = service.server.client.get("/info").json()["replicas"]
+        assert own["worker"] == f"process {own_pid}" and own["host"] is None
+        assert other["worker"] == f"{joined.pid} on {socket.gethostname()}, auto"
+        assert other["host"] == socket.gethostname() and other["device"] == "simulated"
+
+        assert service.answers(lambda: os.kill(own_pid, signal.SIGKILL)) == expected()
+        service.wait_until(lambda: num_serving(service) == 2)
+        assert service.answers(lambda: os.kill(model_process(joined), signal.SIGKILL)) == expected()
+        service.wait_until(lambda: num_serving(service) == 2)
+        assert service.answers(lambda: joined.send_signal(signal.SIGTERM)) == expected()
+        assert joined.wait(ENOUGH_S) == 0
+        service.wait_until(lambda: num_serving(service) == 1)
+
+        wrong_key = tmp_path / "wrong"
+        wrong_key.write_text("fedcba9876543210" * 4)
+        wrong_key.chmod(0o600)
+        assert service.add_worker(str(wrong_key)).wait(ENOUGH_S) == 2
+        metrics = service.server.client.get("/metrics").text
+        assert re.search(r'servekit_worker_joins_refused_total{[^}]*reason="wrong_key"} 1\.0', metrics)
+        log = service.server.log.read_text()
+        for line in (
+            rf"replica 0: worker process {own_pid} is lost; resuming \d+ sequences .* on others",
+            rf"replica 1: worker {joined.pid} on \S+, auto is lost; resuming \d+ sequences .* on others",
+            rf"replica 1: worker {joined.pid} on \S+, auto has left",
+            "replica 1 is vacated",
+        ):
+            assert re.search(line, log), f"the log lacks {line!r}:\n{log}"
+    finally:
+        service.end()
 
 
 def test_listening_without_a_key_is_refused_at_the_start(tmp_path: Path) -> None:

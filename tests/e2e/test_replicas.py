@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from servekit.engine.model_files import DEMO_MODEL_PATH
 from tests.support.server_process import ONE_THREAD, ServerProcess, events, serving
 
 NUM_STREAMS = 32
@@ -126,3 +128,29 @@ def test_with_all_workers_lost_sequences_wait_for_the_first_replacement(tmp_path
         answers, _ = read_all(server, disturb=server.worker_pids())
         assert answers == undisturbed
         assert server.metric("servekit_worker_restarts_total") >= 2
+
+
+@pytest.mark.long
+def test_a_replica_that_was_given_up_starts_its_worker_again_a_minute_later(tmp_path: Path) -> None:
+    """The weights cannot be read for a while. The other replica serves meanwhile."""
+    model, away = tmp_path / "model", tmp_path / "weights"
+    shutil.copytree(DEMO_MODEL_PATH, model)
+    flags = ("--data-parallel-size", "2", "--max-worker-restarts", "1")
+    with serving(str(model), *flags, log=tmp_path / "log", environment=ONE_THREAD) as server:
+        undisturbed = server.generate("Once upon a time", max_tokens=8)["generated_text"]
+        (model / "model.safetensors").rename(away)
+        os.kill(server.worker_pids()[0], signal.SIGKILL)
+        server.wait_for_log("a worker starts there in 1 min")
+        assert states(server) == ["ready", "vacated"] and server.metric("servekit_workers_alive") == 1
+        assert server.generate("Once upon a time", max_tokens=8)["generated_text"] == undisturbed
+        away.rename(model / "model.safetensors")
+        server.wait_for_metric("servekit_workers_alive", 2, timeout_s=240)
+        assert states(server) == ["ready", "ready"]
+        before = values_by_replica(server, "servekit_scheduler_steps_total")
+        read_all(server, disturb=[])
+        steps = values_by_replica(server, "servekit_scheduler_steps_total")
+        assert all(now > then for now, then in zip(steps, before, strict=True)), "both compute again"
+
+
+def states(server: ServerProcess) -> list[str]:
+    return sorted(replica["state"] for replica in server.client.get("/info").json()["replicas"])

@@ -216,6 +216,26 @@ def test_doubtful_combinations_of_settings_are_reported() -> None:
     assert len(doubts(load_config({"max_num_batched_tokens": "4", "scheduling_policy": "fair"}, {}))) == 2
     assert "the weights are random" in doubts(load_config({"load_format": "dummy"}, {}))[0]
     assert "have no effect" in doubts(load_config({"devices": "cpu,cpu", "data_parallel_size": "3"}, {}))[0]
+    joining = {"listen_workers": "unix:/run/servekit.sock", "device": "cuda:1"}
+    assert "the server starts no worker itself" in doubts(load_config(joining, {}))[0]
+    assert not doubts(load_config({**joining, "data_parallel_size": "1"}, {}))
+
+
+@pytest.mark.parametrize(
+    ("given", "starts_workers"),
+    [
+        ({}, True),
+        ({"data_parallel_size": "2"}, True),
+        ({"listen_workers": "unix:/w"}, False),
+        ({"listen_workers": "unix:/w", "device": "cuda:0"}, False),
+        ({"listen_workers": "unix:/w", "data_parallel_size": "1"}, True),
+        ({"listen_workers": "unix:/w", "devices": "cuda:0"}, True),
+    ],
+)
+def test_a_server_that_workers_join_starts_workers_only_if_a_setting_asks_for_some(
+    given: dict[str, str], starts_workers: bool
+) -> None:
+    assert load_config(given, {}).starts_workers == starts_workers
 
 
 def test_budget_smaller_than_one_body_gives_a_warning() -> None:

@@ -20,7 +20,7 @@ from servekit.engine.live_view import build_live_view
 from servekit.engine.output_processor import OutputProcessor
 from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput
-from servekit.errors import RequestCrashesWorker, ServekitError, WorkerLost, WorkerNotReady
+from servekit.errors import RequestCrashesWorker, ServekitError, WorkerError, WorkerLost
 from servekit.executor.model_executor import ModelExecutor
 from servekit.observability.live_frames import LiveState, LiveWorker
 from servekit.observability.metrics import Metrics
@@ -41,11 +41,10 @@ class InlineExecutor:
     def __init__(self, manager: WorkloadManager, loses: Callable[[StepPlan], bool]) -> None:
         self.loss: ServekitError | None = None
         self.cause = "ended"
+        self.worker_name = "process 7"
         self.is_leaving = False
         self.num_replacements = 0
         self.fails_with: StepFailed | None = None
-        self.replacement = asyncio.Event()
-        self.replacement.set()
         self._manager = manager
         self.loses = loses
         self._worker = make_worker(manager)
@@ -67,9 +66,8 @@ class InlineExecutor:
             return failed
         return self._worker.execute(plan)
 
-    async def replace(self, on_failed_start: Callable[[], None]) -> None:
-        on_failed_start()
-        await self.replacement.wait()
+    async def replace(self, on_failed_start: Callable[[str], None]) -> None:
+        on_failed_start("attempt 1 of 5: no memory")
         self.num_replacements += 1
         self.loss = None
         self.is_leaving = False
@@ -89,11 +87,10 @@ class Alone:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def core_lost(self, core: EngineCore) -> bool:
+    async def core_lost(self, core: EngineCore, loss: WorkerError) -> bool:
         return True
 
-    async def core_ready(self, core: EngineCore) -> None:
-        core.outage = None
+    async def core_ready(self, core: EngineCore) -> None: ...
 
     def has_other_worker(self, core: EngineCore) -> bool:
         return False
@@ -101,9 +98,6 @@ class Alone:
     def finish(self, commands: Iterable[Finish]) -> None:
         for command in commands:
             self._service.manager.apply(command)
-
-    def fail_all(self, error: ServekitError) -> None:
-        self.finish(self._service.output.fail_all(error, self._service.now_s))
 
 
 class Service:
@@ -204,7 +198,7 @@ async def test_a_stop_string_ends_the_sequence_in_the_manager_too() -> None:
     assert_at_rest(service)
 
 
-async def test_sequences_continue_token_for_token_after_a_lost_worker() -> None:
+async def test_sequences_continue_token_for_token_after_a_lost_worker(caplog: pytest.LogCaptureFixture) -> None:
     lost_steps = {2, 5}
     service = Service(lambda plan: plan.step_id in lost_steps)
     async with running(service):
@@ -215,6 +209,8 @@ async def test_sequences_continue_token_for_token_after_a_lost_worker() -> None:
     assert service.executor.num_replacements == 2
     assert service.value("worker_restarts_total", cause="ended") == 2
     assert service.value("worker_restarts_total", cause="no_start") == 2
+    assert "replica 0: worker process 7 is lost; resuming 4 sequences" in caplog.text
+    assert "replica 0: no worker started: attempt 1 of 5: no memory" in caplog.text
     assert service.value("workers_alive") == 1
     assert_at_rest(service)
 
@@ -263,20 +259,6 @@ async def test_a_request_that_crashes_workers_fails_with_all_its_siblings_and_no
     assert service.executor.num_replacements == 3
     assert service.value("num_requests_suspected") == 0, "read at each scrape, so it cannot be out of date"
     assert_at_rest(service)
-
-
-async def test_requests_fail_after_the_restart_timeout_and_the_outage_ends_with_a_new_worker() -> None:
-    service = Service(lambda plan: plan.step_id == 1, worker_restart_timeout=0.01)
-    service.executor.replacement.clear()
-    async with running(service):
-        request = service.submit()
-        with pytest.raises(WorkerNotReady, match=r"no model worker for 0\.01 s"):
-            await read_all(request)
-        assert service.core.outage is not None
-        assert_at_rest(service)
-        service.executor.replacement.set()
-        deltas = await read_all(service.submit())
-        assert service.core.outage is None and deltas[-1].finish_reason is FinishReason.LENGTH
 
 
 async def test_after_an_out_of_memory_step_sequences_restart_in_smaller_steps(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,8 @@ The managers are the real ones. Workers are stood in for, so that a test decides
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -14,11 +16,15 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.config import ServeConfig
+from servekit.engine import replicas as replicas_module
 from servekit.engine.engine_core import EngineCore
 from servekit.engine.replicas import Replica, Replicas
 from servekit.engine.request_registry import RequestRegistry
-from servekit.errors import ConfigError, ContextTooLong, WorkerLost
+from servekit.errors import ConfigError, ContextTooLong, ServekitError, WorkerLost, WorkerNotReady
+from servekit.executor.joined_worker import JoinedWorker
+from servekit.executor.step_timeout import vacated_backoff_s
 from servekit.executor.worker_connection import WorkerConnection
+from servekit.protocol.handshake import Offer
 from servekit.protocol.messages import LoadModel, ModelInfo, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.commands import AddSequence, Finish, Plan, Restart
@@ -34,8 +40,16 @@ class Executor:
     """Stands in for an executor whose worker is ready."""
 
     is_ready, is_leaving, cause, stage = True, False, "ended", "serving"
+    ready, host, worker_name = READY, "", "process 7"
+    num_failing_starts = 0
 
-    async def stop(self) -> None:
+    async def start_again(self) -> None:
+        if self.num_failing_starts:
+            self.num_failing_starts -= 1
+            raise WorkerLost("no memory")
+        self.is_ready = True
+
+    async def stop(self, graceful: bool = True) -> None:
         self.is_ready = False
 
 
@@ -57,15 +71,40 @@ class JoinedStream:
 
 
 class Core:
-    """Stands in for a core: its manager is a real one."""
+    """Stands in for a core: its manager is a real one, and its main loop ends with what is put into `failures`."""
 
-    outage = None
     is_stalled = False
 
     def __init__(self, manager: WorkloadManager) -> None:
         self.manager = manager
         self.apply = manager.apply
         self.resume = manager.add
+        self.failures: asyncio.Queue[ServekitError] = asyncio.Queue()
+        self.run = self.failures.get
+        self.failed_starts: list[str] = []
+        self.worker_start_failed = self.failed_starts.append
+
+    def worker_started(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class Source:
+    """Stands in for the pool of workers that have joined."""
+
+    stage = "waiting for a worker to join"
+
+    def __init__(self) -> None:
+        self.workers: asyncio.Queue[JoinedWorker] = asyncio.Queue()
+        self.next_worker = self.workers.get
+
+    def join(self, host: str = "gpu-7") -> None:
+        self.workers.put_nowait(joined_worker(host))
+
+
+def joined_worker(host: str = "gpu-7") -> JoinedWorker:
+    connection = WorkerConnection(cast(Any, JoinedStream()), 10.0, lambda: None)
+    return JoinedWorker(connection, Offer(host, "cuda:1", ""), READY)
 
 
 class Output:
@@ -80,17 +119,42 @@ class Output:
 class Fleet:
     """Replicas, and sequences that are added to them."""
 
-    def __init__(self, *num_blocks: int) -> None:
+    def __init__(self, *num_blocks: int, source: Source | None = None, **settings: Any) -> None:
         self.registry = RequestRegistry()
-        self.replicas = Replicas(
-            ServeConfig(data_parallel_size=len(num_blocks), block_size=BLOCK_SIZE), self.registry, None
-        )
+        config = ServeConfig(data_parallel_size=len(num_blocks), block_size=BLOCK_SIZE, **settings)
+        self.replicas = Replicas(config, self.registry, source)
         for replica, blocks in zip(self.replicas.all, num_blocks, strict=True):
             replica.executor = cast(Any, Executor())
             replica.core = cast(EngineCore, Core(make_manager(num_blocks=blocks)))
             self.replicas._router.add_replica(replica.index, replica.core.manager)
+        self.replicas._make_core = lambda _: cast(EngineCore, Core(make_manager(num_blocks=64)))
         self.replicas._has_cores = True
+        self.failures: list[ServekitError] = []  # that all clients got
         self.num_added = 0
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Run the replicas until the end of the block."""
+        task = asyncio.create_task(self.replicas.run(self.failures.append, lambda *_: None))
+        await asyncio.sleep(0)
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self.replicas.stop(graceful=False)
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    def fail(self, index: int) -> None:
+        """End the main loop of a replica, as when its worker cannot be replaced."""
+        replica = self.replicas.all[index]
+        if isinstance(replica.executor, Executor):
+            replica.executor.is_ready = False
+        cast(Core, replica.core).failures.put_nowait(WorkerLost(f"no worker starts for replica {index}"))
 
     def add(self, length: int = 5, max_tokens: int = 5, n: int = 1) -> Replica:
         first = self.num_added
@@ -124,7 +188,7 @@ class Fleet:
         for failed in replica.core.apply(Restart()):
             replica.core.apply(Finish(failed.sequence_id, FinishReason.ERROR))
             self.registry.remove(failed.sequence_id)
-        await self.replicas.core_lost(replica.core)
+        await self.replicas.core_lost(replica.core, WorkerLost("killed"))
 
     async def replace(self, index: int) -> None:
         replica = self.replicas.all[index]
@@ -213,19 +277,44 @@ async def test_waiting_sequences_move_to_a_worker_that_is_back() -> None:
     assert set(moved) <= set(fleet.ids()[1]), "none goes back"
 
 
-def test_state_and_outage_are_those_of_all_replicas() -> None:
+def test_state_is_that_of_all_replicas() -> None:
     fleet = Fleet(64, 64)
     first, second = fleet.replicas.all
     assert [each.state for each in fleet.replicas.all] == ["ready", "ready"] and fleet.replicas.stage == "serving"
     first.executor.is_ready = False  # type: ignore[misc]
-    first.core.outage = cast(Any, "no worker")
-    assert first.state == "recovering" and fleet.replicas.outage is None and fleet.replicas.num_ready == 1
+    assert first.state == "recovering" and fleet.replicas.num_ready == 1
     assert fleet.replicas.has_other_worker(first.core) and not fleet.replicas.has_other_worker(second.core)
-    second.executor.is_ready = False  # type: ignore[misc]
-    assert fleet.replicas.outage == "no worker"  # type: ignore[comparison-overlap]
     first.is_vacated = True
     assert first.state == "vacated" and first.info()["state"] == "vacated"
     assert fleet.add() is second
+
+
+async def test_requests_fail_after_the_restart_timeout_without_any_worker_and_the_outage_ends_with_a_new_one() -> None:
+    fleet = Fleet(64, 64, worker_restart_timeout=0.05)
+    async with fleet.serving():
+        await fleet.lose(0)
+        assert fleet.replicas._outage_timer is None, "another one serves"
+        await fleet.lose(1)
+        await fleet.wait_until(lambda: bool(fleet.failures))
+        (error,) = fleet.failures
+        assert isinstance(error, WorkerNotReady) and "no model worker for 0.05 s" in error.message
+        assert fleet.replicas.outage is error
+        await fleet.replace(0)
+        assert fleet.replicas.outage is None and fleet.failures == [error]
+
+
+async def test_a_replica_that_is_given_up_does_not_end_the_wait_for_an_outage() -> None:
+    """The other worker had joined, and was lost before. Requests must not wait for ever for one that joins."""
+    fleet = Fleet(64, 64, worker_restart_timeout=0.05)
+    own, joined = fleet.replicas.all
+    joined.placement = None
+    async with fleet.serving():
+        await fleet.lose(1)
+        await fleet.lose(0, is_idle=True)
+        fleet.fail(0)
+        await fleet.wait_until(lambda: own.is_vacated and bool(fleet.failures))
+    assert "no model worker for 0.05 s" in fleet.failures[0].message
+
 
 
 def test_an_end_reaches_a_sequence_wherever_it_is() -> None:
@@ -269,23 +358,93 @@ async def test_the_limits_are_those_of_the_replicas_that_can_still_serve() -> No
 
 async def test_the_engine_fails_with_its_last_replica_or_with_a_task_of_its_own() -> None:
     fleet = Fleet(64, 64)
-    ends = [asyncio.get_running_loop().create_future() for _ in range(2)]
-    for replica, end in zip(fleet.replicas.all, ends, strict=True):
-        replica.core.run = lambda end=end: asyncio.wait_for(end, 60)  # type: ignore[method-assign, misc]
     serving = asyncio.create_task(fleet.replicas.run(lambda _: None, lambda *_: None))
     await asyncio.sleep(0)
-    ends[0].set_result(WorkerLost("one"))
-    async with asyncio.timeout(60):
-        while not fleet.replicas.all[0].is_vacated:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-    ends[1].set_result(WorkerLost("two"))
-    assert (await serving).message == "two"
+    fleet.fail(0)
+    await fleet.wait_until(lambda: fleet.replicas.all[0].is_vacated)
+    fleet.fail(1)
+    assert "replica 1" in (await serving).message, "although the first one would start again in a minute"
 
     broken = Fleet(64, 64)
     broken.replicas.all[0].core.run = lambda: asyncio.sleep(60)  # type: ignore[method-assign, assignment, return-value]
     broken.replicas.all[1].core.run = lambda: asyncio.sleep(60)  # type: ignore[method-assign, assignment, return-value]
     broken.replicas._rebalance_forever = failing  # type: ignore[method-assign]
     assert "a mistake" in (await broken.replicas.run(lambda _: None, lambda *_: None)).message
+
+
+async def test_a_replica_that_was_given_up_starts_again_after_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses_min: list[float] = []
+
+    def no_pause(num_failures: int) -> float:
+        pauses_min.append(vacated_backoff_s(num_failures) / 60)
+        return 0.0
+
+    monkeypatch.setattr(replicas_module, "vacated_backoff_s", no_pause)
+    fleet = Fleet(64, 64)
+    first, second = fleet.replicas.all
+    cast(Executor, first.executor).num_failing_starts = 6
+    async with fleet.serving():
+        fleet.fail(0)
+        await fleet.wait_until(lambda: len(pauses_min) == 7 and first.state == "ready")
+        assert pauses_min == [1, 2, 4, 8, 10, 10, 10]
+        assert cast(Core, first.core).failed_starts == ["no memory"] * 6
+        assert {fleet.add().index for _ in range(6)} == {0, 1}
+        fleet.fail(1)
+        await fleet.wait_until(lambda: len(pauses_min) == 8 and second.state == "ready")
+        assert pauses_min[7] == 1, "each time from the beginning"
+
+
+async def test_a_draining_server_starts_no_replica_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_paused = asyncio.Event()
+
+    def no_pause(_: int) -> float:
+        has_paused.set()
+        return 0.0
+
+    monkeypatch.setattr(replicas_module, "vacated_backoff_s", no_pause)
+    fleet = Fleet(64, 64)
+    async with fleet.serving():
+        fleet.replicas.drain()
+        fleet.fail(0)
+        await has_paused.wait()
+        await fleet.wait_until(lambda: len(fleet.replicas._helpers) == 1)  # the one that rebalances
+        assert fleet.replicas.all[0].state == "vacated"
+
+
+async def test_workers_that_join_serve_beside_the_servers_own() -> None:
+    source = Source()
+    fleet = Fleet(64, source=source, listen_workers="unix:/nowhere")
+    own = fleet.replicas.all[0]
+    async with fleet.serving():
+        source.join("gpu-7")
+        await fleet.wait_until(lambda: len(fleet.replicas.all) == 2)
+        joined = fleet.replicas.all[1]
+        assert [each.info()["host"] for each in fleet.replicas.all] == [None, "gpu-7"]
+        assert {fleet.add().index for _ in range(6)} == {0, 1}
+
+        await fleet.lose(0)
+        assert not fleet.ids()[0], "they continue on the worker that has joined"
+        source.join("gpu-8")
+        await fleet.wait_until(lambda: len(fleet.replicas.all) == 3)
+        assert own.state == "recovering", "it starts a worker itself, and takes none that joins"
+        fleet.fail(0)
+        source.join("gpu-9")
+        await fleet.wait_until(lambda: len(fleet.replicas.all) == 4)
+        await fleet.wait_until(lambda: own.state == "vacated")
+        assert joined.state == "ready"
+
+
+async def test_a_worker_that_joins_takes_the_place_of_one_that_left() -> None:
+    fleet = Fleet(64, source=Source(), listen_workers="unix:/nowhere")
+    async with fleet.serving():
+        await fleet.replicas._add_worker(joined_worker("gpu-7"))
+        joined = fleet.replicas.all[1]
+        fleet.fail(1)
+        await fleet.wait_until(lambda: joined.is_vacated)
+        await fleet.replicas._add_worker(joined_worker("gpu-8"))
+        assert fleet.replicas.all[1] is joined and len(fleet.replicas.all) == 2
+        assert joined.state == "ready" and joined.info()["host"] == "gpu-8"
+        assert joined.describe() == "worker a worker: cpu, 8 KV blocks"
 
 
 async def test_replicas_of_different_data_types_are_refused_at_the_start() -> None:
@@ -321,9 +480,9 @@ async def test_an_error_in_adding_a_worker_ends_that_worker_only(error: Exceptio
 
     fleet.replicas._make_core = make_core
     for _ in range(2):
-        worker = WorkerConnection(cast(Any, JoinedStream()), 10.0, lambda: None)
-        await fleet.replicas._add_worker(worker, READY)
-        assert worker.loss is not None
+        worker = joined_worker()
+        await fleet.replicas._add_worker(worker)
+        assert worker.connection.loss is not None
     assert tried == [1, 1] and fleet.replicas.all == [added] and fleet.add() is added
 
 

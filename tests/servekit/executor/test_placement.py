@@ -73,8 +73,13 @@ def test_several_replicas_on_one_named_device_are_refused(num_ranks: int) -> Non
     with pytest.raises(ConfigError, match=r"'cuda:2' \(--device\) is one device.* --devices cuda:0,cuda:1"):
         placements(ServeConfig(device="cuda:2", data_parallel_size=2, tensor_parallel_size=num_ranks))
     assert placements(ServeConfig(device="cuda:2", tensor_parallel_size=num_ranks)) == [ANYWHERE]
-    joining = ServeConfig(device="cuda:2", data_parallel_size=2, listen_workers="unix:/run/servekit.sock")
-    assert len(placements(joining)) == 2, "the device of a worker that joins is its own --device"
+
+
+def test_a_server_that_workers_join_places_its_own_only() -> None:
+    address = "unix:/run/servekit.sock"
+    assert not placements(ServeConfig(device="cuda:2", listen_workers=address)), "a worker that joins has a device"
+    assert len(placements(ServeConfig(data_parallel_size=2, listen_workers=address))) == 2
+    assert placements(ServeConfig(devices="cuda:3", listen_workers=address))[0].apply(LOAD).device == "cuda:3"
 
 
 def test_simulated_workers_are_bound_to_no_core() -> None:

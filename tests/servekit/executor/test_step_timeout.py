@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from servekit.executor.step_timeout import MIN_S, StepTimeout, backoff_s
+from servekit.executor.step_timeout import MIN_S, StepTimeout, backoff_s, vacated_backoff_s
 
 
 def test_limit_is_a_multiple_of_the_slowest_step_of_that_size() -> None:
@@ -33,4 +33,6 @@ def test_a_slow_step_is_forgotten_after_many_fast_ones() -> None:
 
 
 def test_failed_starts_are_retried_with_growing_delays() -> None:
-    assert [backoff_s(losses) for losses in (1, 2, 3, 4, 7, 100)] == [0.0, 1.0, 2.0, 4.0, 30.0, 30.0]
+    assert [backoff_s(losses) for losses in (1, 2, 3, 4, 7, 2000)] == [0.0, 1.0, 2.0, 4.0, 30.0, 30.0]
+    minutes = [vacated_backoff_s(failures) / 60 for failures in (0, 1, 2, 3, 4, 2000)]
+    assert minutes == [1, 2, 4, 8, 10, 10]

@@ -12,8 +12,9 @@ import msgspec
 from msgspec.structs import replace
 
 from servekit import __version__
+from servekit.executor.joined_worker import JoinedWorker
 from servekit.joining.address import TcpAddress, UnixAddress
-from servekit.joining.listener import JoinedWorker, ListenerSettings, WorkerListener
+from servekit.joining.listener import JoinRefusal, ListenerSettings, WorkerListener
 from servekit.joining.socket_stream import SocketStream
 from servekit.protocol.handshake import Offer, Reason, Refused, WorkerHandshake
 from servekit.protocol.messages import FromWorker, LoadModel, ModelInfo, ToWorker, WorkerReady
@@ -39,6 +40,7 @@ class RecordingHandler:
         self.refuses: tuple[Reason, str] | None = None
         self.joined: asyncio.Queue[JoinedWorker] = asyncio.Queue()
         self.workers: list[JoinedWorker] = []  # all of them
+        self.refusals: list[JoinRefusal] = []
 
     @property
     def first(self) -> WorkerReady | None:
@@ -49,6 +51,9 @@ class RecordingHandler:
 
     def refusal(self, offer: Offer) -> tuple[Reason, str] | None:
         return self.refuses
+
+    def join_refused(self, reason: JoinRefusal) -> None:
+        self.refusals.append(reason)
 
     def worker_joined(self, worker: JoinedWorker) -> None:
         self.joined.put_nowait(worker)

@@ -87,7 +87,7 @@ async def executor_of(handler: RecordingHandler, left: asyncio.Event | None = No
     async with asyncio.timeout(SLOW_S):
         joined = await handler.joined.get()
     executor = ModelExecutor(ServeConfig(), lambda: None, (left or asyncio.Event()).set)
-    executor.adopt(joined.connection, joined.ready)
+    executor.adopt(joined)
     return executor
 
 

@@ -10,6 +10,7 @@ import socket
 import ssl
 import stat
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from msgspec.structs import replace
@@ -21,6 +22,7 @@ from servekit.joining import listener as listener_module
 from servekit.joining.address import TcpAddress, UnixAddress
 from servekit.joining.credentials import server_tls, worker_tls
 from servekit.joining.socket_stream import SocketStream
+from servekit.observability.metrics import JOIN_REFUSALS
 from servekit.protocol.handshake import HandshakeFailed, Refused
 from servekit.protocol.messages import Leaving, LoadModel, Shutdown, StepResult, WorkerFailed
 from tests.servekit.executor.conftest import PLAN
@@ -43,7 +45,7 @@ from tests.servekit.joining.clients import (
 async def executor_of(handler: RecordingHandler) -> ModelExecutor:
     joined = await handler.next_worker()
     executor = ModelExecutor(ServeConfig(), lambda: None)
-    executor.adopt(joined.connection, joined.ready)
+    executor.adopt(joined)
     return executor
 
 
@@ -72,7 +74,7 @@ async def test_a_worker_that_leaves_asks_for_no_more_steps_and_is_not_lost() -> 
         worker.send(READY)
         joined = await handler.next_worker()
         executor = ModelExecutor(ServeConfig(), lambda: None, on_leaving=left.set)
-        executor.adopt(joined.connection, joined.ready)
+        executor.adopt(joined)
         worker.send(Leaving())
         async with asyncio.timeout(ENOUGH_S):
             await left.wait()
@@ -80,20 +82,19 @@ async def test_a_worker_that_leaves_asks_for_no_more_steps_and_is_not_lost() -> 
         await executor.stop(graceful=False)
 
 
-async def test_the_loss_of_a_worker_that_joined_is_reported_and_it_is_not_replaced() -> None:
+async def test_the_loss_of_a_worker_that_joined_is_reported() -> None:
     handler, lost = RecordingHandler(), asyncio.Event()
     async with listening(handler) as listener:
         worker = await StandInWorker.join(listener.address)
         worker.send(READY)
         joined = await handler.next_worker()
         executor = ModelExecutor(ServeConfig(), lost.set)
-        executor.adopt(joined.connection, joined.ready)
+        executor.adopt(joined)
         await worker.stream.end()
         async with asyncio.timeout(ENOUGH_S):
             await lost.wait()
         assert isinstance(executor.loss, WorkerLost) and "closed the connection" in executor.loss.message
-        with pytest.raises(WorkerLost, match="closed the connection"):
-            await executor.replace(lambda: None)
+        await executor.stop()
 
 
 # -- refused connections ----------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ async def test_a_wrong_key_is_refused_with_a_sentence_on_both_sides(caplog: pyte
             await shake_hands(stream, key=b"w" * 32)
         assert refused.value.is_permanent
         assert await closed(stream) == b""
-        assert listener.num_refused == 1 and handler.joined.empty()
+        assert listener.num_refused == 1 and handler.joined.empty() and handler.refusals == ["wrong_key"]
     assert "key is not the server's" in caplog.text
 
 
@@ -152,7 +153,7 @@ async def test_garbage_is_refused_and_closed(garbage: bytes) -> None:
         stream.write(garbage)
         answer = await closed(stream)
         assert len(answer) < 700  # a refusal at most
-        assert listener.num_refused == 1 and handler.joined.empty()
+        assert listener.num_refused == 1 and handler.joined.empty() and handler.refusals == ["invalid"]
         await StandInWorker.join(listener.address)
 
 
@@ -174,11 +175,12 @@ async def test_a_replayed_handshake_is_refused() -> None:
 @pytest.mark.parametrize("num_bytes", [0, 2, 30])
 async def test_a_handshake_that_does_not_go_on_ends_in_time(num_bytes: int) -> None:
     """Half-open connections, and those that send one byte after the other."""
-    async with listening(RecordingHandler(), handshake_timeout_s=0.2) as listener:
+    handler = RecordingHandler()
+    async with listening(handler, handshake_timeout_s=0.2) as listener:
         stream = await connect(listener.address)
         stream.write((b"\x00\x00\x00\x60" + b"x" * 60)[:num_bytes])
         assert await closed(stream) == b""
-        assert listener.num_refused == 1
+        assert listener.num_refused == 1 and handler.refusals == ["timeout"]
 
 
 async def test_bytes_that_trickle_do_not_prolong_a_handshake() -> None:
@@ -211,6 +213,7 @@ async def test_a_flood_of_unauthenticated_connections_keeps_no_worker_out_and_lo
         await handler.next_worker()
         assert len(listener._handshakes) <= listener_module.MAX_HANDSHAKES
         assert listener.num_refused >= 1000 - listener_module.MAX_HANDSHAKES
+        assert set(handler.refusals) == {"displaced"}
         executor.send(PLAN)
         assert (await before.receive(), await before.receive())[1] == PLAN
         before.send(StepResult(0, 0, (7,), 0.0))
@@ -230,6 +233,11 @@ async def test_a_host_with_many_connections_closes_its_own(monkeypatch: pytest.M
         assert "127.0.0.2" in listener._handshakes.values()
         writer.close()
         await writer.wait_closed()
+
+
+def test_the_metric_has_a_series_for_each_reason() -> None:
+    reasons = [reason for literal in get_args(listener_module.JoinRefusal) for reason in get_args(literal)]
+    assert sorted(reasons) == sorted(JOIN_REFUSALS)
 
 
 # -- workers with the key that send invalid messages ------------------------------------------------------------------
@@ -257,7 +265,7 @@ async def test_a_worker_with_another_model_or_another_answer_does_not_join(
         while listener.num_refused == 0:  # noqa: ASYNC110  # it has no event for that
             await asyncio.sleep(0.01)
         await worker.stream.end()
-        assert handler.joined.empty() and listener.num_refused == 1
+        assert handler.joined.empty() and listener.num_refused == 1 and len(handler.refusals) == 1
     assert expected in caplog.text
 
 
@@ -345,10 +353,12 @@ async def test_the_model_of_the_first_worker_counts_when_the_server_has_none() -
 
 
 async def test_a_worker_that_loads_for_too_long_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    async with listening(RecordingHandler(), load_timeout_s=0.2) as listener:
+    handler = RecordingHandler()
+    async with listening(handler, load_timeout_s=0.2) as listener:
         worker = await StandInWorker.join(listener.address)
         await worker.wait_ended()
     assert "did not answer within 0.2 s" in caplog.text
+    assert handler.refusals == ["load_failed"]
 
 
 # -- the socket -------------------------------------------------------------------------------------------------------

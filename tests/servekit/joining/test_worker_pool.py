@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 from servekit.config import ServeConfig
 from servekit.joining.address import UnixAddress
 from servekit.joining.worker_pool import WorkerPool
-from servekit.protocol.handshake import HandshakeFailed
+from servekit.protocol.handshake import HandshakeFailed, Refused
 from servekit.protocol.messages import FromWorker, Leaving, LoadModel, Shutdown
 from tests.servekit.joining.clients import ENOUGH_S, KEY, LOAD, READY, StandInWorker, close_all, connect, shake_hands
 
@@ -21,12 +22,13 @@ from tests.servekit.joining.clients import ENOUGH_S, KEY, LOAD, READY, StandInWo
 class Pool:
     """A pool that listens in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: Any) -> None:
         (folder / "key").write_bytes(KEY)
         (folder / "key").chmod(0o600)
         self.address = UnixAddress(f"{folder}/workers.sock")
-        config = ServeConfig(listen_workers=str(self.address), worker_key_file=str(folder / "key"))
-        self.pool = WorkerPool(config)
+        config = ServeConfig(listen_workers=str(self.address), worker_key_file=str(folder / "key"), **settings)
+        self.refusals: list[str] = []
+        self.pool = WorkerPool(config, self.refusals.append)
         self.pool.start(replace(LOAD, num_kv_blocks=None))
 
     async def join(self, answer: FromWorker = READY) -> tuple[StandInWorker, LoadModel]:
@@ -43,8 +45,8 @@ class Pool:
 
 
 @contextlib.asynccontextmanager
-async def pooling(folder: Path) -> AsyncIterator[Pool]:
-    pool = Pool(folder)
+async def pooling(folder: Path, **settings: Any) -> AsyncIterator[Pool]:
+    pool = Pool(folder, **settings)
     try:
         yield pool
     finally:
@@ -57,14 +59,14 @@ async def test_workers_are_given_in_the_order_in_which_they_became_ready(tmp_pat
     async with pooling(tmp_path) as pool:
         waiting = asyncio.create_task(pool.pool.next_worker())
         _, load = await pool.join()
-        first, ready = await waiting
-        assert load.num_kv_blocks is None and ready == READY
+        first = await waiting
+        assert load.num_kv_blocks is None and first.ready == READY
         _, load = await pool.join()
         assert load.num_kv_blocks == READY.num_blocks and load.fingerprint == READY.model.fingerprint
-        second, _ = await pool.pool.next_worker()
+        second = await pool.pool.next_worker()
         assert second is not first
         for worker in (first, second):
-            await worker.end()
+            await worker.connection.end()
 
 
 async def test_a_worker_that_is_lost_while_it_waits_is_not_given(tmp_path: Path) -> None:
@@ -75,9 +77,9 @@ async def test_a_worker_that_is_lost_while_it_waits_is_not_given(tmp_path: Path)
         await pool.wait_for_idle(0)
         waiting = asyncio.create_task(pool.pool.next_worker())
         await pool.join()
-        worker, _ = await waiting
-        assert worker.loss is None
-        await worker.end()
+        worker = await waiting
+        assert worker.connection.loss is None
+        await worker.connection.end()
 
 
 async def test_a_worker_that_leaves_while_it_waits_is_shut_down(tmp_path: Path) -> None:
@@ -99,6 +101,26 @@ async def test_a_worker_with_another_number_of_blocks_is_shut_down(tmp_path: Pat
         assert len(pool.pool._idle) == 1
 
 
+async def test_workers_join_when_the_servers_own_are_ready_and_must_compute_the_same(tmp_path: Path) -> None:
+    """The data type and the model are those of its own workers. The number of blocks is that of the first that joins."""
+    async with pooling(tmp_path, data_parallel_size=2) as pool:
+        with pytest.raises(HandshakeFailed, match="own workers load the model") as refused:
+            await shake_hands(await connect(pool.address))
+        assert not refused.value.is_permanent, "the worker tries again"
+        pool.pool.first = replace(READY, num_blocks=999)
+        other, load = await pool.join(replace(READY, dtype="bfloat16"))
+        assert load.num_kv_blocks is None and load.fingerprint == READY.model.fingerprint
+        refusal = await other.receive()
+        assert isinstance(refusal, Refused) and refusal.reason == "other_model"
+        await other.stream.end()
+        await pool.join()
+        await pool.wait_for_idle(1)
+        _, load = await pool.join()
+        assert load.num_kv_blocks == READY.num_blocks
+        await pool.wait_for_idle(2)
+        assert pool.refusals == ["loading", "other_model"]
+
+
 async def test_a_draining_server_refuses_workers_unless_it_needs_one(tmp_path: Path) -> None:
     async with pooling(tmp_path) as pool:
         pool.pool.is_draining = True
@@ -106,8 +128,8 @@ async def test_a_draining_server_refuses_workers_unless_it_needs_one(tmp_path: P
             await shake_hands(await connect(pool.address))
         waiting = asyncio.create_task(pool.pool.next_worker())
         await pool.join()
-        worker, _ = await waiting
-        await worker.end()
+        worker = await waiting
+        await worker.connection.end()
 
 
 async def test_stopping_shuts_down_waiting_workers(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from servekit.config import ServeConfig
-from servekit.observability.metrics import RESTART_CAUSES, Metrics, QueueUsage, SchedulerStats
+from servekit.observability.metrics import JOIN_REFUSALS, RESTART_CAUSES, Metrics, QueueUsage, SchedulerStats
 from servekit.observability.observer import StepSummary
 from servekit.protocol.messages import StepResult
 from servekit.protocol.sampling_params import SamplingParams
@@ -172,6 +172,13 @@ def test_unknown_restart_causes_count_as_other(cause: str) -> None:
     values = samples(metrics)
     assert values["worker_restarts_total", cause if cause in RESTART_CAUSES else "other"] == 1
     assert sum(value for name, value in values.items() if name[0] == "worker_restarts_total") == 1
+
+
+def test_refused_joins_are_counted_by_reason_and_each_reason_is_exported_before_it_happens() -> None:
+    metrics = make_metrics()
+    metrics.joins.refused("wrong_key")
+    values = samples(metrics)
+    assert [values["worker_joins_refused_total", reason] for reason in JOIN_REFUSALS] == [1.0] + [0.0] * 9
 
 
 def test_workers_alive_and_restarts_follow_a_loss_a_failed_start_and_a_recovery() -> None:

@@ -73,7 +73,7 @@ HOSTILE = state(
     stage=HOSTILE_TEXT,
     model_name=HOSTILE_TEXT,
     version=HOSTILE_TEXT,
-    workers=[LiveWorker(HOSTILE_TEXT, HOSTILE_TEXT, HOSTILE_TEXT, HOSTILE_TEXT)] * 50,
+    workers=[LiveWorker(HOSTILE_TEXT, HOSTILE_TEXT, HOSTILE_TEXT, HOSTILE_TEXT, host=HOSTILE_TEXT)] * 50,
     limits=LiveLimits(-1, 0, 0, 0, 0),
     num_running=-5,
     steps=[LiveStep(0, 0.0, 10**30, -(10**30), 0, None)],
@@ -126,6 +126,21 @@ def test_the_view_shows_the_figures_of_the_frame() -> None:
         "30 of 64 held",
         "of 2,048 tokens",
         "preempted 2",
+    ):
+        assert words in shown
+
+
+def test_each_replica_has_its_worker_with_the_host_that_it_joined_from() -> None:
+    workers = [
+        LiveWorker("serving", "cuda:0", "bfloat16", "paged", 3, 1, 64, 32),
+        LiveWorker("serving", "cuda:1", "bfloat16", "paged", 2, 0, 64, 64, host="gpu-7"),
+        LiveWorker("waiting for a worker to join at unix:/w"),
+    ]
+    shown = "\n".join(line.plain for line in draw(state(workers=workers), 120, 40))
+    for words in (
+        "replica 0: serving cuda:0 bfloat16 paged running 3 waiting 1 KV 50%",
+        "replica 1: serving cuda:1 on gpu-7 bfloat16 paged running 2 waiting 0 KV 0%",
+        "replica 2: waiting for a worker to join at unix:/w running 0",
     ):
         assert words in shown
 

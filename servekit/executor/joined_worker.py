@@ -1,0 +1,17 @@
+"""A worker that has joined, as the listener hands it over to the engine."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from servekit.executor.worker_connection import WorkerConnection
+from servekit.protocol.handshake import Offer
+from servekit.protocol.messages import WorkerReady
+
+
+class JoinedWorker(Struct, frozen=True):
+    """A worker that has joined: authenticated, with the model loaded, and ready for steps."""
+
+    connection: WorkerConnection
+    offer: Offer
+    ready: WorkerReady
