@@ -27,7 +27,8 @@ from servekit.errors import ServekitError
 from servekit.observability.process_metrics import event_loop_lags
 from servekit.protocol.child_process import die_with_parent, ignore_signals
 from servekit.protocol.logging import configure_logging, num_dropped_lines
-from servekit.server.server import Server, connect_tracing, tune_garbage_collector
+from servekit.server.lifecycle import tune_garbage_collector
+from servekit.server.server import Server, connect_tracing
 
 log = logging.getLogger("servekit")
 

@@ -17,10 +17,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-import uvloop
 from msgspec import Struct
 
-from servekit import __version__
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.api.auth.keys import Key
 from servekit.api_processes import messages as ms
@@ -28,12 +26,12 @@ from servekit.api_processes.engine_session import EngineSession, SharedEngine
 from servekit.config import ServeConfig
 from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import InternalError, ServekitError
-from servekit.observability.process_metrics import watch_api_processes, watch_event_loop, watch_processes
+from servekit.observability.process_metrics import watch_api_processes
 from servekit.protocol.child_process import ignore_signals
-from servekit.protocol.logging import configure_logging, num_dropped_lines
 from servekit.server.keys_file import KeysReload, read_keys
+from servekit.server.lifecycle import run_until_end, start_and_watch, watching
 from servekit.server.listener import bind_all, url
-from servekit.server.server import FINAL_WRITE_TIMEOUT_S, announce, tune_garbage_collector
+from servekit.server.server import FINAL_WRITE_TIMEOUT_S
 
 log = logging.getLogger("servekit")
 
@@ -250,9 +248,7 @@ class ApiProcesses:
 
 def serve(config: ServeConfig) -> int:
     """Serve until a signal or a failure. Returns the exit code. Raises ServekitError."""
-    configure_logging(config.log_level, config.log_format)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config))
+    return run_until_end(_serve, config)
 
 
 async def _serve(config: ServeConfig) -> int:
@@ -262,26 +258,21 @@ async def _serve(config: ServeConfig) -> int:
     signals = _Signals(engine, processes)
     reload = KeysReload(processes.replace_keys, config)
     signals.handle(reload)
-    engine.metrics.watch_log(lambda: num_dropped_lines() + processes.num_dropped_log_lines())
-    watch_processes(engine.metrics.registry, lambda: engine.worker_pids)
     watch_api_processes(engine.metrics.registry, processes.pids)
-    server = engine.metrics.server
-    watching = watch_event_loop(server.event_loop_lag, server.event_loop_tasks, processes.num_tasks)
-    lag = asyncio.create_task(watching, name="event loop lag")
-    reloading = asyncio.create_task(reload.run(), name="keys file")
     running = asyncio.create_task(processes.run(), name="API processes")
     supervisor = asyncio.create_task(_supervise(engine, processes), name="supervisor")
-    try:
-        await asyncio.wait([running, supervisor], return_when=asyncio.FIRST_COMPLETED)
-        if not running.done():  # the engine has failed
-            processes.stop(at_once=False)
-        await _wait_at_most(running, FINAL_WRITE_TIMEOUT_S + EXIT_TIMEOUT_S)
-    finally:
-        ignore_signals()
-        for task in (lag, reloading, supervisor, running):
-            task.cancel()
-        await asyncio.gather(supervisor, running, return_exceptions=True)
-        await engine.stop(graceful=not signals.is_forced)
+    with watching(engine, reload, processes.num_dropped_log_lines, processes.num_tasks):
+        try:
+            await asyncio.wait([running, supervisor], return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():  # the engine has failed
+                processes.stop(at_once=False)
+            await _wait_at_most(running, FINAL_WRITE_TIMEOUT_S + EXIT_TIMEOUT_S)
+        finally:
+            ignore_signals()
+            for task in (supervisor, running):
+                task.cancel()
+            await asyncio.gather(supervisor, running, return_exceptions=True)
+            await engine.stop(graceful=not signals.is_forced)
     for task in (supervisor, running):
         if not task.cancelled():
             task.result()
@@ -296,15 +287,13 @@ async def _wait_at_most(task: asyncio.Task[None], timeout_s: float) -> None:
 
 
 async def _supervise(engine: LLMEngine, processes: ApiProcesses) -> None:
-    """Start the engine, and return when it has ended. Raises its failure."""
-    log.info("servekit %s: loading %s", __version__, engine.config.model)
-    await engine.start()
-    tune_garbage_collector()
-    await processes.load(loaded_model(engine))
-    announce(engine, processes.url)
-    await engine.wait_until_failed()
-    assert engine.failure is not None
-    raise engine.failure
+    """Start the engine, let the API processes serve it, and return when it has ended. Raises its failure."""
+
+    async def begin() -> str:
+        await processes.load(loaded_model(engine))
+        return processes.url
+
+    await start_and_watch(engine, begin)
 
 
 def loaded_model(engine: LLMEngine) -> ms.Loaded:

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
-from collections.abc import Iterator
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 import uvicorn
-import uvloop
 from starlette.applications import Starlette
 
 from servekit import __version__
 from servekit.api.app import create_app, replace_keys
 from servekit.api.body_decoder import BodyDecoder
-from servekit.config import ServeConfig, doubts, non_default
+from servekit.config import ServeConfig
 from servekit.engine.interface import Engine
 from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import ConfigError, shutting_down
-from servekit.observability.process_metrics import watch_event_loop, watch_processes
 from servekit.protocol.child_process import ignore_signals
-from servekit.protocol.logging import configure_logging, fields, logs_json, num_dropped_lines
 from servekit.server.http_protocol import LimitedHttpProtocol, limited_protocol
 from servekit.server.keys_file import KeysReload, read_keys
+from servekit.server.lifecycle import run_until_end, start_and_watch, watching
 from servekit.server.listener import BACKLOG, bind, stop_connecting, url
 
 if TYPE_CHECKING:
@@ -37,10 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("servekit")
 
-# New objects between two collections of the youngest generation, of these collections between two of the middle one,
-# and of those between two of the oldest. A collection takes 0.5 to 1 µs for each object, so the first two take about 1
-# and 5 ms. The oldest has no bound; almost nothing of a request is in cycles, so it is rarely collected.
-GC_THRESHOLDS = (1_000, 5, 1_000)
 DRAIN_TICK_S = 0.05  # how often a draining server checks whether all requests are answered
 # To send the last errors, answers and frames when the drain is over. Clients that do not read are cut off earlier.
 FINAL_WRITE_TIMEOUT_S = 5
@@ -48,9 +40,7 @@ FINAL_WRITE_TIMEOUT_S = 5
 
 def serve(config: ServeConfig) -> int:
     """Serve until a signal or a failure. Returns the exit code. Raises ServekitError."""
-    configure_logging(config.log_level, config.log_format)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config))
+    return run_until_end(_serve, config)
 
 
 async def _serve(config: ServeConfig) -> int:
@@ -66,23 +56,17 @@ async def _serve(config: ServeConfig) -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, server, reload)
     http = asyncio.create_task(server.serve(sockets=[listener]))
     supervisor = asyncio.create_task(_supervise(engine, app.state.body_decoder, server, listener))
-    reloading = asyncio.create_task(reload.run(), name="keys file")
-    engine.metrics.watch_log(num_dropped_lines)
-    watch_processes(engine.metrics.registry, lambda: engine.worker_pids)
-    watching = watch_event_loop(engine.metrics.server.event_loop_lag, engine.metrics.server.event_loop_tasks)
-    lag = asyncio.create_task(watching, name="event loop lag")
-    try:
-        await http
-    finally:
-        ignore_signals()  # uvicorn has removed its handlers, and the server is ending already
-        lag.cancel()
-        reloading.cancel()
-        supervisor.cancel()
-        await asyncio.wait([supervisor])
-        await app.state.body_decoder.stop()
-        await engine.stop(graceful=not server.force_exit)
-        if tracing is not None:
-            await tracing.close()
+    with watching(engine, reload):
+        try:
+            await http
+        finally:
+            ignore_signals()  # uvicorn has removed its handlers, and the server is ending already
+            supervisor.cancel()
+            await asyncio.wait([supervisor])
+            await app.state.body_decoder.stop()
+            await engine.stop(graceful=not server.force_exit)
+            if tracing is not None:
+                await tracing.close()
     if not supervisor.cancelled():
         supervisor.result()
     log.info("stopped")
@@ -90,30 +74,17 @@ async def _serve(config: ServeConfig) -> int:
 
 
 async def _supervise(engine: LLMEngine, body_decoder: BodyDecoder, server: Server, listener: socket.socket) -> None:
-    """Start the engine, and end the server when the engine fails. Raises the engine's failure."""
-    try:
-        log.info("servekit %s: loading %s", __version__, engine.config.model)
-        await engine.start()
+    """Start the engine and listen, and end the server when the engine fails. Raises the engine's failure."""
+
+    async def begin() -> str:
         await body_decoder.start()
-        tune_garbage_collector()
         await server.listen()
-        announce(engine, url(listener))
-        await engine.wait_until_failed()
-        assert engine.failure is not None
-        raise engine.failure
+        return url(listener)
+
+    try:
+        await start_and_watch(engine, begin)
     finally:
         server.end()
-
-
-def tune_garbage_collector() -> None:
-    """Keep the garbage collector from holding the event loop: it does not traverse what was made at the start.
-
-    A full collection would traverse a hundred thousand objects of the imported modules, each time that requests have
-    made some ten thousand.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
 
 
 class Server(uvicorn.Server):
@@ -260,53 +231,3 @@ def connect_tracing(config: ServeConfig) -> Tracing | None:
         ) from None
     path = "" if address.path.strip("/") else "/v1/traces"  # as the SDK's own environment variable does
     return Tracing(endpoint.rstrip("/") + path, config.model_name, __version__)
-
-
-def announce(engine: LLMEngine, url: str) -> None:
-    """Log that the server is ready, and its main settings: as JSON in one entry, as text in several lines."""
-    config, worker = engine.config, engine.worker
-    assert worker is not None
-    for doubt in doubts(config):
-        log.warning("%s", doubt)
-    if not logs_json():
-        for line in describe(engine, url):
-            log.info("%s", line)
-        return
-    settings = fields(
-        settings=non_default(config),
-        model=worker.model.architecture,
-        dtype=worker.dtype,
-        device=worker.device,
-        num_kv_blocks=worker.num_blocks,
-        block_size=config.block_size,
-        kv_bytes_per_token=worker.kv_bytes_per_token,
-        max_total_tokens=engine.scheduler_config.max_total_tokens,
-    )
-    log.info("ready at %s", url, extra=settings)
-
-
-def describe(engine: LLMEngine, url: str) -> Iterator[str]:
-    """Yield the lines that describe a ready server."""
-    config, worker = engine.config, engine.worker
-    assert worker is not None
-    changed = non_default(config)
-    if changed:
-        yield "settings that differ from their defaults:"
-    for name, value in changed.items():
-        yield f"  {name:<24} {value}"
-    num_tokens = worker.num_blocks * config.block_size
-    cache_mib = num_tokens * worker.kv_bytes_per_token / 2**20
-    yield f"model: {worker.model.architecture}, {worker.dtype} on {worker.device}"
-    yield "KV cache:"
-    yield f"  {'blocks':<24} {worker.num_blocks:,} of {config.block_size} tokens"
-    yield f"  {'tokens':<24} {num_tokens:,} of {worker.kv_bytes_per_token:,} bytes, {cache_mib:,.1f} MiB in total"
-    longest = engine.scheduler_config.max_total_tokens
-    yield f"  {'longest sequences':<24} {num_tokens / longest:.1f} of {longest:,} tokens"
-    if longest < worker.model.max_model_len:
-        yield (
-            f"  this is less than the model's context of {worker.model.max_model_len:,} tokens; "
-            "raise --num-kv-blocks to use all of it"
-        )
-    yield f"ready at {url}; try:"
-    key = "" if config.api_key is None and config.api_keys_file is None else " -H 'Authorization: Bearer KEY'"
-    yield f"""  curl {url}/generate{key} -d '{{"prompt": "What color is the sky?"}}'"""

@@ -1,0 +1,131 @@
+"""Run the process that holds the engine, whether it serves HTTP itself or lets API processes do that."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+
+import uvloop
+
+from servekit import __version__
+from servekit.config import ServeConfig, doubts, non_default
+from servekit.engine.llm_engine import LLMEngine
+from servekit.observability.process_metrics import watch_event_loop, watch_processes
+from servekit.protocol.logging import configure_logging, fields, logs_json, num_dropped_lines
+from servekit.server.keys_file import KeysReload
+
+log = logging.getLogger("servekit")
+
+# New objects between two collections of the youngest generation, of these collections between two of the middle one,
+# and of those between two of the oldest. A collection takes 0.5 to 1 µs for each object, so the first two take about 1
+# and 5 ms. The oldest has no bound; almost nothing of a request is in cycles, so it is rarely collected.
+GC_THRESHOLDS = (1_000, 5, 1_000)
+
+
+def run_until_end(main: Callable[[ServeConfig], Coroutine[None, None, int]], config: ServeConfig) -> int:
+    """Run `main` on an event loop of this process, with the log as the settings say. Returns its exit code."""
+    configure_logging(config.log_level, config.log_format)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main(config))
+
+
+@contextlib.contextmanager
+def watching(
+    engine: LLMEngine,
+    reload: KeysReload,
+    num_dropped_lines_elsewhere: Callable[[], int] = lambda: 0,
+    num_tasks_elsewhere: Callable[[], int] = lambda: 0,
+) -> Iterator[None]:
+    """Export metrics of the processes, their logs and their event loops, and read the keys file at each request.
+
+    `elsewhere` is in API processes. Until the end of the block.
+    """
+    metrics = engine.metrics
+    metrics.watch_log(lambda: num_dropped_lines() + num_dropped_lines_elsewhere())
+    watch_processes(metrics.registry, lambda: engine.worker_pids)
+    server = metrics.server
+    lag = watch_event_loop(server.event_loop_lag, server.event_loop_tasks, num_tasks_elsewhere)
+    tasks = [asyncio.create_task(lag, name="event loop lag"), asyncio.create_task(reload.run(), name="keys file")]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def start_and_watch(engine: LLMEngine, begin: Callable[[], Awaitable[str]]) -> None:
+    """Start the engine, then begin to serve, and return when the engine has ended. Raises its failure.
+
+    `begin` returns the server's URL when clients are served.
+    """
+    log.info("servekit %s: loading %s", __version__, engine.config.model)
+    await engine.start()
+    tune_garbage_collector()
+    announce(engine, await begin())
+    await engine.wait_until_failed()
+    assert engine.failure is not None
+    raise engine.failure
+
+
+def tune_garbage_collector() -> None:
+    """Keep the garbage collector from holding the event loop: it does not traverse what was made at the start.
+
+    A full collection would traverse a hundred thousand objects of the imported modules, each time that requests have
+    made some ten thousand.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
+def announce(engine: LLMEngine, url: str) -> None:
+    """Log that the server is ready, and its main settings: as JSON in one entry, as text in several lines."""
+    config, worker = engine.config, engine.worker
+    assert worker is not None
+    for doubt in doubts(config):
+        log.warning("%s", doubt)
+    if not logs_json():
+        for line in describe(engine, url):
+            log.info("%s", line)
+        return
+    settings = fields(
+        settings=non_default(config),
+        model=worker.model.architecture,
+        dtype=worker.dtype,
+        device=worker.device,
+        num_kv_blocks=worker.num_blocks,
+        block_size=config.block_size,
+        kv_bytes_per_token=worker.kv_bytes_per_token,
+        max_total_tokens=engine.scheduler_config.max_total_tokens,
+    )
+    log.info("ready at %s", url, extra=settings)
+
+
+def describe(engine: LLMEngine, url: str) -> Iterator[str]:
+    """Yield the lines that describe a ready server."""
+    config, worker = engine.config, engine.worker
+    assert worker is not None
+    changed = non_default(config)
+    if changed:
+        yield "settings that differ from their defaults:"
+    for name, value in changed.items():
+        yield f"  {name:<24} {value}"
+    num_tokens = worker.num_blocks * config.block_size
+    cache_mib = num_tokens * worker.kv_bytes_per_token / 2**20
+    yield f"model: {worker.model.architecture}, {worker.dtype} on {worker.device}"
+    yield "KV cache:"
+    yield f"  {'blocks':<24} {worker.num_blocks:,} of {config.block_size} tokens"
+    yield f"  {'tokens':<24} {num_tokens:,} of {worker.kv_bytes_per_token:,} bytes, {cache_mib:,.1f} MiB in total"
+    longest = engine.scheduler_config.max_total_tokens
+    yield f"  {'longest sequences':<24} {num_tokens / longest:.1f} of {longest:,} tokens"
+    if longest < worker.model.max_model_len:
+        yield (
+            f"  this is less than the model's context of {worker.model.max_model_len:,} tokens; "
+            "raise --num-kv-blocks to use all of it"
+        )
+    yield f"ready at {url}; try:"
+    key = "" if config.api_key is None and config.api_keys_file is None else " -H 'Authorization: Bearer KEY'"
+    yield f"""  curl {url}/generate{key} -d '{{"prompt": "What color is the sky?"}}'"""
