@@ -35,6 +35,7 @@ MOVED_PER_SLICE = 32  # sequences that move without a pause; each takes some 0.1
 REBALANCE_INTERVAL_S = 1.0
 JOIN_INTERVAL_S = 0.1  # how soon a worker that waits is taken, when no other replica needs one any more
 MAX_REBALANCED = 16  # prompts at a time: what moves away for a wrong prediction has to wait twice
+SUSPECTS_WAIT_S = 60.0  # for a worker that joins in place of the one that they were lost on; perhaps none does
 RETRY_AFTER_S = 5  # for clients, while it is not known when the next worker will be ready
 
 
@@ -47,6 +48,7 @@ class Replica:
         self.executor = executor
         self.placement = placement
         self.is_vacated = False  # it has no worker and awaits none: the last one left, or could not be replaced
+        self.waited_s = 0.0  # for a worker, in intervals of rebalancing: a pause of this process says nothing
         self._core: EngineCore | None = None
 
     @property
@@ -433,14 +435,16 @@ class Replicas:
     async def _move_from(self, source: Replica) -> None:
         """Move what a replica without a worker has to others that can run it at once.
 
-        Suspects of a crash stay, and run alone when its worker is replaced. Only one replica has suspects: if another
-        one has, they go there. So a sequence that crashes workers does not take them down one after the other.
+        Suspects of a crash stay, and run alone when its worker is replaced. Where workers join, none may ever do so; then
+        suspects go to others after SUSPECTS_WAIT_S. Only one replica has suspects: if another one has, they go there. So
+        a sequence that crashes workers does not take them down one after the other.
         """
         manager = source.core.manager
         suspects = set(manager.quarantine.sequence_ids)
         others = [replica for replica in self.all if replica is not source and not replica.is_vacated]
         isolating = [replica for replica in others if replica.core.manager.quarantine]
-        if suspects and (isolating or source.is_vacated):
+        has_waited = source.waited_s >= SUSPECTS_WAIT_S and any(each.is_ready for each in others)
+        if suspects and (isolating or source.is_vacated or has_waited):
             self._move(source, sorted(suspects), isolating[:1] or others)
         ids = [each for each in manager.sequence_ids if each not in suspects]
         for start in range(0, len(ids), MOVED_PER_SLICE):
@@ -476,6 +480,9 @@ class Replicas:
     async def _rebalance_forever(self) -> None:
         while True:
             await asyncio.sleep(REBALANCE_INTERVAL_S)
+            for replica in self.all:
+                is_waiting = replica.is_joined and not replica.is_ready
+                replica.waited_s = replica.waited_s + REBALANCE_INTERVAL_S if is_waiting else 0.0
             if len(self.all) == 1:
                 continue  # another worker may join later
             for replica in self.all:

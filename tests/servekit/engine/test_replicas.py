@@ -250,6 +250,24 @@ async def test_suspects_wait_for_a_worker_of_their_own_and_all_at_one_replica() 
     assert {fleet.add().index for _ in range(6)} <= {0, 2}
 
 
+async def test_suspects_do_not_wait_for_ever_for_a_worker_that_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas_module, "REBALANCE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(replicas_module, "SUSPECTS_WAIT_S", 0.05)
+    fleet = Fleet(64, 64, 64)
+    for replica in fleet.replicas.all[:2]:
+        replica.placement = None
+    for _ in range(6):
+        fleet.add()
+    await fleet.lose(0)
+    await fleet.lose(1)
+    suspects = fleet.replicas.all[1].core.manager.quarantine.sequence_ids
+    assert suspects and fleet.ids()[1] == suspects
+    async with fleet.serving():
+        await fleet.wait_until(lambda: not fleet.ids()[1])
+    assert fleet.replicas.all[2].core.manager.quarantine.sequence_ids == suspects, "they run alone there"
+    assert fleet.all_ids() == list(range(6))
+
+
 async def test_what_fits_on_the_largest_replica_only_waits_for_it() -> None:
     fleet = Fleet(8, 64)
     limit = fleet.replicas.limits.max_total_tokens
