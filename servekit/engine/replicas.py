@@ -435,9 +435,9 @@ class Replicas:
     async def _move_from(self, source: Replica) -> None:
         """Move what a replica without a worker has to others that can run it at once.
 
-        Suspects of a crash stay, and run alone when its worker is replaced. Where workers join, none may ever do so; then
-        suspects go to others after SUSPECTS_WAIT_S. Only one replica has suspects: if another one has, they go there. So
-        a sequence that crashes workers does not take them down one after the other.
+        Suspects of a crash stay, and run alone when its worker is replaced. Where workers join, none may ever do so:
+        then suspects go to others after SUSPECTS_WAIT_S. Only one replica has suspects: if another one has, they go
+        there. So a sequence that crashes workers does not take them down one after the other.
         """
         manager = source.core.manager
         suspects = set(manager.quarantine.sequence_ids)
