@@ -25,6 +25,7 @@ log = logging.getLogger("servekit")
 
 STALL_TIMEOUT_S = 10.0  # of the main loop, in addition to the time that a step may take
 ENDS_PER_TURN = 32  # of sequences: so many take about 2 ms, and then other callbacks run before the next plan
+RETRY_AFTER_S = 5  # for clients, while it is not known when the next worker will be ready
 
 
 class Peers(Protocol):

@@ -22,7 +22,7 @@ from servekit.config import ServeConfig
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.client_queue import ClientQueue
 from servekit.engine.detokenizer import Detokenizer, NullDetokenizer
-from servekit.engine.engine_core import EngineCore
+from servekit.engine.engine_core import RETRY_AFTER_S, EngineCore
 from servekit.engine.input_processor import InputProcessor, PreparedPrompt, num_logprobs, prepare_in_time
 from servekit.engine.live_view import LiveView, build_live_view, live_worker
 from servekit.engine.model_files import ChatTemplate, find_chat_template, find_model
@@ -30,7 +30,7 @@ from servekit.engine.output_processor import OutputProcessor
 from servekit.engine.profiling import Profiling
 from servekit.engine.queue_limits import QueueLimits, QueuePlaces
 from servekit.engine.readiness_probe import ReadinessProbe
-from servekit.engine.replicas import RETRY_AFTER_S, Replica, Replicas
+from servekit.engine.replicas import Replica, Replicas
 from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput, add_commands
 from servekit.engine.tokenizer import Tokenizer, load_tokenizer

@@ -15,7 +15,7 @@ from typing import Any
 
 from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.config import ServeConfig
-from servekit.engine.engine_core import EngineCore
+from servekit.engine.engine_core import RETRY_AFTER_S, EngineCore
 from servekit.engine.request_registry import RequestRegistry
 from servekit.errors import ConfigError, InternalError, ServekitError, WorkerError, WorkerLost, WorkerNotReady
 from servekit.executor.joined_worker import JoinedWorker
@@ -36,7 +36,6 @@ REBALANCE_INTERVAL_S = 1.0
 JOIN_INTERVAL_S = 0.1  # how soon a worker that waits is taken, when no other replica needs one any more
 MAX_REBALANCED = 16  # prompts at a time: what moves away for a wrong prediction has to wait twice
 SUSPECTS_WAIT_S = 60.0  # for a worker that joins in place of the one that they were lost on; perhaps none does
-RETRY_AFTER_S = 5  # for clients, while it is not known when the next worker will be ready
 
 
 class Replica:

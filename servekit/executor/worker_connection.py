@@ -161,9 +161,7 @@ class WorkerConnection:
             return
         self.loss, self.cause = error, cause
         if self._is_ready and not self._is_ending:  # before it was ready, `receive` reports the loss to the caller
-            log.log(
-                logging.INFO if cause == "left" else logging.ERROR, "worker %s: %s", self.name, error.message
-            )
+            log.log(logging.INFO if cause == "left" else logging.ERROR, "worker %s: %s", self.name, error.message)
         self._ticker.cancel()
         self._stream.stop()
         with contextlib.suppress(asyncio.QueueFull):

@@ -334,7 +334,6 @@ async def test_a_replica_that_is_given_up_does_not_end_the_wait_for_an_outage() 
     assert "no model worker for 0.05 s" in fleet.failures[0].message
 
 
-
 def test_an_end_reaches_a_sequence_wherever_it_is() -> None:
     fleet = Fleet(64, 64)
     for _ in range(4):

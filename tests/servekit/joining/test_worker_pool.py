@@ -102,7 +102,7 @@ async def test_a_worker_with_another_number_of_blocks_is_shut_down(tmp_path: Pat
 
 
 async def test_workers_join_when_the_servers_own_are_ready_and_must_compute_the_same(tmp_path: Path) -> None:
-    """The data type and the model are those of its own workers. The number of blocks is that of the first that joins."""
+    """Model and data type are those of its own workers. The first one that joins sets the number of blocks."""
     async with pooling(tmp_path, data_parallel_size=2) as pool:
         with pytest.raises(HandshakeFailed, match="own workers load the model") as refused:
             await shake_hands(await connect(pool.address))
