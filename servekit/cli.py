@@ -1,4 +1,4 @@
-"""Parse the command line of `servekit serve | top | chat | eval | replay | version` and start the command."""
+"""Parse the command line of `servekit serve | top | chat | eval | quantize | replay | version` and run the command."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from servekit import __version__
 from servekit.config import (
@@ -26,6 +28,7 @@ from servekit.config import (
 )
 from servekit.errors import ConfigError, ServekitError
 from servekit.protocol.logging import logs_json, write_line
+from servekit.protocol.quantization_job import GROUP_SIZE, METHODS, SCHEMES, QuantizationJob
 from servekit.server.cache_directory import check_temporary_directory, use_cache_directory
 from servekit.simulation.model import is_simulated
 
@@ -103,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         flag = "--" + name.replace("_", "-")
         chat.add_argument(flag, metavar=name.rpartition("_")[2].upper(), type=kind, help=meaning)
     _add_eval_parser(commands)
+    _add_quantize_parser(commands)
     replay = commands.add_parser(
         "replay",
         help="repeat the decisions of a server from its journal",
@@ -152,11 +156,62 @@ def _add_eval_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     add("--output", metavar="FILE", type=Path, help="also write the result, as JSON (.json) or Markdown (.md)")
 
 
+def _add_quantize_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "quantize",
+        help="write a checkpoint with quantized weights",
+        description="Quantize the weights of a model and write them as a compressed-tensors checkpoint, which "
+        "servekit, vLLM and transformers read.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="directory or Hugging Face id of the unquantized model, or demo")
+    add("output", metavar="OUT", help="directory of the new checkpoint; it must not exist, or be empty")
+    add("--method", choices=METHODS, required=True, help="rtn needs no calibration; gptq and awq do")
+    add(
+        "--scheme",
+        choices=SCHEMES,
+        help="bits of weights and activations: w4a16 has weights of four bits (default: w4a16)",
+    )
+    add(
+        "--group-size",
+        metavar="NUM",
+        type=_positive,
+        help=f"weights that share a scale (default: {GROUP_SIZE}; a row for eight bits)",
+    )
+    symmetry = parser.add_mutually_exclusive_group()
+    symmetry.add_argument("--symmetric", dest="is_symmetric", action="store_const", const=True, help="no zero points")
+    symmetry.add_argument(
+        "--asymmetric", dest="is_symmetric", action="store_const", const=False, help="zero points (default: for w4a16)"
+    )
+    add("--calibration", metavar="FILE", help='texts that the model reads: a line each, or .jsonl with "text"')
+    add("--num-samples", metavar="NUM", type=_positive, help="samples of the texts (default: 128)")
+    add("--max-length", metavar="TOKENS", type=_positive, help="length of a sample (default: 512)")
+    add("--seed", metavar="NUM", type=_whole, help="seed of the order of the texts (default: 0)")
+    add(
+        "--dampening",
+        metavar="SHARE",
+        type=_share,
+        help="of the mean of GPTQ's matrix, on its diagonal (default: 0.01)",
+    )
+    add(
+        "--activation-order",
+        action=argparse.BooleanOptionalAction,
+        help="GPTQ rounds the columns of the largest inputs first (default: yes)",
+    )
+
+
 def _positive(text: str) -> int:
     """Parse a whole number above 0. Raises ArgumentTypeError."""
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**31):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {2**31 - 1}")
     return int(text)
+
+
+def _whole(text: str) -> int:
+    """Parse a whole number from 0 on. Raises ArgumentTypeError."""
+    return 0 if text == "0" else _positive(text)
 
 
 def _share(text: str) -> float:
@@ -263,6 +318,23 @@ def _eval(arguments: dict[str, Any]) -> int:
     return 1 if report.losses else 0
 
 
+def _quantize(arguments: dict[str, Any]) -> int:
+    """Check the arguments, find the model, and become the process that quantizes it, because this one has no torch."""
+    from servekit.engine.model_files import find_model
+    from servekit.executor.worker_process import worker_environment
+
+    if is_simulated(arguments["model"]):
+        raise ConfigError(f"model {arguments['model']!r} is simulated and has no weights to quantize")
+    job = QuantizationJob(**arguments)
+    job.check()
+    job = msgspec.structs.replace(job, model=str(find_model(job.model)))
+    text = msgspec.json.encode(job).decode()
+    # -P: a `workers` folder in the current directory must not hide ours.
+    command = [sys.executable, "-P", "-m", "servekit.worker", "--quantize", text]
+    sys.stdout.flush()
+    os.execve(sys.executable, command, worker_environment())  # noqa: S606  # our own interpreter, without a shell
+
+
 def _replay(arguments: dict[str, Any]) -> int:
     from servekit.observability.journal import journal_paths
 
@@ -353,6 +425,7 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "top": _top,
     "chat": _chat,
     "eval": _eval,
+    "quantize": _quantize,
     "replay": _replay,
     "version": _version,
 }

@@ -1,7 +1,7 @@
 """`python -m servekit.worker`: run a model worker that joins a server.
 
 A server starts the workers for its own devices itself: with this command, too, and two pipes as open file descriptors.
-Torch is imported only after the arguments have been checked.
+`servekit quantize` becomes this command, too. Torch is imported only after the arguments have been checked.
 """
 
 from __future__ import annotations
@@ -9,16 +9,20 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 import servekit
 from servekit.errors import ConfigError
 from servekit.protocol.child_process import die_with_parent, dump_stacks_on_crash, ignore_signals
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
-from servekit.protocol.logging import configure_logging, escaped
+from servekit.protocol.logging import configure_logging, escaped, write_line
 from servekit.protocol.messages import FromWorker, ToWorker, WorkerFailed
+from servekit.protocol.quantization_job import QuantizationJob
 
 USAGE = (
     "usage: python -m servekit.worker --connect ADDRESS --key-file FILE [--device cuda:1], where ADDRESS and FILE are "
@@ -48,9 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("--task-fd", "--result-fd", "--parent-pid"):  # of a server that starts it
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--cpus", help=argparse.SUPPRESS)
+    parser.add_argument("--quantize", metavar="JOB", help=argparse.SUPPRESS)  # of `servekit quantize`
     arguments = parser.parse_args(argv)
     if arguments.task_fd is not None:
         return execute(arguments)
+    if arguments.quantize is not None:
+        return quantize(arguments.quantize)
     if arguments.connect is None or arguments.key_file is None:
         sys.stderr.write(f"{USAGE}\n")
         return 2
@@ -111,6 +118,25 @@ def join(arguments: argparse.Namespace) -> int:
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run_agent(settings))
+
+
+def quantize(job: str) -> int:
+    """Write a quantized checkpoint. `job` is a QuantizationJob in JSON. Returns the exit code of the command."""
+    configure_logging("info")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that temporary files are removed
+    try:
+        check_workers_package()
+
+        from workers.compression.quantize import quantize_checkpoint
+
+        quantize_checkpoint(msgspec.json.decode(job, type=QuantizationJob))
+    except KeyboardInterrupt:
+        write_line("servekit: interrupted; nothing has been written")
+        return 128 + signal.SIGINT
+    except ConfigError as error:
+        write_line(f"servekit: {escaped(error.message)}")
+        return 2
+    return 0
 
 
 def find_local(model: str) -> str:

@@ -24,11 +24,13 @@ def read_weights(
     path: Path,
     config: Any,
     dtype: str | torch.dtype,
-    attention: str,
+    attention: str | None,
     progress: Progress,
     model_class: Any = AutoModelForCausalLM,
 ) -> tuple[PreTrainedModel, int]:
     """Return the model with the weights of its files, on the CPU, and their size in bytes there.
+
+    `attention` is the implementation of attention by its name in transformers; None lets transformers choose.
 
     transformers maps the files and reads what it has to convert to another dtype. The rest is read by the first copy:
     to a GPU, or into the layout that a CPU multiplies with. So nothing is copied twice, and a loader of our own would
