@@ -100,7 +100,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     devices: Annotated[
         Annotated[str, Meta(pattern=r"^(cpu|cuda:\d+)(,(cpu|cuda:\d+))*$")] | None,
         Meta(
-            description="devices of the replicas, for example cuda:0,cuda:1; instead of device and data_parallel_size"
+            description="devices of the workers, for example cuda:0,cuda:1; with ranks one for each, in the order "
+            "replica, stage, tensor rank; replaces device, and data_parallel_size follows from their number"
         ),
     ] = None
     load_format: Annotated[
@@ -649,8 +650,8 @@ def doubts(config: ServeConfig) -> list[str]:
         )
     if config.scheduling_policy == "fair" and config.api_keys_file is None:
         found.append("scheduling_policy = 'fair' has no effect without api_keys_file: all requests have one tenant")
-    if config.devices is not None and (config.device != "auto" or config.data_parallel_size is not None):
-        found.append(f"devices = {config.devices!r} places the replicas; device and data_parallel_size have no effect")
+    if config.devices is not None and config.device != "auto":
+        found.append(f"devices = {config.devices!r} places the workers; device = {config.device!r} has no effect")
     if not config.starts_workers and config.device != "auto":
         found.append(
             f"device = {config.device!r} has no effect: with listen_workers the server starts no worker itself, and "

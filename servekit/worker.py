@@ -19,6 +19,7 @@ import msgspec
 import servekit
 from servekit.errors import ConfigError
 from servekit.protocol.child_process import die_with_parent, dump_stacks_on_crash, ignore_signals
+from servekit.protocol.cpu_list import format_cpu_list, parse_cpu_list
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
 from servekit.protocol.logging import configure_logging, escaped, write_line
 from servekit.protocol.messages import FromWorker, ToWorker, WorkerFailed
@@ -47,32 +48,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", help="directory or Hugging Face id of the model (default: the server's path)")
     parser.add_argument("--tls-ca", metavar="FILE", help="certificates that the server's is signed by; turns TLS on")
+    parser.add_argument("--cpus", metavar="LIST", help="cores to run on, like 0-7,16-23 (default: all that it may use)")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="text", choices=["text", "json"])
     for name in ("--task-fd", "--result-fd", "--parent-pid"):  # of a server that starts it
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--cpus", help=argparse.SUPPRESS)
     parser.add_argument("--quantize", metavar="JOB", help=argparse.SUPPRESS)  # of `servekit quantize`
     arguments = parser.parse_args(argv)
-    if arguments.task_fd is not None:
-        return execute(arguments)
     if arguments.quantize is not None:
         return quantize(arguments.quantize)
-    if arguments.connect is None or arguments.key_file is None:
+    is_child = arguments.task_fd is not None
+    if not is_child and (arguments.connect is None or arguments.key_file is None):
         sys.stderr.write(f"{USAGE}\n")
         return 2
     try:
-        return join(arguments)
+        if arguments.cpus is not None:
+            bind_to_cores(arguments.cpus)
+        if not is_child:
+            return join(arguments)
     except ConfigError as error:
         sys.stderr.write(f"error: {escaped(error.message)}\n")  # anyone may have sent it, in place of the server
         return 2
+    return execute(arguments)
+
+
+def bind_to_cores(text: str) -> None:
+    """Bind this process to cores, before it has threads and children, which inherit them. Raises ConfigError."""
+    try:
+        cpus = set(parse_cpu_list(text))
+    except ValueError:
+        cpus = set()
+    if not cpus:
+        raise ConfigError(f"--cpus = {text!r} is not a list of cores; write it like 0-7,16-23")
+    allowed = os.sched_getaffinity(0)
+    if not cpus <= allowed:
+        raise ConfigError(
+            f"--cpus = {text!r} names cores {format_cpu_list(cpus - allowed)}, which do not exist or which this "
+            f"process may not use; it may use {format_cpu_list(allowed)}"
+        )
+    os.sched_setaffinity(0, cpus)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Execute step plans until the server sends Shutdown or exits."""
     configure_logging(arguments.log_level, arguments.log_format)
-    if arguments.cpus is not None:  # before any library starts threads, which inherit the cores
-        os.sched_setaffinity(0, map(int, arguments.cpus.split(",")))
     die_with_parent(arguments.parent_pid)
     ignore_signals()
     dump_stacks_on_crash()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from servekit.errors import ConfigError
+from servekit.protocol.cpu_list import format_cpu_list
 from servekit.protocol.framing import MessageReceiver, MessageSender
 from servekit.protocol.messages import (
     HEARTBEAT_S,
@@ -22,6 +24,7 @@ from servekit.protocol.messages import (
     Loading,
     LoadModel,
     Profiled,
+    RankInfo,
     Shutdown,
     StartProfile,
     StepAcknowledged,
@@ -156,7 +159,8 @@ class ModelWorker:
                 compile_ahead("float32" if settings.dtype == "auto" else settings.dtype)
             from workers.runner.model_runner import load  # type: ignore[assignment]  # and torch, which takes seconds
         self._runner, ready = load(settings, lambda stage: self._send(Loading(stage)))
-        return replace(ready, model=replace(ready.model, fingerprint=fingerprint))
+        place = RankInfo(ready.device, format_cpu_list(os.sched_getaffinity(0)))
+        return replace(ready, model=replace(ready.model, fingerprint=fingerprint), ranks=(place,))
 
     def _begin(self, plan: StepPlan, runner: Runner) -> Pending[StepResult] | Pending[StepFailed]:
         """Launch a step; after an OutOfMemory, this step and all later ones of its epoch fail."""

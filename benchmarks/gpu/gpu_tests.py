@@ -6,17 +6,20 @@ import subprocess
 import sys
 
 from benchmarks.gpu.parsing import counts, summary_line
+from benchmarks.gpu.requirements import REQUIRED_BY_SERVER
 from benchmarks.gpu.session import ROOT, Session, SkippedError, environment, require_modules
 from benchmarks.gpu.stage_process import run_stage
 
+SERVERS = "e2e/test_devices.py"  # two workers on this GPU, and on two GPUs if there are as many
 FILES = (
-    "attention/test_triton_kernels.py",
-    "attention/test_triton_rotary.py",
-    "layers/test_triton_ops.py",
-    "sampling/test_triton_sampler.py",
-    "test_no_synchronisation.py",
+    "workers/attention/test_triton_kernels.py",
+    "workers/attention/test_triton_rotary.py",
+    "workers/layers/test_triton_ops.py",
+    "workers/sampling/test_triton_sampler.py",
+    "workers/test_no_synchronisation.py",
+    SERVERS,
 )
-REHEARSED = ("runner/test_memory_profiling.py",)  # it takes a second
+REHEARSED = ("workers/runner/test_memory_profiling.py",)  # it takes a second
 MIN_LEFT_S = 20.0  # time left that is needed to start another file
 
 
@@ -24,9 +27,11 @@ def run(session: Session) -> None:
     require_modules(("pytest", "pytest_asyncio", "hypothesis", "httpx2"), "a package that the tests need")
     for name in FILES if session.on_gpu else REHEARSED:
         with session.row("tests", file=name) as row:
-            path = ROOT / "tests" / "workers" / name
+            path = ROOT / "tests" / name
             if not path.exists():
                 raise SkippedError("the file does not exist")
+            if name == SERVERS:
+                require_modules(REQUIRED_BY_SERVER, "a package that the server needs")
             if session.left_s < MIN_LEFT_S:
                 raise SkippedError("too little time was left")
             row["summary"] = _pytest(str(path), session.left_s - MIN_LEFT_S / 2)

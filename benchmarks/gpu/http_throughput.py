@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.byte_tokenizer import tokenizer_file
+from benchmarks.gpu.requirements import REQUIRED_BY_SERVER
 from benchmarks.gpu.sequences import Sequences
 from benchmarks.gpu.session import ROOT, Session, environment, require_modules
 from benchmarks.gpu.shapes import HTTP_GOAL, Shape
 from benchmarks.gpu.stage_process import run_stage
 from workers.runner.model_runner import make_runner
 
-NEEDED = ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
-
 
 def run(session: Session) -> None:
-    require_modules(NEEDED, "a package that the server or its clients need")
+    require_modules(REQUIRED_BY_SERVER, "a package that the server or its clients need")
     clients, num_input, num_output, waves = (128, 1024, 256, 3) if session.on_gpu else (4, 32, 16, 2)
     shape = session.shapes[0]
     named, rates = {"shape": shape.name, "clients": clients}, {}

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 # A stage that needs more checks for it itself.
 REQUIRED_BY_ALL_STAGES = ("torch", "transformers", "numpy", "safetensors", "tqdm", "msgspec", "llguidance")
+REQUIRED_BY_SERVER = ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
 PACKAGES = {"pytest_asyncio": "pytest-asyncio", "prometheus_client": "prometheus-client"}
 
 

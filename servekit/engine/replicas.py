@@ -107,15 +107,14 @@ class Replica:
             "host": self.executor.host or None,
             "device": None if worker is None else worker.device,
             "num_blocks": None if worker is None else worker.num_blocks,
-            "cpus": () if self.placement is None else self.placement.cpus,
+            "ranks": [] if worker is None else worker.ranks,
         }
 
     def describe(self) -> str:
         """Return a text for log lines: its worker, and where that runs. There is one."""
         worker = self.worker
         assert worker is not None
-        where = "" if self.placement is None else f", {self.placement}"
-        return f"worker {self.executor.worker_name}: {worker.device}, {worker.num_blocks} KV blocks{where}"
+        return f"worker {self.executor.worker_name}: {worker.place}"
 
     def fits(self, max_length: int) -> bool:
         """Whether a sequence of so many tokens can run here alone."""

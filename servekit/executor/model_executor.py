@@ -176,10 +176,9 @@ class ModelExecutor:
 
     def _start_rank(self, rank: int, on_loss: Callable[[], None]) -> WorkerConnection:
         arguments = ["--log-level", self._config.log_level, "--log-format", self._config.log_format]
-        arguments += self._placement.arguments
-        return WorkerConnection(
-            WorkerProcess(arguments, self._placement.environment), self._config.heartbeat_timeout, on_loss
-        )
+        arguments += self._placement.arguments(rank)
+        process = WorkerProcess(arguments, self._placement.environment(rank))
+        return WorkerConnection(process, self._config.heartbeat_timeout, on_loss)
 
     def send(self, plan: StepPlan) -> None:
         """Send a step to the worker. Does not wait."""
@@ -292,15 +291,11 @@ def load_model_message(config: ServeConfig, path: str) -> LoadModel:
 
     Raises ConfigError for what cannot be divided among ranks.
     """
-    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
-        sizes = "--tensor-parallel-size and --pipeline-parallel-size"
-        if is_simulated(config.model):
-            raise ConfigError(f"the simulated model {config.model!r} cannot be divided: leave out {sizes}")
-        if config.devices is not None:
-            raise ConfigError(
-                f"--devices cannot be used with {sizes}: use --data-parallel-size, which gives the next GPU to each "
-                "rank of each replica"
-            )
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1 and is_simulated(config.model):
+        raise ConfigError(
+            f"the simulated model {config.model!r} cannot be divided: leave out --tensor-parallel-size and "
+            "--pipeline-parallel-size"
+        )
     return LoadModel(
         model_path=config.model if is_simulated(config.model) else path,
         dtype=config.dtype,

@@ -12,6 +12,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -109,7 +110,8 @@ class WorkerGroup:
     async def receive(self, timeout_s: float | None) -> FromWorker:
         """Return the next result, when all ranks have answered. Raises the loss, like WorkerConnection's.
 
-        Without a timeout, only the silence and the end of a rank are noticed.
+        Without a timeout, only the silence and the end of a rank are noticed. The WorkerReady of a group tells where
+        each rank runs.
         """
         if len(self._ranks) <= self._result_rank:
             assert self.loss is not None
@@ -127,14 +129,19 @@ class WorkerGroup:
                 what = f"the ranks of the model worker did not all answer within {timeout_s:.3g} s"
                 late = partial(self.mark_lost, WorkerTimeout(what), "step_timeout")
                 stack.callback(PauseTolerantTimer(timeout_s, late).cancel)
+            given: dict[int, FromWorker] = {self._result_rank: answer}
             for rank, answers in self._answers.items():
                 other = await answers.get()
                 if other is None:
                     await self._is_lost.wait()
                 else:
                     self._check_agreement(rank, answer, other)
+                    given[rank] = other
         if self.loss is not None:
             raise self.loss
+        if isinstance(answer, WorkerReady):
+            infos = (each.ranks for _, each in sorted(given.items()) if isinstance(each, WorkerReady))
+            return replace(answer, ranks=tuple(chain.from_iterable(infos)))
         return answer
 
     async def ask(self, request: StartProfile | StopProfile) -> Profiled:

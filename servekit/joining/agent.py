@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from servekit import __version__
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.errors import ConfigError
+from servekit.executor.placement import place_joining
 from servekit.joining.address import TcpAddress, UnixAddress
 from servekit.joining.local_worker import LocalWorker, start_local_worker
 from servekit.joining.socket_stream import SocketStream
@@ -208,18 +209,17 @@ class _Service:
         """
         if not isinstance(message, LoadModel):
             raise ValueError(f"{type(message).__name__} before LoadModel")
-        load = replace(message, device=self._settings.device, model_path=self._settings.model or message.model_path)
-        num_devices = len(load.device.split(","))
-        if num_devices not in (1, load.num_ranks):
-            self._refuse(
-                f"--device names {num_devices} devices, and the server divides the model among {load.num_ranks} ranks "
-                f"(--tensor-parallel-size {load.tensor_parallel_size}, --pipeline-parallel-size "
-                f"{load.pipeline_parallel_size}); name one device for each rank, or only the first one"
-            )
+        try:
+            placement = place_joining(self._settings.device, message)
+        except ConfigError as error:
+            self._refuse(error)
             return
+        load = replace(placement.apply(message), model_path=self._settings.model or message.model_path)
         ranks = f", divided among {load.num_ranks} ranks" if load.num_ranks > 1 else ""
         log.info("joined %s; loading %s on %s%s", self._stream.name, load.model_path, load.device, ranks)
-        self._worker = start_local_worker(load, self._settings.process_arguments, self._on_worker_message, self._finish)
+        self._worker = start_local_worker(
+            load, placement, self._settings.process_arguments, self._on_worker_message, self._finish
+        )
 
     def _is_refused(self, message: ToWorker | Refused) -> bool:
         """Whether the server refuses what the worker has loaded: with its second message, or not at all."""
@@ -229,11 +229,11 @@ class _Service:
             self._finish(f"the server has refused this worker: {message.message}")
         return self._failure is not None
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, why: ConfigError) -> None:
         """Tell the server and the operator why this worker cannot serve."""
-        self._failure = ConfigError(why)
-        self._to_server(msgspec.msgpack.encode(WorkerFailed(why, is_config_error=True)))
-        self._finish(why)
+        self._failure = why
+        self._to_server(msgspec.msgpack.encode(WorkerFailed(why.message, is_config_error=True)))
+        self._finish(why.message)
 
     # -- messages from the worker's processes -------------------------------------------------------------------------
 
@@ -249,9 +249,7 @@ class _Service:
                 log.info("%s", message.stage)
             case WorkerReady():
                 self.is_ready = True
-                log.info(
-                    "ready: %s on %s, %d KV blocks", message.model.architecture, message.device, message.num_blocks
-                )
+                log.info("ready: %s, %s", message.model.architecture, message.place)
             case WorkerFailed(is_config_error=True):
                 self._failure = ConfigError(message.message)
             case _:

@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from servekit.errors import ConfigError, ServekitError
+from servekit.executor.placement import Placement
 from servekit.executor.worker_connection import WorkerConnection
 from servekit.executor.worker_group import WorkerGroup
 from servekit.executor.worker_process import WorkerProcess
@@ -41,23 +42,27 @@ class LocalWorker(Protocol):
         """End the processes that have not exited."""
 
 
-def start_local_worker(load: LoadModel, arguments: Sequence[str], on_message: OnMessage, on_end: OnEnd) -> LocalWorker:
+def start_local_worker(
+    load: LoadModel, placement: Placement, arguments: Sequence[str], on_message: OnMessage, on_end: OnEnd
+) -> LocalWorker:
     """Start as many processes as the model is divided among, with these command line arguments, and let them load it.
 
     Raises OSError.
     """
     if load.num_ranks > 1:
-        return LocalGroup(load, arguments, on_message, on_end)
-    return LocalProcess(load, arguments, on_message, on_end)
+        return LocalGroup(load, placement, arguments, on_message, on_end)
+    return LocalProcess(load, placement, arguments, on_message, on_end)
 
 
 class LocalProcess:
     """One worker process. Its messages are passed on as they are, and only the agent's own needs are decoded."""
 
-    def __init__(self, load: LoadModel, arguments: Sequence[str], on_message: OnMessage, on_end: OnEnd) -> None:
+    def __init__(
+        self, load: LoadModel, placement: Placement, arguments: Sequence[str], on_message: OnMessage, on_end: OnEnd
+    ) -> None:
         self._on_message, self._on_end = on_message, on_end
         self._sent, self._received = FrameCodec(), FrameCodec()
-        self._process = WorkerProcess(list(arguments))
+        self._process = WorkerProcess([*arguments, *placement.arguments(0)], placement.environment(0))
         self._process.start(self._on_bytes, lambda what: on_end(f"the worker process {what}"))
         self.send(msgspec.msgpack.encode(load))
 
@@ -81,14 +86,17 @@ class LocalGroup:
     Whether a rank is silent or has ended is noticed here. How long a step may take is decided by the server.
     """
 
-    def __init__(self, load: LoadModel, arguments: Sequence[str], on_message: OnMessage, on_end: OnEnd) -> None:
+    def __init__(
+        self, load: LoadModel, placement: Placement, arguments: Sequence[str], on_message: OnMessage, on_end: OnEnd
+    ) -> None:
         self._on_message, self._on_end = on_message, on_end
         self._is_ending = False
         self._tasks: set[asyncio.Task[None]] = set()
         loop = asyncio.get_running_loop()
 
         def start_rank(rank: int, on_rank_lost: Callable[[], None]) -> WorkerConnection:
-            return WorkerConnection(WorkerProcess(list(arguments)), load.heartbeat_timeout_s, on_rank_lost)
+            process = WorkerProcess([*arguments, *placement.arguments(rank)], placement.environment(rank))
+            return WorkerConnection(process, load.heartbeat_timeout_s, on_rank_lost)
 
         def on_loss() -> None:  # a rank that cannot be started is reported before there is a group
             loop.call_soon(self._report_loss)

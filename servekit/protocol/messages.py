@@ -11,8 +11,9 @@ import struct
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from servekit.protocol.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
@@ -90,6 +91,13 @@ class ModelInfo(Struct, frozen=True):
     quantization: str = ""  # the format of the weights; "" if they are not quantized
 
 
+class RankInfo(Struct, frozen=True):
+    """Where a worker's process runs. The limits are far above what any machine has: a worker that joined may lie."""
+
+    device: Annotated[str, Meta(max_length=100)]
+    cpus: Annotated[str, Meta(max_length=2**15)]  # the cores that it may use, in the kernel's list format
+
+
 class WorkerReady(Struct, frozen=True, tag="worker_ready"):
     """The answer to LoadModel: the model is loaded, and its KV pages are allocated."""
 
@@ -102,6 +110,17 @@ class WorkerReady(Struct, frozen=True, tag="worker_ready"):
     num_weight_bytes: int = 0  # in the model's files; in memory, if they are quantized, random or divided among ranks
     weights_time_s: float = 0.0  # of `load_time_s`: until the layers were ready to compute with them
     attention: str = ""  # the attention backend that was chosen
+    # Of each process that the model is divided among; if it is not divided, there is one. Not compared.
+    ranks: Annotated[tuple[RankInfo, ...], Meta(max_length=1024)] = ()
+
+    @property
+    def place(self) -> str:
+        """Its KV blocks, devices and cores, as text for log lines."""
+        places = [f"{rank.device}, cores {rank.cpus}" for rank in self.ranks] or [self.device]
+        if len(places) > 1:
+            places = [f"rank {index}: {place}" for index, place in enumerate(places)]
+        each = f" in each of {len(places)} ranks" if len(places) > 1 else ""
+        return f"{self.num_blocks} KV blocks{each}, {'; '.join(places)}"
 
     def difference(self, other: WorkerReady) -> str | None:
         """Return why a sequence of `other` cannot continue here with the same tokens; None if it can.

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from servekit.protocol.cpu_list import format_cpu_list, parse_cpu_list
 from tests.support import proc
 from tests.support.server_process import ONE_THREAD, ServerProcess
 from tests.torture.faults.sitecustomize import SIGNALS
@@ -130,7 +131,9 @@ def test_ranks_join_as_one_worker(undivided: list[Answer], tmp_path: Path) -> No
     (tmp_path / "key").chmod(0o600)
     address, key = f"unix:{tmp_path}/workers.sock", str(tmp_path / "key")
     arguments = ("--listen-workers", address, "--worker-key-file", key, "--tensor-parallel-size", "2")
+    allowed = os.sched_getaffinity(0)
     command = [sys.executable, "-m", "servekit.worker", "--connect", address, "--key-file", key, "--device", "cpu,cpu"]
+    command += ["--cpus", format_cpu_list(allowed)]
     with (
         serving_ranks(tmp_path / "log", *arguments) as server,
         (tmp_path / "worker.log").open("wb") as output,
@@ -142,6 +145,10 @@ def test_ranks_join_as_one_worker(undivided: list[Answer], tmp_path: Path) -> No
             server.wait_until_ready()
             ranks = proc.children(agent.pid)
             assert len(ranks) == 2
+            told = [rank["cpus"] for rank in server.client.get("/info").json()["replicas"][0]["ranks"]]
+            cores = [os.sched_getaffinity(pid) for pid in ranks]
+            assert [set(parse_cpu_list(text)) for text in told] == cores
+            assert set.union(*cores) == allowed and not (set.intersection(*cores) and len(allowed) > 1)
             assert_alike(answers_during(server, lambda: os.kill(ranks[1], signal.SIGKILL)), undivided)
             assert "rank 1 of 2: the model worker was killed by SIGKILL" in server.log.read_text()
             assert not set(proc.children(agent.pid)) & set(ranks), "the other rank is replaced, too"

@@ -215,7 +215,8 @@ def test_doubtful_combinations_of_settings_are_reported() -> None:
     assert doubts(load_config({}, {})) == []
     assert len(doubts(load_config({"max_num_batched_tokens": "4", "scheduling_policy": "fair"}, {}))) == 2
     assert "the weights are random" in doubts(load_config({"load_format": "dummy"}, {}))[0]
-    assert "have no effect" in doubts(load_config({"devices": "cpu,cpu", "data_parallel_size": "3"}, {}))[0]
+    assert "has no effect" in doubts(load_config({"devices": "cpu,cpu", "device": "cuda"}, {}))[0]
+    assert not doubts(load_config({"devices": "cpu,cpu", "data_parallel_size": "2"}, {}))
     joining = {"listen_workers": "unix:/run/servekit.sock", "device": "cuda:1"}
     assert "the server starts no worker itself" in doubts(load_config(joining, {}))[0]
     assert not doubts(load_config({**joining, "data_parallel_size": "1"}, {}))

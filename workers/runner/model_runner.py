@@ -466,8 +466,6 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
     ranks = None
     if settings.num_ranks > 1:
         report_stage("connecting the ranks")
-        if manager.device.type == "cpu":  # the ranks share the cores
-            torch.set_num_threads(max(1, torch.get_num_threads() // settings.num_ranks))
         ranks = Ranks(
             settings.rank,
             settings.tensor_parallel_size,

@@ -461,7 +461,7 @@ async def test_a_worker_that_joins_takes_the_place_of_one_that_left() -> None:
         await fleet.replicas._add_worker(joined_worker("gpu-8"))
         assert fleet.replicas.all[1] is joined and len(fleet.replicas.all) == 2
         assert joined.state == "ready" and joined.info()["host"] == "gpu-8"
-        assert joined.describe() == "worker a worker: cpu, 8 KV blocks"
+        assert joined.describe() == "worker a worker: 8 KV blocks, cpu"
 
 
 async def test_replicas_of_different_data_types_are_refused_at_the_start() -> None:

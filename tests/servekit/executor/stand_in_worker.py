@@ -19,6 +19,7 @@ from servekit.protocol.messages import (
     LoadModel,
     ModelInfo,
     Profiled,
+    RankInfo,
     Shutdown,
     StartProfile,
     StepAcknowledged,
@@ -40,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("--task-fd", "--result-fd", "--parent-pid"):
         parser.add_argument(name, type=int)
+    parser.add_argument("--cpus")
     parser.add_argument("behaviour")
     arguments = parser.parse_args()
     behaviour = arguments.behaviour
@@ -59,7 +61,8 @@ def main() -> None:
     results.send(Loading("pretending"))
     if behaviour == "stops while it loads":
         os.kill(os.getpid(), signal.SIGSTOP)
-    results.send(replace(READY, num_blocks=2) if behaviour == "has other blocks" else READY)
+    ready = replace(READY, num_blocks=2) if behaviour == "has other blocks" else READY
+    results.send(ready if arguments.cpus is None else replace(ready, ranks=(RankInfo("cpu", arguments.cpus),)))
     if behaviour not in ("sends no heartbeats", "profiles slowly", "trickles"):
         threading.Thread(target=beat, daemon=True).start()
     while not isinstance(plan := tasks.receive(), Shutdown):

@@ -19,6 +19,7 @@ from servekit.executor.model_executor import ModelExecutor
 from servekit.joining import agent
 from servekit.joining.address import TcpAddress
 from servekit.joining.credentials import server_tls
+from servekit.protocol.cpu_list import format_cpu_list
 from servekit.protocol.frames import add_header
 from servekit.protocol.handshake import Refused
 from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, StepResult
@@ -185,6 +186,21 @@ async def test_a_model_of_its_own_replaces_the_servers_path(tmp_path: Path) -> N
         await joined.connection.end()
 
 
+async def test_a_worker_uses_the_cores_that_it_was_given_and_no_others(tmp_path: Path) -> None:
+    """As `taskset` and containers do: the agent and the processes that it starts."""
+    allowed = sorted(os.sched_getaffinity(0))
+    given = allowed[-2:] if len(allowed) > 2 else allowed[-1:]
+    arguments = ("--connect", f"unix:{tmp_path}/workers.sock", "--cpus", format_cpu_list(given))
+    handler = make_handler()
+    async with listening(handler, tmp_path), worker(tmp_path, *arguments) as joining:
+        async with asyncio.timeout(SLOW_S):
+            joined = await handler.joined.get()
+        assert [rank.cpus for rank in joined.ready.ranks] == [format_cpu_list(given)]
+        for pid in (joining.process.pid, joining.model_process()):
+            assert os.sched_getaffinity(pid) == set(given)
+        await joined.connection.end()
+
+
 async def test_a_worker_joins_over_tcp_with_tls(tmp_path: Path, certificate: tuple[str, str]) -> None:
     handler = make_handler()
     async with listening(handler, tls=server_tls(*certificate)) as listener:
@@ -306,6 +322,9 @@ async def test_devices_that_are_not_as_many_as_the_ranks_are_refused_with_a_sent
         (("--connect", "tcp://[::1]:80", "--device", "tpu"), "it takes auto, cpu, cuda or cuda:N"),
         (("--connect", "tcp://[::1]:80", "--device", "cuda:0,cpu"), "or one device for each rank"),
         (("--connect", "tcp://host:80", "--tls-ca", "/nowhere"), "no certificates in PEM format"),
+        (("--connect", "unix:/x", "--cpus", "3-"), "'3-' is not a list of cores; write it like 0-7,16-23"),
+        (("--connect", "unix:/x", "--cpus", ""), "'' is not a list of cores; write it like 0-7,16-23"),
+        (("--connect", "unix:/x", "--cpus", "9998-9999"), "names cores 9998-9999, which do not exist or which this"),
     ],
 )
 async def test_wrong_arguments_are_refused_with_one_sentence(

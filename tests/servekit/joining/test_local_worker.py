@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from servekit.executor.placement import Placement
 from servekit.joining import local_worker
 from servekit.joining.local_worker import LocalGroup
 from servekit.protocol.messages import (
@@ -18,6 +19,7 @@ from servekit.protocol.messages import (
     Heartbeat,
     Loading,
     Profiled,
+    RankInfo,
     Shutdown,
     StartProfile,
     StepResult,
@@ -28,6 +30,7 @@ from servekit.protocol.messages import (
 from tests.servekit.executor.conftest import LOAD, PLAN, use_stand_ins
 
 ENOUGH_S = 60.0
+PLACEMENT = Placement("cpu", cpus=((3,), (0, 1)))
 TWO_RANKS = replace(LOAD, tensor_parallel_size=2, heartbeat_timeout_s=60.0)
 
 
@@ -42,7 +45,7 @@ class Recorder:
 
     def start(self, *behaviours: str) -> LocalGroup:
         arguments = [f"ranks: {', '.join(behaviours)}"]
-        self.group = LocalGroup(TWO_RANKS, arguments, self._on_message, self.ends.put_nowait)
+        self.group = LocalGroup(TWO_RANKS, PLACEMENT, arguments, self._on_message, self.ends.put_nowait)
         return self.group
 
     def send(self, message: ToWorker) -> None:
@@ -77,7 +80,8 @@ async def ranks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Recorder]:
 
 async def test_two_ranks_are_one_worker_to_the_server(ranks: Recorder) -> None:
     ranks.start("works", "acknowledges")
-    assert isinstance(await ranks.receive(), WorkerReady)
+    ready = await ranks.receive()
+    assert isinstance(ready, WorkerReady) and ready.ranks == (RankInfo("cpu", "3"), RankInfo("cpu", "0-1"))
     for _ in range(3):
         ranks.send(PLAN)
         assert await ranks.receive() == StepResult(0, 0, (7,), 0.0)

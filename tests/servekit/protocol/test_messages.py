@@ -11,6 +11,7 @@ from servekit.protocol.messages import (
     LoadModel,
     ModelInfo,
     PromptLogprobs,
+    RankInfo,
     ScheduledChunk,
     SlotAssignment,
     StepAcknowledged,
@@ -84,6 +85,32 @@ def test_the_largest_result_is_within_the_bound_and_the_bound_is_not_far_above(n
     )
     size = len(msgspec.msgpack.encode(result))
     assert size <= load.max_answer_bytes <= 1.1 * size + 2**20
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ((), "8 KV blocks, cpu"),
+        ((RankInfo("cpu", "0-3"),), "8 KV blocks, cpu, cores 0-3"),
+        (
+            (RankInfo("cuda:2", "0-7"), RankInfo("cuda:0", "8-15")),
+            "8 KV blocks in each of 2 ranks, rank 0: cuda:2, cores 0-7; rank 1: cuda:0, cores 8-15",
+        ),
+    ],
+)
+def test_a_worker_says_where_each_rank_runs(ranks: tuple[RankInfo, ...], expected: str) -> None:
+    model = ModelInfo("LlamaForCausalLM", 1000, 64, 2048, (0,), 1.0, 0, 1.0)
+    assert WorkerReady(model, "cpu", "float32", 8, 4, 0.5, ranks=ranks).place == expected
+
+
+@pytest.mark.parametrize(
+    "ranks", [(RankInfo("cpu", "0," * 2**15),), (RankInfo("c" * 101, "0"),), (RankInfo("cpu", "0"),) * 1025]
+)
+def test_where_a_worker_runs_is_no_longer_a_text_than_a_machine_needs(ranks: tuple[RankInfo, ...]) -> None:
+    model = ModelInfo("LlamaForCausalLM", 1000, 64, 2048, (0,), 1.0, 0, 1.0)
+    sent = msgspec.msgpack.encode(WorkerReady(model, "cpu", "float32", 8, 4, 0.5, ranks=ranks))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(sent, type=WorkerReady)
 
 
 def test_workers_give_the_same_tokens_only_with_the_same_model_and_the_same_dtype() -> None:
