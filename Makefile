@@ -8,7 +8,7 @@ RUNTIME := $(VENV)/.installed-runtime
 TERMINAL := $(VENV)/.installed-terminal
 DEVELOPMENT := $(VENV)/.installed
 
-.PHONY: serve chat top test test-long docs simulate torture coverage check format bench bench-manager bench-journal bench-grammar bench-scheduling bench-routing bench-replicas bench-streams bench-api-processes bench-accuracy bench-kv-cache bench-memory bench-worker bench-gpu bench-viewers parallel-queries screenshot demo-model demo-model-eval clean help
+.PHONY: serve chat top test test-long docs simulate torture coverage check format bench bench-manager bench-journal bench-grammar bench-scheduling bench-routing bench-replicas bench-streams bench-api-processes bench-accuracy bench-kv-cache bench-formats bench-memory bench-worker bench-gpu bench-viewers parallel-queries screenshot demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ bench-accuracy: $(DEVELOPMENT)  ## compare the worker's bfloat16 with float64, i
 
 bench-kv-cache: $(DEVELOPMENT)  ## time decode steps over long contexts with each format of KV pages (5 minutes)
 	$(BIN)/python -m benchmarks.kv_cache $(ARGS)
+
+bench-formats: $(DEVELOPMENT)  ## compare formats of weights: latency, memory, accuracy (25 minutes); ARGS="--quick"
+	$(BIN)/python -m benchmarks.formats $(ARGS)
 
 bench-memory: $(DEVELOPMENT)  ## measure a worker's memory over 100,000 quick requests (20 minutes)
 	$(BIN)/python -m benchmarks.worker_memory $(ARGS)

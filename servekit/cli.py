@@ -122,13 +122,16 @@ def _add_eval_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     parser = commands.add_parser(
         "eval",
         help="measure the quality of a server's model, or compare it with another server's",
-        description="Measure perplexity and right answers of the model at --url. With --against, compare it with the "
-        "model there, and exit with 1 if it is significantly worse by more than a limit.",
+        description="Measure perplexity and right answers of the model at --url, or of MODEL, which is served for the "
+        "evaluation. With --against or --quantization, compare it with another one, and exit with 1 if it is "
+        "significantly worse by more than a limit.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--url", required=True, help="address of the server; any server with OpenAI's API")
+    add("model", nargs="?", metavar="MODEL", help="model to serve for the evaluation, as servekit serve takes it")
+    add("--quantization", metavar="KIND", help="serve MODEL with it, and by default compare with MODEL without it")
+    add("--url", help="address of a server, in the place of MODEL; any server with OpenAI's API")
     add("--against", metavar="URL", help="address of the server to compare with, such as one without quantization")
     add("--api-key", metavar="KEY", help="API key for both; other users do not see the variable SERVEKIT_API_KEY")
     add(

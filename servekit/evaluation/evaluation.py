@@ -18,6 +18,7 @@ from servekit.evaluation.model_client import ModelClient, in_order
 from servekit.evaluation.perplexity import TextScore, TokenScore, Window, parse_documents, windows
 from servekit.evaluation.questions import Question, as_chats, evenly, parse_questions
 from servekit.evaluation.report import Report
+from servekit.evaluation.served_model import served
 from servekit.evaluation.statistics import MIN_BLOCKS
 
 DEMO = "demo"
@@ -27,7 +28,9 @@ DEMO_QUESTIONS = Path(__file__).parents[1] / "assets" / "demo_model" / "question
 class EvaluationSettings(Struct, kw_only=True):
     """The flags of `servekit eval`."""
 
-    url: str
+    url: str | None = None
+    model: str | None = None  # to serve for the evaluation, in the place of `url`
+    quantization: str | None = None  # of that server; without `against`, the baseline is the model without it
     against: str | None = None
     api_key: str | None = None
     text: str | None = None
@@ -46,14 +49,23 @@ class EvaluationSettings(Struct, kw_only=True):
 
     def check(self) -> None:
         """Raise ConfigError for flags that contradict each other, or lack one."""
+        if (self.url is None) == (self.model is None):
+            raise ConfigError("give either --url, the address of a server, or a MODEL to serve for the evaluation")
+        if self.quantization is not None and self.model is None:
+            raise ConfigError("--quantization needs a MODEL to serve; the server at --url has its own weights")
         if self.text is None and not self.questions:
             raise ConfigError("there is nothing to evaluate; give --text FILE, --questions FILE, or --questions demo")
         if self.stride is not None and self.stride > self.window:
             raise ConfigError(f"--stride {self.stride} is more than --window {self.window}: it would skip tokens")
         if (self.judge_url is None) != (self.judge_model is None):
             raise ConfigError("a judge needs both --judge-url and --judge-model")
-        if self.judge_url is not None and (self.against is None or not self.questions):
+        if self.judge_url is not None and (not self.compares or not self.questions):
             raise ConfigError("a judge compares the answers of two servers; give --against and --questions")
+
+    @property
+    def compares(self) -> bool:
+        """Whether there is a second server."""
+        return self.against is not None or self.quantization is not None
 
 
 class EncodedText(Struct):
@@ -70,7 +82,7 @@ class EncodedText(Struct):
 
 
 def evaluate(settings: EvaluationSettings) -> Report:
-    """Evaluate the server at `settings.url`. Raises ConfigError, and RequestFailed of servekit.client."""
+    """Evaluate a server, or compare two. Raises ConfigError, and RequestFailed of servekit.client."""
     settings.check()
     documents = None
     if settings.text is not None:
@@ -85,10 +97,9 @@ def evaluate(settings: EvaluationSettings) -> Report:
 async def _evaluate(
     settings: EvaluationSettings, documents: list[str] | None, questions: list[Question], tokenizer: Tokenizer | None
 ) -> Report:
-    urls = [settings.url] if settings.against is None else [settings.url, settings.against]
     async with AsyncExitStack() as stack:
         clients = []
-        for url in urls:
+        for url in [await _server(settings, stack), *await _baseline(settings, stack)]:
             client = ModelClient(url, settings.api_key, concurrency=settings.concurrency, tokenizer=tokenizer)
             clients.append(await stack.enter_async_context(client))
             await client.find_model()
@@ -122,6 +133,27 @@ def _read_tokenizer(path: str) -> Tokenizer:
         return Tokenizer.from_buffer(_read(path))
     except ValueError as error:
         raise ConfigError(f"{path} is not a tokenizer.json: {error}") from None
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+async def _server(settings: EvaluationSettings, stack: AsyncExitStack) -> str:
+    """Return the address of the server under test; start it, if there is none."""
+    if settings.url is not None:
+        return settings.url
+    assert settings.model is not None
+    return await stack.enter_async_context(served(settings.model, settings.quantization))
+
+
+async def _baseline(settings: EvaluationSettings, stack: AsyncExitStack) -> list[str]:
+    """Return the address of the server to compare with, if there is one."""
+    if settings.against is not None:
+        return [settings.against]
+    if settings.quantization is None:
+        return []
+    assert settings.model is not None
+    return [await stack.enter_async_context(served(settings.model, None))]
 
 
 # -- one server --------------------------------------------------------------------------------------------------------

@@ -172,6 +172,40 @@ def test_servers_with_different_tokenizers_are_not_compared_by_perplexity(
     assert "tokenizers of the two servers differ" in capfd.readouterr().err
 
 
+def test_a_quantization_is_compared_with_the_same_model_without_it(tmp_path: Path) -> None:
+    arguments = ["demo", "--quantization", "int4", "--questions", "demo", "--limit", "40"]
+    _, found = evaluate(tmp_path, *arguments)
+    assert [server["model"] for server in found["servers"]] == ["demo int4", "demo"]
+    assert found["comparison"]["categories"][0]["num"] == 40
+    assert found["comparison"]["agreement"]["num_identical"] < 40, "the first server has other weights"
+
+
+def test_a_model_alone_is_served_for_the_evaluation(tmp_path: Path, text_file: str) -> None:
+    exit_code, found = evaluate(tmp_path, "demo", "--text", text_file)
+    assert exit_code == 0 and found["comparison"] is None and len(found["servers"]) == 1
+
+
+def test_a_model_that_cannot_be_served_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "demo", "--quantization", "int3", "--questions", "demo"]) == 2
+    errors = capfd.readouterr().err
+    assert "int3" in errors and "the server of 'demo' ended with exit code 2" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--questions", "demo"], "give either --url"),
+        (["demo", "--url", "http://127.0.0.1:9", "--questions", "demo"], "give either --url"),
+        (["--url", "http://127.0.0.1:9", "--quantization", "int4", "--questions", "demo"], "needs a MODEL to serve"),
+    ],
+)
+def test_a_server_or_a_model_is_evaluated_and_not_both(
+    arguments: list[str], reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", *arguments]) == 2
+    assert reason in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

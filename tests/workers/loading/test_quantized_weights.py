@@ -1,11 +1,8 @@
-"""Claims about quantized weights: tokens are those of the codes' numbers, and memory is what the codes take."""
+"""Claims about quantized weights: tokens are those of the codes' numbers, and their bytes are counted."""
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -15,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from servekit.errors import ConfigError
 from tests.support.inprocess import InProcessEngine, load
-from tests.support.quantized_models import SCHEMES, describe, make_quantized_model
+from tests.support.quantized_models import SCHEMES, make_quantized_model
 from tests.support.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_model
 from tests.workers.test_token_identity import generate, make_prompts
 from workers.layers.quantized_gemm import QuantizedGemm
@@ -241,95 +238,3 @@ def test_a_quantized_checkpoint_is_not_quantized_again() -> None:
 def test_a_group_size_alone_is_refused(plain: Path) -> None:
     with pytest.raises(ConfigError, match="quantization_group_size = 64 has no use without --quantization"):
         ModelManager("cpu").load(plain, "float32", None, quantization_group_size=64)
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-MEMORY = """
-import ctypes, gc, json, re, sys, threading, time
-from pathlib import Path
-import torch
-from workers.layers.quantized_linear import QuantizedLinear
-from workers.loading.checkpoint import quantization_config
-from workers.loading.model_config import read_config
-from workers.loading.progress import Progress
-from workers.loading.quantized_weights import num_weight_bytes, read_quantized_weights
-from workers.quantization.at_load import QuantizedAtLoad
-from workers.quantization.formats.registry import format_of
-
-def resident(kind):
-    return int(re.search(kind + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
-def load(path):
-    described = quantization_config(path)
-    weight_format = QuantizedAtLoad(sys.argv[2]) if described is None else format_of(described)
-    model, _ = read_quantized_weights(path, read_config(path), torch.float32, "eager", Progress(), weight_format, "x")
-    for module in model.modules():
-        if isinstance(module, QuantizedLinear):
-            module.matrix.codes.view(torch.uint8).max()  # codes that are still in the file are in memory then, too
-    return model
-
-def settle():
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-
-torch.set_num_threads(1)
-load(Path(sys.argv[3]))  # a small one, for what is imported and allocated once
-settle()
-before, anonymous, largest, is_loaded = resident("VmRSS"), resident("RssAnon"), 0, False
-
-def watch():
-    global largest
-    while not is_loaded:
-        largest = max(largest, resident("RssAnon"))
-        time.sleep(0.001)
-
-watcher = threading.Thread(target=watch)
-watcher.start()
-model = load(Path(sys.argv[1]))
-is_loaded = True
-watcher.join()
-settle()
-print(json.dumps([resident("VmRSS") - before, largest - anonymous, num_weight_bytes(model)]))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["int8", "int4", "w4a16"])
-def test_memory_is_that_of_codes_and_scales_and_at_most_a_layer_more(kind: str, tmp_path: Path) -> None:
-    """A model of 41 M parameters: 164 MB as the float32 that it is served in, 82 MB in its files."""
-    for name, num_layers in (("small", 1), ("large", 12)):
-        config = LlamaConfig(
-            vocab_size=128,
-            hidden_size=512,
-            intermediate_size=1536,
-            num_hidden_layers=num_layers,
-            num_attention_heads=8,
-            dtype="bfloat16",
-        )
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / name)
-        if kind == "w4a16":
-            pack_quickly(tmp_path / name)
-    arguments = [str(tmp_path / "large"), kind, str(tmp_path / "small")]
-    output = subprocess.run([sys.executable, "-c", MEMORY, *arguments], capture_output=True, text=True, check=True)
-    held, peak, expected = json.loads(output.stdout.splitlines()[-1])
-    numbers = 12 * (4 * 512 * 512 + 3 * 512 * 1536)
-    bytes_of_scales = {"int8": 0, "int4": numbers // 64 * 4, "w4a16": numbers // 128 * 2}[kind]
-    assert expected == pytest.approx(numbers * (1 if kind == "int8" else 0.5) + bytes_of_scales, rel=0.03)
-    assert held == pytest.approx(expected, rel=0.03, abs=2**22)  # the allocator keeps some of the last chunk
-    layer_in_files = 2 * numbers // 12
-    assert peak < expected + layer_in_files + 24 * 2**20, "beside one layer, only a few rows at a time"
-
-
-def pack_quickly(path: Path) -> None:
-    """Quantize a model to W4A16 in the files, with random codes."""
-    tensors: dict[str, Any] = load_file(path / "model.safetensors")
-    for name in [name for name in tensors if re.search(r"layers.*proj\.weight$", name)]:
-        rows, columns = tensors.pop(name).shape
-        prefix = name.removesuffix("weight")
-        tensors[f"{prefix}weight_packed"] = torch.randint(-(2**31), 2**31, (rows, columns // 8), dtype=torch.int32)
-        tensors[f"{prefix}weight_scale"] = torch.full((rows, columns // 128), 0.001, dtype=torch.bfloat16)
-        tensors[f"{prefix}weight_shape"] = torch.tensor([rows, columns])
-    save_file(tensors, path / "new", {"format": "pt"})
-    (path / "new").rename(path / "model.safetensors")
-    describe(path, "w4a16", group_size=128)
