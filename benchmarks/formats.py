@@ -120,9 +120,7 @@ def by_row(bits: float, scale_bits: float, head_bits: float | None = None) -> Bi
 
 def by_group(bits: float, more_bits: float, head_bits: float, group_size: int | None = None) -> Bits:
     """Return the bits with `more_bits` for each group."""
-    return lambda matrix, of_model: (
-        bits + more_bits / (group_size or of_model) if matrix.is_in_a_layer else head_bits
-    )
+    return lambda matrix, of_model: bits + more_bits / (group_size or of_model) if matrix.is_in_a_layer else head_bits
 
 
 def in_blocks(type_of: Callable[[str, int, int, int], str]) -> Bits:

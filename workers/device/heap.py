@@ -16,6 +16,13 @@ GROWTH_BYTES = 2**26  # less growth is not worth the time of a trim, about 20 ms
 MIN_INTERVAL_S = 10.0  # steps wait for memory during a trim, and then take its pages again from the kernel
 
 
+def trim_heap() -> None:
+    """Return free pages of the heap to the kernel. Without glibc, nothing happens."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 class HeapTrimmer:
     """Trims the heap of this process when its memory has grown by GROWTH_BYTES since the last time."""
 
@@ -23,16 +30,15 @@ class HeapTrimmer:
         self._clock = clock
         self._least_bytes = anonymous_bytes()  # since the last trim
         self._trimmed_s = clock()
-        self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
 
     def trim_if_grown(self) -> bool:
         """Return free pages to the kernel if it is time for that, and return whether it was. May run in any thread."""
         num_bytes = anonymous_bytes()
         self._least_bytes = min(self._least_bytes, num_bytes)
         has_grown = num_bytes - self._least_bytes >= GROWTH_BYTES
-        if self._malloc_trim is None or not has_grown or self._clock() - self._trimmed_s < MIN_INTERVAL_S:
+        if not has_grown or self._clock() - self._trimmed_s < MIN_INTERVAL_S:
             return False
-        self._malloc_trim(0)
+        trim_heap()
         self._least_bytes, self._trimmed_s = anonymous_bytes(), self._clock()
         return True
 

@@ -17,6 +17,7 @@ from servekit.errors import ConfigError
 from servekit.protocol.messages import ModelInfo
 from workers.attention.interface import AttentionParams
 from workers.attention.selector import PAGED_ATTENTION
+from workers.device.heap import trim_heap
 from workers.device.memory import allocation_refused_as
 from workers.kv_cache.pages import LayerShape
 from workers.layers.layer_replacement import replace_layers
@@ -33,7 +34,7 @@ from workers.loading.quantized_weights import (
     rounds_activations,
 )
 from workers.loading.refusals import forward_errors_named, loading_errors_named, refusal
-from workers.loading.weights import make_weights, move, read_weights
+from workers.loading.weights import make_weights, move, read_weights, take_out_of_files
 from workers.parallel.collectives import add_collectives, with_collectives
 from workers.parallel.local_parameters import partial_class, use_local_parameters
 from workers.parallel.ranks import Ranks
@@ -170,8 +171,11 @@ class ModelManager:
             raise refusal(architecture, f"its head returns {num_columns} logits for {info.vocab_size} tokens")
         shapes, params = [call.shape for call in recorded.calls], [call.params for call in recorded.calls]
         rounds = rounds_activations(model)
-        with progress.over("laying out the weights", params) as counted:
+        # Fused layers keep norms and biases as they are.
+        take_out_of_files(parameter for parameter in model.parameters() if parameter.ndim == 1)
+        with progress.over("laying out the weights", params, trim_heap) as counted:
             decoder = replace_layers(model, recorded.decoder, counted, ranks)
+        take_out_of_files(model.parameters())
         if group is not None and plan is not None:
             add_collectives(model, plan, group)
         weights = WeightsLoaded(num_bytes, time.monotonic() - started_s)

@@ -65,23 +65,28 @@ class Progress:
             yield advance
 
     @contextmanager
-    def over(self, name: str, items: list[Item]) -> Iterator[list[Item]]:
-        """Yield a list like `items`; iterating over it once is the stage."""
+    def over(self, name: str, items: list[Item], after_each: Callable[[], None] = lambda: None) -> Iterator[list[Item]]:
+        """Yield a list like `items`; iterating over it once is the stage. `after_each` is called after each item."""
         with self.stage(name, len(items)) as advance:
-            yield _Counted(items, advance)
+
+            def end_item() -> None:
+                advance(1)
+                after_each()
+
+            yield _Counted(items, end_item)
 
 
 class _Counted(list[Item]):
-    """A list that calls `advance` after each item of an iteration."""
+    """A list that calls `end_item` after each item of an iteration."""
 
-    def __init__(self, items: list[Item], advance: Callable[[int], None]) -> None:
+    def __init__(self, items: list[Item], end_item: Callable[[], None]) -> None:
         super().__init__(items)
-        self._advance = advance
+        self._end_item = end_item
 
     def __iter__(self) -> Iterator[Item]:
         for item in super().__iter__():
             yield item
-            self._advance(1)
+            self._end_item()
 
 
 def _every_few_seconds(

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from servekit.errors import ConfigError
 from servekit.protocol.gguf_index import WEIGHTS as GGUF
+from workers.device.heap import trim_heap
 from workers.layers.quantized_linear import QuantizedEmbedding, QuantizedLinear
 from workers.loading.checkpoint import find_weights
 from workers.loading.gguf_file import GgufFile
@@ -140,7 +141,8 @@ class QuantizedMatrices:
         `cut` takes this rank's part of the matrix of a layer, by the layer's name.
         """
         waiting = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
-        with progress.over(f"reading weights: {self._format.name}", waiting) as counted:
+        # Between codes that stay, the C library does not give back what a matrix needed while it was read.
+        with progress.over(f"reading weights: {self._format.name}", waiting, trim_heap) as counted:
             for name, module in counted:
                 prefix = self._prefix_of[name]
                 module.fill(cut(self._format.read(self._tensors(prefix), prefix), name))
@@ -244,7 +246,7 @@ def build_model(
 def quantize_weights(model: PreTrainedModel, weight_format: WeightFormat, progress: Progress) -> None:
     """Quantize the linear layers of a model that has its weights, such as random ones, one after the other."""
     linears = [(name, linear) for name, linear in _linears_of(model).items() if weight_format.takes(name)]
-    with progress.over(f"quantizing weights: {weight_format.name}", linears) as counted:
+    with progress.over(f"quantizing weights: {weight_format.name}", linears, trim_heap) as counted:
         for name, linear in counted:
             quantized = QuantizedLinear(linear.in_features, linear.out_features, linear.bias)
             quantized.fill(weight_format.read({".weight": linear.weight.detach()}, name))

@@ -94,6 +94,17 @@ def move(model: PreTrainedModel, device: torch.device, progress: Progress) -> No
     model.to(device)  # type: ignore[arg-type]  # and tensors outside of leaf modules
 
 
+def take_out_of_files(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Copy parameters that are parts of mapped files.
+
+    transformers does not copy weights that have the model's data type. As long as one of them is in use, all of its
+    file stays mapped, and the kernel counts what was read of it as memory of this process.
+    """
+    for parameter in parameters:
+        if not parameter.untyped_storage().resizable():  # torch has not allocated it
+            parameter.data = parameter.data.clone()
+
+
 def check_extent(config: Any, files: list[Path], num_tensors: int) -> PreTrainedModel:
     """Refuse what the files cannot hold: transformers would allocate it, and fill it with random numbers for hours.
 

@@ -74,11 +74,16 @@ def main() -> None:
     for line in sys.stdin:
         pid = os.fork()
         if not pid:
-            print(json.dumps(measure(**json.loads(line))), flush=True)
+            answer(measure(**json.loads(line)))
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         if status:
-            print(json.dumps({"status": status}), flush=True)
+            answer({"status": status})
+
+
+def answer(measured: dict[str, int]) -> None:
+    sys.stdout.write(json.dumps(measured) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Claims about the memory of a load: what remains is what the codes and scales take, and the peak is a layer more."""
+"""Claims about the memory of a load: what remains is what codes and scales take, and the peak is three layers more."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,11 +16,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from servekit.engine.model_files import find_model
+from servekit.executor.worker_process import WORKER_ENVIRONMENT
 from tests.support.gguf_files import metadata_of, random_blocks, tokenizer_metadata, write_file
 from tests.support.quantized_checkpoints import write_safetensors
 
 pytestmark = pytest.mark.long  # each format is a process that loads two models
 
+ROOT = Path(__file__).parents[3]
 HIDDEN, INNER, KEYS, NUM_LAYERS = 1024, 4096, 256, 6
 MATRICES = {
     "attn_q": (HIDDEN, HIDDEN),
@@ -69,7 +72,10 @@ class Loads:
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.workers.loading.memory_process"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = {**WORKER_ENVIRONMENT, **os.environ}  # the C library allocates by it
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+        )
 
     def measure(self, small: Path, large: Path, quantization: str | None = None) -> tuple[int, int]:
         """Return the bytes that the large model takes: once it is loaded, and at most."""
@@ -116,8 +122,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def check(held: int, peak: int, bits: float) -> None:
     expected = NUM_WEIGHTS * bits / 8
-    assert held == pytest.approx(expected, rel=0.03)
-    assert peak < expected + LAYER_BYTES
+    assert held == pytest.approx(expected, rel=0.03, abs=2**22)  # the C library keeps some pages
+    # While a layer is arranged for the kernels, there are up to five copies of the codes of its largest matrix.
+    assert peak < expected + 3 * LAYER_BYTES
 
 
 @pytest.mark.parametrize("kind", AT_LOAD)

@@ -41,7 +41,7 @@ def test_codes_of_safetensors_stand_for_the_matrix(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("type_name", "limit"), [("Q4_K", 0.09), ("Q6_K", 0.025), ("Q8_0", 0.01)])
-@pytest.mark.parametrize("scale", [1.0, 1e-3, 0.0])
+@pytest.mark.parametrize("scale", [1.0, 0.02, 0.0])
 def test_blocks_stand_for_the_matrix(type_name: str, limit: float, scale: float) -> None:
     """The package gguf, which is llama.cpp's, reads them."""
     matrix = (np.random.default_rng(0).normal(size=(8, 512)) * scale).astype(np.float32)
@@ -62,7 +62,7 @@ def test_half_of_some_matrices_get_six_bits() -> None:
 
 def test_a_checkpoint_is_as_large_as_its_bits(tmp_path: Path) -> None:
     unquantized = (DEMO_MODEL_PATH / "model.safetensors").stat().st_size
-    for name, share in (("w8a8", 0.66), ("w4a16", 0.5), ("gptq", 0.5), ("awq", 0.5)):
+    for name, share in (("w8a8", 0.59), ("w4a16", 0.4), ("gptq", 0.4), ("awq", 0.4)):
         path = write_safetensors(DEMO_MODEL_PATH, tmp_path / name, name)
         assert (path / "model.safetensors").stat().st_size == pytest.approx(share * unquantized, rel=0.1)
     for write, share in ((write_q8_0, 0.53), (write_q4_k_m, 0.37)):
