@@ -23,8 +23,10 @@ class StepSummary(Struct, frozen=True, gc=False):
 
     @staticmethod
     def of(plan: StepPlan) -> StepSummary:
-        """Decode tokens belong to chunks that compute a single position and sample from it; all others are prefill."""
-        num_decode_tokens = sum(chunk.samples for chunk in plan.chunks if chunk.num_tokens == 1)
+        """Decode tokens belong to chunks of a single position, and its drafts, that sample; all others are prefill."""
+        num_decode_tokens = sum(
+            chunk.num_tokens for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1 + chunk.num_drafts
+        )
         num_prefill_tokens = plan.num_tokens - num_decode_tokens
         return StepSummary(plan.epoch, plan.step_id, num_prefill_tokens, num_decode_tokens, len(plan.chunks))
 

@@ -64,11 +64,13 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     def max_answer_bytes(self) -> int:
         """The most bytes that a message of this worker takes: the result of the largest step, or an error's text.
 
-        In the largest step, each sequence samples a token, and each token of a prompt has logprobs, too.
+        In the largest step, each sequence samples a token, and every other position gives logprobs: it is one of a
+        prompt, or the draft behind it is accepted, and then it gives a token as well.
         """
-        # An index of a deferred token, the head of prompt logprobs, a failure and its token's logprobs.
-        bytes_of_sequence = 6 * _TOKEN_BYTES + _LOGPROBS_BYTES + _FAILURE_BYTES
-        return _OTHER_BYTES + self.max_num_seqs * bytes_of_sequence + self.max_num_batched_tokens * _LOGPROBS_BYTES
+        # A count, an index of a deferred token, the head of prompt logprobs, a failure and its token's logprobs.
+        bytes_of_sequence = 7 * _TOKEN_BYTES + _LOGPROBS_BYTES + _FAILURE_BYTES
+        bytes_of_position = _TOKEN_BYTES + _LOGPROBS_BYTES
+        return _OTHER_BYTES + self.max_num_seqs * bytes_of_sequence + self.max_num_batched_tokens * bytes_of_position
 
     @property
     def is_result_rank(self) -> bool:
@@ -189,6 +191,16 @@ class ScheduledChunk(Struct, frozen=True, array_like=True, gc=False):
     `token_ids` are the known tokens from `start` on. It is shorter than `num_tokens` where the manager does not know
     the tail yet, because a step still in flight samples it; the worker has those ids in its own token table. It is
     longer by one where prompt logprobs are requested: a chunk's last logits predict the token behind it.
+
+    The last `num_drafts` positions are for drafts: guesses of the worker's own at the tokens behind the known one. It
+    may have fewer. For each position it draws the model's token, with that position's random number. A draft is
+    accepted if it equals the token drawn at the position before it, and all drafts before it were accepted. So the
+    tokens are the same with and without drafts, whoever makes them.
+
+    While drafts are in flight, the manager counts all of them as accepted. So where `token_ids` is empty, `start` is an
+    upper bound: the worker begins at the newest token that it has sampled, and computes as many positions from there.
+    The chunk's blocks reach up to the bound. Keys and values of rejected drafts stay in the blocks until a later chunk
+    overwrites them; no chunk reads them before that.
     """
 
     slot: int
@@ -196,7 +208,8 @@ class ScheduledChunk(Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     token_ids: tuple[int, ...]
     new_block_ids: tuple[int, ...]  # appended to the slot's block table
-    samples: bool  # whether a token is sampled from the last position's logits
+    samples: bool  # whether a token is sampled from the last position's logits; with drafts, from those before it, too
+    num_drafts: int = 0
 
 
 class StepPlan(Struct, frozen=True, tag="step_plan"):
@@ -276,24 +289,30 @@ class PromptLogprobs(Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(Struct, frozen=True, tag="step_result"):
-    """What a step sampled: one token for each chunk that samples, in plan order.
+    """What a step sampled: a span of tokens for each chunk that samples, in plan order.
 
-    A worker may defer such a chunk: it samples no token, because what it needs for that is not ready (the mask of a
-    grammar), and the other chunks must not wait. The manager then schedules the chunk's last position again. Until that
-    comes, the worker has no token for the chunks of the same slot behind it. It still appends their blocks to the
+    A span has one token, and one more for each accepted draft of its chunk. `counts` has the length of each span.
+
+    A worker may defer a chunk that samples: it samples no token, because what it needs for that is not ready (the mask
+    of a grammar), and the other chunks must not wait. The manager then schedules the chunk's last position again. Until
+    that comes, the worker has no token for the chunks of the same slot behind it. It still appends their blocks to the
     slot's block table; what it computes and reports for them is ignored. The next step follows at once. So a
     worker that defers all tokens of a step should wait a little first. It must bound how often it defers a token.
+
+    The span of a chunk that is deferred, or whose token is invalid, is that one token. If this happens behind an
+    accepted draft, the worker ends the span before it. The next step then meets it at its first position.
     """
 
     epoch: int
     step_id: int
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # of all spans, one after the other
     step_time_s: float
     # Aligned with `token_ids`; empty if no sequence requested them, None for each sequence that did not.
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # for each chunk with requested ones
-    failures: tuple[tuple[int, str], ...] = ()  # (index into `token_ids`, why that token is invalid)
-    deferred: tuple[int, ...] = ()  # indices into `token_ids` of chunks for which no token was sampled
+    failures: tuple[tuple[int, str], ...] = ()  # (number of the span, why its token is invalid)
+    deferred: tuple[int, ...] = ()  # numbers of spans for which no token was sampled
+    counts: tuple[int, ...] = ()  # tokens of each span; empty if all have one
 
 
 class StepAcknowledged(Struct, frozen=True, tag="step_acknowledged"):
@@ -304,12 +323,12 @@ class StepAcknowledged(Struct, frozen=True, tag="step_acknowledged"):
 
     epoch: int
     step_id: int
-    digest: bytes  # of the sampled tokens; empty if there are none
+    digest: bytes  # of the sampled tokens and the lengths of their spans; empty if there are none
 
     @classmethod
     def of(cls, result: StepResult) -> StepAcknowledged:
         """Return the acknowledgement of a rank that computed this result."""
-        token_ids = array("q", result.token_ids).tobytes()
+        token_ids = array("q", (*result.token_ids, *result.counts)).tobytes()
         digest = blake2b(token_ids, digest_size=8).digest() if token_ids else b""
         return cls(result.epoch, result.step_id, digest)
 

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from servekit.protocol.messages import PromptLogprobs, ScheduledChunk, StepResult, TokenLogprobs
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.crash_quarantine import CrashRecord
+from servekit.scheduler.draft_length import DraftLengths
 from servekit.scheduler.kv_cache_manager import KVCacheManager
 from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.policy import Fair, Shortest
@@ -27,7 +28,7 @@ from servekit.scheduler.prefill_limiter import PrefillLimiter
 from servekit.scheduler.prefix_cache import HashBlock, chain_hash
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import Sequence, Status
-from servekit.scheduler.step import Step
+from servekit.scheduler.step import Step, by_token
 from servekit.scheduler.step_time import StepTimes
 from servekit.scheduler.workload_manager import WorkloadManager
 
@@ -46,9 +47,10 @@ class ResultState(Struct, frozen=True, array_like=True):
     step_id: int
     num_tokens: int
     ends: list[int]  # indices of the tokens that stop their sequence
-    failures: list[int]  # indices of the tokens that are invalid
+    failures: list[int]  # numbers of the spans whose token is invalid
     prompt_logprobs: list[tuple[int, int, int]]  # (index of the chunk, first position, number of positions)
-    deferred: tuple[int, ...] = ()  # indices of the tokens that were not sampled
+    deferred: tuple[int, ...] = ()  # numbers of the spans whose token was not sampled
+    counts: tuple[int, ...] = ()  # tokens of each span, if not all have one
 
 
 class SequenceState(Struct, frozen=True, array_like=True):
@@ -85,6 +87,11 @@ class SequenceState(Struct, frozen=True, array_like=True):
     block_hashes: list[bytes]
     num_share_preemptions: int = 0
     num_reserved_blocks: int = 0
+    max_drafts: int = 0
+    acceptance: float = 0.0
+    acceptance_weight: float = 0.0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class StepState(Struct, frozen=True, array_like=True):
@@ -98,6 +105,7 @@ class StepState(Struct, frozen=True, array_like=True):
     # (index, sequence id, incarnation, prompt length, start, number of tokens) of each chunk with prompt logprobs
     prompt_chunks: list[tuple[int, int, int, int, int, int]]
     result: ResultState | None
+    num_drafts: dict[int, int] = {}  # by index into `sampled`
 
 
 class PoolState(Struct, frozen=True, array_like=True):
@@ -117,6 +125,16 @@ class QueueState(Struct, frozen=True, array_like=True):
     num_served_tokens: dict[str, int] = {}  # Fair
     turns: list[tuple[int, str]] = []
     last_left: int = 0
+
+
+class DraftState(Struct, frozen=True, array_like=True):
+    """What DraftLengths has learned."""
+
+    mean_acceptance: float
+    num_drafted: list[int]
+    num_accepted: list[int]
+    classes: list[int]  # of PositionTimes
+    means_s: list[float]
 
 
 class ManagerState(Struct, frozen=True, array_like=True):
@@ -148,6 +166,7 @@ class ManagerState(Struct, frozen=True, array_like=True):
     step_times: list[list[float]]
     num_deferrals: int = 0
     num_share_preemptions: int = 0
+    drafts: DraftState | None = None  # without speculative decoding
 
 
 # The fields that PrefillLimiter and its StepTimes learn, in the order in which ManagerState has them.
@@ -200,6 +219,7 @@ def save_manager(manager: WorkloadManager) -> ManagerState:
         step_times=_save_step_times(manager.prefill_limiter.step_times),
         num_deferrals=manager.num_deferrals,
         num_share_preemptions=manager.num_share_preemptions,
+        drafts=_save_drafts(manager.draft_lengths) if manager.config.max_drafts else None,
     )
 
 
@@ -245,6 +265,11 @@ def _save_sequence(sequence: Sequence, block_size: int) -> SequenceState:
         block_hashes=hashes.copy(),
         num_share_preemptions=sequence.num_share_preemptions,
         num_reserved_blocks=kv.num_reserved,
+        max_drafts=sequence.max_drafts,
+        acceptance=sequence.acceptance,
+        acceptance_weight=sequence.acceptance_weight,
+        num_drafted_tokens=sequence.num_drafted_tokens,
+        num_accepted_tokens=sequence.num_accepted_tokens,
     )
 
 
@@ -263,16 +288,14 @@ def _save_step(step: Step) -> StepState:
         sampled=[(sequence.sequence_id, incarnation) for sequence, incarnation in step.sampled],
         prompt_chunks=prompt_chunks,
         result=None if step.result is None else summarize_result(step.result, step.sampled),
+        num_drafts=step.num_drafts.copy(),
     )
 
 
 def summarize_result(result: StepResult, sampled: SampledSequences) -> ResultState:
     """What decisions depend on in the result of a step in which these sequences sample."""
-    ends = [
-        index
-        for index, ((sequence, _), token_id) in enumerate(zip(sampled, result.token_ids, strict=False))
-        if token_id in sequence.stop_set
-    ]
+    of_tokens = zip(by_token(sampled, result.counts), result.token_ids, strict=False)
+    ends = [index for index, ((sequence, _), token_id) in enumerate(of_tokens) if token_id in sequence.stop_set]
     return ResultState(
         result.epoch,
         result.step_id,
@@ -281,12 +304,23 @@ def summarize_result(result: StepResult, sampled: SampledSequences) -> ResultSta
         [index for index, _ in result.failures],
         [(part.chunk_index, part.start, len(part.logprobs)) for part in result.prompt_logprobs],
         result.deferred,
+        result.counts,
     )
 
 
 def _save_step_times(step_times: StepTimes) -> list[list[float]]:
     learned = [getattr(step_times, name) for name in _LEARNED_STEP_TIMES]
     return [learned, step_times.prefills.sums.copy(), step_times.decodes.sums.copy()]
+
+
+def _save_drafts(draft_lengths: DraftLengths) -> DraftState:
+    return DraftState(
+        mean_acceptance=draft_lengths.mean_acceptance,
+        num_drafted=draft_lengths.num_drafted.copy(),
+        num_accepted=draft_lengths.num_accepted.copy(),
+        classes=draft_lengths.times.classes.copy(),
+        means_s=draft_lengths.times.means_s.copy(),
+    )
 
 
 def _save_queue(manager: WorkloadManager) -> QueueState:
@@ -355,6 +389,8 @@ def restore_manager(
     manager.output_lengths.safety_factor = state.safety_factor
     manager.output_lengths.mean_length = state.mean_length
     _restore_limiter(manager.prefill_limiter, state)
+    if state.drafts is not None:
+        _restore_drafts(manager.draft_lengths, state.drafts)
     _restore_pool(manager.kv_cache, state.pool, manager._running)
     _restore_queue(manager, state)
     return manager
@@ -390,6 +426,7 @@ def replay_result(state: ResultState) -> StepResult:
         ),
         failures=tuple((index, "") for index in state.failures),
         deferred=state.deferred,
+        counts=state.counts,
     )
 
 
@@ -405,6 +442,7 @@ def _restore_sequence(state: SequenceState, block_size: int) -> Sequence:
         deadline_s=state.deadline_s,
         has_length_bound=state.has_length_bound,
         stop_set=frozenset({ENDS}),
+        max_drafts=state.max_drafts,
     )
     sequence.token_ids = replay_prompt(state.num_tokens)
     sequence.prompt_logprobs = [NO_LOGPROBS] * state.num_prompt_logprobs
@@ -414,6 +452,10 @@ def _restore_sequence(state: SequenceState, block_size: int) -> Sequence:
     sequence.num_missing = state.num_missing
     sequence.num_preemptions = state.num_preemptions
     sequence.num_share_preemptions = state.num_share_preemptions
+    sequence.acceptance = state.acceptance
+    sequence.acceptance_weight = state.acceptance_weight
+    sequence.num_drafted_tokens = state.num_drafted_tokens
+    sequence.num_accepted_tokens = state.num_accepted_tokens
     sequence.incarnation = state.incarnation
     sequence.slot = state.slot
     sequence.num_computed = state.num_computed
@@ -433,6 +475,7 @@ def _restore_step(state: StepState, sequences: dict[int, Sequence]) -> Step:
     step = Step(state.step_id, state.planned_s, 0)
     step.num_decodes = state.num_decodes
     step.num_prefill_tokens = state.num_prefill_tokens
+    step.num_drafts = state.num_drafts.copy()
     step.sampled = [
         (_find(sequences, sequence_id, incarnation), incarnation) for sequence_id, incarnation in state.sampled
     ]
@@ -462,6 +505,14 @@ def _restore_limiter(limiter: PrefillLimiter, state: ManagerState) -> None:
         setattr(limiter.step_times, name, value)
     limiter.step_times.prefills.sums = prefill_sums.copy()
     limiter.step_times.decodes.sums = decode_sums.copy()
+
+
+def _restore_drafts(draft_lengths: DraftLengths, state: DraftState) -> None:
+    draft_lengths.mean_acceptance = state.mean_acceptance
+    draft_lengths.num_drafted = state.num_drafted.copy()
+    draft_lengths.num_accepted = state.num_accepted.copy()
+    draft_lengths.times.classes = state.classes.copy()
+    draft_lengths.times.means_s = state.means_s.copy()
 
 
 def _restore_pool(kv_cache: KVCacheManager, state: PoolState, running: list[Sequence]) -> None:

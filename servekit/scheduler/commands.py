@@ -44,6 +44,7 @@ class AddSequence(Operation[Sequence], frozen=True, tag="add", kw_only=True):
     block_hashes: TokenSequence[bytes] = ()
     progress: Progress | None = None  # if another manager has served it until now
     crashes: CrashRecord | None = None  # of workers, that it was in flight in there
+    max_drafts: int | None = None  # that a step may verify for it; None: as many as the configuration allows
 
 
 class Plan(Operation[StepPlan | None], frozen=True, tag="plan"):

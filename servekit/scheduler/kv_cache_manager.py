@@ -130,7 +130,10 @@ class KVCacheManager:
         num_found = num_found_blocks * self.block_size
         if self.is_pinned(sequence):
             return sequence.max_length - 1 - num_found, 0
-        return sequence.num_tokens + sequence.num_pending - num_found, self._output_lengths.tokens_to_come(sequence)
+        num_covered = sequence.num_tokens + sequence.num_pending
+        if sequence.max_drafts:  # rejected drafts leave it with blocks for positions that come later
+            num_covered = max(num_covered, sequence.kv.capacity - self.block_size + 1)
+        return num_covered - num_found, self._output_lengths.tokens_to_come(sequence)
 
     def allocate(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Share the blocks of `match`, and reserve blocks for the rest; the caller has checked that there is room.
@@ -166,6 +169,15 @@ class KVCacheManager:
         else:
             return False
         return True
+
+    def extend(self, sequence: Sequence, num_positions: int) -> int:
+        """Lease the available blocks for drafts up to so many positions; return up to which position there are blocks.
+
+        Never more than `num_positions`.
+        """
+        while sequence.kv.capacity < num_positions and self.grow(sequence):
+            pass
+        return min(num_positions, sequence.kv.capacity)
 
     def _lease(self, sequence: Sequence, num_blocks: int, is_reserved: bool = False) -> list[int]:
         kv, blocks = sequence.kv, self.pool.lease(num_blocks, is_reserved)

@@ -97,6 +97,7 @@ class AddRecord(Struct, frozen=True, array_like=True, tag=0):
     block_hashes: bytes  # of the command itself
     token_ids: bytes | None = None  # int32, if asked for
     progress: ProgressRecord | None = None
+    max_drafts: int | None = None
 
 
 class PlanRecord(Struct, frozen=True, array_like=True, tag=1):
@@ -170,6 +171,7 @@ Record = CommandRecord | ErrorRecord | CheckpointRecord
 _MAX_COLUMN_BYTES = 24  # a longer column is recorded as its digest, in a plan that is longer than this:
 _MAX_PLAN_BYTES = 96
 
+# The drafts of a chunk are in no column: it is a chunk of one position with that many more, for which no ids are known.
 PLAN_COLUMNS = (
     "epoch",
     "step_id",
@@ -359,6 +361,7 @@ class RecordEncoder:
                     b"".join(map(self._hash, command.block_hashes)),
                     self._token_ids(command.prompt_token_ids),
                     None if command.progress is None else self._progress_record(command.progress, command.crashes),
+                    command.max_drafts,
                 )
             case Finish():
                 return FinishRecord(command.sequence_id, command.reason, hashes)
@@ -516,6 +519,7 @@ def _add_command(record: AddRecord) -> AddSequence:
         block_hashes=_split(record.block_hashes),
         progress=None if progress is None else _replay_progress(progress),
         crashes=CrashRecord(*progress.crashes) if progress is not None and progress.crashes is not None else None,
+        max_drafts=record.max_drafts,
     )
 
 

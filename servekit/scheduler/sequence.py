@@ -6,6 +6,13 @@
 
 One counter says how much is left to compute: `num_needed = known + pending - computed`. A prompt chunk, a decode and a
 resume after preemption are the same arithmetic: they differ only in the counter's size, and share one token budget.
+
+A step that verifies k drafts for a sequence samples 1 to k + 1 tokens. How many is known only from its result. Until
+then all of them count: as pending, and their positions as computed. Both are upper bounds, too high by the same number:
+the drafts that steps in flight reject. The commit of a step subtracts what it rejected from both. So `num_needed` is
+exact at any time, and it is 1 for every sequence past its prompt. Known tokens are never a bound: they are committed.
+The worker reads what the manager does not know from its own token table (`ScheduledChunk`). This is the one invariant
+of speculation; `WorkloadManager.check` asserts it.
 """
 
 from __future__ import annotations
@@ -50,6 +57,8 @@ class Progress(Struct, frozen=True, kw_only=True):
     num_preemptions: int
     num_share_preemptions: int
     incarnation: int  # its first one there: a sequence that comes back must not be taken for what it was before
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class SequenceBlocks:
@@ -77,8 +86,8 @@ class Sequence:
     """A sequence's whole state. The worker holds nothing that cannot be computed again from it.
 
     Three boundaries split its positions: [0, num_computed) have their KV written by steps already dispatched,
-    [num_computed, num_tokens) are known and wait for their KV, and `num_pending` more are being sampled by steps in
-    flight. While serving, only the workload manager makes and writes sequences, and only its KV cache manager writes
+    [num_computed, num_tokens) are known and wait for their KV, and up to `num_pending` more are being sampled by steps
+    in flight. While serving, only the workload manager makes and writes sequences, and only its KV cache manager writes
     `kv`; checkpoint.py restores both for a replay. An API process of several has copies without blocks, which it writes
     from the engine process's messages.
 
@@ -86,6 +95,8 @@ class Sequence:
     """
 
     __slots__ = (
+        "acceptance",
+        "acceptance_weight",
         "arrival_s",
         "deadline_s",
         "finish_reason",
@@ -96,9 +107,12 @@ class Sequence:
         "kv",
         "last_step_id",
         "leader",
+        "max_drafts",
         "max_length",
+        "num_accepted_tokens",
         "num_cached_tokens",
         "num_computed",
+        "num_drafted_tokens",
         "num_missing",
         "num_pending",
         "num_preemptions",
@@ -133,6 +147,7 @@ class Sequence:
         stop_set: frozenset[int] = frozenset(),
         block_hashes: Iterable[bytes] = (),
         progress: Progress | None = None,
+        max_drafts: int = 0,
     ) -> None:
         self.sequence_id = sequence_id  # in order of arrival
         self.sampling = sampling
@@ -142,6 +157,7 @@ class Sequence:
         self.ttft_deadline_s = ttft_deadline_s  # on the manager's clock: without a first token by then, it ends
         self.deadline_s = deadline_s  # unfinished by then, it ends
         self.leader = leader
+        self.max_drafts = max_drafts  # that a step may verify for it
         self.has_length_bound = has_length_bound  # whether max_tokens is the client's, or just what the context holds
         # Prompt, then every committed output token. An array of 32-bit integers takes half of a list's memory, and the
         # garbage collector does not look into it: a list of a million would hold the event loop for 10 ms.
@@ -164,6 +180,10 @@ class Sequence:
         self.num_missing = self.prompt_length
         self.num_preemptions = 0
         self.num_share_preemptions = 0  # of these: for another tenant's share, and not for a shortage of blocks
+        self.num_drafted_tokens = 0  # positions for drafts, in steps whose results were committed
+        self.num_accepted_tokens = 0  # of these: accepted
+        self.acceptance = 0.0  # how likely its next draft is accepted. DraftLengths writes it, and
+        self.acceptance_weight = 0.0  # of how many drafts that is the mean
         # Counts how often its computation was set back: to the start when its slot and blocks were taken away, or to
         # its last known position when the worker deferred its token. Results of an earlier incarnation are ignored.
         self.incarnation = -1
@@ -177,6 +197,8 @@ class Sequence:
             self.num_preemptions = progress.num_preemptions
             self.num_share_preemptions = progress.num_share_preemptions
             self.incarnation = progress.incarnation
+            self.num_drafted_tokens = progress.num_drafted_tokens
+            self.num_accepted_tokens = progress.num_accepted_tokens
 
     def progress(self) -> Progress:
         """What another manager needs, beside the arguments that this sequence was made with, to continue it."""
@@ -188,6 +210,8 @@ class Sequence:
             num_preemptions=self.num_preemptions,
             num_share_preemptions=self.num_share_preemptions,
             incarnation=self.incarnation + 1,
+            num_drafted_tokens=self.num_drafted_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
         )
 
     def reset_computation(self) -> None:
@@ -208,6 +232,13 @@ class Sequence:
         self.incarnation += 1
         self.num_computed = len(self.token_ids) - 1
         self.num_pending = 0
+
+    def settle_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Correct the bounds that counted all drafts of a step as accepted, before its tokens are appended."""
+        self.num_computed -= num_drafts - num_accepted
+        self.num_pending -= num_drafts - num_accepted
+        self.num_drafted_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
 
     @property
     def num_tokens(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 from msgspec import Struct
 
@@ -32,6 +34,7 @@ class Step:
     chunks: list[ScheduledChunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     sampled: list[tuple[Sequence, int]] = field(default_factory=list)  # which sequence samples, in which incarnation
+    num_drafts: dict[int, int] = field(default_factory=dict)  # by index into `sampled`, where there are any
     # By index of the chunk: the sequence, and its incarnation, whose prompt logprobs that chunk computes.
     prompt_logprobs: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
     num_decodes: int = 0
@@ -40,16 +43,35 @@ class Step:
 
     def check_fits(self, result: StepResult) -> None:
         """Raise WorkerLost for a malformed result: one that cannot be this step's."""
-        num_tokens = len(self.sampled)
+        counts, num_spans = result.counts, len(self.sampled)
+        num_tokens = sum(counts) if counts else num_spans
         fits = (
-            len(result.token_ids) == num_tokens
+            (not counts or self._may_count(result))
+            and len(result.token_ids) == num_tokens
             and len(result.logprobs) in (0, num_tokens)
             and all(map(self._was_requested, result.prompt_logprobs))
-            and all(0 <= index < num_tokens for index, _ in result.failures)
-            and all(0 <= index < num_tokens for index in result.deferred)
+            and all(0 <= index < num_spans for index, _ in result.failures)
+            and all(0 <= index < num_spans for index in result.deferred)
         )
         if not fits:
-            raise WorkerLost(f"the model worker's result does not fit its step of {num_tokens} tokens")
+            raise WorkerLost(f"the model worker's result does not fit its step of {num_spans} spans")
+
+    def _may_count(self, result: StepResult) -> bool:
+        """Whether each span can have so many tokens: at most one more than drafts were planned."""
+        counts = result.counts
+        if len(counts) != len(self.sampled):
+            return False
+        alone = {*result.deferred, *(index for index, _ in result.failures)}
+        return all(
+            count == 1 or (1 < count <= 1 + self.num_drafts.get(index, 0) and index not in alone)
+            for index, count in enumerate(counts)
+        )
+
+    def num_accepted(self, index: int) -> int:
+        """How many drafts of a span the result accepts."""
+        assert self.result is not None
+        counts = self.result.counts
+        return counts[index] - 1 if counts else 0
 
     def _was_requested(self, part: PromptLogprobs) -> bool:
         """Whether these are exactly the prompt tokens that the logits of their chunk predict."""
@@ -58,3 +80,8 @@ class Step:
         chunk, (sequence, _) = self.chunks[part.chunk_index], self.prompt_logprobs[part.chunk_index]
         num_predicted = min(chunk.num_tokens, sequence.prompt_length - chunk.start - 1)
         return part.start == chunk.start + 1 and len(part.logprobs) == num_predicted
+
+
+def by_token(sampled: Iterable[tuple[Sequence, int]], counts: tuple[int, ...]) -> Iterable[tuple[Sequence, int]]:
+    """Which sequence each token of a result is for, in which incarnation; `sampled` says it for each span."""
+    return chain.from_iterable(map(repeat, sampled, counts)) if counts else sampled

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 MIN_SLOPE_S = 1e-8  # no hardware prefills a token faster; a lower estimate is noise
 MIN_SPREAD = 16.0  # of the sizes, squared: with less, a regression shows nothing
 
@@ -67,3 +69,52 @@ class StepTimes:
         slope_s = self.decodes.add(float(num_decodes), without_s)
         if slope_s is not None:
             self.decode_s = max(slope_s, 0.0)
+
+
+def size_class(num_positions: int) -> int:
+    """A number of positions as one of a few classes: exact below 16, then with an error of at most an eighth."""
+    shift = max(0, num_positions.bit_length() - 4)
+    return 8 * shift + (num_positions >> shift)
+
+
+class PositionTimes:
+    """Learn how long a step takes by the number of positions that it computes, for steps without prefill.
+
+    A line would not do: on most devices the time is flat up to some number, then rises in steps. So there is a mean for
+    each size class, which decays, and between two known ones the time is interpolated. It falls sooner than it rises:
+    a step may be held up by something else, but none is faster than it can be. Above the largest known one, no more
+    time is expected: then a larger step is tried, and its time is known.
+    """
+
+    RISE = 0.1  # the weight of a step that took longer than the mean
+    FALL = 0.5  # and of one that took less
+    MIN_SECONDS = 1e-6  # clocks may show less
+
+    def __init__(self) -> None:
+        self.classes: list[int] = []  # that were seen, ascending
+        self.means_s: list[float] = []  # of each one
+
+    def observe(self, num_positions: int, seconds: float) -> None:
+        """Learn from a step that took `seconds`."""
+        found, seconds = size_class(num_positions), max(seconds, self.MIN_SECONDS)
+        index = bisect_left(self.classes, found)
+        if index < len(self.classes) and self.classes[index] == found:
+            above_s = seconds - self.means_s[index]
+            self.means_s[index] += (self.RISE if above_s > 0 else self.FALL) * above_s
+        else:
+            self.classes.insert(index, found)
+            self.means_s.insert(index, seconds)
+
+    def seconds_of(self, num_positions: int) -> float:
+        """The time of a step with this number of positions; the same for all numbers until a step was seen."""
+        classes, means_s = self.classes, self.means_s
+        if not classes:
+            return 1.0
+        wanted = size_class(num_positions)
+        index = bisect_left(classes, wanted)
+        if index == len(classes):
+            return means_s[-1]
+        if index == 0 or classes[index] == wanted:
+            return means_s[index]
+        part = (wanted - classes[index - 1]) / (classes[index] - classes[index - 1])
+        return means_s[index - 1] + part * (means_s[index] - means_s[index - 1])

@@ -16,6 +16,8 @@ How one step is decided (docs/ARCHITECTURE.md has a picture, with the same numbe
 3. Then the first unfinished prompt, and the other running ones.
 4. Then the sequences that the waiting queue proposes, as long as there are tokens, slots and memory, up to
    `max_admissions_per_step`.
+5. What is left even then is for drafts (speculative decoding): a sequence of part 1 computes positions behind its
+   own, for tokens that the worker guesses. No sequence waits or is preempted for a draft.
 
 No sequence is admitted in a step in which a running one found no block: then none is left, and an admitted sequence
 takes at least one.
@@ -45,6 +47,7 @@ from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan,
 from servekit.scheduler.commands import AddSequence, Commit, Expire, Finish, Operation, Outcome, Plan, Restart, Withdraw
 from servekit.scheduler.crash_quarantine import CrashQuarantine
 from servekit.scheduler.deadlines import Deadlines
+from servekit.scheduler.draft_length import DraftLengths, level_of
 from servekit.scheduler.kv_cache_manager import KVCacheManager, PrefixMatch
 from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.policy import POLICIES
@@ -53,7 +56,7 @@ from servekit.scheduler.prefix_cache import HashBlock, chain_hash
 from servekit.scheduler.queued_work import QueuedWork
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Sequence, Status
-from servekit.scheduler.step import SequenceToken, Step
+from servekit.scheduler.step import SequenceToken, Step, by_token
 
 
 class WorkloadManager:
@@ -75,6 +78,7 @@ class WorkloadManager:
         self.kv_cache = self._new_kv_cache()
         self.waiting_queue = POLICIES[config.scheduling_policy]()
         self.prefill_limiter = PrefillLimiter(config.itl_target_s, config.max_num_batched_tokens)
+        self.draft_lengths = DraftLengths(config.max_drafts)
         self.quarantine = CrashQuarantine(config.max_steps_in_flight)
         self.step_token_limit = config.max_num_batched_tokens  # reduced for a while after a step ran out of memory
         self.num_preemptions = 0
@@ -203,6 +207,7 @@ class WorkloadManager:
             block_hashes=command.block_hashes,
             progress=command.progress,
         )
+        self.draft_lengths.admit(sequence, command.max_drafts)
         self._sequences[sequence.sequence_id] = sequence
         self._deadlines.add(sequence)
         if sequence.first_scheduled_s is None:
@@ -251,6 +256,8 @@ class WorkloadManager:
             self._schedule_suspect(step, prefills)
         else:
             self._schedule_prefills(step, prefills)
+        if self.config.max_drafts and step.num_decodes:
+            self._schedule_drafts(step)
         if not step.chunks:
             return None
         self.next_step_id += 1
@@ -312,6 +319,7 @@ class WorkloadManager:
                 block_hashes=tuple(sequence.kv.hashes),
                 progress=sequence.progress(),
                 crashes=self.quarantine.record_of(sequence),
+                max_drafts=sequence.max_drafts,
             )
             for sequence in sequences
         ]
@@ -396,7 +404,7 @@ class WorkloadManager:
                 continue
             start = sequence.num_computed
             if start + 1 >= sequence.max_length or not num_left:
-                continue  # a step in flight is certain to end it, or the step is full
+                continue  # a step in flight ends it, or may do so by accepted drafts; or the step is full
             num_pending = sequence.num_pending
             if num_pending and sequence.last_step_id > step_id - num_stages:
                 continue  # its newest token is still in the pipeline
@@ -536,12 +544,54 @@ class WorkloadManager:
         self.waiting_queue.charge(sequence, num_tokens)
         self.kv_cache.publish(sequence)
 
+    def _schedule_drafts(self, step: Step) -> None:
+        """Add drafts to the decodes of a step, as far as it has tokens left and blocks are available."""
+        decodes = step.sampled[: step.num_decodes]
+        num_drafts_of_level = self.draft_lengths.choose([sequence for sequence, _ in decodes], step.step_id)
+        for index, (sequence, _) in enumerate(decodes):
+            num_wanted = num_drafts_of_level[level_of(sequence.acceptance)]
+            if num_wanted:
+                num_wanted = min(num_wanted, step.budget, self._max_drafts(sequence))
+            if num_wanted > 0:
+                self._add_drafts(step, index, sequence, num_wanted)
+
+    def _add_drafts(self, step: Step, index: int, sequence: Sequence, num_wanted: int) -> None:
+        """Add up to so many drafts to one of a step's decodes, as far as there are blocks."""
+        start, num_blocks = sequence.num_computed, len(sequence.kv.table)
+        num_drafts = self.kv_cache.extend(sequence, start + num_wanted) - start
+        if not num_drafts:
+            return
+        chunk = step.chunks[index]
+        new_blocks = (*chunk.new_block_ids, *sequence.kv.table[num_blocks:])
+        step.chunks[index] = ScheduledChunk(
+            chunk.slot, chunk.start, 1 + num_drafts, chunk.token_ids, new_blocks, True, num_drafts
+        )
+        step.num_drafts[index] = num_drafts
+        step.budget -= num_drafts
+        sequence.num_computed += num_drafts
+        sequence.num_pending += num_drafts
+
+    def _max_drafts(self, sequence: Sequence) -> int:
+        """How many drafts a sequence may have in a step in which its next position is scheduled.
+
+        They end before the position of the last token that it may have, so the block table stays within what was
+        counted when it was admitted.
+
+        A sequence that was in flight when a worker crashed gets none from then on. Otherwise each try would come to
+        another position, and the quarantine would take longer to find the sequence that crashes workers.
+        """
+        if self.quarantine.record_of(sequence) is not None:
+            return 0
+        return min(sequence.max_drafts, sequence.max_length - 1 - sequence.num_computed)
+
     def _settle(self, step: Step, now_s: float, tokens: list[SequenceToken]) -> None:
         """Apply a step's result: append its tokens to `tokens` and to the sequences, and finish those that end."""
         assert step.result is not None
         # From when the worker could begin with it: when it was sent, or when the step before it was done.
         step_time_s = now_s - max(step.planned_s, self._last_commit_s)
         self.prefill_limiter.observe(step.num_prefill_tokens, step.num_decodes, step_time_s)
+        if self.config.max_drafts and not step.num_prefill_tokens:
+            self.draft_lengths.times.observe(step.num_decodes + sum(step.num_drafts.values()), step_time_s)
         self._last_commit_s = now_s
         self.step_token_limit = min(self.config.max_num_batched_tokens, self.step_token_limit + 1)
         if self.kv_cache.num_fenced:
@@ -556,14 +606,19 @@ class WorkloadManager:
             sequence, incarnation = step.sampled[index]
             if sequence.incarnation == incarnation:
                 self.finish(sequence.sequence_id, FinishReason.ERROR)
-                tokens.append(SequenceToken(sequence, result.token_ids[index], FinishReason.ERROR, failure=failure))
+                token_id = result.token_ids[sum(result.counts[:index]) if result.counts else index]
+                tokens.append(SequenceToken(sequence, token_id, FinishReason.ERROR, failure=failure))
         for index in result.deferred:
             sequence, incarnation = step.sampled[index]
             if sequence.incarnation == incarnation:
                 sequence.rewind()
                 self.num_deferrals += 1
+        if step.num_drafts:
+            self._settle_drafts(step)
         logprobs = result.logprobs or (None,) * len(result.token_ids)
-        for (sequence, incarnation), token_id, of_token in zip(step.sampled, result.token_ids, logprobs, strict=True):
+        sampled = by_token(step.sampled, result.counts)
+        for (sequence, incarnation), token_id, of_token in zip(sampled, result.token_ids, logprobs, strict=True):
+            # Also false for the rest of a span, once one of its tokens has ended the sequence.
             if sequence.incarnation != incarnation:
                 continue
             token_ids = sequence.token_ids
@@ -576,6 +631,23 @@ class WorkloadManager:
             if num_tokens >= sequence.max_length or token_id in sequence.stop_set:
                 reason = self._end(sequence, token_id)
             tokens.append(SequenceToken(sequence, token_id, reason, of_token))
+
+    def _settle_drafts(self, step: Step) -> None:
+        """Subtract what a step rejected from the bounds of its sequences, before the accepted tokens are appended.
+
+        The tokens of a span are then appended like those of as many steps. So a block is published when it is full of
+        committed tokens, and a draft is never published. Blocks stay: they are for positions that will come.
+
+        A tenant pays for an accepted draft here, and for a rejected one nothing: the shares are those of tokens, as
+        without speculation.
+        """
+        for index, num_drafts in step.num_drafts.items():
+            sequence, incarnation = step.sampled[index]
+            if sequence.incarnation == incarnation:
+                num_accepted = step.num_accepted(index)
+                sequence.settle_drafts(num_drafts, num_accepted)
+                self.draft_lengths.record(sequence, num_drafts, num_accepted)
+                self.waiting_queue.charge(sequence, num_accepted)
 
     def _end(self, sequence: Sequence, token_id: int) -> FinishReason:
         """Finish a sequence with its own last token."""
@@ -727,8 +799,9 @@ class WorkloadManager:
         assert ranks == sorted(ranks), "running sequences are out of order"
         for sequence in running:
             assert sequence.status is Status.RUNNING and self._sequences[sequence.sequence_id] is sequence
-            assert 0 <= sequence.num_pending <= config.max_steps_in_flight
+            assert 0 <= sequence.num_pending <= config.max_steps_in_flight * (1 + sequence.max_drafts)
             assert 0 <= sequence.num_computed < len(sequence.token_ids) + sequence.num_pending <= sequence.max_length
+            assert sequence.first_sampled_step_id is None or sequence.num_needed == 1, "a decode is not one token"
             assert sequence.num_preemptions - sequence.num_share_preemptions <= config.max_preemptions
         waiting = [sequence for sequence in self._sequences.values() if sequence.status is Status.WAITING]
         assert len(waiting) + len(running) == len(self._sequences), "a sequence is neither running nor waiting"

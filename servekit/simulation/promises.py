@@ -26,7 +26,7 @@ class ServiceLag:
         sequences = [client.sequence for client in clients]
         tenants = {sequence.slot: sequence.tenant for sequence in sequences}
         for chunk in plan.chunks:
-            self._service[tenants[chunk.slot]] += chunk.num_tokens
+            self._service[tenants[chunk.slot]] += chunk.num_tokens - chunk.num_drafts
         waiting = {s.tenant for s in sequences if s.status is Status.WAITING and s.leader is None}
         spans = {}
         for pair in combinations(sorted(waiting), 2):
@@ -34,6 +34,10 @@ class ServiceLag:
             spans[pair] = self._spans.get(pair, apart)
             self.worst = max(self.worst, abs(apart - spans[pair]))
         self._spans = spans
+
+    def accept(self, tenant: str, num_drafts: int) -> None:
+        """Count drafts that were accepted. Those that were rejected count for nobody."""
+        self._service[tenant] += num_drafts
 
 
 class Promise:

@@ -26,6 +26,7 @@ class _Dispatched(Struct, frozen=True):
     blocks_in_use: set[int]  # that it writes to or copies
     crashes: bool
     deferring: set[int]  # the slots whose tokens the worker defers
+    drafts: dict[int, tuple[int, int]]  # by slot: how many the worker makes, and how many of them are right
 
 
 class SimulatedReplica:
@@ -92,7 +93,9 @@ class SimulatedReplica:
             started_s = max(now_s, self._in_flight[-1].done_s if self._in_flight else now_s)
             duration_s = self.scenario.step_base_s + self.scenario.step_token_s * plan.num_tokens
             done_s = started_s + duration_s + self.delay_s
-            self._in_flight.append(_Dispatched(done_s, plan, blocks_in_use, self._crashes(plan), self._deferring(plan)))
+            self._in_flight.append(
+                _Dispatched(done_s, plan, blocks_in_use, self._crashes(plan), self._deferring(plan), self._drafts(plan))
+            )
             self.delay_s = 0.0
         if not self._in_flight and self.clients:
             alive = [client.sequence for client in self.clients.values()]
@@ -110,13 +113,13 @@ class SimulatedReplica:
         if "memory" in self.result_faults:
             self.result_faults.remove("memory")
             return "memory"
-        return self._deliver(self.worker.execute(step.plan, step.deferring), now_s)
+        return self._deliver(self.worker.execute(step.plan, step.deferring, step.drafts), now_s)
 
     def execute_late(self) -> None:
         """Execute the first step in flight, but keep its result back until the worker is lost."""
         if self._in_flight:
             step = self._in_flight[0]
-            self._late_results.append(self.worker.execute(step.plan, step.deferring))
+            self._late_results.append(self.worker.execute(step.plan, step.deferring, step.drafts))
 
     def restart(self, is_out_of_memory: bool = False) -> list[Client]:
         """Forget what the worker had. Returns the clients whose sequences crash workers; they have ended."""
@@ -159,6 +162,15 @@ class SimulatedReplica:
             chunk.slot for chunk in plan.chunks if hash((plan.step_id, chunk.slot)) % 100 < percents.get(chunk.slot, 0)
         }
 
+    def _drafts(self, plan: StepPlan) -> dict[int, tuple[int, int]]:
+        """How many drafts the worker makes for each slot, and how many of them are right, as if by chance."""
+        drafters = {client.sequence.slot: client.arrival.drafter for client in self.clients.values()}
+        return {
+            chunk.slot: make_drafts(drafters[chunk.slot], chunk.num_drafts, plan.step_id, chunk.slot)
+            for chunk in plan.chunks
+            if chunk.num_drafts
+        }
+
     def _deliver(self, result: StepResult, now_s: float) -> str | None:
         kind = self.result_faults.pop(0) if self.result_faults else None
         if kind == "reorder" and self._in_flight:
@@ -190,6 +202,10 @@ class SimulatedReplica:
             client = self.clients.get(token.sequence.sequence_id)
             if client is None:
                 raise Violation(f"a token for {token.sequence}, which has ended, or continues elsewhere")
+            num_accepted = token.sequence.num_accepted_tokens
+            if num_accepted > client.num_accepted_tokens:
+                self.lag.accept(client.sequence.tenant, num_accepted - client.num_accepted_tokens)
+                client.num_accepted_tokens = num_accepted
             client.received.append(token.token_id)
             client.token_times_s.append(now_s)
             if token.finish_reason is not None:
@@ -243,7 +259,9 @@ class SimulatedReplica:
         for chunk in plan.chunks:
             sequence = sequences[chunk.slot]
             last = (chunk.start + chunk.num_tokens - 1) // block_size
-            in_use.update(sequence.kv.table[chunk.start // block_size : last + 1])
+            # Behind drafts that are rejected in flight, it begins earlier than planned.
+            first = min(chunk.start, sequence.num_tokens - 1) // block_size
+            in_use.update(sequence.kv.table[first : last + 1])
             # The first blocks of a new slot assignment are shared, so another step may well use them.
             num_shared = sequence.kv.num_found if chunk.slot in new_slots else 0
             leased = chunk.new_block_ids[num_shared:]
@@ -267,3 +285,19 @@ class SimulatedReplica:
             raise Violation(f"{client.sequence} has its first token, but not all of its prompt logprobs")
         if reason is not None:
             self.check_end(client)
+
+
+def make_drafts(drafter: str, num_planned: int, step_id: int, slot: int) -> tuple[int, int]:
+    """How many drafts a drafter makes in a step, and how many of them are right before the first wrong one."""
+    match drafter:
+        case "right":
+            return num_planned, num_planned
+        case "wrong":
+            return num_planned, 0
+        case "alternates":
+            return num_planned, num_planned * (step_id % 2)
+        case "few":
+            num_made = hash((slot, step_id)) % (num_planned + 1)
+            return num_made, hash((step_id, slot)) % (num_made + 1)
+        case _:
+            return num_planned, hash((step_id, slot)) % (num_planned + 1)

@@ -28,6 +28,8 @@ class Arrival(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     crashes_at: int | None = None  # a worker that computes this position crashes
     deferred_percent: int = 0  # of the steps that would sample a token for it, how many defer the token
+    max_drafts: int | None = None  # that a step may verify for it
+    drafter: str = "random"  # right, wrong, alternates, few or random: how many drafts the worker makes, and how good
 
 
 class Fault(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -59,6 +61,7 @@ class Client:
         "expected",
         "expected_logprobs",
         "expected_prompt_logprobs",
+        "num_accepted_tokens",
         "received",
         "sequence",
         "token_times_s",
@@ -75,5 +78,6 @@ class Client:
             self.expected_logprobs = logprobs[len(arrival.prompt) - 1 :]
         if arrival.prompt_logprobs is not None:
             self.expected_prompt_logprobs = NaiveReference.logprobs(arrival.prompt, arrival.prompt_logprobs)
+        self.num_accepted_tokens = 0  # drafts, as far as its tenant was charged for them
         self.received: list[int] = []
         self.token_times_s: list[float] = []

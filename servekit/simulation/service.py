@@ -167,6 +167,7 @@ class Simulation:
             leader_id=leader.sequence.sequence_id if leader is not None else None,
             has_length_bound=arrival.has_length_bound,
             block_hashes=hashes,
+            max_drafts=arrival.max_drafts,
         )
         replica = self._replica_of(leader) if leader is not None else None
         replica = replica or self._choose(arrival.name)
@@ -198,10 +199,10 @@ class Simulation:
         elif fault.kind == "kill" and replica.num_in_flight and fault.target % 3 == 0:
             replica.result_faults.append("kill")  # between a result and the plan that would follow it
         elif fault.kind == "kill":
-            # In half of the cases the first step in flight was executed, and its result comes late.
-            if fault.target % 2:
-                replica.execute_late()
             if self._is_ready(replica):
+                # In half of the cases the first step in flight was executed, and its result comes late.
+                if fault.target % 2:
+                    replica.execute_late()
                 self._restart(replica)
         elif fault.kind == "leave":
             self._leave(replica)

@@ -7,12 +7,21 @@ that a client can repeat it to check an answer (docs/simulated_model.md).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate, chain
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from servekit.protocol.messages import PromptLogprobs, SlotAssignment, StepPlan, StepResult, TokenLogprobs
+from servekit.protocol.messages import (
+    PromptLogprobs,
+    ScheduledChunk,
+    SlotAssignment,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from servekit.protocol.sampling_params import SamplingParams
 
 VOCAB_SIZE = 256
@@ -22,6 +31,8 @@ FIRST_ANSWER, NUM_ANSWERS = 32, 95
 MULTIPLIER, INCREMENT, STATE_MASK = 6364136223846793005, 1442695040888963407, 2**40 - 1
 GARBAGE = 1  # no answer has this token, and no position this state
 SKIPPED_BITS = 17  # the lowest of a sum of such states have short periods
+NO_DRAFTS: Mapping[int, tuple[int, int]] = {}
+MAX_STEPS_BEHIND = 8  # more steps than any manager has in flight
 
 
 class Violation(Exception):
@@ -76,12 +87,24 @@ class NaiveReference:
         return next_state(states[-1] if states else 0, token_id)
 
 
+class _Span(Struct, frozen=True):
+    """The tokens that one chunk samples."""
+
+    slot: int
+    start: int | None  # the position of the first one; None if they mean nothing
+    token_ids: list[int]
+    is_deferred: bool = False
+
+
 class SimulatedWorker:
     """Executes step plans over pages that hold states of the simulated model.
 
     It does what a real worker does, and checks everything by what it samples: before each token it reads the sequence
     back through its block table. So a block given to two sequences, a skipped chunk, a prefix shared by mistake, a
     stale slot or a missing copy all lead to a wrong token, and one wrong token changes all that follow.
+
+    Its drafts are right or wrong as it is told. It keeps a token table, and writes garbage for wrong drafts, as a real
+    worker does. So a position that is not computed again behind a rejected draft leads to a wrong token, too.
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_num_batched_tokens: int) -> None:
@@ -91,11 +114,19 @@ class SimulatedWorker:
         self.tokens: dict[int, dict[int, int]] = {}  # slot -> position -> token, as in the worker's token table
         self.block_tables: dict[int, list[int]] = {}
         self.slot_assignments: dict[int, SlotAssignment] = {}
+        self.newest: dict[int, int] = {}  # by slot: the position of the newest known token
+        self.rejected: dict[int, deque[int]] = {}  # by slot: how many drafts each of the newest steps rejected
+        self.slots_behind: set[int] = set()  # whose newest token was deferred
         self.slots_with_logprobs: set[int] = set()  # whose sequences requested logprobs
         self.num_steps = 0
 
-    def execute(self, plan: StepPlan, deferring: Collection[int] = ()) -> StepResult:
+    def execute(
+        self, plan: StepPlan, deferring: Collection[int] = (), drafts: Mapping[int, tuple[int, int]] = NO_DRAFTS
+    ) -> StepResult:
         """Execute one step; no token is sampled for the slots in `deferring`, or behind a token that was not sampled.
+
+        `drafts` has, by slot, how many drafts the worker makes, and how many of these are right. It makes none for
+        other slots, and never more than were planned.
 
         Raises Violation for a plan that no manager may make.
         """
@@ -107,54 +138,123 @@ class SimulatedWorker:
         for source, target in plan.copies:
             self.pages[target] = self.pages[source].copy()
         for assignment in plan.slot_assignments:
-            slot, sampling = assignment.slot, assignment.sampling
-            self.tokens[slot], self.block_tables[slot], self.slot_assignments[slot] = {}, [], assignment
-            if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
-                self.slots_with_logprobs.add(slot)
-            else:
-                self.slots_with_logprobs.discard(slot)
-        pages, block_size = self.pages, self.block_size
-        sampled: list[int] = []
-        deferred: list[int] = []  # indices into `sampled`
+            self._assign(assignment)
+        spans: list[_Span] = []
         for chunk in plan.chunks:
-            known, table = self.tokens[chunk.slot], self.block_tables[chunk.slot]
-            table.extend(chunk.new_block_ids)
-            start, stop = chunk.start, chunk.start + chunk.num_tokens
+            self.block_tables[chunk.slot].extend(chunk.new_block_ids)
             if chunk.token_ids:
-                known.update(enumerate(chunk.token_ids, start=start))
-            is_behind = start not in known  # behind a deferred token; the manager planned this before it knew that
-            if is_behind:
-                # Like a real worker, it writes KV that must never be read, and reports a token that must never be used.
-                pages[table[start // block_size]][start % block_size] = GARBAGE
-                if plan.step_id % 2:
-                    deferred.append(len(sampled))
-                sampled.append(GARBAGE)
-                continue
-            state = pages[table[(start - 1) // block_size]][(start - 1) % block_size] if start else 0
-            for position in range(start, stop):
-                state = next_state(state, known[position])
-                pages[table[position // block_size]][position % block_size] = state
-            if chunk.samples and chunk.slot in deferring:
-                deferred.append(len(sampled))
-                sampled.append(GARBAGE)
-            elif chunk.samples:
-                states = list(chain.from_iterable(map(pages.__getitem__, table)))
-                known[stop] = next_token(states[:stop])
-                sampled.append(known[stop])
-        result = StepResult(plan.epoch, plan.step_id, tuple(sampled), 0.0, deferred=tuple(deferred))
-        return self._with_logprobs(plan, result) if self.slots_with_logprobs else result
+                self._learn(chunk)
+            if chunk.slot in self.slots_behind:
+                spans.append(self._execute_behind(chunk, plan.step_id))
+            else:
+                span = self._execute_chunk(chunk, chunk.slot in deferring, *drafts.get(chunk.slot, (0, 0)))
+                if span is not None:
+                    spans.append(span)
+        counts = tuple(len(span.token_ids) for span in spans)
+        result = StepResult(
+            plan.epoch,
+            plan.step_id,
+            tuple(chain.from_iterable(span.token_ids for span in spans)),
+            0.0,
+            deferred=tuple(number for number, span in enumerate(spans) if span.is_deferred),
+            counts=counts if max(counts, default=1) > 1 else (),
+        )
+        return self._with_logprobs(plan, result, spans) if self.slots_with_logprobs else result
 
-    def _with_logprobs(self, plan: StepPlan, result: StepResult) -> StepResult:
+    def _assign(self, assignment: SlotAssignment) -> None:
+        slot, sampling = assignment.slot, assignment.sampling
+        self.tokens[slot], self.block_tables[slot], self.slot_assignments[slot] = {}, [], assignment
+        self.slots_behind.discard(slot)
+        self.rejected[slot] = deque(maxlen=MAX_STEPS_BEHIND)
+        if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+            self.slots_with_logprobs.add(slot)
+        else:
+            self.slots_with_logprobs.discard(slot)
+
+    def _learn(self, chunk: ScheduledChunk) -> None:
+        """Take over the tokens that the manager knows. It knows all of them, so no rejection is in flight."""
+        self.tokens[chunk.slot].update(enumerate(chunk.token_ids, start=chunk.start))
+        self.newest[chunk.slot] = chunk.start + len(chunk.token_ids) - 1
+        self.slots_behind.discard(chunk.slot)
+        self.rejected[chunk.slot].clear()
+
+    def _execute_behind(self, chunk: ScheduledChunk, step_id: int) -> _Span:
+        """Execute a chunk behind a deferred token, which the manager planned before it knew that.
+
+        Like a real worker, it writes KV that must never be read, and reports tokens that must never be used.
+        """
+        self._write_garbage(chunk.slot, chunk.start, chunk.start + chunk.num_tokens)
+        is_deferred = bool(step_id % 2)
+        count = 1 if is_deferred else 1 + step_id // 2 % (1 + chunk.num_drafts)
+        return _Span(chunk.slot, None, [GARBAGE] * count, is_deferred)
+
+    def _execute_chunk(self, chunk: ScheduledChunk, is_deferring: bool, num_made: int, num_right: int) -> _Span | None:
+        """Compute a chunk's positions, then those of its drafts as far as they are right; return what it samples."""
+        slot, pages, block_size = chunk.slot, self.pages, self.block_size
+        known, table = self.tokens[slot], self.block_tables[slot]
+        start = self._first_position(chunk)
+        stop = start + chunk.num_tokens - chunk.num_drafts
+        state = pages[table[(start - 1) // block_size]][(start - 1) % block_size] if start else 0
+        for position in range(start, stop):
+            state = next_state(state, known[position])
+            pages[table[position // block_size]][position % block_size] = state
+        if not chunk.samples:
+            return None
+        if is_deferring:
+            self.slots_behind.add(slot)
+            return _Span(slot, None, [GARBAGE], is_deferred=True)
+        num_made = min(num_made, chunk.num_drafts)
+        num_right = min(num_right, num_made)
+        states = list(chain.from_iterable(map(pages.__getitem__, table)))[:stop]
+        token_ids = [next_token(states)]
+        for position in range(stop, stop + num_right):
+            state = next_state(state, token_ids[-1])
+            pages[table[position // block_size]][position % block_size] = state
+            states.append(state)
+            token_ids.append(next_token(states))
+        self._write_garbage(slot, stop + num_right, stop + num_made)
+        known.update(enumerate(token_ids, start=stop))
+        self.newest[slot] = stop + num_right
+        self.rejected[slot].append(chunk.num_drafts - num_right)
+        return _Span(slot, stop, token_ids)
+
+    def _first_position(self, chunk: ScheduledChunk) -> int:
+        """Where a chunk really begins, which the manager may not know: behind drafts that were rejected meanwhile.
+
+        Raises Violation if the plan is based on other rejections than those of the newest steps, or goes too far.
+        """
+        slot, bound = chunk.slot, chunk.start + chunk.num_tokens
+        start = chunk.start if chunk.token_ids else self.newest[slot]
+        if chunk.start - start not in accumulate(reversed(self.rejected[slot]), initial=0):
+            raise Violation(f"{chunk} is based on rejections that did not happen: its newest token is at {start}")
+        assignment = self.slot_assignments[slot]
+        max_length = assignment.prompt_length + assignment.sampling.max_tokens
+        num_positions = len(self.block_tables[slot]) * self.block_size
+        if chunk.num_drafts and bound >= max_length:
+            raise Violation(f"{chunk} computes drafts that its sequence of at most {max_length} tokens cannot have")
+        if bound > num_positions or (chunk.num_drafts and num_positions >= max_length - 1 + self.block_size):
+            raise Violation(f"{chunk} has {num_positions} positions in its blocks, for at most {max_length} tokens")
+        return start
+
+    def _write_garbage(self, slot: int, start: int, stop: int) -> None:
+        """Write states that must never be read."""
+        table = self.block_tables[slot]
+        for position in range(start, stop):
+            self.pages[table[position // self.block_size]][position % self.block_size] = GARBAGE
+
+    def _with_logprobs(self, plan: StepPlan, result: StepResult, spans: list[_Span]) -> StepResult:
         of_sampled: list[TokenLogprobs | None] = []
         of_prompts = []
-        for index, chunk in enumerate(plan.chunks):
-            assignment, stop = self.slot_assignments[chunk.slot], chunk.start + chunk.num_tokens
-            num_top, num_top_of_prompt = assignment.sampling.logprobs, assignment.sampling.prompt_logprobs
-            if chunk.samples:
-                if num_top is None or stop not in self.tokens[chunk.slot]:  # not requested, or not sampled
+        for span in spans:
+            num_top = self.slot_assignments[span.slot].sampling.logprobs
+            for number in range(len(span.token_ids)):
+                if num_top is None or span.start is None:  # not requested, or not sampled
                     of_sampled.append(None)
                 else:
-                    of_sampled.append(self._logprobs_after(chunk.slot, stop - 1, num_top))
+                    of_sampled.append(self._logprobs_after(span.slot, span.start + number - 1, num_top))
+        for index, chunk in enumerate(plan.chunks):
+            assignment, stop = self.slot_assignments[chunk.slot], chunk.start + chunk.num_tokens
+            num_top_of_prompt = assignment.sampling.prompt_logprobs
             predicting = range(chunk.start, min(stop, assignment.prompt_length - 1))
             if num_top_of_prompt is not None and predicting:
                 predicted = [self._logprobs_after(chunk.slot, position, num_top_of_prompt) for position in predicting]

@@ -55,9 +55,11 @@ def test_likeliest_tokens_are_read_as_they_were_written() -> None:
 
 
 def test_an_acknowledgement_tells_whether_two_ranks_sampled_the_same_tokens() -> None:
-    """The time that a rank took makes no difference."""
+    """The time that a rank took makes no difference, but which sequence a token is for does."""
     ours, same, other = StepResult(1, 2, (5, 6), 0.1), StepResult(1, 2, (5, 6), 0.2), StepResult(1, 2, (6, 5), 0.1)
     assert StepAcknowledged.of(ours) == StepAcknowledged.of(same) != StepAcknowledged.of(other)
+    spans = [StepAcknowledged.of(StepResult(1, 2, (5, 6, 7), 0.1, counts=counts)) for counts in ((1, 2), (2, 1), ())]
+    assert len(set(spans)) == 3
 
 
 def test_the_first_rank_of_the_last_stage_sends_the_results() -> None:
@@ -82,6 +84,7 @@ def test_the_largest_result_is_within_the_bound_and_the_bound_is_not_far_above(n
         prompt_logprobs=tuple(PromptLogprobs(2**16, 2**24, (logprobs,) * share) for _ in range(num_seqs)),
         failures=((2**16, "\N{GRINNING FACE}" * MAX_FAILURE_CHARACTERS),) * num_seqs,
         deferred=tuple(range(2**16, 2**16 + num_seqs)),
+        counts=(2**16,) * num_seqs,
     )
     size = len(msgspec.msgpack.encode(result))
     assert size <= load.max_answer_bytes <= 1.1 * size + 2**20
@@ -111,6 +114,23 @@ def test_where_a_worker_runs_is_no_longer_a_text_than_a_machine_needs(ranks: tup
     sent = msgspec.msgpack.encode(WorkerReady(model, "cpu", "float32", 8, 4, 0.5, ranks=ranks))
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(sent, type=WorkerReady)
+
+
+def test_a_result_in_which_every_position_gives_a_token_is_within_the_bound() -> None:
+    num_seqs, num_tokens = 64, 512
+    load = LoadModel("", "auto", "cpu", 16, num_seqs, num_tokens, None, 1, None, 0.9)
+    largest_id = 2**31 - 1
+    logprobs = TokenLogprobs.of(-1e-300, [largest_id] * MAX_TOP_LOGPROBS, [-1.5] * MAX_TOP_LOGPROBS)
+    result = StepResult(
+        epoch=largest_id,
+        step_id=2**53,
+        token_ids=(largest_id,) * num_tokens,
+        step_time_s=1e-300,
+        logprobs=(logprobs,) * num_tokens,
+        counts=(num_tokens // num_seqs,) * num_seqs,
+    )
+    size = len(msgspec.msgpack.encode(result))
+    assert size <= load.max_answer_bytes - 2**20
 
 
 def test_workers_give_the_same_tokens_only_with_the_same_model_and_the_same_dtype() -> None:

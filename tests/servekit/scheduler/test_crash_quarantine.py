@@ -157,7 +157,7 @@ def test_a_malformed_result_raises_worker_lost_and_changes_nothing(changes: dict
     plan = manager.plan(0.0)
     assert plan is not None
     result = make_worker(manager).execute(plan)
-    with pytest.raises(WorkerLost, match="does not fit its step of 1 tokens"):
+    with pytest.raises(WorkerLost, match="does not fit its step of 1 spans"):
         manager.commit(replace(result, **changes), 0.0)
     manager.restart()
     run(manager, make_worker(manager))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -84,8 +85,9 @@ class ManagerMachine(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         budget=st.sampled_from([1, 5, 32]),
         caching=st.booleans(),
+        max_drafts=st.sampled_from([0, 1, 5]),
     )
-    def start(self, policy: str, depth: int, budget: int, caching: bool) -> None:
+    def start(self, policy: str, depth: int, budget: int, caching: bool, max_drafts: int) -> None:
         config = SchedulerConfig(
             num_blocks=8,
             block_size=2,
@@ -96,6 +98,7 @@ class ManagerMachine(RuleBasedStateMachine):
             scheduling_policy=policy,
             enable_prefix_caching=caching,
             max_preemptions=2,
+            max_drafts=max_drafts,
         )
         self.manager = WorkloadManager(config, RecklessPredictor(config.block_size))
         self.worker = self.new_worker()
@@ -150,9 +153,14 @@ class ManagerMachine(RuleBasedStateMachine):
             self.plans.append(plan)
 
     @precondition(lambda self: self.plans)
-    @rule(deferring=st.sets(st.integers(0, 2)))
-    def execute(self, deferring: Iterable[int] = ()) -> None:
-        self.last_result = self.worker.execute(self.plans.pop(0), frozenset(deferring))
+    @rule(
+        deferring=st.sets(st.integers(0, 2)),
+        drafts=st.dictionaries(st.integers(0, 2), st.tuples(st.integers(0, 5), st.integers(0, 5))),
+    )
+    def execute(
+        self, deferring: Iterable[int] = (), drafts: Mapping[int, tuple[int, int]] = MappingProxyType({})
+    ) -> None:
+        self.last_result = self.worker.execute(self.plans.pop(0), frozenset(deferring), drafts)
         self.now += 0.5
         self.manager.apply(Commit(self.last_result, self.now))
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from servekit.scheduler.step_time import StepTimes
+from servekit.scheduler.step_time import PositionTimes, StepTimes, size_class
 
 OVERHEAD_S, PREFILL_S, DECODE_S = 0.02, 100e-6, 400e-6
 
@@ -45,3 +45,42 @@ def test_without_a_prompt_its_cost_is_unknown_and_decodes_that_never_change_cost
         step_times.observe(0, 8, 0.03)
     assert (step_times.prefill_s, step_times.decode_s) == (0.0, 0.0)
     assert step_times.overhead_s == step_times.base_s == pytest.approx(0.03)
+
+
+def test_size_classes_are_in_order_and_an_eighth_wide() -> None:
+    classes = [size_class(number) for number in range(1, 5000)]
+    assert classes == sorted(classes) and classes[:15] == list(range(1, 16))
+    assert set(classes) == set(range(1, classes[-1] + 1)), "none is left out"
+    for size in set(classes):
+        members = [number for number, each in enumerate(classes, start=1) if each == size]
+        assert members[-1] - members[0] <= members[0] / 8
+
+
+def test_the_time_by_positions_is_flat_where_it_was_measured_flat_and_rises_where_it_rises() -> None:
+    times = PositionTimes()
+    assert times.seconds_of(1) == times.seconds_of(1000) > 0, "nothing is known"
+    times.observe(8, 0.02)
+    assert times.seconds_of(1) == times.seconds_of(8) == times.seconds_of(500) == 0.02
+    times.observe(12, 0.04)
+    times.observe(1, 0.01)
+    assert [times.seconds_of(number) for number in (1, 8, 10, 12, 13)] == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.04])
+    assert times.classes == [1, 8, 12]
+
+
+def test_a_step_that_was_held_up_is_soon_forgotten() -> None:
+    times = PositionTimes()
+    times.observe(4, 1.0)  # the first one of its size, as when something is compiled
+    for _ in range(8):
+        times.observe(4, 0.01)
+    assert times.seconds_of(4) < 0.015
+    times.observe(4, 0.05)
+    assert times.seconds_of(4) < 0.02
+    for _ in range(60):
+        times.observe(4, 0.03)
+    assert times.seconds_of(4) == pytest.approx(0.03, rel=0.05), "but a change that stays is learned"
+
+
+def test_a_clock_that_stands_still_gives_a_time_that_can_be_divided_by() -> None:
+    times = PositionTimes()
+    times.observe(3, 0.0)
+    assert times.seconds_of(3) > 0

@@ -8,14 +8,17 @@ from typing import TypeVar
 
 import msgspec
 
+from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.simulation.scenario import Arrival, Fault, Scenario
 from servekit.simulation.service import Simulation
-from servekit.simulation.worker import FIRST_ANSWER
+from servekit.simulation.worker import FIRST_ANSWER, NaiveReference
 
 FAULTS = ("abort", "abort", "abort", "duplicate", "forge", "reorder", "delay", "kill", "memory")
 
 MOVES = ("kill", "leave", "move", "move")
+
+DRAFTERS = ("random", "random", "right", "wrong", "alternates", "few")
 
 Part = TypeVar("Part", Arrival, Fault)
 
@@ -88,7 +91,51 @@ def make_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
     if scheduler.scheduling_policy == "fair" and rng.random() < 0.6:  # tenants have shares that hold whole sequences
         scheduler = msgspec.structs.replace(scheduler, num_blocks=8 * num_blocks)
     scheduler = msgspec.structs.replace(scheduler, max_admissions_per_step=rng.choice([1, 2, 64, 64]))
-    return Scenario(scheduler=scheduler, arrivals=tuple(arrivals), faults=tuple(faults), is_reckless=is_reckless)
+    scenario = Scenario(scheduler=scheduler, arrivals=tuple(arrivals), faults=tuple(faults), is_reckless=is_reckless)
+    return with_drafts(scenario, seed) if seed % 2 else scenario
+
+
+def with_drafts(scenario: Scenario, seed: int) -> Scenario:
+    """The same scenario with speculative decoding: good and bad drafters, and devices on which drafts are free.
+
+    A block that is published although its last position is a rejected draft is read only by a later prompt that has the
+    answer in it. So there are conversations, too.
+    """
+    rng = random.Random(f"drafts {seed}")
+    scenario = with_conversations(scenario, rng)
+    arrivals = [
+        msgspec.structs.replace(
+            each, drafter=rng.choice(DRAFTERS), max_drafts=rng.choice([None, None, None, None, 0, 1, 2])
+        )
+        for each in scenario.arrivals
+    ]
+    budget = scenario.scheduler.max_num_batched_tokens
+    return msgspec.structs.replace(
+        scenario,
+        scheduler=msgspec.structs.replace(
+            scenario.scheduler, max_drafts=rng.choice([1, 3, 7]), max_num_batched_tokens=rng.choice([budget, 64])
+        ),
+        arrivals=tuple(arrivals),
+        # Where a position takes no time, drafts are made whenever there is room. Elsewhere they must pay.
+        step_token_s=rng.choice([0.0, 0.0, scenario.step_token_s]),
+    )
+
+
+def with_conversations(scenario: Scenario, rng: random.Random) -> Scenario:
+    """The same scenario, where some prompts begin with the prompt and the answer of an earlier arrival."""
+    reference, room = NaiveReference(scenario.scheduler.eos_token_ids), scenario.scheduler.max_total_tokens
+    leaders = {arrival.forks for arrival in scenario.arrivals}
+    arrivals: list[Arrival] = []
+    for arrival in scenario.arrivals:
+        changed = arrival
+        if arrivals and arrival.forks is None and arrival.name not in leaders and rng.random() < 0.5:
+            earlier = rng.choice(arrivals[-5:])
+            sampling = SamplingParams(max_tokens=earlier.max_tokens, ignore_eos=earlier.ignore_eos)
+            said = (*earlier.prompt, *reference.output(earlier.prompt, sampling))
+            prompt = (*said, *arrival.prompt[:2])[: room - arrival.max_tokens]
+            changed = msgspec.structs.replace(arrival, prompt=prompt, tenant=earlier.tenant)
+        arrivals.append(changed)
+    return msgspec.structs.replace(scenario, arrivals=tuple(arrivals))
 
 
 def make_replicated_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
@@ -147,6 +194,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         "enable_prefix_caching": False,
         "itl_target_s": None,
         "eos_token_ids": frozenset(),
+        "max_drafts": 0,
     }
     for name, value in plainer.items():
         if getattr(scenario.scheduler, name) != value:
@@ -168,8 +216,15 @@ def _plainer(arrival: Arrival) -> Iterator[dict[str, object]]:
     if len(arrival.prompt) > 1 and arrival.forks is None:
         yield {"prompt": arrival.prompt[: len(arrival.prompt) // 2]}
         yield {"prompt": arrival.prompt[:-1]}
-    nothing = dict.fromkeys(["ttft_s", "deadline_s", "forks", "logprobs", "prompt_logprobs", "crashes_at"])
-    defaults = {**nothing, "priority": 0, "tenant": "", "ignore_eos": False, "deferred_percent": 0}
+    optional = ["ttft_s", "deadline_s", "forks", "logprobs", "prompt_logprobs", "crashes_at", "max_drafts"]
+    defaults = {
+        **dict.fromkeys(optional),
+        "priority": 0,
+        "tenant": "",
+        "ignore_eos": False,
+        "deferred_percent": 0,
+        "drafter": "right",
+    }
     for name, value in defaults.items():
         if getattr(arrival, name) != value:
             yield {name: value}

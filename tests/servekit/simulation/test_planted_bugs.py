@@ -16,10 +16,11 @@ from servekit.scheduler.kv_cache_manager import KVCacheManager
 from servekit.scheduler.policy import Fair, FirstComeFirstServed, Shortest, _is_waiting
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Sequence, Status
+from servekit.scheduler.step import SequenceToken, Step
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.scenario import Arrival, Scenario
 from servekit.simulation.service import Simulation
-from servekit.simulation.worker import SimulatedWorker, Violation
+from servekit.simulation.worker import FIRST_ANSWER, SimulatedWorker, Violation
 from tests.servekit.simulation.scenarios import failure, make_scenario
 
 MAX_STEPS = 100_000
@@ -417,6 +418,134 @@ def rewound_position_forgotten(patch: Patch) -> None:
     patch(Sequence, "rewind", rewind)
 
 
+def rejections_forgotten(patch: Patch) -> None:
+    """Rejected drafts stay counted as computed and as pending."""
+
+    def settle_drafts(self: Sequence, num_drafts: int, num_accepted: int) -> None:
+        original(self, num_drafts, num_drafts)
+
+    original = Sequence.settle_drafts
+    patch(Sequence, "settle_drafts", settle_drafts)
+
+
+def rejections_counted_twice(patch: Patch) -> None:
+    """A sequence is set back too far."""
+
+    def settle_drafts(self: Sequence, num_drafts: int, num_accepted: int) -> None:
+        original(self, num_drafts, num_accepted)
+        self.num_computed -= num_drafts - num_accepted
+
+    original = Sequence.settle_drafts
+    patch(Sequence, "settle_drafts", settle_drafts)
+
+
+def rejections_of_an_earlier_incarnation(patch: Patch) -> None:
+    """What a step rejected is subtracted from a sequence that has begun again meanwhile."""
+
+    def settle_drafts(self: WorkloadManager, step: Step) -> None:
+        for index, num_drafts in step.num_drafts.items():
+            sequence, _ = step.sampled[index]
+            if sequence.status is Status.RUNNING:
+                sequence.settle_drafts(num_drafts, step.num_accepted(index))
+
+    patch(WorkloadManager, "_settle_drafts", settle_drafts)
+
+
+def published_before_rejections_are_known(patch: Patch) -> None:
+    """A block is published whose last position was to be computed behind drafts that were rejected."""
+
+    def settle(self: WorkloadManager, step: Step, now: float, tokens: list[SequenceToken]) -> None:
+        num_drafts, step.num_drafts = step.num_drafts, {}
+        original(self, step, now, tokens)
+        step.num_drafts = num_drafts
+        self._settle_drafts(step)
+
+    original = WorkloadManager._settle
+    patch(WorkloadManager, "_settle", settle)
+
+
+def drafts_published(patch: Patch) -> None:
+    """Blocks are published as soon as they are full of tokens and drafts."""
+
+    def publish(self: KVCacheManager, sequence: Sequence) -> None:
+        num_drafts = max(0, sequence.num_computed - sequence.num_tokens)
+        sequence.token_ids.extend([FIRST_ANSWER] * num_drafts)
+        original(self, sequence)
+        del sequence.token_ids[sequence.num_tokens - num_drafts :]
+
+    original = KVCacheManager.publish
+    patch(KVCacheManager, "publish", publish)
+
+
+def drafts_behind_the_last_token(patch: Patch) -> None:
+    patch(WorkloadManager, "_max_drafts", lambda self, sequence: sequence.max_drafts)
+
+
+def drafts_without_blocks(patch: Patch) -> None:
+    """Blocks are leased for the known position only."""
+    patch(KVCacheManager, "extend", lambda self, sequence, num_positions: num_positions)
+
+
+def blocks_of_drafts_not_fenced(patch: Patch) -> None:
+    """Only the blocks of committed tokens are kept until the steps in flight are done."""
+
+    def release(self: KVCacheManager, sequence: Sequence, fence_step_id: int | None) -> None:
+        num_known = -(-sequence.num_tokens // self.block_size)
+        for_drafts = sequence.kv.table[num_known:]
+        original(self, sequence, fence_step_id)
+        if fence_step_id is not None and for_drafts:
+            step_id, blocks = self.pool._fenced[-1]
+            kept = [block for block in blocks if block not in for_drafts]
+            self.pool._fenced[-1] = step_id, kept
+            self.pool.num_fenced -= len(blocks) - len(kept)
+            self.pool._free.extend(block for block in blocks if block in for_drafts)
+
+    original = KVCacheManager.release
+    patch(KVCacheManager, "release", release)
+
+
+def span_goes_on_after_its_end(patch: Patch) -> None:
+    """What a worker accepts behind a token that stops the sequence is appended as well."""
+
+    def commit(self: WorkloadManager, result: StepResult, now: float) -> Any:
+        step = next((step for step in self._in_flight if step.step_id == result.step_id), None)
+        if step is not None and result.counts and result.epoch == self.epoch:
+            before = [(sequence, sequence.num_tokens, incarnation) for sequence, incarnation in step.sampled]
+            tokens = original(self, result, now)
+            first = 0
+            for (sequence, num_tokens, incarnation), count in zip(before, result.counts, strict=True):
+                num_new = sequence.num_tokens - num_tokens
+                if 0 < num_new < count and sequence.incarnation == incarnation + 1:
+                    rest = result.token_ids[first + num_new : first + count]
+                    sequence.token_ids.extend(rest)
+                    tokens += [SequenceToken(sequence, token_id, None) for token_id in rest]
+                first += count
+            return tokens
+        return original(self, result, now)
+
+    original = WorkloadManager.commit
+    patch(WorkloadManager, "commit", commit)
+
+
+def drafts_beyond_the_budget(patch: Patch) -> None:
+    def schedule_drafts(self: WorkloadManager, step: Step) -> None:
+        step.budget += 3
+        original(self, step)
+
+    original = WorkloadManager._schedule_drafts
+    patch(WorkloadManager, "_schedule_drafts", schedule_drafts)
+
+
+def spans_misaligned(patch: Patch) -> None:
+    """Of the sequences of a step, the first one gets the tokens of the longest span."""
+
+    def commit(self: WorkloadManager, result: StepResult, now: float) -> Any:
+        return original(self, replace(result, counts=tuple(sorted(result.counts, reverse=True))), now)
+
+    original = WorkloadManager.commit
+    patch(WorkloadManager, "commit", commit)
+
+
 BUGS = [
     double_free,
     stale_result_applied,
@@ -458,11 +587,22 @@ BUGS = [
     suspects_run_together,
     rewound_in_the_same_incarnation,
     rewound_position_forgotten,
+    rejections_forgotten,
+    rejections_counted_twice,
+    rejections_of_an_earlier_incarnation,
+    published_before_rejections_are_known,
+    drafts_published,
+    drafts_behind_the_last_token,
+    drafts_without_blocks,
+    blocks_of_drafts_not_fenced,
+    span_goes_on_after_its_end,
+    drafts_beyond_the_budget,
+    spans_misaligned,
 ]
 
 
 # Found even without the manager's own checks: by what workers, clients and tenants see.
-FOUND_WITHOUT_CHECKS = [*BUGS[1:3], *BUGS[4:]]
+FOUND_WITHOUT_CHECKS = [bug for bug in BUGS if bug not in (double_free, placeholder_leak, drafts_published)]
 # Found after tens of thousands of steps.
 FOUND_LATE = [suspects_run_together, crashing_sequence_never_fails]
 

@@ -63,17 +63,22 @@ def test_the_seeds_cover_every_kind_of_event() -> None:
     kinds = ["preemptions", "stale results", "cached tokens", "copies", "deadlines", "aborts", "losses"]
     seen = dict.fromkeys([*kinds, "suspects", "smaller steps", "deferrals"], 0)
     num_failed = num_share_preemptions = num_steps = seed = 0
+    spans = dict.fromkeys(["accepted drafts", "rejected drafts", "fewer drafts than planned"], 0)
     policies = set()
     while seed < 200 or num_steps < STEPS_PER_SHARD:
         scenario = make_scenario(seed)
         simulation = Simulation(scenario)
         execute = simulation.worker.execute
 
-        def count_copies(plan, deferring, execute=execute):  # type: ignore[no-untyped-def]
+        def count(plan, deferring, drafts, execute=execute):  # type: ignore[no-untyped-def]
             seen["copies"] += len(plan.copies)
-            return execute(plan, deferring)
+            planned = {chunk.slot: chunk.num_drafts for chunk in plan.chunks}
+            spans["fewer drafts than planned"] += sum(
+                num_made < planned[slot] for slot, (num_made, _) in drafts.items()
+            )
+            return execute(plan, deferring, drafts)
 
-        simulation.worker.execute = count_copies  # type: ignore[method-assign]
+        simulation.worker.execute = count  # type: ignore[method-assign]
         run_seed(simulation, seed)
         num_steps += simulation.num_steps
         seed += 1
@@ -83,6 +88,9 @@ def test_the_seeds_cover_every_kind_of_event() -> None:
         seen["deferrals"] += simulation.manager.num_deferrals
         seen["stale results"] += simulation.manager.num_stale_results
         seen["cached tokens"] += simulation.manager.num_cached_tokens
+        lengths = simulation.manager.draft_lengths
+        spans["accepted drafts"] += sum(lengths.num_accepted)
+        spans["rejected drafts"] += sum(lengths.num_drafted) - sum(lengths.num_accepted)
         seen["losses"] += simulation.manager.epoch
         num_failed += simulation.num_failed
         seen["suspects"] += simulation.num_suspects
@@ -92,6 +100,7 @@ def test_the_seeds_cover_every_kind_of_event() -> None:
         seen["aborts"] += reasons.count("abort")  # type: ignore[arg-type]
     assert policies == {"fcfs", "priority", "shortest", "fair"}
     assert min(seen.values()) > 150, seen
+    assert min(spans.values()) > 100, spans
     assert num_failed > 50
     assert num_share_preemptions > 30, "one policy of four has them"
 

@@ -1,0 +1,142 @@
+"""Claims about the number of drafts: as many as pay, measured by acceptance and by the time of steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from itertools import product
+
+import pytest
+
+from servekit.scheduler.draft_length import EXPLORE_EVERY, NUM_LEVELS, DraftLengths, level_of
+from servekit.scheduler.sequence import Sequence
+from tests.support.scheduler import make_sequence
+
+PLAIN = 1  # the id of a step that does not explore
+
+
+def make_drafting(lengths: DraftLengths, acceptances: list[float], max_drafts: int | None = None) -> list[Sequence]:
+    sequences = []
+    for number, acceptance in enumerate(acceptances):
+        sequences.append(make_sequence(number))
+        lengths.admit(sequences[-1], max_drafts)
+        sequences[-1].acceptance = acceptance
+    return sequences
+
+
+def learn(lengths: DraftLengths, seconds_of: Callable[[int], float], max_positions: int = 600) -> None:
+    for num_positions in range(1, max_positions):
+        lengths.times.observe(num_positions, seconds_of(num_positions))
+
+
+def chosen(lengths: DraftLengths, sequences: list[Sequence], step_id: int = PLAIN) -> list[int]:
+    num_drafts = lengths.choose(sequences, step_id)
+    return [num_drafts[level_of(sequence.acceptance)] for sequence in sequences]
+
+
+def test_where_positions_are_free_every_draft_that_may_be_accepted_is_verified() -> None:
+    lengths = DraftLengths(7)
+    sequences = make_drafting(lengths, [0.9, 0.3, 0.1, 0.0])
+    assert chosen(lengths, sequences) == [7, 7, 7, 0], "as long as nothing is known of the times, too"
+    learn(lengths, lambda num_positions: 0.01)
+    assert chosen(lengths, sequences) == [7, 7, 7, 0]
+
+
+def test_where_each_position_takes_its_share_no_draft_pays() -> None:
+    lengths = DraftLengths(7)
+    learn(lengths, lambda num_positions: 1e-3 * num_positions)
+    assert chosen(lengths, make_drafting(lengths, [0.95] * 64)) == [0] * 64
+
+
+def test_the_likelier_a_draft_the_more_are_verified() -> None:
+    lengths = DraftLengths(7)
+    learn(lengths, lambda num_positions: 10e-3 + 0.5e-3 * num_positions)
+    good, fair, bad = chosen(lengths, make_drafting(lengths, [0.95, 0.6, 0.2]))
+    assert good > fair > bad == 0
+
+
+def test_the_more_sequences_run_the_fewer_drafts_are_verified() -> None:
+    """A step takes 10 ms, and from 32 positions on 0.3 ms for each."""
+    lengths = DraftLengths(7)
+    learn(lengths, lambda num_positions: max(10e-3, 0.3125e-3 * num_positions))
+    by_load = [chosen(lengths, make_drafting(lengths, [0.8] * number))[0] for number in (1, 4, 8, 16, 32, 64)]
+    assert by_load == sorted(by_load, reverse=True)
+    assert by_load[0] == 7 and by_load[-1] == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_choice_gives_more_tokens_a_second(seed: int) -> None:
+    """All choices for three sequences are tried."""
+    rng = random.Random(seed)
+    lengths = DraftLengths(3)
+    times_s: list[float] = []
+    for num_positions in range(1, 13):  # flat at first, then in steps
+        times_s.append((times_s[-1] if times_s else 0.01) * rng.choice([1.0, 1.0, 1.05, 1.3]))
+        lengths.times.observe(num_positions, times_s[-1])
+    levels = rng.sample(range(NUM_LEVELS), 3)
+
+    def rate(num_drafts: Iterable[int]) -> float:
+        num_tokens, num_positions = 0.0, 0
+        for level, number in zip(levels, num_drafts, strict=True):
+            likelihood = (level + 0.5) / NUM_LEVELS if level else 0.0
+            num_tokens += sum(likelihood**position for position in range(number + 1))
+            num_positions += 1 + number
+        return num_tokens / times_s[num_positions - 1]
+
+    found = chosen(lengths, make_drafting(lengths, [(level + 0.5) / NUM_LEVELS for level in levels]))
+    assert rate(found) == pytest.approx(max(map(rate, product(range(4), repeat=3))))
+
+
+def test_sequences_without_drafts_cost_time_but_get_none() -> None:
+    lengths = DraftLengths(4)
+    learn(lengths, lambda num_positions: max(10e-3, 1e-3 * num_positions))
+    (alone,) = chosen(lengths, make_drafting(lengths, [0.9]))
+    without = make_drafting(lengths, [0.9] * 8, max_drafts=0)
+    assert all(sequence.max_drafts == 0 for sequence in without)
+    assert 0 < chosen(lengths, [*without, *make_drafting(lengths, [0.9])])[-1] < alone
+
+
+def test_speculation_that_does_not_pay_is_tried_again_now_and_then() -> None:
+    lengths = DraftLengths(4)
+    sequences = make_drafting(lengths, [0.0, 0.99])
+    explored = [step_id for step_id in range(3 * EXPLORE_EVERY) if chosen(lengths, sequences, step_id) == [1, 4]]
+    assert explored == [0, EXPLORE_EVERY, 2 * EXPLORE_EVERY]
+
+
+def test_acceptance_follows_the_text() -> None:
+    """It falls while drafts are rejected. Then the text becomes repetitive, and a few drafts are enough to see it."""
+    lengths = DraftLengths(4)
+    (sequence,) = make_drafting(lengths, [0.5])
+    for _ in range(30):
+        lengths.record(sequence, 4, 0)
+    assert sequence.acceptance < 0.02 and chosen(lengths, [sequence]) == [0]
+    lengths.record(sequence, 1, 1)
+    assert sequence.acceptance > 0.1 and chosen(lengths, [sequence]) == [4]
+    for _ in range(10):
+        lengths.record(sequence, 4, 4)
+    assert sequence.acceptance > 0.9
+    assert lengths.num_drafted == [41, 40, 40, 40] and lengths.num_accepted == [11, 10, 10, 10]
+
+
+def test_the_acceptance_is_that_of_single_drafts() -> None:
+    """Behind a rejected draft, nothing is learned: at any number of drafts, the same acceptance is found."""
+    for max_drafts in (1, 3, 7):
+        rng = random.Random(0)
+        lengths = DraftLengths(max_drafts)
+        (sequence,) = make_drafting(lengths, [0.5])
+        seen = []
+        for _ in range(4000):
+            num_accepted = next((n for n in range(max_drafts) if rng.random() >= 0.7), max_drafts)
+            lengths.record(sequence, max_drafts, num_accepted)
+            seen.append(sequence.acceptance)
+        assert sum(seen) / len(seen) == pytest.approx(0.7, abs=0.04)
+
+
+def test_a_new_sequence_is_expected_to_be_like_the_others() -> None:
+    lengths = DraftLengths(4)
+    (sequence,) = make_drafting(lengths, [0.5])
+    for _ in range(400):
+        lengths.record(sequence, 4, 0)
+    another = make_sequence(1)
+    lengths.admit(another, None)
+    assert another.acceptance < 0.05 and another.max_drafts == 4
