@@ -441,14 +441,15 @@ async def test_workers_that_join_serve_beside_the_servers_own() -> None:
 
         await fleet.lose(0)
         assert not fleet.ids()[0], "they continue on the worker that has joined"
-        source.join("gpu-8")
-        await fleet.wait_until(lambda: len(fleet.replicas.all) == 3)
+        for host in ("gpu-8", "gpu-9"):
+            source.join(host)
+        await fleet.wait_until(lambda: len(fleet.replicas.all) == 4)
         assert own.state == "recovering", "it starts a worker itself, and takes none that joins"
         fleet.fail(0)
-        source.join("gpu-9")
-        await fleet.wait_until(lambda: len(fleet.replicas.all) == 4)
         await fleet.wait_until(lambda: own.state == "vacated")
-        assert joined.state == "ready"
+        source.join("gpu-10")
+        await fleet.wait_until(lambda: len(fleet.replicas.all) == 5)
+        assert own.state == "vacated" and joined.state == "ready"
 
 
 async def test_a_worker_that_joins_takes_the_place_of_one_that_left() -> None:
