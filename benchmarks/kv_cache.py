@@ -45,10 +45,12 @@ class LongSteps(DecodeSteps):
 
     def _fill(self) -> None:
         """Store random keys and values in all pages."""
-        cache, num_stored = self.runner.cache, NUM_FILLED * BLOCK_SIZE
+        cache = self.runner.cache
+        num_filled = min(NUM_FILLED, cache.num_blocks)
+        num_stored = num_filled * BLOCK_SIZE
         counts = np.array([num_stored])
         numbers = (torch.tensor([0, num_stored]).int(), torch.tensor([num_stored]).int())
-        table, slots = torch.arange(NUM_FILLED).int()[None], torch.arange(num_stored)
+        table, slots = torch.arange(num_filled).int()[None], torch.arange(num_stored)
         step = PagedStep(
             self.runner.attention, cache, AttentionMetadata(BLOCK_SIZE, counts, counts, *numbers, table, slots)
         )
@@ -57,9 +59,9 @@ class LongSteps(DecodeSteps):
             queries, keys = (torch.randn(num_stored, shape.num_kv_heads, shape.key_dim).to(dtype) for _ in range(2))
             values = torch.randn(num_stored, shape.num_kv_heads, shape.value_dim).to(dtype)
             self.runner.attention.attend(step, layer, queries, keys, values, AttentionParams(shape.key_dim**-0.5))
-        targets = torch.arange(NUM_FILLED, cache.num_blocks)
+        targets = torch.arange(num_filled, cache.num_blocks)
         for some in targets.split(1024):
-            cache.copy_blocks(some % NUM_FILLED, some)
+            cache.copy_blocks(some % num_filled, some)
 
 
 def main() -> None:
