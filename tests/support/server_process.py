@@ -57,12 +57,13 @@ class ServerProcess:
         environment: dict[str, str] | None = None,
         port: int | None = None,
         prefix: list[str] | None = None,
+        python: str = sys.executable,
     ) -> None:
         """`prefix` is a command that executes the server's."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        command = [*(prefix or []), sys.executable, "-m", "servekit", "serve", *arguments, "--port", str(self.port)]
+        command = [*(prefix or []), python, "-m", "servekit", "serve", *arguments, "--port", str(self.port)]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
@@ -181,9 +182,10 @@ def serving(
     environment: dict[str, str] | None = None,
     port: int | None = None,
     prefix: list[str] | None = None,
+    python: str = sys.executable,
 ) -> Iterator[ServerProcess]:
     """Yield a server that is ready, and end it afterwards in any case."""
-    server = ServerProcess(*arguments, log=log, environment=environment, port=port, prefix=prefix)
+    server = ServerProcess(*arguments, log=log, environment=environment, port=port, prefix=prefix, python=python)
     try:
         server.wait_until_ready()
         yield server

@@ -1,8 +1,9 @@
-"""Compile the C kernels for this processor at first use, and keep the libraries in the user's cache folder.
+"""Load the C kernels for this processor: those that the package has prebuilt, or else compile them at first use.
 
 torch has no attention over pages on a CPU, and between the matrix products of a decoder layer it makes ten passes over
-memory where one is enough. To compile takes some ten seconds, once per machine, beside the import of torch. Without a
-compiler the worker uses torch's operations, and the log says so.
+memory where one is enough. To compile takes some ten seconds, once per machine, beside the import of torch; the
+libraries are kept in the user's cache folder. Without a compiler the worker uses torch's operations. The log says which
+of the three it is.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import functools
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import stat
 import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from workers.csrc.bindings import declare_prototypes
+from workers.csrc.prebuilt import find_prebuilt, processor_features
 
 log = logging.getLogger("servekit.worker")
 
@@ -36,9 +38,7 @@ REQUIRED_COMPILER = "GCC 12 or newer, or Clang"  # older GCCs lack __builtin_shu
 FLAGS = (
     "-std=gnu11",
     "-O3",
-    "-march=native",
     "-fopenmp",
-    "-shared",
     "-fPIC",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -46,6 +46,7 @@ FLAGS = (
     "-fno-signed-zeros",
     "-freciprocal-math",
 )
+THIS_PROCESSOR = ("-march=native",)
 MACROS: dict[str, tuple[str, ...]] = {"float32": (), "bfloat16": ("-DBFLOAT16",)}  # by dtype, without importing torch
 COMPILE_TIMEOUT_S = 300  # seconds of work, which take minutes while other processes use the processor
 # Each version of the sources has a library per dtype, of some 100 KB. Eight are four versions: enough to go back and
@@ -61,38 +62,23 @@ _compiling = threading.Lock()
 def c_library(dtype: str) -> ctypes.CDLL | None:
     """Return the C kernels for CPU tensors of `dtype`, "float32" or "bfloat16".
 
-    Returns None, and logs a warning, if they cannot be compiled; None without a warning for other dtypes.
+    Returns None, and logs a warning, if there are none and they cannot be compiled; None without a warning for other
+    dtypes.
     """
     if dtype not in MACROS:
         return None
     with _compiling:
-        compiler = _find_compiler()
-        if compiler is None:
-            log.warning(
-                "no C compiler found (tried %s), so steps take about twice as long; install %s",
-                ", ".join(COMPILERS),
-                REQUIRED_COMPILER,
-            )
-            return None
-        try:
-            return declare_prototypes(_load_or_compile(compiler, MACROS[dtype]))
-        except (OSError, subprocess.SubprocessError) as error:
-            log.warning(
-                "%s could not compile the C kernels, so steps take about twice as long; they need %s: %s",
-                compiler,
-                REQUIRED_COMPILER,
-                getattr(error, "stderr", None) or error,
-            )
-            return None
+        library = _load_prebuilt(dtype) or _load_or_compile(dtype)
+    return None if library is None else declare_prototypes(library)
 
 
 def compile_ahead(dtype: str) -> None:
-    """Compile the kernels for `dtype` in a background thread, if they are not in the cache, while torch is imported.
+    """Compile the kernels for `dtype` in a background thread, if there are none yet, while torch is imported.
 
     The library is not loaded here. It must be loaded after torch, which brings the OpenMP library that both share.
     """
-    compiler, cache_folder = _find_compiler(), _cache_folder()
-    if dtype in MACROS and compiler is not None and cache_folder is not None:
+    compiler, cache_folder = find_compiler(), _cache_folder()
+    if dtype in MACROS and compiler is not None and cache_folder is not None and find_prebuilt(dtype) is None:
         arguments = (cache_folder, compiler, MACROS[dtype])
         threading.Thread(target=_compile_into_cache, args=arguments, daemon=True).start()
 
@@ -107,11 +93,48 @@ def _compile_into_cache(cache_folder: Path, compiler: str, macros: tuple[str, ..
             _remove_old_libraries(cache_folder)
 
 
-def _find_compiler() -> str | None:
+def find_compiler() -> str | None:
+    """Return the path of a C compiler."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
-def _load_or_compile(compiler: str, macros: tuple[str, ...]) -> ctypes.CDLL:
+def _load_prebuilt(dtype: str) -> ctypes.CDLL | None:
+    path = find_prebuilt(dtype)
+    if path is None:
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:  # it was built for a newer libc, for example
+        log.warning("the prebuilt C kernels cannot be loaded, so they are compiled: %s", error)
+        return None
+    log.info("C kernels: prebuilt, %s", path.stem)
+    return library
+
+
+def _load_or_compile(dtype: str) -> ctypes.CDLL | None:
+    compiler = find_compiler()
+    if compiler is None:
+        log.warning(
+            "no C compiler found (tried %s), so steps take about twice as long; install %s",
+            ", ".join(COMPILERS),
+            REQUIRED_COMPILER,
+        )
+        return None
+    try:
+        library = _load_cached_or_compile(compiler, MACROS[dtype])
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning(
+            "%s could not compile the C kernels, so steps take about twice as long; they need %s: %s",
+            compiler,
+            REQUIRED_COMPILER,
+            getattr(error, "stderr", None) or error,
+        )
+        return None
+    log.info("C kernels: compiled by %s for this processor, %s", compiler, dtype)
+    return library
+
+
+def _load_cached_or_compile(compiler: str, macros: tuple[str, ...]) -> ctypes.CDLL:
     """Load the library from the cache, or compile it. Raises OSError or SubprocessError."""
     name, cache_folder = _library_name(compiler, macros), _cache_folder()
     if cache_folder is not None and (cache_folder / name).exists():
@@ -147,15 +170,44 @@ def _remove_old_libraries(cache_folder: Path) -> None:
 def _library_name(compiler: str, macros: tuple[str, ...]) -> str:
     """Return a file name that changes with everything the library is made of: sources, flags, processor, compiler."""
     texts = [(FOLDER / name).read_text() for name in (*SOURCES, *HEADERS)]
-    inputs = (*texts, *FLAGS, *macros, _processor(), compiler, str(os.stat(compiler).st_mtime_ns))
+    inputs = (*texts, *FLAGS, *macros, processor_features(), compiler, str(os.stat(compiler).st_mtime_ns))
     return hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:32] + ".so"
 
 
 def _compile(compiler: str, macros: tuple[str, ...], target: Path) -> Path:
-    """Compile all sources into `target` and return it. Raises OSError or SubprocessError."""
-    command = [compiler, *FLAGS, *macros, *(str(FOLDER / source) for source in SOURCES), "-o", str(target), "-lm"]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+    return compile_library(compiler, (*THIS_PROCESSOR, *macros), target)
+
+
+def compile_library(compiler: str, flags: Sequence[str], target: Path) -> Path:
+    """Compile all sources into `target` and return it; object files are left beside it.
+
+    Raises OSError or SubprocessError.
+    """
+    objects = {source: str(target.with_name(f"{Path(source).stem}.o")) for source in SOURCES}
+    _run_side_by_side(
+        [compiler, *flags, *FLAGS, "-c", str(FOLDER / source), "-o", path] for source, path in objects.items()
+    )
+    _run_side_by_side([[compiler, *flags, "-shared", "-fopenmp", *objects.values(), "-o", str(target), "-lm"]])
     return target
+
+
+def _run_side_by_side(commands: Iterable[list[str]]) -> None:
+    """Run commands at the same time; if one fails, end the others, and raise its CalledProcessError.
+
+    Threads of a pool would make the process wait for them at its end; killed compilers do not.
+    """
+    deadline_s = time.monotonic() + COMPILE_TIMEOUT_S
+    with contextlib.ExitStack() as stack:
+        running = []
+        for command in commands:
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            stack.enter_context(process)  # waits for it
+            stack.callback(process.kill)  # before that; does nothing if it has ended
+            running.append(process)
+        for process in running:
+            _, errors = process.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
+            if process.returncode:
+                raise subprocess.CalledProcessError(process.returncode, process.args, stderr=errors)
 
 
 def _cache_folder() -> Path | None:
@@ -172,11 +224,3 @@ def _cache_folder() -> Path | None:
         if is_ours and os.access(folder, os.W_OK):
             return folder
     return None
-
-
-def _processor() -> str:
-    """Return the processor's features, which decide what -march=native compiles to."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return platform.processor()

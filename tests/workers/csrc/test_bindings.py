@@ -25,7 +25,7 @@ HEADER = (build.FOLDER / "kernels.h").read_text()
 
 
 def test_structs_have_the_sizes_and_offsets_that_the_compiler_gives_them(tmp_path: Path) -> None:
-    compiler = build._find_compiler()
+    compiler = build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C compiler")
     lines = [f"sizeof({name}) == {ctypes.sizeof(struct)}" for name, struct in STRUCTS.items()]

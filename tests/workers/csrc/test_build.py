@@ -71,7 +71,7 @@ def test_a_library_is_compiled_once_and_folders_that_others_can_write_to_are_not
     assert c_library("float32") is not None
     (library,) = (tmp_path / "servekit").iterdir()
     c_library.cache_clear()
-    monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: pytest.fail("it was compiled again"))
+    monkeypatch.setattr(module, "compile_library", lambda *_: pytest.fail("it was compiled again"))
     assert c_library("float32") is not None
     library.parent.chmod(0o777)
     assert module._cache_folder() is None
@@ -103,7 +103,7 @@ def test_the_cache_keeps_the_libraries_that_were_used_last(monkeypatch: pytest.M
 @pytest.mark.usefixtures("quick")
 def test_a_damaged_library_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiler = module._find_compiler()
+    compiler = module.find_compiler()
     assert compiler is not None and module._cache_folder() is not None
     kept = tmp_path / "servekit" / module._library_name(compiler, module.MACROS["float32"])
     kept.write_bytes(b"no library")
@@ -135,7 +135,7 @@ def sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("touched", [*ALL_SOURCES, *module.HEADERS])
 def test_the_name_of_a_library_depends_on_every_source_and_header(sources: Path, touched: str) -> None:
-    compiler = module._find_compiler()
+    compiler = module.find_compiler()
     assert compiler is not None
     before = module._library_name(compiler, ())
     assert module._library_name(compiler, ()) == before
@@ -156,15 +156,15 @@ def test_a_changed_source_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.usefixtures("quick")
 def test_a_library_that_is_being_compiled_ahead_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    run, num_runs = module.subprocess.run, 0
+    compile_library, num_runs = module.compile_library, 0
 
-    def counted(*arguments: Any, **options: Any) -> Any:
+    def counted(*arguments: Any) -> Path:
         nonlocal num_runs
         num_runs += 1
         time.sleep(0.2)  # so that c_library is called while this compiles
-        return run(*arguments, **options)
+        return compile_library(*arguments)
 
-    monkeypatch.setattr(module.subprocess, "run", counted)
+    monkeypatch.setattr(module, "compile_library", counted)
     monkeypatch.setattr(module, "MAX_CACHED_LIBRARIES", 1)
     (tmp_path / "servekit").mkdir(mode=0o700)
     old = tmp_path / "servekit" / "old.so"
