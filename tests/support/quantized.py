@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from workers.quantization.quantized_tensor import INT4_LEVELS, Activations, Encoding, QuantizedTensor
+from workers.quantization.two_level_scales import TwoLevelScales
 
 # Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023, appendix E.
 NF4_LEVELS = (
@@ -46,6 +47,12 @@ def random_matrix(
         input_order=torch.randperm(num_inputs) if is_reordered else None,
         activations=activations,
     )
+
+
+def random_two_levels(num_outputs: int, num_groups: int, super_block_groups: int) -> TwoLevelScales:
+    """Return scales that are products of signed bytes and float16."""
+    factors = torch.randint(-128, 128, (num_outputs, num_groups), dtype=torch.int8)
+    return TwoLevelScales(factors, (_random_scales(num_outputs, num_groups // super_block_groups) / 64).half())
 
 
 def _random_scales(num_outputs: int, num_groups: int) -> Tensor:

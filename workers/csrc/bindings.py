@@ -85,10 +85,17 @@ class CQuantizedWeight(ctypes.Structure):
         ("group_size", _int64),
         ("scale_type", _int64),
         ("offset_type", _int64),
+        ("super_block_groups", _int64),
         ("zero_point", _int64),
         ("levels", _pointer),
         ("input_order", _pointer),
     )
+
+
+class CSideBySideWeight(ctypes.Structure):
+    """Weights with the same input: `side_by_side_weight`."""
+
+    _fields_ = (("base", CPreparedWeight), ("num_parts", _int64), ("parts", _pointer))
 
 
 class CDecoderLayer(ctypes.Structure):
@@ -127,6 +134,8 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     "quantized_gemm_workspace_bytes": (_int64, [_pointer]),
     # weight, x, residual, output; num_rows; workspace
     "quantized_gemm": (None, [_pointer] * 4 + [_int64, _pointer]),
+    # weight, x, residual, output; num_rows; workspace
+    "multiply_side_by_side": (None, [_pointer] * 4 + [_int64, _pointer]),
     # layers, pages; num_layers; metadata, cosines, sines, x, workspace, gemm_workspace
     "decode_layers": (None, [_pointer] * 2 + [_int64] + [_pointer] * 6),
 }

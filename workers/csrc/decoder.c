@@ -7,6 +7,22 @@
 
 #include "kernels.h"
 
+void multiply_side_by_side(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
+                           int64_t num_rows, void *workspace) {
+    (void)residual;
+    const side_by_side_weight *whole = (const side_by_side_weight *)weight;
+    const int64_t num_outputs = weight->num_outputs;
+    scalar *const product = workspace, *const rest = product + num_rows * num_outputs;
+    for (int64_t i = 0, first = 0; i < whole->num_parts; i++) {
+        const prepared_weight *part = whole->parts[i];
+        part->multiply(part, x, NULL, product, num_rows, rest);
+        for (int64_t row = 0; row < num_rows; row++)
+            memcpy(output + row * num_outputs + first, product + row * part->num_outputs,
+                   part->num_outputs * sizeof *output);
+        first += part->num_outputs;
+    }
+}
+
 void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_t num_layers,
                    const attention_metadata *metadata, const scalar *cosines, const scalar *sines, scalar *x,
                    scalar *workspace, void *gemm_workspace) {

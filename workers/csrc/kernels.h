@@ -110,23 +110,25 @@ void skinny_gemm(const prepared_weight *weight, const scalar *x, const scalar *r
 
 /* -- quantized GEMM (quantized_gemm.c) ---------------------------------------------------------------------------- */
 
-/* How a weight's codes are multiplied. Codes of weights that are multiplied by int8 stand for code - zero_point. Those
-   of four bits that are multiplied by floats stand for levels[code]. KERNELS in quantized_gemm.py has the same order. */
-enum { INT4_BY_INT8, INT8_BY_INT8, INT4_BY_FLOAT, INT8_BY_FLOAT, FLOAT8_BY_FLOAT };
+/* How a weight's codes are multiplied. Codes of weights that are multiplied by int8, and those of five and six bits,
+   stand for code - zero_point. Those of four bits that are multiplied by floats stand for levels[code]. KERNELS in
+   quantized_gemm.py has the same order. */
+enum { INT4_BY_INT8, INT8_BY_INT8, INT4_BY_FLOAT, INT8_BY_FLOAT, FLOAT8_BY_FLOAT, INT5_BY_FLOAT, INT6_BY_FLOAT };
 
-/* How scales and offsets are stored: as numbers; as the exponents of powers of two, one byte each; or as multiples of
-   the scale, one signed byte each. NUMBER_TYPES in quantized_gemm.py has the same order. */
-enum { NO_NUMBERS, AS_FLOAT32, AS_FLOAT16, AS_BFLOAT16, AS_EXPONENTS, AS_MULTIPLES };
+/* How scales and offsets are stored: as numbers; as the exponents of powers of two, one byte each; as multiples of the
+   scale, one signed byte each; as signed bytes that are multiples of a float16 for super_block_groups groups; or one
+   number for all outputs of a strip. NUMBER_TYPES in quantized_gemm.py has the same order. */
+enum { NO_NUMBERS, AS_FLOAT32, AS_FLOAT16, AS_BFLOAT16, AS_EXPONENTS, AS_MULTIPLES, AS_PRODUCTS, AS_ONE_FLOAT32 };
 
 /* A quantized weight; its layout: see quantized_gemm.c. group_size is a multiple of LANES. */
 typedef struct {
     prepared_weight base;
-    int64_t kernel, group_size, scale_type, offset_type, zero_point;
+    int64_t kernel, group_size, scale_type, offset_type, super_block_groups, zero_point;
     const float *levels;        /* [16] */
     const int32_t *input_order; /* [num_inputs] the input of each column; NULL: their own order */
 } quantized_weight;
 
-/* The bytes of workspace that quantized_gemm needs for each row, up to 64 rows; more rows share it. */
+/* The bytes of workspace that quantized_gemm needs for each row, up to 256 rows; more rows share it. */
 int64_t quantized_gemm_workspace_bytes(const quantized_weight *weight);
 
 /* `multiply` of a quantized_weight, for any number of rows. */
@@ -134,6 +136,19 @@ void quantized_gemm(const prepared_weight *weight, const scalar *x, const scalar
                     int64_t num_rows, void *workspace);
 
 /* -- a whole decoder (decoder.c) ---------------------------------------------------------------------------------- */
+
+/* Weights with the same input, whose outputs are side by side. `data` and `strip_bytes` are not used: the parts prefetch
+   each other. */
+typedef struct {
+    prepared_weight base;
+    int64_t num_parts;
+    const prepared_weight *const *parts; /* [num_parts] */
+} side_by_side_weight;
+
+/* `multiply` of a side_by_side_weight, without a residual. The workspace is that of the part that needs most, and the
+   outputs in addition. */
+void multiply_side_by_side(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
+                           int64_t num_rows, void *workspace);
 
 /* The weights of one layer of the Llama family. */
 typedef struct {

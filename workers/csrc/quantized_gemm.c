@@ -5,10 +5,13 @@
 
        codes     [num_inputs / 4, 32, 4]  eight bits each, or
                  [num_inputs / 4, 16, 4]  two codes in a byte: the lower half is output i's, the upper one output i + 16's
-       scales    [num_groups, 32]
-       offsets   [num_groups, 32], if the weight has any
+                 [num_inputs / 16, 5 or 6, 16, 4]  of five or six bits: four times as above, the lower four bits of the
+                 codes of four inputs; then all their upper bits, see unpack_narrow
+       scales    [num_groups, 32], or [num_groups] if all outputs of a strip have the same ones
+       offsets   like scales, if the weight has any
 
-   and zeros up to whole cache lines. While a strip is multiplied, the same bytes of the next one are prefetched.
+   and zeros up to whole cache lines. Scales and offsets may be products of two numbers. Then they are [num_groups, 32]
+   signed bytes, and after these [num_groups / super_block_groups, 32] float16.
 
    Weights that are multiplied by int8 (A8): each row of x is quantized, with one scale. Codes are unsigned, x is
    signed, and sums of their products are int32. The product of x with the zero point is subtracted from each sum.
@@ -31,11 +34,17 @@
 #include <immintrin.h>
 #endif
 
-/* STEP inputs are unpacked together. Rows from FEW_ROWS + 1 on use panels, CHUNK rows at a time. MAX_ROWS rows are
-   multiplied by a strip, so that their x stays in the second-level cache. */
-enum { STEP = 4, BLOCK = 256, FEW_ROWS = 4, CHUNK = 8, MAX_ROWS = 64 };
-enum { SCALARS = FLOAT8_BY_FLOAT + 1 };    /* one more kernel: a panel of scalars */
+/* STEP inputs are unpacked together. Rows from FEW_ROWS + 1 on use panels, CHUNK rows at a time. A panel is used for
+   MAX_ROWS rows: with more, it is unpacked less often, and their x no longer fits into the second-level cache. */
+enum { STEP = 4, BLOCK = 256, FEW_ROWS = 4, CHUNK = 8, MAX_ROWS = 256 };
+enum { SCALARS = INT6_BY_FLOAT + 1 };      /* one more kernel: a panel of scalars */
 enum { MIN_PARALLEL_NUMBERS = 16384 };     /* as in layers.c */
+
+/* Codes are prefetched so many bytes before they are multiplied. The strips of a thread follow each other in memory, so
+   the processor itself recognises the stream, and requests its lines in time; prefetching a whole strip before, as
+   skinny_gemm.c does, would replace these requests, of which more can wait for memory, by the program's. Scales are
+   prefetched a strip before. */
+enum { CODES_AHEAD = 4096 };
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 8")
@@ -49,14 +58,26 @@ typedef int32_t four_bytes __attribute__((may_alias));
 
 INLINE ints load_ints(const void *from) { return *(const ints *)from; }
 INLINE int is_by_int8(const int kernel) { return kernel == INT4_BY_INT8 || kernel == INT8_BY_INT8; }
-INLINE int is_of_four_bits(const int kernel) { return kernel == INT4_BY_INT8 || kernel == INT4_BY_FLOAT; }
+INLINE int bits_of(const int kernel) {
+    return kernel == INT4_BY_INT8 || kernel == INT4_BY_FLOAT ? 4
+           : kernel == INT5_BY_FLOAT                         ? 5
+           : kernel == INT6_BY_FLOAT                         ? 6
+           : kernel == SCALARS                               ? 8 * (int)sizeof(scalar)
+                                                             : 8;
+}
 
-/* The bytes of one step's codes. */
-INLINE int step_bytes(const int kernel) { return is_of_four_bits(kernel) ? STRIP * STEP / 2 : STRIP * STEP; }
+/* Whether the upper bits of codes are apart from the lower ones. */
+INLINE int is_narrow(const int kernel) { return kernel == INT5_BY_FLOAT || kernel == INT6_BY_FLOAT; }
 
-/* Prefetch the lines that are `ahead` of a step's codes. */
-INLINE void prefetch_step(const int kernel, const uint8_t *codes, ptrdiff_t ahead) {
-    for (int i = 0; i < step_bytes(kernel); i += (int)sizeof(ints)) prefetch(codes + ahead + i);
+/* The inputs whose codes are in the same lines: a step, or several. */
+INLINE int span_of(const int kernel) { return is_narrow(kernel) ? LANES : STEP; }
+
+/* The bytes of a strip's codes of so many inputs, whole spans. */
+INLINE int64_t code_bytes(const int kernel, int64_t num_inputs) { return num_inputs * STRIP * bits_of(kernel) / 8; }
+
+/* Prefetch the lines that are `ahead` of a span's codes. */
+INLINE void prefetch_span(const int kernel, const uint8_t *codes, ptrdiff_t ahead) {
+    for (int i = 0; i < code_bytes(kernel, span_of(kernel)); i += (int)sizeof(ints)) prefetch(codes + ahead + i);
 }
 
 /* -- int8 products ------------------------------------------------------------------------------------------------ */
@@ -120,14 +141,15 @@ enum { STEP_VECTORS = STEP / PACK * 2 };
 #endif
 
 /* What codes are looked up in. Of four bits: the sixteen levels, in the first vector; as bfloat16 they are there twice.
-   Of eight bits, as bfloat16: the lower bytes of the 128 numbers without a sign, and then the upper bytes. */
+   Of more bits, as bfloat16: the lower bytes of the numbers of the codes from 0 to 127, and then the upper bytes. */
 typedef struct {
     ints vectors[4];
+    float zero_point; /* of codes of five or six bits */
 } tables;
 
 /* The numbers of sixteen codes of eight bits. The codes are in the upper bytes of `upper`. */
 INLINE floats numbers_of(const int kernel, ints upper) {
-    if (kernel == INT8_BY_FLOAT) return __builtin_convertvector(upper >> 24, floats);
+    if (kernel == INT8_BY_FLOAT || is_narrow(kernel)) return __builtin_convertvector(upper >> 24, floats);
     /* Float8 (e4m3): a sign, four bits of exponent, three of mantissa. As the bits of a float it is the number times
        2^-120, also if it is subnormal. */
     const ints magnitude = (upper >> 4) & 0x07f00000;
@@ -135,7 +157,7 @@ INLINE floats numbers_of(const int kernel, ints upper) {
 }
 
 static tables make_tables(const int kernel, const quantized_weight *weight) {
-    tables made = {};
+    tables made = {.zero_point = is_narrow(kernel) ? (float)weight->zero_point : 0.0f};
     if (kernel == INT4_BY_FLOAT) {
         scalar *const levels = (scalar *)&made;
         store(levels, *(const floats *)weight->levels);
@@ -147,11 +169,11 @@ static tables make_tables(const int kernel, const quantized_weight *weight) {
 #endif
     }
 #ifdef LOOKS_UP_BYTES
-    if (kernel == INT8_BY_FLOAT || kernel == FLOAT8_BY_FLOAT) {
+    if (bits_of(kernel) > 4) {
         const ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         bytes *const lower = (bytes *)made.vectors, *const upper = (bytes *)(made.vectors + 2);
         for (int i = 0; i < 8; i++) {
-            const ints bits = (ints)numbers_of(kernel, (lanes + i * LANES) << 24) >> 16;
+            const ints bits = (ints)(numbers_of(kernel, (lanes + i * LANES) << 24) - made.zero_point) >> 16;
             lower[i] = __builtin_convertvector(bits, bytes);
             upper[i] = __builtin_convertvector(bits >> 8, bytes);
         }
@@ -184,11 +206,17 @@ INLINE floats look_up(ints table, ints codes) {
 INLINE void look_up_bytes(const int kernel, const tables *tables, ints codes, ints *first, ints *second) {
     const __m512i code = (__m512i)codes, sign = _mm512_set1_epi8((char)0x80);
     const ints *const table = tables->vectors;
-    const __m512i index = kernel == INT8_BY_FLOAT ? _mm512_abs_epi8(code) : code; /* of which seven bits are used */
-    const __m512i lower = _mm512_permutex2var_epi8((__m512i)table[0], index, (__m512i)table[1]);
-    __m512i upper = _mm512_permutex2var_epi8((__m512i)table[2], index, (__m512i)table[3]) | (code & sign);
-    if (kernel == INT8_BY_FLOAT) /* -128 has no index; the upper byte of it is 0xc3, and the lower one 0 */
-        upper = _mm512_mask_mov_epi8(upper, _mm512_cmpeq_epi8_mask(code, sign), _mm512_set1_epi8((char)0xc3));
+    __m512i lower, upper;
+    if (is_narrow(kernel)) {
+        lower = _mm512_permutexvar_epi8(code, (__m512i)table[0]);
+        upper = _mm512_permutexvar_epi8(code, (__m512i)table[2]);
+    } else {
+        const __m512i index = kernel == INT8_BY_FLOAT ? _mm512_abs_epi8(code) : code; /* of which seven bits are used */
+        lower = _mm512_permutex2var_epi8((__m512i)table[0], index, (__m512i)table[1]);
+        upper = _mm512_permutex2var_epi8((__m512i)table[2], index, (__m512i)table[3]) | (code & sign);
+        if (kernel == INT8_BY_FLOAT) /* -128 has no index; the upper byte of it is 0xc3, and the lower one 0 */
+            upper = _mm512_mask_mov_epi8(upper, _mm512_cmpeq_epi8_mask(code, sign), _mm512_set1_epi8((char)0xc3));
+    }
     const __m512i low_bytes = _mm512_set1_epi16(0x00ff);
     *first = (ints)(_mm512_slli_epi16(upper, 8) | (lower & low_bytes));
     *second = (ints)(_mm512_andnot_si512(low_bytes, upper) | _mm512_srli_epi16(lower, 8));
@@ -200,20 +228,33 @@ INLINE floats unpack_input(const int kernel, const ints *codes, const tables *ta
     const int shift = 8 * (i == 1 ? 2 : i == 2 ? 1 : i); /* the inputs are in the order 0, 2, 1, 3 */
 #ifndef LOOKS_UP_PAIRS
     if (kernel == INT4_BY_FLOAT) return look_up(tables->vectors[0], codes[0] >> (shift + 4 * half));
-#else
-    (void)tables;
 #endif
-    return numbers_of(kernel, codes[half] << (24 - shift));
+    const floats numbers = numbers_of(kernel, codes[half] << (24 - shift));
+    return is_narrow(kernel) ? numbers - tables->zero_point : numbers;
 }
 
-/* The scalars of a step's 32 outputs. */
-INLINE void unpack_step(const int kernel, const uint8_t *codes, const tables *tables, ints *unpacked) {
+/* The codes of five or six bits of a step's 32 outputs. `codes` are those of the span. Its upper bits are in order of
+   step and half: eight or four in each byte of a vector, the first ones in the lowest bits. */
+INLINE void unpack_narrow(const int kernel, const uint8_t *codes, const int step, ints *unpacked) {
+    const int bits = bits_of(kernel) - 4, mask = bits == 1 ? 0x01010101 : 0x03030303;
+    const ints lower = load_ints(codes + step * sizeof(ints));
+    HALVES(h) {
+        const int place = (2 * step + h) * bits;
+        const ints upper = load_ints(codes + (LANES / STEP + place / 8) * sizeof(ints)) >> place % 8;
+        unpacked[h] = ((lower >> 4 * h) & 0x0f0f0f0f) | (upper & mask) << 4;
+    }
+}
+
+/* The scalars of the 32 outputs of one step of a span. */
+INLINE void unpack_step(const int kernel, const uint8_t *codes, const int step, const tables *tables, ints *unpacked) {
     if (kernel == SCALARS) {
         UNROLLED for (int v = 0; v < STEP_VECTORS; v++) unpacked[v] = load_ints(codes + v * sizeof(ints));
         return;
     }
-    ints vectors[2] = {load_ints(codes)};
-    if (!is_of_four_bits(kernel)) vectors[1] = load_ints(codes + sizeof(ints));
+    ints vectors[2];
+    if (is_narrow(kernel)) unpack_narrow(kernel, codes, step, vectors);
+    else vectors[0] = load_ints(codes);
+    if (bits_of(kernel) == 8) vectors[1] = load_ints(codes + sizeof(ints));
 #ifdef LOOKS_UP_PAIRS
     if (kernel == INT4_BY_FLOAT) {
         UNROLLED for (int v = 0; v < STEP_VECTORS; v++)
@@ -270,14 +311,14 @@ INLINE void dot_by_int8(const int kernel, const int num_rows, floats (*dots)[2],
     UNROLLED ROWS(r) sums[r][0] = sums[r][1] = (ints){} + block->starts[r * block->num_blocks];
     for (const uint8_t *end = x + block->num_inputs; x < end; x += STEP) {
         ints unpacked[2];
-        prefetch_step(kernel, codes, block->ahead);
+        prefetch_span(kernel, codes, block->ahead);
         unpack_codes(kernel, codes, unpacked);
         UNROLLED ROWS(r) {
             const int32_t four = *(const four_bytes *)(x + r * row_bytes);
             sums[r][0] = dot_four(sums[r][0], unpacked[0], four);
             sums[r][1] = dot_four(sums[r][1], unpacked[1], four);
         }
-        codes += step_bytes(kernel);
+        codes += code_bytes(kernel, STEP);
     }
     /* These integers are below 2^24, so they are exact as floats. */
     UNROLLED ROWS(r) HALVES(h) dots[r][h] = __builtin_convertvector(sums[r][h], floats);
@@ -289,22 +330,24 @@ INLINE void dot_by_float(const int kernel, const int num_rows, floats (*dots)[2]
     const uint8_t *codes = block->codes, *x = block->x;
     const int64_t row_bytes = block->row_bytes;
     const tables tables = block->tables;
-    const int has_two_chains = num_rows <= FEW_ROWS;
+    const int has_two_chains = num_rows <= FEW_ROWS, span = span_of(kernel);
     UNROLLED ROWS(r) dots[r][0] = dots[r][1] = (floats){};
     if (has_two_chains) UNROLLED ROWS(r) odd[r][0] = odd[r][1] = (floats){};
-    for (const uint8_t *end = x + block->num_inputs * sizeof(scalar); x < end; x += STEP * sizeof(scalar)) {
-        ints unpacked[STEP_VECTORS];
-        if (kernel != SCALARS) prefetch_step(kernel, codes, block->ahead);
-        unpack_step(kernel, codes, &tables, unpacked);
-        UNROLLED for (int p = 0; p < STEP / PACK; p++) {
-            UNROLLED ROWS(r) {
-                const packed few = ((const packed *)(x + r * row_bytes))[p];
-                floats *sums = has_two_chains && p % 2 ? odd[r] : dots[r];
-                sums[0] = add_products(sums[0], unpacked[2 * p], few);
-                sums[1] = add_products(sums[1], unpacked[2 * p + 1], few);
+    for (const uint8_t *end = x + block->num_inputs * sizeof(scalar); x < end; x += span * sizeof(scalar)) {
+        if (kernel != SCALARS) prefetch_span(kernel, codes, block->ahead);
+        UNROLLED for (int step = 0; step < span / STEP; step++) {
+            ints unpacked[STEP_VECTORS];
+            unpack_step(kernel, codes, step, &tables, unpacked);
+            UNROLLED for (int p = 0; p < STEP / PACK; p++) {
+                UNROLLED ROWS(r) {
+                    const packed few = ((const packed *)(x + r * row_bytes))[step * (STEP / PACK) + p];
+                    floats *sums = has_two_chains && p % 2 ? odd[r] : dots[r];
+                    sums[0] = add_products(sums[0], unpacked[2 * p], few);
+                    sums[1] = add_products(sums[1], unpacked[2 * p + 1], few);
+                }
             }
         }
-        codes += kernel == SCALARS ? STEP_VECTORS * (int)sizeof(ints) : step_bytes(kernel);
+        codes += code_bytes(kernel, span);
     }
     if (has_two_chains) UNROLLED ROWS(r) HALVES(h) dots[r][h] += odd[r][h];
 }
@@ -321,14 +364,30 @@ INLINE void add_block(const int kernel, const int num_rows, floats (*totals)[2],
 
 /* -- one strip ---------------------------------------------------------------------------------------------------- */
 
-INLINE int64_t number_bytes(int64_t type) {
-    return type == NO_NUMBERS ? 0 : type == AS_FLOAT32 ? 4 : type == AS_FLOAT16 || type == AS_BFLOAT16 ? 2 : 1;
+/* The bytes of a group's scales or offsets, without what they are multiples of. */
+INLINE int64_t group_bytes(int64_t type) {
+    switch (type) {
+    case NO_NUMBERS: return 0;
+    case AS_FLOAT32: return 4 * STRIP;
+    case AS_FLOAT16: case AS_BFLOAT16: return 2 * STRIP;
+    case AS_ONE_FLOAT32: return 4;
+    default: return STRIP;
+    }
 }
 
-/* Sixteen scales or offsets. Offsets may be multiples of `scales`. */
-static floats load_numbers(int64_t type, const uint8_t *from, floats scales) {
+/* The bytes of all scales or offsets of a strip. */
+INLINE int64_t number_bytes(const quantized_weight *weight, int64_t type) {
+    const int64_t num_groups = weight->base.num_inputs / weight->group_size;
+    const int64_t num_super_blocks = type == AS_PRODUCTS ? num_groups / weight->super_block_groups : 0;
+    return num_groups * group_bytes(type) + num_super_blocks * group_bytes(AS_FLOAT16);
+}
+
+/* The scales or offsets of half a strip; bytes are multiples of `factors`. */
+static floats load_numbers(int64_t type, const uint8_t *from, floats factors) {
     if (type == AS_FLOAT32) return *(const floats *)from;
-    if (type == AS_MULTIPLES) return __builtin_convertvector(*(const bytes *)from, floats) * scales;
+    if (type == AS_ONE_FLOAT32) return (floats){} + *(const float *)from;
+    if (type == AS_MULTIPLES || type == AS_PRODUCTS)
+        return __builtin_convertvector(*(const bytes *)from, floats) * factors;
     if (type == AS_EXPONENTS) return (floats)((__builtin_convertvector(*(const bytes *)from, ints) & 0xff) << 23);
     const ints wide = __builtin_convertvector(*(const halves *)from, ints);
     if (type == AS_BFLOAT16) return (floats)(wide << 16);
@@ -336,40 +395,66 @@ static floats load_numbers(int64_t type, const uint8_t *from, floats scales) {
     return (floats)((ints)((floats)((wide & 0x7fff) << 13) * 0x1p112f) | (wide & 0x8000) << 16);
 }
 
+/* Reads the scales or the offsets of a strip, one group after the other. */
+typedef struct {
+    int64_t type;
+    const uint8_t *next;         /* of the next group */
+    const uint8_t *super_scales; /* of the next super-block; only AS_PRODUCTS */
+    floats factors[2];           /* of this super-block */
+} number_reader;
+
+INLINE number_reader read_numbers(const quantized_weight *weight, int64_t type, const uint8_t *from) {
+    const int64_t num_groups = weight->base.num_inputs / weight->group_size;
+    return (number_reader){.type = type, .next = from, .super_scales = from + num_groups * group_bytes(type)};
+}
+
+/* Read those of the next group. Those that are multiples of the scales need `scales`. */
+INLINE void next_numbers(number_reader *reader, int begins_super_block, ptrdiff_t ahead, const floats *scales,
+                         floats *numbers) {
+    const int64_t type = reader->type;
+    if (type == AS_PRODUCTS && begins_super_block) {
+        prefetch(reader->super_scales + ahead);
+        HALVES(h) reader->factors[h] = load_numbers(AS_FLOAT16, reader->super_scales + h * 2 * LANES, (floats){});
+        reader->super_scales += group_bytes(AS_FLOAT16);
+    }
+    prefetch(reader->next + ahead);
+    const int64_t half_bytes = type == AS_ONE_FLOAT32 ? 0 : group_bytes(type) / 2;
+    HALVES(h)
+        numbers[h] = load_numbers(type, reader->next + h * half_bytes,
+                                  type == AS_MULTIPLES ? scales[h] : reader->factors[h]);
+    reader->next += group_bytes(type);
+}
+
 /* Reads the blocks of a strip, one after the other. */
 typedef struct {
     const quantized_weight *weight;
-    const uint8_t *scales, *offsets; /* of the next group */
-    int64_t group_left;              /* inputs of the group, from the block's first one on */
+    number_reader scales, offsets;
+    ptrdiff_t next_strip;     /* how far behind this strip the next one is */
+    int64_t super_block_left; /* groups of the super-block after this one */
+    int64_t group_left;       /* inputs of the group, from the block's first one on */
     block block;
 } strip_reader;
 
 INLINE void begin_group(strip_reader *reader) {
     const quantized_weight *weight = reader->weight;
-    const int64_t scale_bytes = number_bytes(weight->scale_type), offset_bytes = number_bytes(weight->offset_type);
     block *const block = &reader->block;
-    prefetch(reader->scales + block->ahead);
-    HALVES(h) {
-        block->scales[h] = load_numbers(weight->scale_type, reader->scales, (floats){});
-        reader->scales += LANES * scale_bytes;
-    }
-    if (block->has_offsets) {
-        prefetch(reader->offsets + block->ahead);
-        HALVES(h) {
-            block->offsets[h] = load_numbers(weight->offset_type, reader->offsets, block->scales[h]);
-            reader->offsets += LANES * offset_bytes;
-        }
-    }
+    const int begins_super_block = reader->super_block_left == 0;
+    reader->super_block_left = (begins_super_block ? weight->super_block_groups : reader->super_block_left) - 1;
+    next_numbers(&reader->scales, begins_super_block, reader->next_strip, block->scales, block->scales);
+    if (block->has_offsets)
+        next_numbers(&reader->offsets, begins_super_block, reader->next_strip, block->scales, block->offsets);
     reader->group_left = weight->group_size;
 }
 
 INLINE strip_reader read_strip(const int kernel, const quantized_weight *weight, const inputs *inputs,
-                               const uint8_t *strip, ptrdiff_t ahead) {
-    const int64_t num_inputs = weight->base.num_inputs, num_groups = num_inputs / weight->group_size;
-    strip_reader reader = {.weight = weight, .scales = strip + num_inputs / STEP * step_bytes(kernel)};
-    reader.offsets = reader.scales + num_groups * STRIP * number_bytes(weight->scale_type);
+                               const uint8_t *strip, ptrdiff_t next_strip) {
+    const uint8_t *const scales = strip + code_bytes(kernel, weight->base.num_inputs);
+    const uint8_t *const offsets = scales + number_bytes(weight, weight->scale_type);
+    strip_reader reader = {.weight = weight, .next_strip = next_strip};
+    reader.scales = read_numbers(weight, weight->scale_type, scales);
+    reader.offsets = read_numbers(weight, weight->offset_type, offsets);
     reader.block = (block){.codes = strip, .x = inputs->x, .sums = inputs->block_sums, .starts = inputs->starts,
-                           .row_bytes = inputs->row_bytes, .num_blocks = inputs->num_blocks, .ahead = ahead,
+                           .row_bytes = inputs->row_bytes, .num_blocks = inputs->num_blocks, .ahead = CODES_AHEAD,
                            .has_offsets = weight->offset_type != NO_NUMBERS};
     if (!is_by_int8(kernel)) reader.block.tables = make_tables(kernel, weight);
     begin_group(&reader);
@@ -380,7 +465,7 @@ INLINE strip_reader read_strip(const int kernel, const quantized_weight *weight,
 /* Go to the next block; there must be one. */
 INLINE void next_block(const int kernel, strip_reader *reader) {
     block *const block = &reader->block;
-    block->codes += block->num_inputs / STEP * step_bytes(kernel);
+    block->codes += code_bytes(kernel, block->num_inputs);
     block->x += block->num_inputs * (is_by_int8(kernel) ? 1 : (int64_t)sizeof(scalar));
     block->sums += 1;
     block->starts += 1;
@@ -391,10 +476,10 @@ INLINE void next_block(const int kernel, strip_reader *reader) {
 
 /* sums [num_rows, STRIP] of one strip. Totals stay in registers. */
 INLINE void strip_of_few_rows(const int kernel, const int num_rows, float *sums, const quantized_weight *weight,
-                              const inputs *inputs, const uint8_t *strip, ptrdiff_t ahead) {
+                              const inputs *inputs, const uint8_t *strip, ptrdiff_t next_strip) {
     floats totals[FEW_ROWS][2];
     UNROLLED ROWS(r) totals[r][0] = totals[r][1] = (floats){};
-    strip_reader reader = read_strip(kernel, weight, inputs, strip, ahead);
+    strip_reader reader = read_strip(kernel, weight, inputs, strip, next_strip);
     for (int64_t i = 0; i < inputs->num_blocks; i++) {
         if (i > 0) next_block(kernel, &reader);
         add_block(kernel, num_rows, totals, &reader.block);
@@ -528,12 +613,14 @@ static int uses_tiles(const quantized_weight *weight) {
 INLINE void unpack_block(const int kernel, const block *block, ints *unpacked) {
     const uint8_t *codes = block->codes;
     const tables tables = block->tables;
-    for (int64_t i = 0; i < block->num_inputs; i += STEP) {
-        prefetch_step(kernel, codes, block->ahead);
-        if (is_by_int8(kernel)) unpack_codes(kernel, codes, unpacked);
-        else unpack_step(kernel, codes, &tables, unpacked);
-        codes += step_bytes(kernel);
-        unpacked += is_by_int8(kernel) ? 2 : STEP_VECTORS;
+    for (int64_t i = 0; i < block->num_inputs; i += span_of(kernel)) {
+        prefetch_span(kernel, codes, block->ahead);
+        UNROLLED for (int step = 0; step < span_of(kernel) / STEP; step++) {
+            if (is_by_int8(kernel)) unpack_codes(kernel, codes, unpacked);
+            else unpack_step(kernel, codes, step, &tables, unpacked);
+            unpacked += is_by_int8(kernel) ? 2 : STEP_VECTORS;
+        }
+        codes += code_bytes(kernel, span_of(kernel));
     }
 }
 
@@ -562,7 +649,7 @@ INLINE void read_panel(const int kernel, strip_reader *reader, int64_t left, int
 }
 
 INLINE void strip_of_many_rows(const int kernel, float *sums, const quantized_weight *weight, const inputs *inputs,
-                               const uint8_t *strip, ptrdiff_t ahead) {
+                               const uint8_t *strip, ptrdiff_t next_strip) {
     ints unpacked[BLOCK / STEP * STEP_VECTORS] __attribute__((aligned(64)));
     const int by_int8 = is_by_int8(kernel), by_tiles = uses_tiles(weight);
 #ifdef HAS_TILES
@@ -574,7 +661,7 @@ INLINE void strip_of_many_rows(const int kernel, float *sums, const quantized_we
     const int64_t num_rows = inputs->num_rows, num_chunks = (num_rows + largest_chunk - 1) / largest_chunk;
     const int64_t chunk = (num_rows + num_chunks - 1) / num_chunks;
     memset(sums, 0, num_rows * STRIP * sizeof *sums);
-    strip_reader reader = read_strip(kernel, weight, inputs, strip, ahead);
+    strip_reader reader = read_strip(kernel, weight, inputs, strip, next_strip);
     for (int64_t left = inputs->num_blocks; left > 0;) {
         panel panel;
         read_panel(kernel, &reader, left, unpacked, &panel);
@@ -602,14 +689,14 @@ INLINE void strip_of_many_rows(const int kernel, float *sums, const quantized_we
 }
 
 #define FEW_ROWS_OF(rows) \
-    case rows: strip_of_few_rows(kernel, rows, sums, weight, inputs, strip, ahead); break;
+    case rows: strip_of_few_rows(kernel, rows, sums, weight, inputs, strip, next_strip); break;
 #define STRIP_BY(name, which)                                                                                \
     static void name(float *sums, const quantized_weight *weight, const inputs *inputs, const uint8_t *strip, \
-                     ptrdiff_t ahead) {                                                                      \
+                     ptrdiff_t next_strip) {                                                                 \
         const int kernel = which;                                                                            \
         switch (inputs->num_rows) {                                                                          \
             FEW_ROWS_OF(1) FEW_ROWS_OF(2) FEW_ROWS_OF(3) FEW_ROWS_OF(4)                                      \
-        default: strip_of_many_rows(kernel, sums, weight, inputs, strip, ahead);                             \
+        default: strip_of_many_rows(kernel, sums, weight, inputs, strip, next_strip);                        \
         }                                                                                                    \
     }
 STRIP_BY(strip_of_int4_by_int8, INT4_BY_INT8)
@@ -617,6 +704,8 @@ STRIP_BY(strip_of_int8_by_int8, INT8_BY_INT8)
 STRIP_BY(strip_of_int4_by_float, INT4_BY_FLOAT)
 STRIP_BY(strip_of_int8_by_float, INT8_BY_FLOAT)
 STRIP_BY(strip_of_float8_by_float, FLOAT8_BY_FLOAT)
+STRIP_BY(strip_of_int5_by_float, INT5_BY_FLOAT)
+STRIP_BY(strip_of_int6_by_float, INT6_BY_FLOAT)
 
 /* -- inputs ------------------------------------------------------------------------------------------------------- */
 
@@ -681,12 +770,13 @@ static inputs prepare_inputs(const quantized_weight *weight, const scalar *x, in
     const int64_t num_inputs = weight->base.num_inputs, num_blocks = num_blocks_of(weight);
     const int64_t row_bytes = copy_bytes(weight);
     const int by_int8 = is_by_int8((int)weight->kernel), reorders = weight->input_order != NULL;
+    const int copies_x = by_int8 || reorders || num_rows > FEW_ROWS; /* see copy_bytes */
     const int has_offsets = weight->offset_type != NO_NUMBERS;
     uint8_t *const copies = workspace;
     float *const block_sums = (float *)(copies + num_rows * row_bytes);
     float *const row_scales = block_sums + num_rows * num_blocks;
     int32_t *const starts = (int32_t *)(row_scales + num_rows);
-    if (by_int8 || reorders || has_offsets) {
+    if (copies_x || has_offsets) {
 #pragma omp parallel for if (num_rows * num_inputs > MIN_PARALLEL_NUMBERS)
         for (int64_t row = 0; row < num_rows; row++) {
             const scalar *from = x + row * num_inputs;
@@ -695,14 +785,13 @@ static inputs prepare_inputs(const quantized_weight *weight, const scalar *x, in
             if (reorders) {
                 reorder_row(weight, from, (scalar *)copy);
                 from = (const scalar *)copy;
-            }
+            } else if (copies_x && !by_int8) memcpy(copy, from, num_inputs * sizeof *from);
             if (by_int8) row_scales[row] = quantize_row(weight, from, (int8_t *)copy, sums, starts + row * num_blocks);
             else if (has_offsets) sum_blocks(weight, from, sums);
         }
     }
-    const int in_place = !by_int8 && !reorders;
-    return (inputs){.x = in_place ? (const uint8_t *)x : copies,
-                    .row_bytes = in_place ? num_inputs * (int64_t)sizeof(scalar) : row_bytes,
+    return (inputs){.x = copies_x ? copies : (const uint8_t *)x,
+                    .row_bytes = copies_x ? row_bytes : num_inputs * (int64_t)sizeof(scalar),
                     .block_sums = block_sums,
                     .starts = starts,
                     .row_scales = by_int8 ? row_scales : NULL,
@@ -720,13 +809,17 @@ static void multiply_strips_of_thread(const quantized_weight *quantized, const i
     for (int64_t i = strips.first; i < strips.end; i++) {
         const uint8_t *strip = weight->data + i * weight->strip_bytes;
         const uint8_t *next = strip_to_prefetch(weight, strips, i + 1);
-        const ptrdiff_t ahead = next ? next - strip : 0;
+        const ptrdiff_t next_strip = next ? next - strip : 0;
+        if (next && i + 1 == strips.end)
+            for (int64_t line = 0; line < CODES_AHEAD; line += (int64_t)sizeof(ints)) prefetch(next + line);
         switch (quantized->kernel) {
-        case INT4_BY_INT8: strip_of_int4_by_int8(sums, quantized, inputs, strip, ahead); break;
-        case INT8_BY_INT8: strip_of_int8_by_int8(sums, quantized, inputs, strip, ahead); break;
-        case INT4_BY_FLOAT: strip_of_int4_by_float(sums, quantized, inputs, strip, ahead); break;
-        case INT8_BY_FLOAT: strip_of_int8_by_float(sums, quantized, inputs, strip, ahead); break;
-        case FLOAT8_BY_FLOAT: strip_of_float8_by_float(sums, quantized, inputs, strip, ahead); break;
+        case INT4_BY_INT8: strip_of_int4_by_int8(sums, quantized, inputs, strip, next_strip); break;
+        case INT8_BY_INT8: strip_of_int8_by_int8(sums, quantized, inputs, strip, next_strip); break;
+        case INT4_BY_FLOAT: strip_of_int4_by_float(sums, quantized, inputs, strip, next_strip); break;
+        case INT8_BY_FLOAT: strip_of_int8_by_float(sums, quantized, inputs, strip, next_strip); break;
+        case FLOAT8_BY_FLOAT: strip_of_float8_by_float(sums, quantized, inputs, strip, next_strip); break;
+        case INT5_BY_FLOAT: strip_of_int5_by_float(sums, quantized, inputs, strip, next_strip); break;
+        case INT6_BY_FLOAT: strip_of_int6_by_float(sums, quantized, inputs, strip, next_strip); break;
         }
         if (inputs->row_scales)
             for (int64_t row = 0; row < inputs->num_rows; row++)

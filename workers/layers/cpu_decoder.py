@@ -16,8 +16,8 @@ from torch import Tensor
 from workers.attention.cpu_backend import CpuAttention
 from workers.attention.interface import AttentionParams, HeadNorms, PagedStep, Rotation
 from workers.csrc.bindings import CDecoderLayer, CLayerPages
-from workers.layers.cpu_weight import CpuWeight
-from workers.layers.linear import Weight
+from workers.layers.cpu_weight import CpuWeight, SideBySideCpuWeight
+from workers.layers.linear import SideBySideWeight, Weight
 
 Norm = tuple[Tensor, float]  # weight [size], epsilon
 
@@ -47,12 +47,20 @@ def make_cpu_decoder(layers: list[LayerParts]) -> CpuDecoder | None:
     """Return a decoder of these layers; None if C cannot multiply by one of their weights."""
     weights: list[CpuWeights] = []
     for layer in layers:
-        match layer.weights:
-            case (CpuWeight() as qkv, CpuWeight() as output, CpuWeight() as gate_up, CpuWeight() as down):
+        match [_in_one_call(weight) for weight in layer.weights]:
+            case [CpuWeight() as qkv, CpuWeight() as output, CpuWeight() as gate_up, CpuWeight() as down]:
                 weights.append((qkv, output, gate_up, down))
             case _:
                 return None
     return CpuDecoder(layers, weights) if layers else None
+
+
+def _in_one_call(weight: Weight) -> CpuWeight | None:
+    """Return a weight as C multiplies it between others; None if it cannot."""
+    if isinstance(weight, SideBySideWeight):
+        parts = [part for part in weight.parts if isinstance(part, CpuWeight)]
+        return SideBySideCpuWeight(parts) if len(parts) == len(weight.parts) else None
+    return weight if isinstance(weight, CpuWeight) else None
 
 
 class CpuDecoder:
@@ -65,7 +73,7 @@ class CpuDecoder:
         self._decode_layers = in_order[0].library.decode_layers
         for weight, next_weight in pairwise(in_order):
             weight.prefetch_next(next_weight)
-        self._layers = layers  # keeps the tensors alive, because C has only addresses
+        self._layers, self._weights = layers, weights  # keep the tensors alive, because C has only addresses
         self._structs = (CDecoderLayer * len(layers))(*map(_make_struct, layers, weights))
         self._attention_sizes = [output.num_inputs for _, output, _, _ in weights]  # num_heads * value_dim, by layer
         self._workspace_per_token = max(map(_workspace_per_token, weights))

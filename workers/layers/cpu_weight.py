@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workers.csrc.bindings import CPackedWeight, CQuantizedWeight
+from workers.csrc.bindings import CPackedWeight, CPreparedWeight, CQuantizedWeight, CSideBySideWeight
 
-WORKSPACE_ROWS = 64  # MAX_ROWS in quantized_gemm.c, which multiplies more rows in parts of as many
+WORKSPACE_ROWS = 256  # MAX_ROWS in quantized_gemm.c, which multiplies more rows in parts of as many
+SCALAR_BYTES = 4  # of float32; bfloat16 takes half
 
 
 class CpuWeight:
@@ -24,7 +26,7 @@ class CpuWeight:
         self,
         library: ctypes.CDLL,
         multiply: Any,
-        struct: CPackedWeight | CQuantizedWeight,
+        struct: CPackedWeight | CQuantizedWeight | CSideBySideWeight,
         max_rows: int,
         workspace_bytes: int,
         keeps_alive: Sequence[object],
@@ -40,9 +42,14 @@ class CpuWeight:
         struct.base.multiply = ctypes.cast(multiply, ctypes.c_void_p).value
         self.address = ctypes.addressof(struct)
 
+    @property
+    def first_address(self) -> int:
+        """The struct of what is read first in a multiplication."""
+        return self.address
+
     def prefetch_next(self, weight: CpuWeight) -> None:
         """Prefetch `weight` at the end of each multiplication, because it is multiplied next."""
-        self._struct.base.next = weight.address
+        self._struct.base.next = weight.first_address
 
     def multiply_by_c(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Return x W' + b + residual for x [..., num_inputs]; without rows, an empty result."""
@@ -65,3 +72,29 @@ class CpuWeight:
         if not self.workspace_bytes:
             return None
         return torch.empty(min(num_rows, WORKSPACE_ROWS) * self.workspace_bytes, dtype=torch.uint8)
+
+
+class SideBySideCpuWeight(CpuWeight):
+    """Weights with the same input as one, for the call that runs all layers; see multiply_side_by_side in C."""
+
+    def __init__(self, parts: Sequence[CpuWeight]) -> None:
+        self._parts = parts
+        for part, next_part in pairwise(parts):
+            part.prefetch_next(next_part)
+        library, num_outputs = parts[0].library, sum(part.num_outputs for part in parts)
+        addresses = (ctypes.c_void_p * len(parts))(*(part.address for part in parts))
+        struct = CSideBySideWeight(
+            base=CPreparedWeight(num_inputs=parts[0].num_inputs, num_outputs=num_outputs),
+            num_parts=len(parts),
+            parts=ctypes.addressof(addresses),
+        )
+        max_rows = min(part.max_rows for part in parts)
+        workspace_bytes = max(part.workspace_bytes for part in parts) + SCALAR_BYTES * num_outputs
+        super().__init__(library, library.multiply_side_by_side, struct, max_rows, workspace_bytes, [parts, addresses])
+
+    @property
+    def first_address(self) -> int:
+        return self._parts[0].first_address
+
+    def prefetch_next(self, weight: CpuWeight) -> None:
+        self._parts[-1].prefetch_next(weight)

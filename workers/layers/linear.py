@@ -82,10 +82,10 @@ class SideBySideWeight:
     """Weights with the same input that cannot be one matrix: the same product, one after the other."""
 
     def __init__(self, parts: list[Weight]) -> None:
-        self._parts = parts
+        self.parts = parts
 
     def multiply(self, x: Tensor) -> Tensor:
-        return torch.cat([part.multiply(x) for part in self._parts], dim=-1)
+        return torch.cat([part.multiply(x) for part in self.parts], dim=-1)
 
     def multiply_add(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.multiply(x) + residual

@@ -18,11 +18,18 @@ from workers.csrc.build import LANES
 from workers.layers.cpu_weight import CpuWeight
 from workers.layers.linear import Weight
 from workers.layers.quantized_linear import DequantizingWeight
-from workers.quantization.quantized_tensor import QuantizedTensor
+from workers.quantization.quantized_tensor import QuantizedTensor, Scales
+from workers.quantization.two_level_scales import TwoLevelScales
 
 # In the order of the enumerations in kernels.h.
-KERNELS = ("INT4_BY_INT8", "INT8_BY_INT8", "INT4_BY_FLOAT", "INT8_BY_FLOAT", "FLOAT8_BY_FLOAT")
-NUMBER_TYPES = ("NO_NUMBERS", "AS_FLOAT32", "AS_FLOAT16", "AS_BFLOAT16", "AS_EXPONENTS", "AS_MULTIPLES")
+KERNELS = (
+    *("INT4_BY_INT8", "INT8_BY_INT8", "INT4_BY_FLOAT", "INT8_BY_FLOAT", "FLOAT8_BY_FLOAT"),
+    *("INT5_BY_FLOAT", "INT6_BY_FLOAT"),
+)
+NUMBER_TYPES = (
+    *("NO_NUMBERS", "AS_FLOAT32", "AS_FLOAT16", "AS_BFLOAT16", "AS_EXPONENTS", "AS_MULTIPLES"),
+    *("AS_PRODUCTS", "AS_ONE_FLOAT32"),
+)
 
 MAX_ROWS_IN_ONE_CALL = 32  # of all layers; less than half of the self-check's tokens, which so checks both ways
 STEP = 4  # inputs that are unpacked together
@@ -47,10 +54,12 @@ class QuantizedGemmWeight(CpuWeight):
     """A quantized weight, multiplied by C for steps of any size."""
 
     def __init__(self, library: ctypes.CDLL, matrix: QuantizedTensor, bias: Tensor | None) -> None:
-        zero_point = _zero_point(matrix) if matrix.activations == "int8" else None
-        by_int8 = zero_point is not None
-        scales, offsets = _scales(matrix.scales), _offsets(matrix)
-        data = _arrange(matrix, by_int8, [scales.numbers, offsets.numbers])
+        codes = _store_codes(matrix)
+        scales, offsets = _store_scales(matrix.scales), _store_offsets(matrix)
+        data = _whole_lines([codes.strips, *scales.strips, *offsets.strips])
+        super_block_groups = 1
+        if isinstance(matrix.scales, TwoLevelScales):
+            super_block_groups = matrix.scales.super_block_groups
         levels = torch.tensor(matrix.levels)
         input_order = None if matrix.input_order is None else matrix.input_order.to(torch.int32).contiguous()
         struct = CQuantizedWeight(
@@ -61,11 +70,12 @@ class QuantizedGemmWeight(CpuWeight):
                 num_outputs=matrix.num_outputs,
                 strip_bytes=data[0].numel(),
             ),
-            kernel=KERNELS.index(f"{matrix.encoding}_by_{'int8' if by_int8 else 'float'}".upper()),
+            kernel=KERNELS.index(codes.kernel),
             group_size=matrix.group_size,
             scale_type=NUMBER_TYPES.index(scales.type),
             offset_type=NUMBER_TYPES.index(offsets.type),
-            zero_point=zero_point or 0,
+            super_block_groups=super_block_groups,
+            zero_point=codes.zero_point,
             levels=levels.data_ptr(),
             input_order=None if input_order is None else input_order.data_ptr(),
         )
@@ -81,6 +91,45 @@ class QuantizedGemmWeight(CpuWeight):
         return self.multiply_by_c(x, residual)
 
 
+@dataclass(frozen=True, slots=True)
+class _StoredCodes:
+    """The codes of a weight as a kernel reads them: uint8 [num_strips, bytes]."""
+
+    kernel: str
+    strips: Tensor
+    zero_point: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredNumbers:
+    """Scales or offsets as they are stored, in the format `type`: each of `strips` is uint8 [num_strips, bytes]."""
+
+    type: str
+    strips: list[Tensor]
+
+
+def _store_codes(matrix: QuantizedTensor) -> _StoredCodes:
+    """Choose the kernel, and arrange the codes for it; see quantized_gemm.c."""
+    codes = matrix.codes.view(torch.uint8)
+    zero_point = _zero_point(matrix) if matrix.activations == "int8" else None
+    if matrix.encoding == "int4":
+        low, high = codes & 0xF, codes >> 4
+        if zero_point is not None:
+            codes = torch.stack([low, high], dim=-1)
+            return _StoredCodes("INT4_BY_INT8", _code_strips(codes, 4), zero_point)
+        codes = torch.cat([low.reshape(len(low), -1, 2), high.reshape(len(high), -1, 2)], dim=-1)  # as _in_pairs
+        return _StoredCodes("INT4_BY_FLOAT", _code_strips(codes, 4))
+    if zero_point is not None:
+        return _StoredCodes("INT8_BY_INT8", _code_strips(codes ^ INT8_ZERO_POINT, 8), zero_point)
+    if matrix.encoding == "int8":
+        lowest, highest = int(matrix.codes.min()), int(matrix.codes.max())
+        if highest - lowest < 64:
+            bits = 5 if highest - lowest < 32 else 6
+            from_zero = codes - lowest % 256  # of 256, as bytes are
+            return _StoredCodes(f"INT{bits}_BY_FLOAT", _code_strips(_in_pairs(from_zero), bits), -lowest)
+    return _StoredCodes(f"{matrix.encoding}_BY_FLOAT".upper(), _code_strips(_in_pairs(codes), 8))
+
+
 def _zero_point(matrix: QuantizedTensor) -> int | None:
     """Return z so that each code, as the C code reads it, stands for code - z; None if there is no such number."""
     if matrix.encoding == "int8":
@@ -90,58 +139,82 @@ def _zero_point(matrix: QuantizedTensor) -> int | None:
     return int(-lowest) if matrix.encoding == "int4" and is_consecutive and lowest in range(-128, 113) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredScales:
-    """Scales or offsets as they are stored: [num_outputs, num_groups] in the format `type`; None for NO_NUMBERS."""
-
-    type: str
-    numbers: Tensor | None
+def _in_pairs(codes: Tensor) -> Tensor:
+    """Return codes with each four inputs in the order 0, 2, 1, 3."""
+    return codes.reshape(len(codes), -1, STEP)[..., [0, 2, 1, 3]]
 
 
-def _scales(scales: Tensor) -> _StoredScales:
+def _code_strips(codes: Tensor, bits: int) -> Tensor:
+    """Return the strips of codes of so many bits, which are uint8 [num_outputs, ...] with the codes of steps in order."""
+    steps = _strips(codes.reshape(len(codes), -1).view(torch.int32))  # the codes of one step are one number
+    if bits == 8:
+        return _bytes_by_input(steps)
+    lower = steps & 0x0F0F0F0F
+    lower = lower[:, :LANES] | lower[:, LANES:] << 4
+    return _bytes_by_input(lower if bits == 4 else _add_upper_bits(lower, steps >> 4, bits - 4))
+
+
+def _add_upper_bits(lower: Tensor, upper: Tensor, bits: int) -> Tensor:
+    """Return, for each four steps, the lines of their lower bits, and then those of their upper bits.
+
+    `lower` is [num_strips, LANES, num_steps], and `upper` [num_strips, STRIP, num_steps].
+    """
+    lower, upper = (part.unflatten(2, (-1, LANES // STEP)) for part in (lower, upper))
+    lines = lower.new_zeros(*lower.shape[:3], bits)
+    mask = 0x01010101 if bits == 1 else 0x03030303
+    for step in range(LANES // STEP):
+        for half in range(2):
+            place = (2 * step + half) * bits
+            fields = upper[:, half * LANES : (half + 1) * LANES, :, step] & mask
+            lines[..., place // 8] |= fields << place % 8
+    return torch.cat([lower, lines], dim=3).flatten(2)
+
+
+def _store_scales(scales: Scales) -> _StoredNumbers:
     """Return the scales in the smallest type that holds all of them exactly."""
+    if isinstance(scales, TwoLevelScales):
+        return _StoredNumbers("AS_PRODUCTS", _number_strips(scales.factors, scales.super_scales))
     numbers = scales.float()
+    first_of_strips = numbers[::STRIP].contiguous()
+    if torch.equal(first_of_strips.repeat_interleave(STRIP, 0)[: len(numbers)], numbers):
+        return _StoredNumbers("AS_ONE_FLOAT32", [first_of_strips.view(torch.uint8)])
     bits = numbers.view(torch.int32)
     if bool(((bits & 0x7FFFFF == 0) & (bits > 0) & (bits < 0x7F800000)).all()):
-        return _StoredScales("AS_EXPONENTS", (bits >> 23).to(torch.uint8))
+        return _StoredNumbers("AS_EXPONENTS", _number_strips((bits >> 23).to(torch.uint8)))
     for dtype, name in ((torch.float16, "AS_FLOAT16"), (torch.bfloat16, "AS_BFLOAT16")):
         if torch.equal(numbers.to(dtype).float(), numbers):
-            return _StoredScales(name, numbers.to(dtype))
-    return _StoredScales("AS_FLOAT32", numbers)
+            return _StoredNumbers(name, _number_strips(numbers.to(dtype)))
+    return _StoredNumbers("AS_FLOAT32", _number_strips(numbers))
 
 
-def _offsets(matrix: QuantizedTensor) -> _StoredScales:
+def _store_offsets(matrix: QuantizedTensor) -> _StoredNumbers:
     """Return the offsets: where there are zero points, as multiples of the scales."""
     if matrix.offsets is None:
-        return _StoredScales("NO_NUMBERS", None)
+        return _StoredNumbers("NO_NUMBERS", [])
+    if isinstance(matrix.offsets, TwoLevelScales):
+        return _store_scales(matrix.offsets)
     scales, offsets = matrix.scales.float(), matrix.offsets.float()
     multiples = (offsets / scales).round().clamp(-128, 127).nan_to_num()
     if torch.equal(multiples * scales, offsets):
-        return _StoredScales("AS_MULTIPLES", multiples.to(torch.int8))
-    return _scales(offsets)
+        return _StoredNumbers("AS_MULTIPLES", _number_strips(multiples.to(torch.int8)))
+    return _store_scales(offsets)
 
 
-def _arrange(matrix: QuantizedTensor, by_int8: bool, more: list[Tensor | None]) -> Tensor:
-    """Return the strips of a weight, uint8 [num_strips, bytes of a strip]; see quantized_gemm.c."""
-    codes = matrix.codes.view(torch.uint8)
-    if matrix.encoding == "int4":
-        low, high = codes & 0xF, codes >> 4
-        if by_int8:
-            codes = torch.stack([low, high], dim=-1)
-        else:  # each four inputs in the order 0, 2, 1, 3
-            codes = torch.cat([low.reshape(len(low), -1, 2), high.reshape(len(high), -1, 2)], dim=-1)
-    elif by_int8:
-        codes = codes ^ INT8_ZERO_POINT
-    else:
-        codes = codes.reshape(len(codes), -1, STEP)[..., [0, 2, 1, 3]]
-    strips = _strips(codes.reshape(matrix.num_outputs, -1).view(torch.int32))  # the codes of one step are one number
-    if matrix.encoding == "int4":
-        strips = strips[:, :LANES] | strips[:, LANES:] << 4
-    by_input = [strips, *(_strips(numbers) for numbers in more if numbers is not None)]
-    parts = [part.transpose(1, 2).contiguous().view(torch.uint8).flatten(1) for part in by_input]
+def _number_strips(*parts: Tensor) -> list[Tensor]:
+    """Return the strips of numbers [num_outputs, n]."""
+    return [_bytes_by_input(_strips(part)) for part in parts]
+
+
+def _bytes_by_input(strips: Tensor) -> Tensor:
+    """Return strips [num_strips, outputs, inputs] as bytes, ordered by input and then by output."""
+    return strips.transpose(1, 2).contiguous().view(torch.uint8).flatten(1)
+
+
+def _whole_lines(parts: list[Tensor]) -> Tensor:
+    """Return the parts of each strip one after the other, and zeros up to whole cache lines."""
     num_bytes = sum(part.shape[1] for part in parts)
-    parts.append(torch.zeros(len(strips), -num_bytes % CACHE_LINE_BYTES, dtype=torch.uint8))
-    return torch.cat(parts, dim=1)
+    padding = torch.zeros(len(parts[0]), -num_bytes % CACHE_LINE_BYTES, dtype=torch.uint8)
+    return torch.cat([*parts, padding], dim=1)
 
 
 def _strips(matrix: Tensor) -> Tensor:

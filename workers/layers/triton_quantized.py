@@ -27,6 +27,7 @@ from workers.attention.triton_kernels import dot_dtype_of
 from workers.layers.linear import DenseWeight, Weight
 from workers.layers.quantized_linear import DequantizingWeight
 from workers.quantization.quantized_tensor import INT4_LEVELS, QuantizedTensor, pack_nibbles, unpack_nibbles
+from workers.quantization.two_level_scales import TwoLevelScales
 
 MAX_ROWS = 64  # of the kernel; from here on, the tensor cores' time counts, not the memory's
 BLOCK_OUTPUTS = 64
@@ -179,12 +180,13 @@ class TritonQuantizedWeight:
     """
 
     def __init__(self, matrix: QuantizedTensor, bias: Tensor | None, step: int) -> None:
-        """`step` is from `step_of`."""
+        """`step` is from `step_of`; `matrix` has plain scales."""
         self._bias, self._step = bias, step
         self._num_outputs, self._num_inputs, self._group_size = matrix.num_outputs, matrix.num_inputs, matrix.group_size
         self._input_order = matrix.input_order
         self._levels = None
-        self._codes, scales = matrix.codes, matrix.scales
+        self._codes, scales, offsets = matrix.codes, matrix.scales, matrix.offsets
+        assert isinstance(scales, Tensor) and not isinstance(offsets, TwoLevelScales)
         match matrix.encoding:
             case "int4":
                 self._codes, self._kind = _shuffle(matrix.codes, step), INTEGER.value
@@ -197,7 +199,7 @@ class TritonQuantizedWeight:
                 self._codes, self._kind = matrix.codes.view(torch.uint8), FLOAT8.value
                 scales = scales.float() * 256.0  # see _numbers
         self._scales = scales.T.contiguous()  # [num_groups, num_outputs]
-        self._offsets = None if matrix.offsets is None else matrix.offsets.T.contiguous()
+        self._offsets = None if offsets is None else offsets.T.contiguous()
         self._num_steps = self._codes.shape[1] // step
         self._num_splits = _num_splits(self._num_outputs, self._num_steps)
         self._multiply_many = _product_of_eight_bits(matrix) or self._multiply_dequantized
@@ -301,6 +303,7 @@ def make_weight(matrix: Tensor | QuantizedTensor, bias: Tensor | None) -> Weight
     """Prepare a weight for a GPU with Triton: a LinearMethod."""
     if isinstance(matrix, Tensor):
         return DenseWeight(matrix, bias)
+    matrix = matrix.with_plain_scales()
     step = step_of(matrix)
     return DequantizingWeight(matrix, bias) if step is None else TritonQuantizedWeight(matrix, bias, step)
 

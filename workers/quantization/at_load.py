@@ -73,9 +73,9 @@ class QuantizedAtLoad(WeightFormat):
             matrix = self._round(tensors[".weight"], name)
         finally:
             torch.set_num_threads(num_threads)
-        finite(matrix.scales, ".weight", name)
+        finite(matrix.scales.float(), ".weight", name)
         if matrix.offsets is not None:
-            finite(matrix.offsets, ".weight", name)
+            finite(matrix.offsets.float(), ".weight", name)
         return matrix
 
     def _round(self, matrix: Tensor, name: str) -> QuantizedTensor:

@@ -7,18 +7,23 @@ format is read into a QuantizedTensor, and layers and kernels do not depend on f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from workers.quantization.two_level_scales import TwoLevelScales
+
 Encoding = Literal["int4", "int8", "float8"]
 Activations = Literal["float", "int8", "float8"]
 
+Scales = Tensor | TwoLevelScales
+
 # What the sixteen codes of four bits stand for, unless a format has levels of its own, as NF4 has.
 INT4_LEVELS = tuple(float(level) for level in range(-8, 8))
+UINT4_LEVELS = tuple(float(level) for level in range(16))
 NF4_LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -46,16 +51,18 @@ class QuantizedTensor:
     codes: (
         Tensor  # int8 or float8_e4m3fn [num_outputs, num_inputs]; uint8 [num_outputs, num_inputs / 2], low half first
     )
-    scales: Tensor  # floating-point [num_outputs, num_groups]
-    offsets: Tensor | None = None  # as scales; None: zero everywhere
+    scales: Scales  # floating-point [num_outputs, num_groups]
+    offsets: Scales | None = None  # as scales, of two levels if these are; None: zero everywhere
     levels: tuple[float, ...] = INT4_LEVELS  # of four-bit codes only
     input_order: Tensor | None = None  # int64 [num_inputs]; None: the codes' own order
     activations: Activations = "float"  # the number format that the checkpoint was made for
 
     def __post_init__(self) -> None:
-        assert self.codes.dtype in _ENCODINGS and self.codes.ndim == self.scales.ndim == 2
-        assert len(self.scales) == len(self.codes) and self.num_inputs % self.scales.shape[1] == 0
-        assert self.offsets is None or self.offsets.shape == self.scales.shape
+        assert self.codes.dtype in _ENCODINGS and self.codes.ndim == len(self.scales.shape) == 2
+        assert self.scales.shape[0] == len(self.codes) and self.num_inputs % self.scales.shape[1] == 0
+        if self.offsets is not None:
+            assert self.offsets.shape == self.scales.shape
+            assert isinstance(self.offsets, TwoLevelScales) == isinstance(self.scales, TwoLevelScales)
         assert len(self.levels) == 16
 
     @property
@@ -77,8 +84,34 @@ class QuantizedTensor:
 
     @property
     def num_bytes(self) -> int:
-        parts = (self.codes, self.scales, self.offsets, self.input_order)
-        return sum(part.nbytes for part in parts if part is not None)
+        order_bytes = 0 if self.input_order is None else self.input_order.nbytes
+        return order_bytes + sum(tensor.nbytes for tensor in self.row_tensors())
+
+    def row_tensors(self) -> list[Tensor]:
+        """Return the tensors that have a row for each output: codes, scales, and offsets if there are any."""
+        found = [self.codes]
+        for scales in (self.scales, self.offsets):
+            if isinstance(scales, TwoLevelScales):
+                found += [scales.factors, scales.super_scales]
+            elif scales is not None:
+                found.append(scales)
+        return found
+
+    def with_row_tensors(self, tensors: Iterable[Tensor]) -> QuantizedTensor:
+        """Return a matrix of other tensors, which are in the order of `row_tensors`."""
+        remaining = iter(tensors)
+
+        def like(scales: Scales) -> Scales:
+            if isinstance(scales, TwoLevelScales):
+                return TwoLevelScales(next(remaining), next(remaining))
+            return next(remaining)
+
+        codes, scales = next(remaining), like(self.scales)
+        return replace(self, codes=codes, scales=scales, offsets=None if self.offsets is None else like(self.offsets))
+
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        """Return the matrix with each of `row_tensors` changed by a function."""
+        return self.with_row_tensors(map(function, self.row_tensors()))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return W as numbers, computed in float32 and rounded to `dtype` once."""
@@ -95,18 +128,23 @@ class QuantizedTensor:
 
     def to(self, device: torch.device) -> QuantizedTensor:
         """Return the matrix on a device."""
-        return replace(
-            self,
-            codes=self.codes.to(device),
-            scales=self.scales.to(device),
-            offsets=None if self.offsets is None else self.offsets.to(device),
-            input_order=None if self.input_order is None else self.input_order.to(device),
-        )
+        order = None if self.input_order is None else self.input_order.to(device)
+        return replace(self.map_rows(lambda tensor: tensor.to(device)), input_order=order)
+
+    def with_plain_scales(self) -> QuantizedTensor:
+        """Return an equal matrix without scales of two levels, whose levels are -8 to 7 if they are consecutive."""
+        scales, offsets, levels = self.scales, self.offsets, self.levels
+        if isinstance(scales, TwoLevelScales):
+            scales, offsets = scales.float(), None if offsets is None else offsets.float()
+        first = levels[0]
+        if self.encoding == "int4" and first != INT4_LEVELS[0] and levels == tuple(first + code for code in range(16)):
+            shift = (first - INT4_LEVELS[0]) * scales.float()
+            offsets, levels = shift if offsets is None else offsets.float() + shift, INT4_LEVELS
+        return replace(self, scales=scales, offsets=offsets, levels=levels)
 
     def take_outputs(self, rows: Tensor) -> QuantizedTensor:
         """Return a copy with these rows only, int64 [num_rows]."""
-        offsets = None if self.offsets is None else self.offsets[rows]
-        return replace(self, codes=self.codes[rows], scales=self.scales[rows], offsets=offsets)
+        return self.map_rows(lambda tensor: tensor[rows])
 
     def take_inputs(self, first: int, end: int) -> QuantizedTensor:
         """Return a copy with the columns [first, end) only.
@@ -126,11 +164,8 @@ class QuantizedTensor:
         if first % per_byte or end % per_byte:
             raise ValueError(f"inputs {first} to {end} do not consist of whole bytes of two codes")
         codes = self.codes[:, first // per_byte : end // per_byte].clone(memory_format=torch.contiguous_format)
-        scales = self.scales[:, groups].clone(memory_format=torch.contiguous_format)
-        offsets = None
-        if self.offsets is not None:
-            offsets = self.offsets[:, groups].clone(memory_format=torch.contiguous_format)
-        return replace(self, codes=codes, scales=scales, offsets=offsets)
+        offsets = None if self.offsets is None else _take_groups(self.offsets, groups)
+        return replace(self, codes=codes, scales=_take_groups(self.scales, groups), offsets=offsets)
 
     def _levels(self) -> Tensor:
         """Return the codes' levels, float32 [num_outputs, num_inputs]."""
@@ -162,11 +197,10 @@ def stack_outputs(matrices: Sequence[QuantizedTensor]) -> QuantizedTensor | None
     first = matrices[0]
     if not all(_is_alike(first, other) for other in matrices[1:]):
         return None
-    offsets = None
     if any(matrix.offsets is not None for matrix in matrices):
-        offsets = torch.cat([_offsets(matrix) for matrix in matrices])
-    codes, scales = (torch.cat([getattr(matrix, part) for matrix in matrices]) for part in ("codes", "scales"))
-    return replace(first, codes=codes, scales=scales, offsets=offsets)
+        matrices = [replace(matrix, offsets=_offsets(matrix)) for matrix in matrices]
+    tensors = zip(*(matrix.row_tensors() for matrix in matrices), strict=True)
+    return matrices[0].with_row_tensors(map(torch.cat, tensors))
 
 
 def _is_alike(a: QuantizedTensor, b: QuantizedTensor) -> bool:
@@ -179,9 +213,22 @@ def _is_alike(a: QuantizedTensor, b: QuantizedTensor) -> bool:
         has_same_order
         and (a.codes.dtype, a.codes.shape[1], a.levels, a.activations)
         == (b.codes.dtype, b.codes.shape[1], b.levels, b.activations)
-        and (a.scales.dtype, a.scales.shape[1]) == (b.scales.dtype, b.scales.shape[1])
+        and _columns(a.scales) == _columns(b.scales)
     )
 
 
-def _offsets(matrix: QuantizedTensor) -> Tensor:
-    return torch.zeros_like(matrix.scales) if matrix.offsets is None else matrix.offsets
+def _columns(scales: Scales) -> list[tuple[torch.dtype, int]]:
+    tensors = [scales.factors, scales.super_scales] if isinstance(scales, TwoLevelScales) else [scales]
+    return [(tensor.dtype, tensor.shape[1]) for tensor in tensors]
+
+
+def _offsets(matrix: QuantizedTensor) -> Scales:
+    if matrix.offsets is not None:
+        return matrix.offsets
+    return matrix.scales.zeros() if isinstance(matrix.scales, TwoLevelScales) else torch.zeros_like(matrix.scales)
+
+
+def _take_groups(scales: Scales, groups: slice) -> Scales:
+    if isinstance(scales, TwoLevelScales):
+        return scales.take_groups(groups)
+    return scales[:, groups].clone(memory_format=torch.contiguous_format)

@@ -19,6 +19,7 @@ STRUCTS = {
     "prepared_weight": bindings.CPreparedWeight,
     "packed_weight": bindings.CPackedWeight,
     "quantized_weight": bindings.CQuantizedWeight,
+    "side_by_side_weight": bindings.CSideBySideWeight,
     "decoder_layer": bindings.CDecoderLayer,
 }
 HEADER = (build.FOLDER / "kernels.h").read_text()

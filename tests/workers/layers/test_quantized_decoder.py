@@ -14,7 +14,7 @@ from tests.support.quantized_models import make_quantized_model
 from tests.support.tiny_models import WIDE_ARCHITECTURES, make_model
 from workers.csrc.build import c_library
 from workers.layers.cpu_decoder import CpuDecoder
-from workers.layers.linear import Weight, can_pack
+from workers.layers.linear import SideBySideWeight, Weight, can_pack
 from workers.layers.quantized_gemm import QuantizedGemm
 from workers.layers.quantized_linear import DequantizingWeight
 from workers.layers.skinny_gemm import SkinnyGemm
@@ -36,7 +36,9 @@ def rounded(weight: Tensor, encoding: str, activations: Activations, group_size:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("encoding", "activations"), [("int4", "float"), ("int8", "float"), ("int4", "int8")])
+@pytest.mark.parametrize(
+    ("encoding", "activations"), [("int4", "float"), ("int8", "float"), ("int4", "int8"), ("mixed", "float")]
+)
 @pytest.mark.parametrize("name", WIDE_ARCHITECTURES)
 def test_one_call_computes_what_the_layers_and_dequantized_weights_compute(
     name: str, encoding: str, activations: Activations, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -45,6 +47,17 @@ def test_one_call_computes_what_the_layers_and_dequantized_weights_compute(
         pytest.skip("this processor has no bfloat16 instructions, or there is no compiler")
 
     def quantize(gemm: SkinnyGemm, weight: Tensor, bias: Tensor | None) -> Weight:
+        if encoding == "mixed":  # as in GGUF files, whose values often have more bits than queries and keys
+            if len(weight) != SIZES["hidden_size"]:
+                half = len(weight) // 32 * 16
+                rows = ((slice(None, half), "int4"), (slice(half, None), "int8"))
+                return SideBySideWeight(
+                    [prepared(gemm, weight[some], None if bias is None else bias[some], each) for some, each in rows]
+                )
+            return prepared(gemm, weight, bias, "int4")
+        return prepared(gemm, weight, bias, encoding)
+
+    def prepared(gemm: SkinnyGemm, weight: Tensor, bias: Tensor | None, encoding: str) -> Weight:
         matrix = rounded(weight, encoding, activations)
         return (
             DequantizingWeight(matrix, bias) if dequantizes else QuantizedGemm(gemm.library).make_weight(matrix, bias)

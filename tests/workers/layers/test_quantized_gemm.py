@@ -13,15 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.gguf_files import random_blocks
 from tests.support.quantized import FP4_LEVELS, NF4_LEVELS, random_matrix
 from workers.csrc import build as compiling
 from workers.csrc.build import FOLDER, c_library
 from workers.layers.cpu_weight import WORKSPACE_ROWS
 from workers.layers.quantized_gemm import KERNELS, NUMBER_TYPES, QuantizedGemm, QuantizedGemmWeight
 from workers.layers.quantized_linear import DequantizingWeight
+from workers.quantization.ggml_blocks import BLOCK_TYPES, unpack
 from workers.quantization.quantized_tensor import QuantizedTensor
 
-NUM_ROWS = [1, 2, 3, 4, 5, 8, 9, 17, 40, 70]
+NUM_ROWS = [1, 2, 3, 4, 5, 8, 9, 17, 40, 70, 260]
 SHAPES = [(33, 384), (70, 512)]
 CASES: dict[str, dict[str, Any]] = {
     "w8a8 by row": {"encoding": "int8", "activations": "int8"},
@@ -193,6 +195,55 @@ def test_zero_points_and_powers_of_two_take_one_byte(library: ctypes.CDLL) -> No
         assert isinstance(weight, QuantizedGemmWeight)
         assert weight.num_bytes == matrix.codes.nbytes + num_bytes * matrix.scales.numel()
         assert distance(weight.multiply(x), multiplied(x, matrix)) < rounding(x.dtype)
+
+
+# As many bytes as their blocks have in a file; the others are stored with more bits.
+STORED_AS_IN_FILES = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"}
+
+
+@pytest.mark.parametrize("type_name", sorted(BLOCK_TYPES))
+def test_blocks_of_gguf_files_are_multiplied_and_take_the_memory_that_they_have_in_the_file(
+    library: Any, type_name: str
+) -> None:
+    torch.manual_seed(0)
+    blocks = torch.from_numpy(random_blocks(type_name, 96, 1024))
+    matrix = unpack(type_name, blocks)
+    weight = QuantizedGemm(library).make_weight(matrix, None)
+    assert isinstance(weight, QuantizedGemmWeight)
+    assert weight.num_bytes <= 1.03 * blocks.nbytes or type_name not in STORED_AS_IN_FILES
+    for num_rows in (1, 3, 8, 40):
+        x = torch.randn(num_rows, 1024).to(library.dtype)
+        assert distance(weight.multiply(x), multiplied(x, matrix)) < 2 * rounding(library.dtype)
+
+
+@pytest.mark.parametrize(("lowest", "highest", "bits"), [(-16, 15, 5), (0, 31, 5), (-32, 31, 6), (-128, -65, 6), (-1, 63, 8)])
+def test_codes_take_as_many_bits_as_their_range_needs(library: Any, lowest: int, highest: int, bits: int) -> None:
+    torch.manual_seed(0)
+    plain = random_matrix(40, 384, "int8", 32, has_offsets=True)
+    codes = torch.randint(lowest, highest + 1, plain.codes.shape, dtype=torch.int8)
+    codes[0, 0], codes[0, 1] = lowest, highest
+    matrix = replace(plain, codes=codes)
+    weight = QuantizedGemm(library).make_weight(matrix, None)
+    assert isinstance(weight, QuantizedGemmWeight)
+    assert weight.num_bytes == 64 * (384 * bits // 8 + 2 * 12 * 2)
+    for num_rows in (1, 8):
+        x = torch.randn(num_rows, 384).to(library.dtype)
+        assert distance(weight.multiply(x), multiplied(x, matrix)) < rounding(library.dtype)
+
+
+def test_scales_of_blocks_of_many_outputs_are_stored_once_for_each_strip(library: Any) -> None:
+    torch.manual_seed(0)
+    scales = torch.rand(2, 4).repeat_interleave(128, dim=0)
+    matrix = replace(random_matrix(256, 512, "float8"), scales=scales)
+    weight = QuantizedGemm(library).make_weight(matrix, None)
+    assert isinstance(weight, QuantizedGemmWeight)
+    assert weight.num_bytes <= 1.005 * matrix.codes.nbytes
+    other = replace(matrix, scales=scales * (torch.arange(256) != 200)[:, None])  # the same ones but in one row
+    for each in (matrix, other):
+        for num_rows in (1, 8, 40):
+            x = torch.randn(num_rows, 512).to(library.dtype)
+            product = QuantizedGemm(library).make_weight(each, None).multiply(x)
+            assert distance(product, multiplied(x, each)) < rounding(library.dtype)
 
 
 def test_groups_that_are_not_whole_vectors_are_dequantized() -> None:

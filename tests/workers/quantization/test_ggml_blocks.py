@@ -42,17 +42,9 @@ def test_blocks_mean_what_llama_cpp_says(type_name: str) -> None:
     assert (unpacked.num_outputs, unpacked.num_inputs) == (6, 512)
     assert unpacked.encoding == ("int4" if type_name in FOUR_BITS else "int8")
     assert unpacked.group_size == GROUPS.get(type_name, 32)
-    size = unpacked.group_size
-    largest = expected.abs().unflatten(1, (-1, size)).amax(dim=2).repeat_interleave(size, 1)
-    error = (unpacked.dequantize() - expected).abs()
-    assert bool((error <= 1e-6 * largest).all()), f"{(error / largest).max():.1e}"
+    assert torch.equal(unpacked.dequantize(), expected)
     assert torch.equal(dequantize(type_name, tensor, torch.float32), unpacked.dequantize())
 
-
-@pytest.mark.parametrize("type_name", ["Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "Q6_K", "Q3_K"])
-def test_types_without_minimums_lose_nothing(type_name: str) -> None:
-    blocks, tensor = matrix(type_name)
-    assert torch.equal(unpack(type_name, tensor).dequantize(), oracle(type_name, blocks))
 
 
 @pytest.mark.parametrize("type_name", ["Q4_K", "Q8_0", "Q2_K"])
@@ -61,7 +53,7 @@ def test_a_matrix_is_unpacked_in_parts_that_fit_together(type_name: str, monkeyp
     whole = unpack(type_name, tensor)
     monkeypatch.setattr(ggml_blocks, "NUMBERS_AT_ONCE", 1024)  # two rows
     parts = unpack(type_name, tensor)
-    assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.scales, whole.scales)
+    assert all(map(torch.equal, parts.row_tensors(), whole.row_tensors()))
     assert torch.equal(parts.dequantize(), whole.dequantize())
 
 

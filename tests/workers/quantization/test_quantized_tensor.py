@@ -9,10 +9,18 @@ import pytest
 import torch
 
 from servekit.errors import ConfigError
+from tests.support.quantized import random_two_levels
 from workers.parallel.local_parameters import local_matrix
 from workers.parallel.tensor_parallel_plan import TensorParallelPlan
-from workers.quantization.quantized_tensor import NF4_LEVELS, QuantizedTensor, stack_outputs
+from workers.quantization.quantized_tensor import (
+    INT4_LEVELS,
+    NF4_LEVELS,
+    UINT4_LEVELS,
+    QuantizedTensor,
+    stack_outputs,
+)
 from workers.quantization.rounding import round_float8, round_int4, round_int8, round_nf4
+from workers.quantization.two_level_scales import TwoLevelScales
 
 torch.manual_seed(0)
 DENSE = torch.randn(24, 64)
@@ -21,6 +29,12 @@ MATRICES = {
     "float8": round_float8(DENSE),
     "int4": round_int4(DENSE, 16),
     "nf4": round_nf4(DENSE, 16),
+    "two levels": QuantizedTensor(
+        torch.randint(0, 256, (24, 32), dtype=torch.uint8),
+        random_two_levels(24, 4, 2),
+        offsets=random_two_levels(24, 4, 2),
+        levels=UINT4_LEVELS,
+    ),
 }
 
 
@@ -45,6 +59,23 @@ def test_matrices_that_differ_are_not_put_side_by_side() -> None:
     assert stack_outputs([MATRICES["int4"], MATRICES["nf4"]]) is None
     assert stack_outputs([MATRICES["int4"], MATRICES["int8"]]) is None
     assert stack_outputs([MATRICES["int4"], round_int4(DENSE, 32)]) is None
+
+
+def test_scales_of_two_levels_stay_so_unless_a_cut_divides_a_super_block() -> None:
+    matrix = MATRICES["two levels"]
+    half, middle = matrix.take_inputs(32, 64), matrix.take_inputs(16, 48)
+    assert isinstance(half.scales, TwoLevelScales) and isinstance(half.offsets, TwoLevelScales)
+    assert torch.equal(half.dequantize(), matrix.dequantize()[:, 32:])
+    assert isinstance(middle.scales, torch.Tensor) and isinstance(middle.offsets, torch.Tensor)
+
+
+@pytest.mark.parametrize("name", ["int4", "nf4", "two levels"])
+def test_with_plain_scales_the_numbers_are_the_same(name: str) -> None:
+    matrix = MATRICES[name]
+    plain = matrix.with_plain_scales()
+    assert isinstance(plain.scales, torch.Tensor)
+    assert plain.levels == (NF4_LEVELS if name == "nf4" else INT4_LEVELS)
+    assert torch.allclose(plain.dequantize(), matrix.dequantize(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_cut_through_a_group_is_an_error() -> None:

@@ -45,9 +45,9 @@ class Gguf(WeightFormat):
 
     def read(self, tensors: Mapping[str, Tensor], name: str) -> QuantizedTensor:
         matrix = unpack(_type_of(tensors, name), tensors[BLOCKS])
-        finite(matrix.scales, " (scales)", name)
+        finite(matrix.scales.float(), " (scales)", name)
         if matrix.offsets is not None:
-            finite(matrix.offsets, " (minimums)", name)
+            finite(matrix.offsets.float(), " (minimums)", name)
         rows = tensors.get(ROWS)
         return matrix if rows is None else matrix.take_outputs(rows)
 
