@@ -2,15 +2,17 @@
 
     python -m benchmarks.quantized_gemm [--shapes 4096x4096 576x1536] [--rows 1 8 32 512] [--threads 1]
 
-Weights are cold: each call multiplies by another copy, and all copies together are larger than the caches. Figures are
-the least of many calls, in microseconds. With one thread it is processor time, so other programs on the machine matter
-less. A plain read is the time of summing as many bytes up. The error is the relative distance from exact multiplication
-by the same weight.
+Weights are cold: each call multiplies by another copy, and all copies together are larger than the caches. All weights
+take turns, so that other programs on the machine delay them alike. Figures are medians, in microseconds; with one
+thread, of processor time. A plain read is the time of summing as many bytes up, which takes its turn, too. The error is
+the relative distance from exact multiplication by the same weight.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,14 +23,16 @@ from torch import Tensor
 
 from benchmarks.decode_steps import use_environment_of_workers
 from benchmarks.progress import tell
+from tests.support.gguf_files import random_blocks
 from tests.support.quantized import FP4_LEVELS, NF4_LEVELS, random_matrix
 from workers.csrc.build import c_library
 from workers.layers.linear import PackedWeight, Weight
-from workers.layers.quantized_gemm import QuantizedGemm
+from workers.layers.quantized_gemm import QuantizedGemm, QuantizedGemmWeight
 from workers.layers.skinny_gemm import SkinnyGemm
+from workers.quantization.ggml_blocks import unpack
 from workers.quantization.quantized_tensor import QuantizedTensor
 
-SECONDS, MIN_CALLS = 0.3, 7  # of measuring one figure
+SECONDS, MIN_ROUNDS = 0.3, 7  # of measuring one figure
 CACHE_BYTES = 96 << 20  # of all copies of a weight: more than the last cache
 FORMATS: dict[str, dict[str, object]] = {
     "W8A8, by row": {"encoding": "int8", "activations": "int8"},
@@ -43,6 +47,7 @@ FORMATS: dict[str, dict[str, object]] = {
     "W8A16, by row": {"encoding": "int8"},
     "FP8, by row": {"encoding": "float8"},
 }
+GGUF_TYPES = ("Q4_K", "Q5_K", "Q6_K", "Q8_0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +57,13 @@ class Format:
     name: str
     num_bytes: int  # of one copy
     weights: list[Weight]
-    exact: Tensor  # the weight in float64
+    matrix: Tensor | QuantizedTensor
 
 
 def make_format(name: str, matrix: Tensor | QuantizedTensor, make: Callable[[], Weight]) -> Format:
-    num_bytes = matrix.nbytes if isinstance(matrix, Tensor) else matrix.num_bytes
-    exact = matrix.double() if isinstance(matrix, Tensor) else matrix.dequantize(torch.float64)
-    return Format(name, num_bytes, [make() for _ in range(-(-CACHE_BYTES // num_bytes))], exact)
+    first = make()
+    num_bytes = first.num_bytes if isinstance(first, QuantizedGemmWeight) else matrix.nbytes
+    return Format(name, num_bytes, [first, *(make() for _ in range(CACHE_BYTES // num_bytes))], matrix)
 
 
 def make_formats(shape: tuple[int, int], dtype: str, names: list[str]) -> Iterator[Format]:
@@ -70,18 +75,24 @@ def make_formats(shape: tuple[int, int], dtype: str, names: list[str]) -> Iterat
     yield make_format(dtype, dense, lambda: skinny.make_weight(dense, None))
     yield make_format(f"{dtype}, oneDNN", dense, lambda: PackedWeight(dense, None))
     for name in names:
-        matrix = random_matrix(*shape, **FORMATS[name])  # type: ignore[arg-type]
+        if name in GGUF_TYPES:
+            matrix = unpack(name, torch.from_numpy(random_blocks(name, *shape)))
+        else:
+            matrix = random_matrix(*shape, **FORMATS[name])  # type: ignore[arg-type]
         yield make_format(name, matrix, partial(quantized.make_weight, matrix, None))
 
 
-def least_us(call: Callable[[int], object], clock: Callable[[], float]) -> float:
-    """Call with 0, 1, 2 and so on, for SECONDS and MIN_CALLS times at least; return the shortest call's time."""
-    times: list[float] = []
-    while sum(times) < SECONDS or len(times) < MIN_CALLS:
-        started = clock()
-        call(len(times))
-        times.append(clock() - started)
-    return 1e6 * min(times)
+def median_us(calls: list[Callable[[int], object]], clock: Callable[[], float]) -> list[float]:
+    """Call all of them in turn, with 0, 1, 2 and so on; return the median time of each."""
+    times: list[list[float]] = [[] for _ in calls]
+    end_s, index = time.monotonic() + SECONDS * len(calls), 0
+    while time.monotonic() < end_s or index < MIN_ROUNDS:
+        for call, found in zip(calls, times, strict=True):
+            started = clock()
+            call(index)
+            found.append(clock() - started)
+        index += 1
+    return [1e6 * statistics.median(found) for found in times]
 
 
 def multiply(weights: list[Weight], x: Tensor, index: int) -> Tensor:
@@ -89,7 +100,8 @@ def multiply(weights: list[Weight], x: Tensor, index: int) -> Tensor:
 
 
 def error(format_: Format, x: Tensor) -> float:
-    exact = x.double() @ format_.exact.T
+    matrix = format_.matrix
+    exact = x.double() @ (matrix.double() if isinstance(matrix, Tensor) else matrix.dequantize(torch.float64)).T
     return float((format_.weights[0].multiply(x).double() - exact).norm() / exact.norm())
 
 
@@ -100,23 +112,27 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 512])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--formats", nargs="+", default=[*FORMATS, *GGUF_TYPES], choices=[*FORMATS, *GGUF_TYPES])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     clock = time.thread_time if arguments.threads == 1 else time.perf_counter
     memory = torch.ones(CACHE_BYTES // 4)
     with torch.inference_mode():
-        bytes_per_us = memory.nbytes / least_us(lambda _: memory.sum(), clock)
         for shape in arguments.shapes:
             num_outputs, num_inputs = map(int, shape.split("x"))
-            print(f"\n{shape}, {arguments.threads} threads, us a call\n")
+            formats = list(make_formats((num_outputs, num_inputs), arguments.dtype, arguments.formats))
+            inputs = [torch.randn(rows, num_inputs).to(getattr(torch, arguments.dtype)) for rows in arguments.rows]
+            times = [
+                median_us([lambda _: memory.sum(), *(partial(multiply, each.weights, x) for each in formats)], clock)
+                for x in inputs
+            ]
+            bytes_per_us = memory.nbytes / times[0][0]
+            print(f"\n{shape}, {arguments.threads} threads, us a call; load {os.getloadavg()[0]:.1f}\n")
             heads = ["weight", "MB", "a plain read", *(f"{rows} rows" for rows in arguments.rows), "error, %"]
             print(f"| {' | '.join(heads)} |\n|---|{'---:|' * (len(heads) - 1)}")
-            inputs = [torch.randn(rows, num_inputs).to(getattr(torch, arguments.dtype)) for rows in arguments.rows]
-            for format_ in make_formats((num_outputs, num_inputs), arguments.dtype, arguments.formats):
+            for format_, of_format in zip(formats, list(zip(*times, strict=True))[1:], strict=True):
                 cells = [f"{format_.num_bytes / 1e6:.1f}", f"{format_.num_bytes / bytes_per_us:.0f}"]
-                times = (least_us(partial(multiply, format_.weights, x), clock) for x in inputs)
-                cells.extend(f"{us:.0f}" for us in times)
+                cells.extend(f"{us:.0f}" for us in of_format)
                 tell(f"| {format_.name} | {' | '.join(cells)} | {100 * error(format_, inputs[-1]):.2f} |")
 
 
