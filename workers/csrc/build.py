@@ -194,7 +194,7 @@ def compile_library(compiler: str, flags: Sequence[str], target: Path) -> Path:
 def _run_side_by_side(commands: Iterable[list[str]]) -> None:
     """Run commands at the same time; if one fails, end the others, and raise its CalledProcessError.
 
-    Threads of a pool would make the process wait for them at its end; killed compilers do not.
+    Not in threads of a pool, because a process that ends waits for those.
     """
     deadline_s = time.monotonic() + COMPILE_TIMEOUT_S
     with contextlib.ExitStack() as stack:
@@ -202,7 +202,7 @@ def _run_side_by_side(commands: Iterable[list[str]]) -> None:
         for command in commands:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             stack.enter_context(process)  # waits for it
-            stack.callback(process.kill)  # before that; does nothing if it has ended
+            stack.callback(process.terminate)  # before that; does nothing if it has ended
             running.append(process)
         for process in running:
             _, errors = process.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
