@@ -4,8 +4,8 @@
     CC=aarch64-linux-gnu-gcc make wheel      with a cross compiler
     SERVEKIT_KERNEL_VARIANTS=avx2,baseline   only these of workers/csrc/prebuilt.py
 
-Without HATCH_BUILD_HOOK_ENABLE_CUSTOM, which `make wheel` sets, hatch does not run this hook: then the wheel has only the
-sources, is for every machine, and the kernels are compiled where the worker starts.
+Without HATCH_BUILD_HOOK_ENABLE_CUSTOM, which `make wheel` sets, hatch does not run this hook: then the wheel has
+only the sources, is for every machine, and the kernels are compiled where the worker starts.
 """
 
 from __future__ import annotations

@@ -230,7 +230,8 @@ INLINE floats unpack_input(const int kernel, const ints *codes, const tables *ta
     if (kernel == INT4_BY_FLOAT) return look_up(tables->vectors[0], codes[0] >> (shift + 4 * half));
 #endif
     const floats numbers = numbers_of(kernel, codes[half] << (24 - shift));
-    return is_narrow(kernel) ? numbers - tables->zero_point : numbers;
+    if (is_narrow(kernel)) return numbers - tables->zero_point;
+    return numbers;
 }
 
 /* The codes of five or six bits of a step's 32 outputs. `codes` are those of the span. Its upper bits are in order of

@@ -145,7 +145,7 @@ def _in_pairs(codes: Tensor) -> Tensor:
 
 
 def _code_strips(codes: Tensor, bits: int) -> Tensor:
-    """Return the strips of codes of so many bits, which are uint8 [num_outputs, ...] with the codes of steps in order."""
+    """Return the strips of codes, uint8 [num_outputs, ...] with those of each step side by side, in so many bits."""
     steps = _strips(codes.reshape(len(codes), -1).view(torch.int32))  # the codes of one step are one number
     if bits == 8:
         return _bytes_by_input(steps)

@@ -119,4 +119,6 @@ def extensions(compiler: str, *flags: str) -> set[str]:
     command = [compiler, *flags, "-dM", "-E", "-x", "c", "/dev/null"]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = {name.replace("_", "").lower() for name in re.findall(r"#define __([A-Z][A-Z0-9_]*)__ 1$", text, re.M)}
-    return {name for name in found if re.match("sse|ssse|avx|amx|bmi|lzcnt|popcnt|movbe|xsave|f16c|fma|lahf|crc32", name)}
+    return {
+        name for name in found if re.match("sse|ssse|avx|amx|bmi|lzcnt|popcnt|movbe|xsave|f16c|fma|lahf|crc32", name)
+    }

@@ -216,7 +216,9 @@ def test_blocks_of_gguf_files_are_multiplied_and_take_the_memory_that_they_have_
         assert distance(weight.multiply(x), multiplied(x, matrix)) < 2 * rounding(library.dtype)
 
 
-@pytest.mark.parametrize(("lowest", "highest", "bits"), [(-16, 15, 5), (0, 31, 5), (-32, 31, 6), (-128, -65, 6), (-1, 63, 8)])
+@pytest.mark.parametrize(
+    ("lowest", "highest", "bits"), [(-16, 15, 5), (0, 31, 5), (-32, 31, 6), (-128, -65, 6), (-1, 63, 8)]
+)
 def test_codes_take_as_many_bits_as_their_range_needs(library: Any, lowest: int, highest: int, bits: int) -> None:
     torch.manual_seed(0)
     plain = random_matrix(40, 384, "int8", 32, has_offsets=True)

@@ -46,7 +46,6 @@ def test_blocks_mean_what_llama_cpp_says(type_name: str) -> None:
     assert torch.equal(dequantize(type_name, tensor, torch.float32), unpacked.dequantize())
 
 
-
 @pytest.mark.parametrize("type_name", ["Q4_K", "Q8_0", "Q2_K"])
 def test_a_matrix_is_unpacked_in_parts_that_fit_together(type_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, tensor = matrix(type_name, 7)
