@@ -40,11 +40,10 @@ enum { STEP = 4, BLOCK = 256, FEW_ROWS = 4, CHUNK = 8, MAX_ROWS = 256 };
 enum { SCALARS = INT6_BY_FLOAT + 1 };      /* one more kernel: a panel of scalars */
 enum { MIN_PARALLEL_NUMBERS = 16384 };     /* as in layers.c */
 
-/* Codes are prefetched so many bytes before they are multiplied. The strips of a thread follow each other in memory, so
-   the processor itself recognises the stream, and requests its lines in time; prefetching a whole strip before, as
-   skinny_gemm.c does, would replace these requests, of which more can wait for memory, by the program's. Scales are
-   prefetched a strip before. */
-enum { CODES_AHEAD = 4096 };
+/* Codes are prefetched so many bytes before they are multiplied: what was fastest for eight bits, and for four. The strips
+   of a thread follow each other in memory, so this crosses from strip to strip. Prefetching a whole strip before, as
+   skinny_gemm.c does, takes a third longer with eight bits. Scales are prefetched a strip before. */
+enum { WIDE_CODES_AHEAD = 4096, NARROW_CODES_AHEAD = 16384 };
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 8")
@@ -74,6 +73,10 @@ INLINE int span_of(const int kernel) { return is_narrow(kernel) ? LANES : STEP; 
 
 /* The bytes of a strip's codes of so many inputs, whole spans. */
 INLINE int64_t code_bytes(const int kernel, int64_t num_inputs) { return num_inputs * STRIP * bits_of(kernel) / 8; }
+
+INLINE int64_t codes_ahead(const int kernel) {
+    return bits_of(kernel) == 8 ? WIDE_CODES_AHEAD : NARROW_CODES_AHEAD;
+}
 
 /* Prefetch the lines that are `ahead` of a span's codes. */
 INLINE void prefetch_span(const int kernel, const uint8_t *codes, ptrdiff_t ahead) {
@@ -455,8 +458,8 @@ INLINE strip_reader read_strip(const int kernel, const quantized_weight *weight,
     reader.scales = read_numbers(weight, weight->scale_type, scales);
     reader.offsets = read_numbers(weight, weight->offset_type, offsets);
     reader.block = (block){.codes = strip, .x = inputs->x, .sums = inputs->block_sums, .starts = inputs->starts,
-                           .row_bytes = inputs->row_bytes, .num_blocks = inputs->num_blocks, .ahead = CODES_AHEAD,
-                           .has_offsets = weight->offset_type != NO_NUMBERS};
+                           .row_bytes = inputs->row_bytes, .num_blocks = inputs->num_blocks,
+                           .ahead = codes_ahead(kernel), .has_offsets = weight->offset_type != NO_NUMBERS};
     if (!is_by_int8(kernel)) reader.block.tables = make_tables(kernel, weight);
     begin_group(&reader);
     reader.block.num_inputs = reader.group_left < BLOCK ? reader.group_left : BLOCK;
@@ -812,7 +815,8 @@ static void multiply_strips_of_thread(const quantized_weight *quantized, const i
         const uint8_t *next = strip_to_prefetch(weight, strips, i + 1);
         const ptrdiff_t next_strip = next ? next - strip : 0;
         if (next && i + 1 == strips.end)
-            for (int64_t line = 0; line < CODES_AHEAD; line += (int64_t)sizeof(ints)) prefetch(next + line);
+            for (int64_t byte = 0; byte < codes_ahead((int)quantized->kernel); byte += (int64_t)sizeof(ints))
+                prefetch(next + byte);
         switch (quantized->kernel) {
         case INT4_BY_INT8: strip_of_int4_by_int8(sums, quantized, inputs, strip, next_strip); break;
         case INT8_BY_INT8: strip_of_int8_by_int8(sums, quantized, inputs, strip, next_strip); break;
