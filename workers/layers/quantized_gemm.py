@@ -159,7 +159,7 @@ def _add_upper_bits(lower: Tensor, upper: Tensor, bits: int) -> Tensor:
 
     `lower` is [num_strips, LANES, num_steps], and `upper` [num_strips, STRIP, num_steps].
     """
-    lower, upper = (part.unflatten(2, (-1, LANES // STEP)) for part in (lower, upper))
+    lower, upper = (part.view(*part.shape[:2], -1, LANES // STEP) for part in (lower, upper))
     lines = lower.new_zeros(*lower.shape[:3], bits)
     mask = 0x01010101 if bits == 1 else 0x03030303
     for step in range(LANES // STEP):

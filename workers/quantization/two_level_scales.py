@@ -29,8 +29,9 @@ class TwoLevelScales:
 
     def float(self) -> Tensor:
         """Return the products as float32. They are exact: eight bits times eleven."""
-        factors = self.factors.unflatten(1, (-1, self.super_block_groups))
-        return (factors * self.super_scales.float()[..., None]).flatten(1)
+        factors = self.factors.view(*self.super_scales.shape, self.super_block_groups)
+        products: Tensor = factors * self.super_scales.float()[..., None]
+        return products.flatten(1)
 
     def zeros(self) -> TwoLevelScales:
         """Return as many numbers that are zero."""
