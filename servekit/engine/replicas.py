@@ -25,6 +25,7 @@ from servekit.executor.step_timeout import vacated_backoff_s
 from servekit.observability.metrics import SchedulerStats
 from servekit.protocol.messages import LoadModel, WorkerReady
 from servekit.routing.router import Router
+from servekit.routing.service_exchange import ServiceExchange
 from servekit.scheduler.commands import AddSequence, Finish, Withdraw
 from servekit.scheduler.queued_work import CombinedWork, QueuedCounts
 from servekit.scheduler.scheduler_config import SchedulerConfig
@@ -33,6 +34,7 @@ log = logging.getLogger("servekit")
 
 MOVED_PER_SLICE = 32  # sequences that move without a pause; each takes some 0.1 ms
 REBALANCE_INTERVAL_S = 1.0
+EXCHANGE_INTERVAL_S = 0.25  # what other replicas computed meanwhile is not known where tenants take turns
 JOIN_INTERVAL_S = 0.1  # how soon a worker that waits is taken, when no other replica needs one any more
 MAX_REBALANCED = 16  # prompts at a time: what moves away for a wrong prediction has to wait twice
 SUSPECTS_WAIT_S = 60.0  # for a worker that joins in place of the one that they were lost on; perhaps none does
@@ -129,6 +131,7 @@ class Replicas:
         self._config = config
         self._registry = registry
         self._router = Router(config.block_size)
+        self._service_exchange = ServiceExchange()
         self._source = source
         self._fail_all: Callable[[ServekitError], None] = lambda _: None
         self._make_core: Callable[[Replica], EngineCore] | None = None
@@ -187,6 +190,8 @@ class Replicas:
         for replica in self.all:
             self._start_loop(replica)
         self._start_helper(self._rebalance_forever(), "rebalancing")
+        if self._config.scheduling_policy == "fair":
+            self._start_helper(self._exchange_service_forever(), "service exchange")
         if self._source is not None:
             self._start_helper(self._take_joined_workers(self._source), "joined workers")
         try:
@@ -500,6 +505,21 @@ class Replicas:
                 output = self._registry.output(command.sequence_id)
                 assert output is not None, "a sequence that has not ended is in the registry"
                 output.sequence = target.core.resume(command)
+
+    # -- fairness -----------------------------------------------------------------------------------------------------
+
+    async def _exchange_service_forever(self) -> None:
+        while True:
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
+            self._exchange_service()
+
+    def _exchange_service(self) -> None:
+        """Tell each manager what the others computed for each tenant."""
+        cores = self.cores
+        commands = self._service_exchange.commands([core.manager for core in cores])
+        for core, command in zip(cores, commands, strict=True):
+            if command is not None:
+                core.apply(command)
 
 
 def _max_length(command: AddSequence) -> int:

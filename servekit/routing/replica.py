@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from itertools import takewhile
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from servekit.scheduler.queued_work import WorkCount
 from servekit.scheduler.workload_manager import WorkloadManager
 
 
@@ -29,6 +32,7 @@ class RoutedPrompt(Struct, gc=False):
     hashes: list[bytes]  # of the prompt's full blocks
     num_tokens: int  # of the prompt
     num_found: int  # blocks of `hashes` that were in the prefix cache
+    tenant: str
     is_moved: bool = False  # it came from another replica's queue
 
 
@@ -43,12 +47,27 @@ class Load(Struct, gc=False):
     num_steps_in_flight: int
     num_free_blocks: int
     num_leased_blocks: int
+    queued: dict[str, WorkCount] | None = None  # what waits for its first step, by tenant, where tenants take turns
 
-    def add(self, num_sequences: int, num_tokens: int, num_missing: int) -> None:
+    def copy(self) -> Load:
+        """Return a load that `add` can change without changing this one."""
+        return replace(self, queued=copy_counts(self.queued))
+
+    def add(self, tenant: str, num_sequences: int, num_tokens: int, num_missing: int) -> None:
         """Count the answers to one more prompt, or with negative numbers less."""
         self.num_waiting += num_sequences
         self.num_queued_tokens += num_tokens
         self.num_prefill_tokens += num_missing
+        if self.queued is not None:
+            count = self.queued.setdefault(tenant, WorkCount())
+            count.add(num_sequences, num_tokens)
+            if not count.num_sequences:
+                del self.queued[tenant]
+
+
+def copy_counts(counts: Mapping[str, WorkCount] | None) -> dict[str, WorkCount] | None:
+    """Return a copy of what each tenant has queued."""
+    return None if counts is None else {tenant: replace(count) for tenant, count in counts.items()}
 
 
 class Replica:
@@ -58,6 +77,7 @@ class Replica:
         self.replica_id = replica_id
         self.manager = manager
         self.is_available = True
+        self.last_chosen = 0  # the number of the route that chose it last
         # Blocks that the prompts sent here will publish: the leader of each, by the block's hash. It may have ended.
         self._expected: dict[bytes, int] = {}
         self._sent: deque[RoutedPrompt] = deque()  # in no order; some of them are computed, or have ended
@@ -79,6 +99,7 @@ class Replica:
             manager.num_in_flight,
             pool.num_available,
             pool.num_leased,
+            copy_counts(manager.queued.by_tenant()) if manager.waiting_queue.has_shares else None,
         )
 
     # -- prefixes -----------------------------------------------------------------------------------------------------

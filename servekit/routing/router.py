@@ -17,9 +17,10 @@ from collections.abc import Iterable, Sequence
 from math import ceil
 
 from msgspec import Struct
-from msgspec.structs import astuple, replace
+from msgspec.structs import astuple
 
 from servekit.routing.replica import Load, Replica, RoutedPrompt, Speed
+from servekit.routing.turns import load_before
 from servekit.scheduler.commands import AddSequence
 from servekit.scheduler.prefix_cache import continue_chain
 from servekit.scheduler.workload_manager import WorkloadManager
@@ -29,6 +30,7 @@ from servekit.scheduler.workload_manager import WorkloadManager
 DECODE_WEIGHT = 0.15
 MIN_GAIN_S = 0.05  # a move must pay at least so much
 MIN_GAIN_RATIO = 0.5  # and at least this part of what is left to wait after it
+TIE_RATIO = 0.05  # costs that differ by no more are equal: measured speeds are not so exact
 UNKNOWN_LENGTH = 128.0  # of answers, until one has ended
 UNKNOWN_SPEED = Speed(50e-6, 0.0, 10e-3)  # until a replica has computed a prompt
 
@@ -49,12 +51,24 @@ class Move(Struct, frozen=True):
     target_id: int
 
 
+class _Choice(Struct, gc=False):
+    """One replica for a prompt, and what it costs there."""
+
+    replica: Replica
+    cost_s: float
+    ttft_s: float
+    num_sequences: int  # that the replica has
+    num_found: int  # blocks in the prefix cache
+    num_cached: int  # of these, and of those that are about to be computed for an earlier sequence
+
+
 class Router:
     """Routes sequences to replicas, which have the same model and the same size of blocks."""
 
     def __init__(self, block_size: int) -> None:
         self.replicas: dict[int, Replica] = {}
         self._block_size = block_size
+        self._num_routes = 0
 
     def add_replica(self, replica_id: int, manager: WorkloadManager) -> None:
         """Begin to send sequences to a replica."""
@@ -88,22 +102,22 @@ class Router:
             continue_chain(hashes, leader.tenant, array("i", prompt), num_blocks, self._block_size)
         speeds = self._speeds(replicas)
         length = self._mean_length(replicas)
-        best, best_cost = None, (0.0, 0)
+        choices: list[_Choice] = []
         for replica in replicas:
             load, speed = replica.load(), speeds[replica.replica_id]
+            before = load_before(load, replica.manager, leader.tenant, length)
             num_found = replica.num_found(hashes)
             num_cached = num_found + replica.num_expected(hashes, num_found)
             num_missing = num_tokens - num_cached * self._block_size
-            ttft_s = predicted_ttft_s(replica, load, speed, length, num_sequences, num_missing)
-            decode_s = decode_cost_s(load, speed, length, num_sequences, num_missing)
-            cost = ttft_s + DECODE_WEIGHT * decode_s, load.num_running + load.num_waiting
-            if best is None or cost < best_cost:
-                best, best_cost = (replica, num_found, num_cached, ttft_s), cost
-        assert best is not None
-        replica, num_found, num_cached, ttft_s = best
+            ttft_s = predicted_ttft_s(replica, before, speed, length, num_sequences, num_missing)
+            cost_s = ttft_s + DECODE_WEIGHT * decode_cost_s(load, speed, length, num_sequences, num_missing)
+            choices.append(_Choice(replica, cost_s, ttft_s, load.num_running + load.num_waiting, num_found, num_cached))
+        best = _best(choices)
+        self._num_routes += 1
+        best.replica.last_chosen = self._num_routes
         ids = tuple(command.sequence_id for command in commands)
-        replica.add(RoutedPrompt(ids, hashes, num_tokens, num_found))
-        return Route(replica.replica_id, num_cached * self._block_size, ttft_s)
+        best.replica.add(RoutedPrompt(ids, hashes, num_tokens, best.num_found, leader.tenant))
+        return Route(best.replica.replica_id, best.num_cached * self._block_size, best.ttft_s)
 
     def rebalance(self, max_moves: int) -> list[Move]:
         """Choose waiting sequences that should move to another replica, and note that they are there.
@@ -118,7 +132,7 @@ class Router:
         for source in sorted(replicas, key=lambda each: loads[each.replica_id].num_prefill_tokens, reverse=True):
             if not loads[source.replica_id].num_waiting:
                 continue
-            ahead = replace(loads[source.replica_id])  # of the entry that is looked at: the newest one waits for all
+            ahead = loads[source.replica_id].copy()  # of the entry that is looked at: the newest one waits for all
             for sent in source.waiting()[: 2 * max_moves]:
                 if len(moves) == max_moves:
                     return moves
@@ -137,27 +151,29 @@ class Router:
         length: float,
     ) -> Replica | None:
         """Move one entry to the replica where it is computed much sooner, and return that; None if there is none."""
-        num_sequences = len(sent.sequence_ids)
+        num_sequences, tenant = len(sent.sequence_ids), sent.tenant
         missing_here = sent.num_tokens - source.num_found(sent.hashes) * self._block_size
-        ahead.add(-num_sequences, -sent.num_tokens, -missing_here)
-        here_s = predicted_ttft_s(source, ahead, speeds[source.replica_id], length, num_sequences, missing_here)
+        ahead.add(tenant, -num_sequences, -sent.num_tokens, -missing_here)
+        before = load_before(ahead, source.manager, tenant, length)
+        here_s = predicted_ttft_s(source, before, speeds[source.replica_id], length, num_sequences, missing_here)
         best: tuple[float, Replica, int] | None = None
         for replica_id, load in loads.items():
             replica = self.replicas[replica_id]
             num_found = replica.num_found(sent.hashes)
             num_cached = num_found + replica.num_expected(sent.hashes, num_found)
             num_missing = sent.num_tokens - num_cached * self._block_size
-            ttft_s = predicted_ttft_s(replica, load, speeds[replica_id], length, num_sequences, num_missing)
+            before = load_before(load, replica.manager, tenant, length)
+            ttft_s = predicted_ttft_s(replica, before, speeds[replica_id], length, num_sequences, num_missing)
             if replica is not source and (best is None or ttft_s < best[0]):
                 best = ttft_s, replica, num_missing
         if best is None or here_s - best[0] <= max(MIN_GAIN_S, MIN_GAIN_RATIO * best[0]):
             return None
         _, target, num_missing = best
-        loads[source.replica_id].add(-num_sequences, -sent.num_tokens, -missing_here)
-        loads[target.replica_id].add(num_sequences, sent.num_tokens, num_missing)
+        loads[source.replica_id].add(tenant, -num_sequences, -sent.num_tokens, -missing_here)
+        loads[target.replica_id].add(tenant, num_sequences, sent.num_tokens, num_missing)
         source.remove(sent)
         num_found = target.num_found(sent.hashes)
-        target.add(RoutedPrompt(sent.sequence_ids, sent.hashes, sent.num_tokens, num_found, is_moved=True))
+        target.add(RoutedPrompt(sent.sequence_ids, sent.hashes, sent.num_tokens, num_found, tenant, is_moved=True))
         return target
 
     def _available(self) -> list[Replica]:
@@ -178,6 +194,19 @@ class Router:
         """Return the mean length of recent answers, in tokens. It is the same for all replicas: clients decide it."""
         known = [length for each in replicas if (length := each.manager.output_lengths.mean_length)]
         return sum(known) / len(known) if known else UNKNOWN_LENGTH
+
+
+def _best(choices: Sequence[_Choice]) -> _Choice:
+    """Return the choice with the lowest cost.
+
+    Among equal costs, it is a replica that has more of the prompt; among these the least loaded one, and then the one
+    that was not chosen for the longest time. Otherwise a server with little to do would use one replica only.
+    """
+    limit_s = (1.0 + TIE_RATIO) * min(choice.cost_s for choice in choices)
+    return min(
+        (choice for choice in choices if choice.cost_s <= limit_s),
+        key=lambda choice: (-choice.num_cached, choice.num_sequences, choice.replica.last_chosen),
+    )
 
 
 def predicted_ttft_s(

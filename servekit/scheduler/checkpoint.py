@@ -125,6 +125,7 @@ class QueueState(Struct, frozen=True, array_like=True):
     num_served_tokens: dict[str, int] = {}  # Fair
     turns: list[tuple[int, str]] = []
     last_left: int = 0
+    num_raised_tokens: dict[str, int] = {}
 
 
 class DraftState(Struct, frozen=True, array_like=True):
@@ -329,7 +330,10 @@ def _save_queue(manager: WorkloadManager) -> QueueState:
         return QueueState(oldest_id=_alive_id(queue._oldest), num_overtaking_tokens=queue._num_overtaking_tokens)
     if isinstance(queue, Fair):
         return QueueState(
-            num_served_tokens=queue.num_served_tokens.copy(), turns=queue._turns.copy(), last_left=queue._last_left
+            num_served_tokens=queue.num_served_tokens.copy(),
+            turns=queue._turns.copy(),
+            last_left=queue._last_left,
+            num_raised_tokens=queue._num_raised_tokens.copy(),
         )
     return QueueState()
 
@@ -540,6 +544,7 @@ def _restore_queue(manager: WorkloadManager, state: ManagerState) -> None:
         queue._turns = state.queue.turns.copy()
         queue._queues = {tenant: queue.new_queue() for _, tenant in state.queue.turns}
         queue._last_left = state.queue.last_left
+        queue._num_raised_tokens = state.queue.num_raised_tokens.copy()
     for sequence in sequences.values():
         if sequence.status is not Status.WAITING or sequence.sequence_id in elsewhere:
             continue

@@ -79,6 +79,13 @@ class Withdraw(Operation[list[AddSequence]], frozen=True, tag="withdraw"):
     sequence_ids: tuple[int, ...] | None  # None for all; ids of sequences that have ended are ignored
 
 
+class ChargeElsewhere(Operation[None], frozen=True, tag="charge_elsewhere"):
+    """Count what was computed for tenants on other replicas since the last command of this kind."""
+
+    num_tokens: dict[str, int]  # by tenant
+    max_lead: int  # in tokens: no tenant comes farther ahead of those that wait here
+
+
 class Restart(Operation[list[Sequence]], frozen=True, tag="restart"):
     """Forget what the worker held. The answer is the sequences that crash workers; the caller finishes them."""
 

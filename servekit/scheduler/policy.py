@@ -20,7 +20,7 @@ Each policy keeps a promise that the simulation checks after every step:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from heapq import heappop, heappush, heapreplace
 from math import inf
 from typing import Protocol
@@ -39,7 +39,7 @@ class WaitingQueue(Protocol):
     """How much of a step's prefill may go to prompts that are shorter than what the first one has left."""
 
     has_shares: bool
-    """Whether each tenant has a share: `charge` and `find_victim` have an effect."""
+    """Whether each tenant has a share: `charge`, `charge_elsewhere` and `find_victim` have an effect."""
 
     def rank(self, sequence: Sequence) -> tuple[float, int]:
         """A sequence's place among the running ones, fixed for life: lower is served first and preempted last."""
@@ -61,6 +61,18 @@ class WaitingQueue(Protocol):
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         """Note that `num_tokens` positions are being computed for a sequence."""
+
+    def charge_elsewhere(self, num_tokens: Mapping[str, int], max_lead: int) -> None:
+        """Note that positions were computed on other replicas: so many for each of these tenants.
+
+        No tenant comes more than `max_lead` ahead of those that wait here.
+        """
+
+    def num_served(self, tenant: str) -> int:
+        """The counter of a tenant, in tokens, if tenants have shares: the one with the lowest is next."""
+
+    def num_computed_tokens(self) -> dict[str, int]:
+        """How many positions were computed here for each tenant, if tenants have shares."""
 
     def find_victim(
         self, tenant: str, size: int, running: list[Sequence], size_of: Callable[[Sequence], int]
@@ -107,6 +119,15 @@ class _ByArrival:
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         pass
+
+    def charge_elsewhere(self, num_tokens: Mapping[str, int], max_lead: int) -> None:
+        pass
+
+    def num_served(self, tenant: str) -> int:
+        return 0
+
+    def num_computed_tokens(self) -> dict[str, int]:
+        return {}
 
     def find_victim(
         self, tenant: str, size: int, running: list[Sequence], size_of: Callable[[Sequence], int]
@@ -201,6 +222,9 @@ class Fair(_ByArrival):
 
     Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, section 4 (VTC), with one unit for every
     position that is computed, be it prompt, output or a recompute; what comes from the prefix cache costs nothing.
+
+    Each replica has its own counters. What the other replicas computed for a tenant is added to them from time to time
+    (`charge_elsewhere`), so they compare what the whole server computed for each tenant.
     """
 
     short_share = SHORT_SHARE
@@ -212,6 +236,7 @@ class Fair(_ByArrival):
         # A heap of (counter when it was last looked at, tenant), with one entry for each queue.
         self._turns: list[tuple[int, str]] = []
         self._last_left = 0  # the counter of the tenant that was the last to have no sequence waiting any more
+        self._num_raised_tokens: dict[str, int] = {}  # by tenant: what its counter has that was not computed here
 
     @staticmethod
     def max_lag(max_num_seqs: int, max_total_tokens: int) -> int:
@@ -235,7 +260,7 @@ class Fair(_ByArrival):
         if tenant not in self._queues:
             # Unused service is not saved up: a tenant that was idle starts level with those that waited.
             floor = self._last_left if first is None else self.num_served_tokens[first.tenant]
-            self.num_served_tokens[tenant] = max(self.num_served_tokens.get(tenant, 0), floor)
+            self._raise(tenant, max(0, floor - self.num_served_tokens.get(tenant, 0)))
             self._queues[tenant] = self.new_queue()
             heappush(self._turns, (self.num_served_tokens[tenant], tenant))
         self._queues[tenant].push(sequence)
@@ -268,6 +293,31 @@ class Fair(_ByArrival):
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         # A suspect of a crash may run without ever having been in this queue.
         self.num_served_tokens[sequence.tenant] = self.num_served_tokens.get(sequence.tenant, 0) + num_tokens
+
+    def charge_elsewhere(self, num_tokens: Mapping[str, int], max_lead: int) -> None:
+        first = self.first()
+        floor = self._last_left if first is None else self.num_served_tokens[first.tenant]
+        for tenant, number in num_tokens.items():
+            # Those that wait here may be unable to use their share of the other replicas. What they save up has a
+            # bound: otherwise a tenant that was served there alone for an hour would wait here for an hour.
+            room = floor + max_lead - self.num_served_tokens.get(tenant, 0)
+            self._raise(tenant, max(0, min(number, room)))
+        if first is None and num_tokens:
+            # The next tenant that waits here starts level with those that are served elsewhere meanwhile.
+            self._last_left = max(self._last_left, min(map(self.num_served_tokens.__getitem__, num_tokens)))
+
+    def num_served(self, tenant: str) -> int:
+        return self.num_served_tokens.get(tenant, 0)
+
+    def num_computed_tokens(self) -> dict[str, int]:
+        raised = self._num_raised_tokens
+        return {tenant: number - raised.get(tenant, 0) for tenant, number in self.num_served_tokens.items()}
+
+    def _raise(self, tenant: str, num_tokens: int) -> None:
+        """Raise a counter by what was not computed here."""
+        self.num_served_tokens[tenant] = self.num_served_tokens.get(tenant, 0) + num_tokens
+        if num_tokens:
+            self._num_raised_tokens[tenant] = self._num_raised_tokens.get(tenant, 0) + num_tokens
 
     def find_victim(
         self, tenant: str, size: int, running: list[Sequence], size_of: Callable[[Sequence], int]

@@ -43,6 +43,7 @@ from servekit.scheduler.checkpoint import (
 )
 from servekit.scheduler.commands import (
     AddSequence,
+    ChargeElsewhere,
     Commit,
     Expire,
     Finish,
@@ -148,7 +149,24 @@ class WithdrawRecord(Struct, frozen=True, array_like=True, tag=8):
     hashes: bytes
 
 
-CommandRecord = AddRecord | PlanRecord | CommitRecord | ExpireRecord | FinishRecord | RestartRecord | WithdrawRecord
+class ChargeElsewhereRecord(Struct, frozen=True, array_like=True, tag=9):
+    """A ChargeElsewhere."""
+
+    num_tokens: dict[str, int]
+    max_lead: int
+    hashes: bytes
+
+
+CommandRecord = (
+    AddRecord
+    | PlanRecord
+    | CommitRecord
+    | ExpireRecord
+    | FinishRecord
+    | RestartRecord
+    | WithdrawRecord
+    | ChargeElsewhereRecord
+)
 
 
 class ErrorRecord(Struct, frozen=True, array_like=True, tag=6):
@@ -367,6 +385,8 @@ class RecordEncoder:
                 return FinishRecord(command.sequence_id, command.reason, hashes)
             case Withdraw():
                 return WithdrawRecord([each.sequence_id for each in outcome or ()], hashes)
+            case ChargeElsewhere():
+                return ChargeElsewhereRecord(command.num_tokens, command.max_lead, hashes)
             case Restart():
                 self._sampled.clear()
                 return RestartRecord(command.is_out_of_memory, [each.sequence_id for each in outcome or ()], hashes)
@@ -473,6 +493,8 @@ class Replayer:
             case WithdrawRecord():
                 withdrawn = [each.sequence_id for each in manager.withdraw(record.sequence_ids)]
                 self._compare("withdrawn sequences", record.sequence_ids, withdrawn)
+            case ChargeElsewhereRecord():
+                manager.apply(ChargeElsewhere(record.num_tokens, record.max_lead))
             case _:
                 assert isinstance(record, RestartRecord)
                 self.num_restarts += 1

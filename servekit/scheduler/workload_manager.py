@@ -39,12 +39,23 @@ Continuous batching: Yu et al., "Orca", OSDI 2022, section 4. Chunked prefill un
 from __future__ import annotations
 
 from bisect import insort
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any, cast
 
 from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, StepResult
-from servekit.scheduler.commands import AddSequence, Commit, Expire, Finish, Operation, Outcome, Plan, Restart, Withdraw
+from servekit.scheduler.commands import (
+    AddSequence,
+    ChargeElsewhere,
+    Commit,
+    Expire,
+    Finish,
+    Operation,
+    Outcome,
+    Plan,
+    Restart,
+    Withdraw,
+)
 from servekit.scheduler.crash_quarantine import CrashQuarantine
 from servekit.scheduler.deadlines import Deadlines
 from servekit.scheduler.draft_length import DraftLengths, level_of
@@ -136,6 +147,10 @@ class WorkloadManager:
         """The ids of all living sequences, in order of arrival."""
         return sorted(self._sequences)
 
+    def slots_by_tenant(self) -> Counter[str]:
+        """How many running sequences each tenant has. Takes time linear in their number."""
+        return Counter(sequence.tenant for sequence in self._running)
+
     @staticmethod
     def prefill_left(sequence: Sequence) -> int:
         """What a sequence contributes to `num_prefill_tokens`."""
@@ -164,7 +179,7 @@ class WorkloadManager:
 
     def apply(self, command: Operation[Outcome]) -> Outcome:
         """Carry out one command: call the method of its name, and return what that returns."""
-        outcome: Any
+        outcome: Any = None
         match command:
             case Plan():
                 outcome = self.plan(command.now_s)
@@ -178,6 +193,8 @@ class WorkloadManager:
                 outcome = self.finish(command.sequence_id, command.reason)
             case Withdraw():
                 outcome = self.withdraw(command.sequence_ids)
+            case ChargeElsewhere():
+                self.waiting_queue.charge_elsewhere(command.num_tokens, command.max_lead)
             case Restart():
                 outcome = self.restart(command.is_out_of_memory)
             case _:

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from servekit.protocol.messages import StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.routing.router import Move, Route
+from servekit.routing.service_exchange import ServiceExchange
 from servekit.scheduler.commands import AddSequence
 from servekit.scheduler.prefix_cache import continue_chain
 from servekit.scheduler.scheduler_config import SchedulerConfig
@@ -26,7 +27,7 @@ from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.model import SimulatedModel
 
 ANSWER_TOKEN = 0  # every answer consists of it
-REBALANCE_EVERY_S = 0.25
+REBALANCE_EVERY_S = EXCHANGE_EVERY_S = 0.25
 MAX_MOVES = 8  # of one call of `rebalance`
 
 
@@ -110,6 +111,7 @@ class FleetSimulation:
         self.num_moves = 0
         self.records: list[TurnRecord] = []
         self._replicas: dict[int, _Replica] = {}
+        self._exchange = ServiceExchange()
         self._alive: dict[int, tuple[AddSequence, TurnRecord]] = {}
         # (when, order, what): the index of a conversation that asks its next turn, or a replica's id and its work.
         self._events: list[tuple[float, int, _Event]] = []
@@ -128,6 +130,7 @@ class FleetSimulation:
             self._schedule(outage.returns_s, _Joins(outage.replica_id))
         num_left = sum(len(conversation.turns) for conversation in self.fleet.conversations)
         self._schedule(REBALANCE_EVERY_S, _Rebalances())
+        self._schedule(EXCHANGE_EVERY_S, _Exchanges())
         while num_left:
             self.now_s, _, event = heappop(self._events)
             match event:
@@ -139,6 +142,9 @@ class FleetSimulation:
                     self._lose(event.replica_id)
                 case _Joins():
                     self._join(event.replica_id)
+                case _Exchanges():
+                    self._exchange_service()
+                    self._schedule(self.now_s + EXCHANGE_EVERY_S, event)
                 case _:
                     self._rebalance()
                     self._schedule(self.now_s + REBALANCE_EVERY_S, event)
@@ -250,6 +256,12 @@ class FleetSimulation:
                 self._add_to(self._replicas[move.target_id], *self._alive[sequence_id])
                 self.num_moves += 1
 
+    def _exchange_service(self) -> None:
+        managers = [replica.manager for replica in self._replicas.values()]
+        for manager, command in zip(managers, self._exchange.commands(managers), strict=True):
+            if command is not None:
+                manager.apply(command)
+
 
 class _Asks(Struct, frozen=True):
     conversation: int
@@ -271,4 +283,8 @@ class _Rebalances(Struct, frozen=True):
     pass
 
 
-_Event = _Asks | _Steps | _Loses | _Joins | _Rebalances
+class _Exchanges(Struct, frozen=True):
+    pass
+
+
+_Event = _Asks | _Steps | _Loses | _Joins | _Rebalances | _Exchanges

@@ -43,7 +43,8 @@ class ServiceLag:
 class Promise:
     """Checks the policy's promise, from plans and sequences alone."""
 
-    def __init__(self, manager: WorkloadManager, lag: ServiceLag) -> None:
+    def __init__(self, manager: WorkloadManager, lag: ServiceLag | None) -> None:
+        """`lag` is None for one of several replicas: a tenant may be served on the others meanwhile."""
         self._manager = manager
         self._lag = lag
         self._policy = manager.config.scheduling_policy
@@ -133,6 +134,8 @@ class Promise:
                     raise Violation(f"{last} was admitted before {sequence}")
 
     def _check_lag(self, plan: StepPlan) -> None:
+        if self._lag is None:
+            return
         config = self._manager.config
         if self._is_quarantined:
             self._num_suspect_tokens += plan.num_tokens

@@ -15,6 +15,7 @@ from servekit.scheduler.step import SequenceToken
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.promises import Promise, ServiceLag
 from servekit.simulation.scenario import Client, Scenario
+from servekit.simulation.shared_turns import SharedTurns
 from servekit.simulation.worker import VOCAB_SIZE, SimulatedWorker, Violation
 
 
@@ -32,7 +33,16 @@ class _Dispatched(Struct, frozen=True):
 class SimulatedReplica:
     """Plays one replica of a scenario. Every time is an argument, or the time until something happens."""
 
-    def __init__(self, scenario: Scenario, manager: WorkloadManager, check: bool, watch_lag: bool) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        manager: WorkloadManager,
+        check: bool,
+        watch_lag: bool,
+        index: int = 0,
+        turns: SharedTurns | None = None,
+    ) -> None:
+        """`turns` watches the replica of this index together with the others."""
         self.scenario = scenario
         self.manager = manager
         self.worker = self._new_worker()
@@ -46,7 +56,9 @@ class SimulatedReplica:
         self._watch_lag = watch_lag
         self._in_flight: deque[_Dispatched] = deque()
         self._late_results: list[StepResult] = []
-        self._promise = Promise(manager, self.lag)
+        self._promise = Promise(manager, self.lag if scenario.num_replicas == 1 else None)
+        self._index = index
+        self._turns = turns
 
     def apply(self, command: Operation[Outcome]) -> Outcome:
         return self.manager.apply(command)
@@ -80,11 +92,15 @@ class SimulatedReplica:
         while True:
             if self._check:
                 self._promise.before_plan(self.clients.values())
+            if self._turns is not None:
+                self._turns.before_plan(self._index, self.clients.values())
             plan = self.apply(Plan(now_s))
             if plan is None:
                 break
             if manager.waiting_queue.has_shares or self._watch_lag:
                 self.lag.observe(plan, self.clients.values())
+            if self._turns is not None:
+                self._turns.after_plan(self._index, plan, self.clients.values())
             blocks_in_use: set[int] = set()
             if self._check:
                 manager.check()

@@ -51,6 +51,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     step_token_s: float = 1e-4
     num_replicas: int = 1  # each with a manager and a worker
     recovery_s: float = 0.0  # until a replica that lost its worker, or left, is ready again
+    exchange_interval_s: float = 0.01  # after which replicas learn what the others computed for each tenant
 
 
 class Client:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from servekit.protocol.sampling_params import SamplingParams
+from servekit.routing.service_exchange import ServiceExchange
 from servekit.scheduler.commands import AddSequence, Finish
 from servekit.scheduler.crash_quarantine import CRASHES_TO_FAIL
 from servekit.scheduler.output_length import OutputLengthPredictor
@@ -29,6 +30,7 @@ from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.promises import ServiceLag
 from servekit.simulation.replica import SimulatedReplica
 from servekit.simulation.scenario import Arrival, Client, Fault, Scenario
+from servekit.simulation.shared_turns import SharedTurns
 from servekit.simulation.worker import NaiveReference, SimulatedWorker, Violation
 
 
@@ -46,15 +48,18 @@ class Simulation:
         self.now_s = 0.0
         self.clients: dict[int, Client] = {}
         make_predictor = RecklessPredictor if scenario.is_reckless else OutputLengthPredictor
-        self.replicas = [
-            SimulatedReplica(
-                scenario,
-                make_manager(scenario.scheduler, make_predictor(scenario.scheduler.block_size)),
-                check,
-                watch_lag,
-            )
+        self._managers = [
+            make_manager(scenario.scheduler, make_predictor(scenario.scheduler.block_size))
             for _ in range(scenario.num_replicas)
         ]
+        has_shared_turns = check and scenario.num_replicas > 1 and scenario.scheduler.scheduling_policy == "fair"
+        self.turns = SharedTurns(self._managers) if has_shared_turns else None
+        self.replicas = [
+            SimulatedReplica(scenario, manager, check, watch_lag, index, self.turns)
+            for index, manager in enumerate(self._managers)
+        ]
+        self._exchange = ServiceExchange()
+        self._next_exchange_s = 0.0
         self._check = check
         self._has_random_crashes = any(fault.kind in ("kill", "memory") for fault in scenario.faults)
         self._reference = NaiveReference(scenario.scheduler.eos_token_ids)
@@ -95,6 +100,7 @@ class Simulation:
                 if self._is_ready(replica):
                     replica.plan(self.now_s)
             self._wait()
+            self._exchange_service()
             if self.num_steps > max_steps:
                 alive = [client for replica in self.replicas for client in replica.clients.values()]
                 raise Violation(f"no end after {self.num_steps} steps; alive: {alive}")
@@ -140,6 +146,17 @@ class Simulation:
                 self._arrive(event)
             else:
                 self._inject(event)
+
+    def _exchange_service(self) -> None:
+        """Tell the replicas what the others computed for each tenant, if it is time."""
+        if len(self.replicas) == 1 or self.now_s < self._next_exchange_s:
+            return
+        self._next_exchange_s = self.now_s + self.scenario.exchange_interval_s
+        for replica, command in zip(self.replicas, self._exchange.commands(self._managers), strict=True):
+            if command is not None:
+                replica.apply(command)
+        if self.turns is not None:
+            self.turns.exchanged()
 
     def _arrive(self, arrival: Arrival) -> None:
         sampling = SamplingParams(

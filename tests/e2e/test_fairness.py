@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.server_process import ServerProcess, serving
+from tests.support.server_process import ONE_THREAD, ServerProcess, serving
 
 KEYS = """
 [[key]]
@@ -82,6 +82,19 @@ def ask(server: ServerProcess, key: str = "modest", **fields: Any) -> Any:
     return server.client.post("/generate", json=body, headers={"authorization": f"Bearer {key}"})
 
 
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Two workers with the demo model."""
+    folder = tmp_path_factory.mktemp("replicated")
+    (folder / "keys.toml").write_text(KEYS)
+    flags = ["--data-parallel-size", "2", "--max-num-seqs", str(NUM_SLOTS), "--max-num-queued-reqs", str(NUM_PLACES)]
+    flags += ["--scheduling-policy", "fair", "--api-keys-file", str(folder / "keys.toml")]
+    with serving(*flags, log=folder / "log", environment=ONE_THREAD) as server:
+        server.client.headers["authorization"] = "Bearer modest"
+        yield server
+        assert "Traceback" not in server.log.read_text()
+
+
 async def test_a_modest_tenant_is_admitted_each_time_while_another_floods_the_queue(server: ServerProcess) -> None:
     flood, end = Flood(server.port), asyncio.Event()
     flooding = asyncio.create_task(flood.run(end))
@@ -94,6 +107,29 @@ async def test_a_modest_tenant_is_admitted_each_time_while_another_floods_the_qu
     assert Counter(answers) == {200: 25}
     assert num_waiting <= NUM_PLACES // 2, "the share of a tenant that is alone"
     assert flood.statuses[200] > 25 and set(flood.statuses) == {200, 503}
+
+
+@pytest.mark.long
+async def test_a_modest_tenant_overtakes_a_flood_on_each_of_two_replicas(replicated: ServerProcess) -> None:
+    """Behind the flood, which has half of the places, it would wait for 32 answers, and the first 8 of them run."""
+    flood, end = Flood(replicated.port), asyncio.Event()
+    flooding = asyncio.create_task(flood.run(end))
+    statuses: Counter[int] = Counter()
+    num_overtaking = []
+    async with asyncio.timeout(300):
+        await flood.is_overflowing.wait()
+        for _ in range(25):
+            before = flood.statuses[200]
+            statuses[(await asyncio.to_thread(ask, replicated)).status_code] += 1
+            num_overtaking.append(flood.statuses[200] - before)
+        end.set()
+        await flooding
+    assert statuses == {200: 25}
+    assert sorted(num_overtaking)[12] <= 2 * 2 * NUM_SLOTS, num_overtaking
+    lines = replicated.client.get("/metrics").text.splitlines()
+    steps = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("servekit_scheduler_steps_total{")]
+    assert len(steps) == 2 and min(steps) > 100
+    replicated.wait_until_at_rest()
 
 
 def test_a_tenant_gets_a_slot_while_another_holds_all_of_them(server: ServerProcess) -> None:

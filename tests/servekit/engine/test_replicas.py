@@ -125,7 +125,7 @@ class Fleet:
         self.replicas = Replicas(config, self.registry, source)
         for replica, blocks in zip(self.replicas.all, num_blocks, strict=True):
             replica.executor = cast(Any, Executor())
-            replica.core = cast(EngineCore, Core(make_manager(num_blocks=blocks)))
+            replica.core = cast(EngineCore, Core(make_manager(num_blocks=blocks, scheduling_policy=config.scheduling_policy)))
             self.replicas._router.add_replica(replica.index, replica.core.manager)
         self.replicas._make_core = lambda _: cast(EngineCore, Core(make_manager(num_blocks=64)))
         self.replicas._has_cores = True
@@ -205,6 +205,20 @@ def test_answers_to_one_prompt_go_to_one_replica_and_prompts_are_spread() -> Non
     assert fleet.replicas.queued.by_tenant()[""].num_sequences == 30
     for first in range(0, 30, 3):
         assert sum({first, first + 1, first + 2} <= set(ids) for ids in fleet.ids()) == 1
+
+
+def test_replicas_that_share_tenants_learn_what_the_others_computed() -> None:
+    fleet = Fleet(64, 64, scheduling_policy="fair")
+    for _ in range(6):
+        fleet.add()
+    for replica in fleet.replicas.all:
+        replica.core.apply(Plan(0.0))
+    queues = [replica.core.manager.waiting_queue for replica in fleet.replicas.all]
+    computed = [queue.num_served("") for queue in queues]
+    assert min(computed) > 0
+    for _ in range(2):
+        fleet.replicas._exchange_service()
+        assert [queue.num_served("") for queue in queues] == [sum(computed)] * 2
 
 
 async def test_sequences_of_a_lost_worker_go_to_the_others_and_the_registry_knows_them() -> None:

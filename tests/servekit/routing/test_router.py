@@ -259,6 +259,7 @@ def move(fleet: Fleet, max_moves: int) -> list[tuple[int, int]]:
                     prompt_token_ids=tuple(sequence.token_ids),
                     sampling=sequence.sampling,
                     leader_id=leader_id,
+                    tenant=sequence.tenant,
                 )
             )
         pairs.append((each.source_id, each.target_id))
@@ -328,3 +329,97 @@ def test_one_replica_alone_has_nowhere_to_move_anything() -> None:
     for number in range(10):
         fleet.send(prompt_of(number, 1000))
     assert fleet.router.rebalance(8) == []
+
+
+# -- equal costs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_with_little_to_do_uses_all_replicas() -> None:
+    """One prompt at a time: all replicas are idle, and none has anything of the prompt."""
+    fleet = measured_fleet(4)
+    counts: Counter[int] = Counter()
+    for number in range(40):
+        replica_id = fleet.send(prompt_of(number, 500)).replica_id
+        fleet.step(replica_id, 60)
+        assert not fleet.managers[replica_id].has_work
+        counts[replica_id] += 1
+    assert set(counts.values()) == {10}
+
+
+def test_among_equal_costs_the_least_loaded_replica_is_chosen() -> None:
+    """Steps of 10 ms take as long with three sequences as with one, so only the load differs."""
+    fleet = measured_fleet(3)
+    sampling = SamplingParams(max_tokens=500, ignore_eos=True)
+    for replica_id, num_running in ((0, 3), (1, 1), (2, 2)):
+        for other in range(3):
+            fleet.router.set_available(other, other == replica_id)
+        for number in range(num_running):
+            fleet.send(prompt_of(10 * replica_id + number, 20), sampling=sampling)
+        fleet.step(replica_id, 3)
+    for replica_id in range(3):
+        fleet.router.set_available(replica_id, True)
+    assert fleet.send(prompt_of(99, 20)).replica_id == 1
+
+
+# -- tenants that take turns ------------------------------------------------------------------------------------------
+
+
+def flooded_fleet(policy: str) -> Fleet:
+    """Two replicas with two slots each; the tenant "flood" holds all slots, and has 38 and 8 sequences waiting."""
+    fleet = measured_fleet(2, max_num_seqs=2, scheduling_policy=policy)
+    for replica_id, number in ((0, 40), (1, 10)):
+        fleet.router.set_available(replica_id, True)
+        fleet.router.set_available(1 - replica_id, False)
+        for _ in range(number):
+            fleet.send(prompt_of(fleet.num_sent, 100), tenant="flood")
+        fleet.step(replica_id, 3)
+    return fleet
+
+
+def test_a_modest_tenant_is_predicted_to_overtake_a_flood() -> None:
+    fleet = flooded_fleet("fair")
+    assert fleet.send(prompt_of(1000, 100), tenant="modest").ttft_s < 0.1
+    assert fleet.send(prompt_of(1001, 100), tenant="flood").ttft_s > 0.5
+    fleet = flooded_fleet("fcfs")
+    assert fleet.send(prompt_of(1000, 100), tenant="modest").ttft_s > 0.5
+
+
+@pytest.mark.parametrize("policy", ["fair", "fcfs"])
+def test_a_conversation_stays_on_a_replica_that_another_tenant_floods_if_it_overtakes(policy: str) -> None:
+    fleet = measured_fleet(2, max_num_seqs=2, scheduling_policy=policy)
+    history = prompt_of(0, 2000)
+    home = fleet.send(history, tenant="modest").replica_id
+    fleet.step(home, 60)
+    fleet.router.set_available(1 - home, False)
+    for number in range(20):
+        fleet.send(prompt_of(1 + number, 100), tenant="flood")
+    fleet.step(home, 3)
+    fleet.router.set_available(1 - home, True)
+    route = fleet.send(history + prompt_of(99, 10), tenant="modest")
+    assert (route.replica_id == home) == (policy == "fair")
+
+
+@pytest.mark.parametrize("policy", ["fair", "fcfs"])
+def test_a_sequence_that_overtakes_a_queue_is_not_moved_away_from_it(policy: str) -> None:
+    fleet = flooded_fleet(policy)
+    fleet.router.set_available(0, True)
+    fleet.router.set_available(1, False)
+    modest = fleet.num_sent
+    fleet.send(prompt_of(modest, 100), tenant="modest")
+    fleet.router.set_available(1, True)
+    moved = {sequence_id for each in fleet.router.rebalance(4) for sequence_id in each.sequence_ids}
+    assert len(moved) == 4 and (modest in moved) == (policy == "fcfs")
+
+
+def test_a_replica_that_joins_takes_its_part_of_each_tenants_queue() -> None:
+    fleet = measured_fleet(2, scheduling_policy="fair")
+    for number in range(60):
+        fleet.send(prompt_of(number, 1000), tenant="modest" if number % 6 == 0 else "flood")
+    fleet.join(2)
+    num_moved = 0
+    while moves := move(fleet, max_moves=4):
+        num_moved += len(moves)
+    assert 10 <= num_moved <= 24
+    queued = {i: manager.queued.by_tenant() for i, manager in fleet.managers.items()}
+    assert sum(counts["flood"].num_sequences for counts in queued.values()) == 50
+    assert 8 <= queued[2]["flood"].num_sequences <= 24

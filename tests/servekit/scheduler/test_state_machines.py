@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from servekit.protocol.messages import StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.scheduler.commands import AddSequence, Commit, Expire, Finish, Plan, Restart
+from servekit.scheduler.commands import AddSequence, ChargeElsewhere, Commit, Expire, Finish, Plan, Restart
 from servekit.scheduler.crash_quarantine import CRASHES_TO_FAIL
 from servekit.scheduler.prefix_cache import PrefixCache, chain_hash, salt_hash
 from servekit.scheduler.scheduler_config import SchedulerConfig
@@ -131,6 +131,10 @@ class ManagerMachine(RuleBasedStateMachine):
             has_length_bound=False,
         )
         self.sequences.append(self.manager.apply(command))
+
+    @rule(num_tokens=st.dictionaries(st.sampled_from("abc"), st.integers(0, 500)), max_lead=st.integers(0, 500))
+    def charge_elsewhere(self, num_tokens: dict[str, int], max_lead: int) -> None:
+        self.manager.apply(ChargeElsewhere(num_tokens, max_lead))
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), max_tokens=st.integers(1, 9))

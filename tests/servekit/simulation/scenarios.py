@@ -152,6 +152,7 @@ def make_replicated_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
         faults=(*scenario.faults, *faults),
         num_replicas=rng.choice([2, 2, 3, 4]),
         recovery_s=rng.choice([0.0, 0.01, 0.1, end_s]),
+        exchange_interval_s=rng.choice([0.0, 0.01, 0.1]),
     )
 
 
