@@ -221,6 +221,8 @@ class SimulatedReplica:
             num_accepted = token.sequence.num_accepted_tokens
             if num_accepted > client.num_accepted_tokens:
                 self.lag.accept(client.sequence.tenant, num_accepted - client.num_accepted_tokens)
+                if self._turns is not None:
+                    self._turns.accept(self._index, client.sequence.tenant, num_accepted - client.num_accepted_tokens)
                 client.num_accepted_tokens = num_accepted
             client.received.append(token.token_id)
             client.token_times_s.append(now_s)

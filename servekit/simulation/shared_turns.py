@@ -42,6 +42,10 @@ class _View:
         """Return what the counter of a waiting tenant must be."""
         return self.spans[tenant].start + self.known[tenant]
 
+    def count(self, tenant: str, num_tokens: int) -> None:
+        self.computed[tenant] += num_tokens
+        self.known[tenant] += num_tokens
+
     def waiting(self, clients: Iterable[Client]) -> dict[str, set[tuple[int, int]]]:
         """Return the sequences in the queue, by tenant. Forks may wait for their leader instead."""
         found: dict[str, set[tuple[int, int]]] = {}
@@ -91,8 +95,11 @@ class SharedTurns:
                     )
                 self.num_checked += 1
         for chunk in plan.chunks:
-            view.computed[tenants[chunk.slot]] += chunk.num_tokens
-            view.known[tenants[chunk.slot]] += chunk.num_tokens
+            view.count(tenants[chunk.slot], chunk.num_tokens - chunk.num_drafts)
+
+    def accept(self, index: int, tenant: str, num_drafts: int) -> None:
+        """Count drafts that were accepted. Those that were rejected count for nobody."""
+        self._views[index].count(tenant, num_drafts)
 
     def exchanged(self) -> None:
         """Note that each replica has learned what the others computed."""

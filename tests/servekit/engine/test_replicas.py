@@ -125,7 +125,9 @@ class Fleet:
         self.replicas = Replicas(config, self.registry, source)
         for replica, blocks in zip(self.replicas.all, num_blocks, strict=True):
             replica.executor = cast(Any, Executor())
-            replica.core = cast(EngineCore, Core(make_manager(num_blocks=blocks, scheduling_policy=config.scheduling_policy)))
+            replica.core = cast(
+                EngineCore, Core(make_manager(num_blocks=blocks, scheduling_policy=config.scheduling_policy))
+            )
             self.replicas._router.add_replica(replica.index, replica.core.manager)
         self.replicas._make_core = lambda _: cast(EngineCore, Core(make_manager(num_blocks=64)))
         self.replicas._has_cores = True
