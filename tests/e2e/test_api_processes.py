@@ -155,6 +155,18 @@ def test_every_process_streams_the_live_feed(two: ServerProcess) -> None:
             assert frame["state"] == "ready" and frame["workers"]
 
 
+def test_processes_that_an_api_process_starts_have_none_of_its_sockets(two: ServerProcess) -> None:
+    """A drain closes the listening socket, and the end of a process closes its connection: nobody else has a copy."""
+    num_children = 0
+    for pid in two.api_process_pids():
+        sockets = {file for file in proc.open_files(pid) if file.startswith("socket:")}
+        assert sockets
+        for child in proc.children(pid):
+            num_children += 1
+            assert not sockets.intersection(proc.open_files(child)), proc.read(child, "cmdline")
+    assert num_children >= 2
+
+
 def test_memory_of_ended_requests_is_given_back(two: ServerProcess) -> None:
     """Logprobs of a whole answer are reserved until it is written: of both processes, against one limit."""
     for _ in range(6):  # each reserves 2 of 8 million
