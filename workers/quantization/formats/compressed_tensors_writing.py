@@ -44,8 +44,8 @@ def describe(
 ) -> dict[str, Any]:
     """Return the `quantization_config` of config.json.
 
-    `grids` are those of the quantized modules, by name, and `ignored` the names of other matrices. Most modules are
-    targeted by their class, and those of other grids, which are few, by their names.
+    `grids` are those of the quantized modules, by name, and `ignored` those of other matrices. If there is one grid, its
+    modules are targeted by their class; if there are several, by their names, so that no module has two.
     """
     modules: dict[Grid, list[str]] = {}
     for name, grid in grids.items():
@@ -53,7 +53,7 @@ def describe(
     by_frequency = sorted(modules.items(), key=lambda item: -len(item[1]))
     groups = {
         f"group_{index}": {
-            "targets": ["Linear"] if index == 0 else _patterns(names, grids.keys() - set(names)),
+            "targets": ["Linear"] if len(modules) == 1 else _patterns(names, grids.keys() - set(names)),
             "weights": _weights(grid),
             "input_activations": _inputs(activations),
             "output_activations": None,

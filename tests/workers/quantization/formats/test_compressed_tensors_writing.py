@@ -81,7 +81,10 @@ def test_modules_of_another_group_size_are_targeted_by_their_names() -> None:
     grids = {f"model.layers.{layer}.{name}": Grid(4, group_size=32) for layer in range(3) for name in ("q", "up")}
     grids |= {f"model.layers.{layer}.down": Grid(4, group_size=16) for layer in range(3)}
     config = describe("pack-quantized", grids, "float", ["lm_head", "model.layers.0.gate", "model.layers.1.gate"])
-    assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert config["config_groups"]["group_0"]["targets"] == [
+        r"re:model\.layers\.\d+\.q$",
+        r"re:model\.layers\.\d+\.up$",
+    ]
     assert config["config_groups"]["group_1"]["targets"] == [r"re:model\.layers\.\d+\.down$"]
     assert config["ignore"] == ["lm_head", r"re:model\.layers\.\d+\.gate$"]
     weight_format = format_of(config)
