@@ -44,8 +44,8 @@ def describe(
 ) -> dict[str, Any]:
     """Return the `quantization_config` of config.json.
 
-    `grids` are those of the quantized modules, by name, and `ignored` those of other matrices. If there is one grid, its
-    modules are targeted by their class; if there are several, by their names, so that no module has two.
+    `grids` are those of the quantized modules, by name, and `ignored` those of other matrices. If there is one grid,
+    its modules are targeted by their class; if there are several, by their names, so that no module has two.
     """
     modules: dict[Grid, list[str]] = {}
     for name, grid in grids.items():
