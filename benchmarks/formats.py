@@ -24,6 +24,7 @@ import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -51,6 +52,7 @@ from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.evaluation.evaluation import DEMO_QUESTIONS, EvaluationSettings, evaluate
 from servekit.evaluation.model_client import ModelClient
 from servekit.evaluation.perplexity import TokenScore, same_likeliest
+from servekit.evaluation.questions import evenly
 from tests.support import proc
 from tests.support.k_quants import type_in_q4_k_m
 from tests.support.quantized_checkpoints import group_size_of, write_q4_k_m, write_q8_0, write_safetensors
@@ -63,6 +65,7 @@ WORKLOAD = "random:input=uniform:32-96,output=32"
 NUM_REQUESTS = {1: 3, 8: 16, 32: 32}  # by the number of clients
 NUM_KV_BLOCKS = 384  # 32 sequences of 128 tokens, and half as much again
 NUM_QUESTIONS, NUM_QUICK_QUESTIONS = 1000, 60
+LEARNED_SENTENCES = ("definitions", "servekit")  # categories of questions whose answers begin in few ways
 NUM_CHARACTERS = 8000  # of the text that the random model reads
 WINDOW = 512  # tokens of it in one prompt
 MB = 1e6
@@ -148,6 +151,7 @@ class Format(Struct, frozen=True):
     flags: tuple[str, ...] = ()
     write: Callable[[Path, Path], Path] | None = None  # a checkpoint of it; None: the unquantized one is served
     dtype: str = "bfloat16"
+    model: str | None = None  # the only one that is measured in it
 
     def checkpoint(self, source: Path, folder: Path) -> Path:
         """Return the checkpoint to serve; make it if `folder` does not have it."""
@@ -161,6 +165,23 @@ def as_safetensors(name: str) -> Callable[[Path, Path], Path]:
     return lambda source, target: write_safetensors(source, target, name)
 
 
+def calibrated(method: str) -> Callable[[Path, Path], Path]:
+    """Return what `servekit quantize` writes, calibrated by the questions of the demo model that are not asked."""
+
+    def write(source: Path, target: Path) -> Path:
+        lines = DEMO_QUESTIONS.read_text().splitlines()
+        others = set(lines) - set(evenly(lines, NUM_QUESTIONS))
+        questions = [question for question in map(json.loads, sorted(others)) if isinstance(question["answer"], str)]
+        texts = [json.dumps({"text": f"{each['prompt']} {each['answer']}"}) + "\n" for each in questions]
+        calibration = target.with_suffix(".jsonl")
+        calibration.write_text("".join(texts))
+        command = [sys.executable, "-m", "servekit", "quantize", str(source), str(target), "--method", method]
+        subprocess.run([*command, "--calibration", str(calibration)], check=True, stdout=subprocess.DEVNULL)
+        return target
+
+    return write
+
+
 _OF_FILES = [
     Format("w8a8", "compressed-tensors W8A8", by_row(8, 16, 16), write=as_safetensors("w8a8")),
     Format("w4a16", "compressed-tensors W4A16", by_group(4, 16, 16), write=as_safetensors("w4a16")),
@@ -170,12 +191,22 @@ _OF_FILES = [
     Format("q8_0", "GGUF Q8_0", in_blocks(lambda *_: "Q8_0"), write=write_q8_0),
     Format("q4_k_m", "GGUF Q4_K_M", in_blocks(type_in_q4_k_m), write=write_q4_k_m),
 ]
+_CALIBRATED = [
+    Format(
+        f"{method}_calibrated",
+        f"`servekit quantize --method {method}`",
+        by_group(4, 20, 16),
+        write=calibrated(method),
+        model="demo",
+    )
+    for method in ("gptq", "awq")
+]
 _AT_LOAD = [
     Format("int8", "`--quantization int8` (W8A8)", by_row(8, 32), ("--quantization", "int8")),
     Format("int4", "`--quantization int4` (W4A16)", by_group(4, 32, 8, 64), ("--quantization", "int4")),
 ]
 _UNQUANTIZED = [Format("float32", "float32", plain(32), dtype="float32"), Format("bfloat16", "bfloat16", plain(16))]
-FORMATS = {each.key: each for each in [*_UNQUANTIZED, *_AT_LOAD, *_OF_FILES]}
+FORMATS = {each.key: each for each in [*_UNQUANTIZED, *_AT_LOAD, *_OF_FILES, *_CALIBRATED]}
 
 
 class Load(Struct, frozen=True):
@@ -265,17 +296,14 @@ def play(side: Side, num_clients: int, num_requests: int, seed: int, characters_
 
 def evaluated(sides: Sequence[Side], folder: Path, num_questions: int, progress: Progress) -> None:
     """Set the perplexity and the right answers of the demo model's servers, by `servekit eval`."""
-    documents = []
-    for line in DEMO_QUESTIONS.read_text().splitlines():
-        question = json.loads(line)
-        if isinstance(question.get("answer"), str):
-            documents.append(json.dumps({"text": f"{question['prompt']} {question['answer']}"}) + "\n")
-    (folder / "answers.jsonl").write_text("".join(documents))
+    questions = map(json.loads, DEMO_QUESTIONS.read_text().splitlines())
+    texts = {each["answer"] for each in questions if each["category"] in LEARNED_SENTENCES}
+    (folder / "sentences.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sorted(texts)))
     for side in sides:
         progress.begin(f"{side.format.name}, questions")
         settings = EvaluationSettings(
             url=side.server.url,
-            text=str(folder / "answers.jsonl"),
+            text=str(folder / "sentences.jsonl"),
             questions=["demo"],
             limit=num_questions,
             concurrency=16,
@@ -398,7 +426,7 @@ def measure(name: str, folder: Path, arguments: argparse.Namespace) -> list[str]
     matrices, group_size = matrices_of(config), group_size_of(config.to_dict())
     text = " ".join(VOCABULARY)
     characters_per_token = len(text) / len(Tokenizer.from_file(str(source / "tokenizer.json")).encode(text).ids)
-    formats = [FORMATS[each] for each in arguments.formats]
+    formats = [FORMATS[each] for each in arguments.formats if FORMATS[each].model in (None, name)]
     num_steps = len(formats) * (2 + len(clients) * arguments.rounds)
     with ExitStack() as stack, Progress(f"{name} model", num_steps) as progress:
         sides: list[Side] = []
