@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from servekit.protocol.messages import PromptLogprobs, ScheduledChunk, StepPlan, StepResult
+from servekit.protocol.messages import PromptLogprobs, ScheduledChunk, SlotAssignment, StepPlan, StepResult
+from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.block_pool import BlockPool
 from servekit.scheduler.crash_quarantine import CrashQuarantine
 from servekit.scheduler.deadlines import Deadlines
@@ -650,6 +651,27 @@ def test_the_worker_rejects_impossible_plans() -> None:
         worker.execute(StepPlan(0, 0, (), (row, row)))
     with pytest.raises(Violation, match="a step of 0 tokens, the budget is 4"):
         worker.execute(StepPlan(0, 0, (), ()))
+
+
+def test_the_worker_rejects_drafts_that_no_manager_may_plan() -> None:
+    """A sequence of one prompt token and at most four answers, in blocks of two positions."""
+
+    def execute(chunk: ScheduledChunk) -> None:
+        worker = SimulatedWorker(num_blocks=8, block_size=2, max_num_batched_tokens=16)
+        assignment = SlotAssignment(0, SamplingParams(max_tokens=4), 1)
+        prompt = ScheduledChunk(0, 0, 1, (1,), (0,), True)
+        assert len(worker.execute(StepPlan(0, 0, (assignment,), (prompt,))).token_ids) == 1
+        worker.execute(StepPlan(0, 1, (), (chunk,)), drafts={0: (9, 9)})
+
+    execute(ScheduledChunk(0, 1, 3, (), (1,), True, num_drafts=2))
+    for chunk, message in (
+        (ScheduledChunk(0, 2, 2, (), (1,), True, num_drafts=1), "based on rejections that did not happen"),
+        (ScheduledChunk(0, 1, 4, (), (1, 2), True, num_drafts=3), "that its sequence of at most 5 tokens cannot have"),
+        (ScheduledChunk(0, 1, 3, (), (), True, num_drafts=2), "has 2 positions in its blocks"),
+        (ScheduledChunk(0, 1, 3, (), (1, 2), True, num_drafts=2), "has 6 positions in its blocks"),
+    ):
+        with pytest.raises(Violation, match=message):
+            execute(chunk)
 
 
 def test_a_simulation_without_progress_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
