@@ -116,7 +116,7 @@ async def test_a_modest_tenant_overtakes_a_flood_on_each_of_two_replicas(replica
     flooding = asyncio.create_task(flood.run(end))
     statuses: Counter[int] = Counter()
     num_overtaking = []
-    async with asyncio.timeout(300):
+    async with asyncio.timeout(600):
         await flood.is_overflowing.wait()
         for _ in range(25):
             before = flood.statuses[200]

@@ -129,7 +129,7 @@ def test_without_shares_nothing_is_exchanged(policy: str) -> None:
     compute(managers[0], "a", 30)
     assert service.commands(managers) == [None, None]
     managers[1].apply(ChargeElsewhere({"a": 30}, 100))
-    assert not managers[1].has_work
+    assert managers[1].waiting_queue.num_served("a") == 0
 
 
 def test_one_replica_alone_gets_no_command() -> None:

@@ -15,6 +15,7 @@ from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.simulation.scenario import Arrival, Scenario
 from servekit.simulation.service import Simulation
 from servekit.simulation.worker import Violation
+from tests.servekit.simulation.scenarios import with_drafts
 
 GAPS_S = {"flood": 0.001, "greedy": 0.002, "modest": 0.01}  # between two requests of a tenant
 
@@ -45,12 +46,13 @@ def make_flood(seed: int) -> Scenario:
                     tenant=tenant,
                 )
             )
-    return Scenario(
+    scenario = Scenario(
         scheduler=scheduler,
         arrivals=tuple(arrivals),
         num_replicas=rng.choice([3, 4]),
         exchange_interval_s=rng.choice([0.0, 0.005, 0.02]),
     )
+    return with_drafts(scenario, seed) if seed % 2 else scenario
 
 
 def num_checked(seed: int) -> int:
