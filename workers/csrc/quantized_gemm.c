@@ -34,9 +34,11 @@
 #include <immintrin.h>
 #endif
 
-/* STEP inputs are unpacked together. Rows from FEW_ROWS + 1 on use panels, CHUNK rows at a time. A panel is used for
-   MAX_ROWS rows: with more, it is unpacked less often, and their x no longer fits into the second-level cache. */
-enum { STEP = 4, BLOCK = 256, FEW_ROWS = 4, CHUNK = 8, MAX_ROWS = 256 };
+/* STEP inputs are unpacked together. Rows from FEW_ROWS + 1 on use panels, CHUNK rows at a time; tiles are faster from
+   MIN_ROWS_FOR_TILES on. A panel is used for MAX_ROWS rows: with more, it is unpacked less often, and their x no longer
+   fits into the second-level cache. */
+enum { STEP = 4, BLOCK = 256, FEW_ROWS = 8, MIN_ROWS_FOR_TILES = 5, CHUNK = 8, MAX_ROWS = 256 };
+enum { ROWS_OF_TWO_CHAINS = 4 };           /* see dot_by_float */
 enum { SCALARS = INT6_BY_FLOAT + 1 };      /* one more kernel: a panel of scalars */
 enum { MIN_PARALLEL_NUMBERS = 16384 };     /* as in layers.c */
 
@@ -330,11 +332,11 @@ INLINE void dot_by_int8(const int kernel, const int num_rows, floats (*dots)[2],
 
 INLINE void dot_by_float(const int kernel, const int num_rows, floats (*dots)[2], const block *block) {
     /* Two chains of sums while registers last, because each sum waits for the one before it. */
-    floats odd[FEW_ROWS][2];
+    floats odd[ROWS_OF_TWO_CHAINS][2];
     const uint8_t *codes = block->codes, *x = block->x;
     const int64_t row_bytes = block->row_bytes;
     const tables tables = block->tables;
-    const int has_two_chains = num_rows <= FEW_ROWS, span = span_of(kernel);
+    const int has_two_chains = num_rows <= ROWS_OF_TWO_CHAINS, span = span_of(kernel);
     UNROLLED ROWS(r) dots[r][0] = dots[r][1] = (floats){};
     if (has_two_chains) UNROLLED ROWS(r) odd[r][0] = odd[r][1] = (floats){};
     for (const uint8_t *end = x + block->num_inputs * sizeof(scalar); x < end; x += span * sizeof(scalar)) {
@@ -412,9 +414,10 @@ INLINE number_reader read_numbers(const quantized_weight *weight, int64_t type, 
     return (number_reader){.type = type, .next = from, .super_scales = from + num_groups * group_bytes(type)};
 }
 
-/* Read those of the next group. Those that are multiples of the scales need `scales`. */
-INLINE void next_numbers(number_reader *reader, int begins_super_block, ptrdiff_t ahead, const floats *scales,
-                         floats *numbers) {
+/* Read those of the next group. Those that are multiples of the scales need `scales`. Not inlined: it would be in each of
+   some hundred functions, and compiling would take three times as long. */
+static __attribute__((noinline)) void next_numbers(number_reader *reader, int begins_super_block, ptrdiff_t ahead,
+                                                   const floats *scales, floats *numbers) {
     const int64_t type = reader->type;
     if (type == AS_PRODUCTS && begins_super_block) {
         prefetch(reader->super_scales + ahead);
@@ -439,7 +442,7 @@ typedef struct {
     block block;
 } strip_reader;
 
-INLINE void begin_group(strip_reader *reader) {
+static __attribute__((noinline)) void begin_group(strip_reader *reader) {
     const quantized_weight *weight = reader->weight;
     block *const block = &reader->block;
     const int begins_super_block = reader->super_block_left == 0;
@@ -698,8 +701,10 @@ INLINE void strip_of_many_rows(const int kernel, float *sums, const quantized_we
     static void name(float *sums, const quantized_weight *weight, const inputs *inputs, const uint8_t *strip, \
                      ptrdiff_t next_strip) {                                                                 \
         const int kernel = which;                                                                            \
-        switch (inputs->num_rows) {                                                                          \
+        const int64_t num_rows = inputs->num_rows;                                                           \
+        switch (num_rows >= MIN_ROWS_FOR_TILES && uses_tiles(weight) ? MAX_ROWS : num_rows) {                \
             FEW_ROWS_OF(1) FEW_ROWS_OF(2) FEW_ROWS_OF(3) FEW_ROWS_OF(4)                                      \
+            FEW_ROWS_OF(5) FEW_ROWS_OF(6) FEW_ROWS_OF(7) FEW_ROWS_OF(8)                                      \
         default: strip_of_many_rows(kernel, sums, weight, inputs, strip, next_strip);                        \
         }                                                                                                    \
     }
@@ -774,7 +779,7 @@ static inputs prepare_inputs(const quantized_weight *weight, const scalar *x, in
     const int64_t num_inputs = weight->base.num_inputs, num_blocks = num_blocks_of(weight);
     const int64_t row_bytes = copy_bytes(weight);
     const int by_int8 = is_by_int8((int)weight->kernel), reorders = weight->input_order != NULL;
-    const int copies_x = by_int8 || reorders || num_rows > FEW_ROWS; /* see copy_bytes */
+    const int copies_x = by_int8 || reorders || num_rows >= CHUNK; /* see copy_bytes */
     const int has_offsets = weight->offset_type != NO_NUMBERS;
     uint8_t *const copies = workspace;
     float *const block_sums = (float *)(copies + num_rows * row_bytes);
