@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.errors import ConfigError
 from tests.support.quantize_command import (
     demo_documents,
@@ -198,24 +195,3 @@ def test_calibrated_methods_have_less_error_than_rounding_to_nearest(texts: Path
         errors[method] = relative(outputs[0] - embedded, outputs[1] - embedded)
     assert errors["gptq"] < 0.9 * errors["rtn"], errors
     assert errors["awq"] < 0.9 * errors["rtn"], errors
-
-
-@torch.no_grad()
-def perplexity(model: PreTrainedModel, documents: list[str]) -> float:
-    tokenizer = Tokenizer.from_file(str(DEMO_MODEL_PATH / "tokenizer.json"))
-    losses: list[Tensor] = []
-    for document in documents:
-        token_ids = torch.tensor([tokenizer.encode(document).ids])
-        losses.append(F.cross_entropy(logits(model, token_ids)[0, :-1], token_ids[0, 1:], reduction="none"))
-    return float(torch.cat(losses).mean().exp())
-
-
-@pytest.mark.long
-def test_calibrated_methods_have_less_perplexity_on_text_that_they_have_not_seen(texts: Path, tmp_path: Path) -> None:
-    held_out = demo_documents()[1::16]
-    found = {"float": perplexity(AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32), held_out)}
-    for method in METHODS:
-        output = quantize(DEMO_MODEL_PATH, tmp_path / method, method, texts, num_samples=64, max_length=256)
-        found[method] = perplexity(read(output), held_out)
-    assert found["float"] < found["gptq"] < found["rtn"], found
-    assert found["float"] < found["awq"] < found["rtn"], found
