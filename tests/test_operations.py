@@ -34,7 +34,8 @@ RULES = {
 }
 DEFAULTS = ServeConfig()
 SNAPSHOT = SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 1))
-FOREIGN_FLAGS = {"--read-only", "--tmpfs", "--gpus", "--stop-timeout", "--previous", "--cpu-list"}  # of docker, kubectl and taskset
+# Of docker, kubectl and taskset.
+FOREIGN_FLAGS = {"--read-only", "--tmpfs", "--gpus", "--stop-timeout", "--previous", "--cpu-list"}
 NO_ERRORS = {"other"}  # the label of a metric for codes beyond its limit
 
 
