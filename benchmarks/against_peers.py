@@ -19,21 +19,20 @@ import argparse
 import json
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx2
 import numpy as np
 
+from benchmarks.medians import median_of, p50
 from benchmarks.progress import Progress, tell
-from loadtest.analysis.statistics import Distribution
-from loadtest.analysis.summary import Figures, Summary
+from loadtest.analysis.summary import Summary
 from loadtest.experiment import Experiment, run
 from loadtest.planning.text import TextGenerator
 from loadtest.reporting.formatting import as_number, as_time
@@ -127,30 +126,17 @@ def ask(
     return summary
 
 
-def median(rounds: list[Summary], of: Callable[[Figures], float | None]) -> float | None:
-    known = [value for value in (of(each.full) for each in rounds) if value is not None]
-    return statistics.median(known) if known else None
-
-
-def p50(of: Callable[[Figures], Distribution | None]) -> Callable[[Figures], float | None]:
-    def value(figures: Figures) -> float | None:
-        distribution = of(figures)
-        return None if distribution is None else distribution.p50
-
-    return value
-
-
 def row(name: str, num_clients: int, sides: dict[str, list[Summary]], accuracy: dict[str, str]) -> str:
     """Return a table row: rate, times and accuracy of each server, and the ratio of servekit's rate to the others'.
 
     An asterisk marks a round in which the client was late. That can happen beside a server that uses all cores, and the
     times are then a little too long.
     """
-    rates = {side: median(rounds, lambda each: each.output_tokens_per_s) for side, rounds in sides.items()}
+    rates = {side: median_of(rounds, lambda each: each.output_tokens_per_s) for side, rounds in sides.items()}
     ours = rates["servekit"]
     cells = [name, str(num_clients)]
     for side, rounds in sides.items():
-        times = [median(rounds, p50(of)) for of in (lambda each: each.ttft_s, lambda each: each.tpot_s)]
+        times = [median_of(rounds, p50(of)) for of in (lambda each: each.ttft_s, lambda each: each.tpot_s)]
         mark = "" if all(each.is_valid for each in rounds) else " *"
         cells += [as_number(rates[side]) + mark, *map(as_time, times), *([accuracy[side]] if accuracy else [])]
     cells += [f"{ours / rate:.2f}" if ours and rate else "-" for side, rate in rates.items() if side != "servekit"]

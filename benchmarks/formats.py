@@ -39,6 +39,7 @@ from msgspec import Struct, field
 from tokenizers import Tokenizer
 from transformers import LlamaConfig
 
+from benchmarks.medians import median_of, p50
 from benchmarks.progress import Progress, no_bars_in_files, tell
 from benchmarks.random_llama import make_random_llama
 from loadtest.analysis.statistics import Distribution
@@ -336,19 +337,6 @@ async def _scores(url: str) -> list[TokenScore]:
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
-
-
-def median_of(rounds: Sequence[Summary], of: Callable[[Figures], float | None]) -> float | None:
-    known = [value for value in (of(each.full) for each in rounds) if value is not None]
-    return statistics.median(known) if known else None
-
-
-def p50(of: Callable[[Figures], Distribution | None]) -> Callable[[Figures], float | None]:
-    def value(figures: Figures) -> float | None:
-        distribution = of(figures)
-        return None if distribution is None else distribution.p50
-
-    return value
 
 
 def ratio(side: Side, baseline: Side, num_clients: int) -> float:

@@ -54,7 +54,8 @@ MAX_JOINED = 1024
 MAX_BLOCKS = 2**24
 LOG_INTERVAL_S = 1.0  # between two log lines about refused connections
 
-# Why a connection did not become a worker: what the worker is told, or what it did. The metric has these labels.
+# Why a connection was not accepted as a worker: the reason that was sent to it, or what happened. The metric counts
+# connections by these reasons.
 JoinRefusal = Reason | Literal["timeout", "displaced", "load_failed"]
 
 

@@ -195,7 +195,7 @@ class ScheduledChunk(Struct, frozen=True, array_like=True, gc=False):
     The last `num_drafts` positions are for drafts: guesses of the worker's own at the tokens behind the known one. It
     may have fewer. For each position it draws the model's token, with that position's random number. A draft is
     accepted if it equals the token drawn at the position before it, and all drafts before it were accepted. So the
-    tokens are the same with and without drafts, whoever makes them.
+    tokens are the same with and without drafts.
 
     While drafts are in flight, the manager counts all of them as accepted. So where `token_ids` is empty, `start` is an
     upper bound: the worker begins at the newest token that it has sampled, and computes as many positions from there.

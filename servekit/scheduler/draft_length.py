@@ -5,8 +5,8 @@ If each draft is accepted with probability a once all before it are, a step that
 expected tokens per second: the sum over all sequences of the step, divided by the time of a step with so many
 positions. Both are measured: a for each sequence, the time by the number of positions.
 
-So nobody decides where speculation pays. Where more positions take no longer, because the step waits for memory, drafts
-are free; where each one adds its share, because the step waits for arithmetic, only the likeliest are worth it.
+So no setting says where speculation pays. Where more positions take no longer, because the step waits for memory,
+drafts are free; where each one adds its share, because the step waits for arithmetic, only the likeliest are worth it.
 
 Expected tokens: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023, section 3.1.
 Lengths that maximise the rate of a whole batch: Liu et al., "Optimizing Speculative Decoding for Serving Large Language

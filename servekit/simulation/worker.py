@@ -225,7 +225,7 @@ class SimulatedWorker:
         """
         slot, bound = chunk.slot, chunk.start + chunk.num_tokens
         start = chunk.start if chunk.token_ids else self.newest[slot]
-        if chunk.start - start not in accumulate(reversed(self.rejected[slot]), initial=0):
+        if chunk.start != start and chunk.start - start not in accumulate(reversed(self.rejected[slot])):
             raise Violation(f"{chunk} is based on rejections that did not happen: its newest token is at {start}")
         assignment = self.slot_assignments[slot]
         max_length = assignment.prompt_length + assignment.sampling.max_tokens

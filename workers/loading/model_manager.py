@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from servekit.errors import ConfigError
@@ -127,24 +127,10 @@ class ModelManager:
         load_dtype = self._resolve_dtype(dtype)
         remedy = "choose a smaller model, a dtype of fewer bytes (--dtype), or a device with more memory"
         with loading_errors_named(architecture), allocation_refused_as("the model's weights", self.device, remedy):
-            if load_format == "dummy" and ranks is not None:
-                raise ConfigError(
-                    "random weights (--load-format dummy) cannot be divided among ranks; use --load-format auto"
-                )
             if load_format == "dummy":
-                progress.report("making random weights")
-                device = self.device if weight_format is None else torch.device("cpu")
-                model, num_bytes = make_weights(config, load_dtype, PAGED_ATTENTION, device)
-                if weight_format is not None:
-                    quantize_weights(model, weight_format, progress)
-                    num_bytes = num_weight_bytes(model)
-            elif weight_format is not None:
-                model, num_bytes = read_quantized_weights(
-                    path, config, load_dtype, PAGED_ATTENTION, progress, weight_format, architecture, ranks
-                )
+                model, num_bytes = self._make_random(config, load_dtype, weight_format, progress, ranks)
             else:
-                model_class = AutoModelForCausalLM if ranks is None else partial_class(config, architecture, ranks)
-                model, num_bytes = read_weights(path, config, load_dtype, PAGED_ATTENTION, progress, model_class)
+                model, num_bytes = _read(path, config, load_dtype, architecture, weight_format, progress, ranks)
             num_parameters, plan = model.num_parameters() + num_quantized_parameters(model), None
             group = stage = None
             if ranks is not None:
@@ -183,6 +169,27 @@ class ModelManager:
             model, decoder, shapes, params, info, self.device, model_dtype, sample, weights, ranks, rounds
         )
 
+    def _make_random(
+        self,
+        config: PreTrainedConfig,
+        dtype: str | torch.dtype,
+        weight_format: WeightFormat | None,
+        progress: Progress,
+        ranks: Ranks | None,
+    ) -> tuple[PreTrainedModel, int]:
+        """Return a model of random weights, and their size in bytes. Raises ConfigError if there are several ranks."""
+        if ranks is not None:
+            raise ConfigError(
+                "random weights (--load-format dummy) cannot be divided among ranks; use --load-format auto"
+            )
+        progress.report("making random weights")
+        device = self.device if weight_format is None else torch.device("cpu")
+        model, num_bytes = make_weights(config, dtype, PAGED_ATTENTION, device)
+        if weight_format is None:
+            return model, num_bytes
+        quantize_weights(model, weight_format, progress)
+        return model, num_weight_bytes(model)
+
     def _resolve_dtype(self, dtype: str) -> str | torch.dtype:
         if dtype != "auto":
             resolved: torch.dtype = getattr(torch, dtype)
@@ -190,6 +197,24 @@ class ModelManager:
         # A CPU is exact in float32, and often fastest: many only emulate bfloat16. Where this CPU multiplies bfloat16,
         # the log says that it would be faster; taking it would make the tokens depend on the machine.
         return torch.float32 if self.device.type == "cpu" else "auto"
+
+
+def _read(
+    path: Path,
+    config: PreTrainedConfig,
+    dtype: str | torch.dtype,
+    architecture: str,
+    weight_format: WeightFormat | None,
+    progress: Progress,
+    ranks: Ranks | None,
+) -> tuple[PreTrainedModel, int]:
+    """Return a model with the weights of the files, or one rank's part of them, and their size in bytes."""
+    if weight_format is not None:
+        return read_quantized_weights(
+            path, config, dtype, PAGED_ATTENTION, progress, weight_format, architecture, ranks
+        )
+    model_class = AutoModelForCausalLM if ranks is None else partial_class(config, architecture, ranks)
+    return read_weights(path, config, dtype, PAGED_ATTENTION, progress, model_class)
 
 
 def _weight_format(
