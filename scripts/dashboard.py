@@ -200,6 +200,43 @@ ROWS: dict[str, list[Panel]] = {
             ((total("prompt_tokens_total"), "all"), (total("prefix_cache_hits_total"), "cached")),
         ),
     ],
+    "Speculative decoding": [
+        Panel(
+            "Accepted drafts",
+            "Share of the verified drafts that were accepted.",
+            (
+                (
+                    ratio(total("spec_decode_num_accepted_tokens_total"), total("spec_decode_num_draft_tokens_total")),
+                    "all",
+                ),
+            ),
+            "percentunit",
+            maximum=1,
+        ),
+        Panel(
+            "Accepted drafts by position",
+            "Share of the drafts at each position of a span that were accepted; 0 is the first.",
+            (
+                (
+                    f"{by('position', 'spec_decode_num_accepted_tokens_per_pos_total')} / "
+                    f"{by('position', 'spec_decode_num_draft_tokens_per_pos_total')}",
+                    "{{position}}",
+                ),
+            ),
+            "percentunit",
+            maximum=1,
+        ),
+        Panel(
+            "Tokens per step",
+            "Mean tokens that a step with drafts gives a sequence.",
+            (
+                (
+                    f"1 + {total('spec_decode_num_accepted_tokens_total')} / {total('spec_decode_num_drafts_total')}",
+                    "tokens",
+                ),
+            ),
+        ),
+    ],
     "Scheduler overhead": [
         quantiles("Step", "Execution time of a step in the worker.", "step_duration_seconds"),
         quantiles(

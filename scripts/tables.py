@@ -18,6 +18,7 @@ from servekit.api.schemas.tgi import TgiParameters
 from servekit.config import ServeConfig, settings
 from servekit.observability.journal import Journal, JournalCollector
 from servekit.observability.metrics import Metrics, QueueUsage, SchedulerStats
+from servekit.scheduler.draft_length import DraftLengths
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -82,6 +83,7 @@ def metrics_table() -> Iterator[str]:
     """Yield one row for each metric of an idle server, without the label `model_name`, which nearly all have."""
     metrics = Metrics(ServeConfig(), "")
     metrics.watch_scheduler(lambda: [SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 1))])
+    metrics.watch_drafts("ngram", lambda: [DraftLengths(1)])
     metrics.watch_queue(lambda: QueueUsage(1, 1))
     metrics.watch_log(lambda: 0)
     metrics.registry.register(JournalCollector([Journal(Path("journal"), 1, 1)], ""))

@@ -151,6 +151,14 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ),
     ] = "auto"
 
+    speculative: Annotated[
+        str,
+        Meta(
+            description="speculative decoding: who makes the drafts, and at most how many for each step of a sequence; "
+            "off, auto, ngram[:K], draft[:PATH][:K], self[:QUANTIZATION][:K], medusa[:PATH], eagle:PATH[:K] or mtp[:K] "
+            "(docs/speculative_decoding.md)"
+        ),
+    ] = "off"
     max_steps_in_flight: Annotated[
         int,
         Meta(ge=1, le=4, description="maximum steps that are sent to the worker before it returns the first of them"),
@@ -515,7 +523,7 @@ _PARALLELISM = (
     "divide a model among devices of one machine"
 )
 _LORA = "LoRA adapters are not supported yet; merge the adapter into the model's weights first"
-_SPECULATION = "speculative decoding is not supported yet"
+_SPECULATION = "--speculative chooses the drafter, its path and the number of drafts, as in --speculative draft:PATH:4"
 _TOOLS = "tool calls are not supported yet; structured output can constrain an answer to a JSON schema"
 _REASONING = "reasoning parsers are not supported yet; reasoning is part of the answer's text"
 _OFFLOADING = "there is no CPU offloading or swap space; preempted sequences are recomputed"

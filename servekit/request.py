@@ -77,6 +77,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     ttft_ms: int | None = None
     deadline_ms: int | None = None
     stream_interval: int | None = None  # tokens of a sequence per event; None: the server's setting
+    max_drafts: int | None = None  # that a step may verify for a sequence; None: the server's setting
 
     @property
     def num_sequences(self) -> int:

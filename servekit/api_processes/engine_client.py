@@ -333,6 +333,7 @@ class EngineClient:
         sequence, reason = output.sequence, delta.finish_reason
         if delta.token_id is not None:
             sequence.token_ids.append(delta.token_id)
+            output.num_tokens += 1
         if reason is not None:
             sequence.finish_reason = reason
             state.num_unfinished -= 1
@@ -369,6 +370,8 @@ def _apply(times: ms.SequenceTimes, output: SequenceOutput) -> None:
     sequence.num_cached_tokens = times.num_cached_tokens
     sequence.num_preemptions = times.num_preemptions
     sequence.first_scheduled_s = times.first_scheduled_s
+    sequence.num_drafted_tokens = times.num_drafted_tokens
+    sequence.num_accepted_tokens = times.num_accepted_tokens
     output.first_token_s = times.first_token_s
     output.last_token_s = times.last_token_s
 

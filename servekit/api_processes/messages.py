@@ -124,6 +124,8 @@ class SequenceTimes(Struct, frozen=True, array_like=True, gc=False):
     first_scheduled_s: float | None
     first_token_s: float | None
     last_token_s: float | None
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class Output(Struct, frozen=True, tag=True):
@@ -273,6 +275,7 @@ class RequestOptions(Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     ttft_ms: int | None = None
     deadline_ms: int | None = None
+    max_drafts: int | None = None
 
     @classmethod
     def of(cls, request: GenerationRequest) -> RequestOptions:
@@ -287,6 +290,7 @@ class RequestOptions(Struct, frozen=True, kw_only=True, omit_defaults=True):
             priority=request.priority,
             ttft_ms=request.ttft_ms,
             deadline_ms=request.deadline_ms,
+            max_drafts=request.max_drafts,
         )
 
     def request(self) -> GenerationRequest:
@@ -302,6 +306,7 @@ class RequestOptions(Struct, frozen=True, kw_only=True, omit_defaults=True):
             priority=self.priority,
             ttft_ms=self.ttft_ms,
             deadline_ms=self.deadline_ms,
+            max_drafts=self.max_drafts,
         )
 
 

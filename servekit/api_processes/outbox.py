@@ -126,6 +126,8 @@ class RemoteClientQueue(ClientQueue):
                 sequence.first_scheduled_s,
                 output.first_token_s,
                 output.last_token_s,
+                sequence.num_drafted_tokens,
+                sequence.num_accepted_tokens,
             )
         )
 

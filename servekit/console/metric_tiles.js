@@ -3,7 +3,7 @@
 import { createElement, setText } from "./dom.js";
 import { formatCompact, formatCount, formatPercent, formatSeconds } from "./format.js";
 
-// {label: frame -> [value, reference]}
+// {label: frame -> [value, reference], or nothing: then the tile is hidden}
 const TILES = {
 	generated: ({ tokens_per_s: tokensPerS = 0 }) => [formatCount(Math.round(tokensPerS)), "tokens/s"],
 	running: ({ num_running, limits }) => [formatCompact(num_running), `of ${formatCompact(limits?.max_num_seqs)} slots`],
@@ -19,6 +19,9 @@ const TILES = {
 	],
 	"TTFT p50": ({ ttft_p50_s, ttft_p95_s }) => [formatSeconds(ttft_p50_s), `p95 ${formatSeconds(ttft_p95_s)}`],
 	preemptions: ({ num_preemptions, num_steps }) => [formatCompact(num_preemptions), `in ${formatCompact(num_steps)} steps`],
+	// A server without speculative decoding has no such tile.
+	"drafts accepted": ({ num_draft_steps: numSteps, num_drafted_tokens, num_accepted_tokens: numAccepted = 0 }) =>
+		numSteps && [formatPercent(numAccepted, num_drafted_tokens), `${(1 + numAccepted / numSteps).toFixed(2)} tokens/step`],
 	workers: ({ workers }) => {
 		const kinds = workers.map(({ device, host, dtype, attention }) =>
 			[host ? `${device} on ${host}` : device, dtype, attention].filter(Boolean).join(" · "),
@@ -37,16 +40,19 @@ export class MetricTiles {
 		this.tiles = Object.entries(TILES).map(([label, read]) => {
 			const value = createElement("b");
 			const reference = createElement("small");
-			this.node.append(createElement("div", {}, createElement("dt", {}, label), createElement("dd", {}, value, reference)));
-			return { read, value, reference };
+			const node = createElement("div", {}, createElement("dt", {}, label), createElement("dd", {}, value, reference));
+			this.node.append(node);
+			return { read, node, value, reference };
 		});
 	}
 
 	show(frame) {
 		for (const tile of this.tiles) {
-			const [value, reference] = tile.read(frame);
-			setText(tile.value, value);
-			setText(tile.reference, reference);
+			const read = tile.read(frame);
+			tile.node.hidden = !read;
+			if (!read) continue;
+			setText(tile.value, read[0]);
+			setText(tile.reference, read[1]);
 		}
 	}
 }

@@ -4,7 +4,13 @@ const MAX_SEQUENCES = 256;
 const SPEED_WINDOW_S = 2; // tokens per second are measured over this time
 const BRIEF_AGE_S = 1; // a sequence seen only among the ended ones is shown if it ended within this time
 // A frame leaves out fields that have their default. Without these, a value that falls to 0 would keep its last value.
-const OMITTED_FIELDS = { num_cached_tokens: 0, num_preemptions: 0, num_blocks: 0 };
+const OMITTED_FIELDS = {
+	num_cached_tokens: 0,
+	num_preemptions: 0,
+	num_blocks: 0,
+	num_drafted_tokens: 0,
+	num_accepted_tokens: 0,
+};
 
 // By sequence id, a record: the fields of the newest LiveSequence, and
 //   samples      [time in s, output tokens] within the last SPEED_WINDOW_S

@@ -208,13 +208,15 @@ class SequenceRow {
 	#paintBar({ maxTokens, exponent }) {
 		const { num_prompt_tokens: numPrompt, num_output_tokens: numOutput, num_cached_tokens: numCached } = this.record;
 		const numComputed = this.#numComputed();
+		const numDecoded = Math.max(numComputed, numPrompt);
 		const shareOf = (numTokens) => `${(100 * (numTokens / maxTokens) ** exponent).toFixed(1)}%`;
 		// Each segment ends at a number of tokens. Pale ones have no KV blocks yet, or lost them by preemption.
 		const segments = [
 			["var(--cached)", Math.min(numCached, numComputed)],
 			["var(--prefill)", Math.min(numComputed, numPrompt)],
 			["var(--prefill-pale)", numPrompt],
-			["var(--decode)", Math.max(numComputed, numPrompt)],
+			["var(--decode)", Math.max(numDecoded - this.record.num_accepted_tokens, numPrompt)],
+			["var(--drafted)", numDecoded],
 			["var(--decode-pale)", numPrompt + numOutput],
 		];
 		const stops = segments.map(([colour, end]) => `${colour} 0 ${shareOf(end)}`);

@@ -199,13 +199,13 @@ class EngineCore:
             tokens = self.apply(Commit(result, now_s))
         except WorkerError:
             raise executor.mark_lost("sent a result that does not match its step") from None
-        ended = self._output.process(tokens, now_s)
+        ended, num_delivered = self._output.process(tokens, now_s)
         self._finish_all(ended)
         self._check_accounting()
         self._warn_of_latency_target()
         loop_time_s = self._clock() - began_s
         for observer in self._observers:
-            observer.step_done(result, len(tokens), loop_time_s, now_s)
+            observer.step_done(result, num_delivered, loop_time_s, now_s)
         if len(ended) >= ENDS_PER_TURN:
             await asyncio.sleep(0)
 

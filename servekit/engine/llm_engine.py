@@ -33,6 +33,7 @@ from servekit.engine.readiness_probe import ReadinessProbe
 from servekit.engine.replicas import Replica, Replicas
 from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput, add_commands
+from servekit.engine.speculation import choose_drafter
 from servekit.engine.tokenizer import Tokenizer, load_tokenizer
 from servekit.errors import InvalidRequest, QueueFull, ServekitError, WorkerNotReady, shutting_down
 from servekit.executor.model_executor import load_model_message
@@ -44,6 +45,7 @@ from servekit.observability.observer import Observer
 from servekit.observability.step_history import StepHistory
 from servekit.protocol.messages import WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
+from servekit.protocol.speculative_config import SpeculativeConfig
 from servekit.request import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.commands import AddSequence
 from servekit.scheduler.scheduler_config import SchedulerConfig, scheduler_config
@@ -81,6 +83,7 @@ class LLMEngine:
         self._output: OutputProcessor | None = None
         self._sequence_ids = itertools.count()  # in order of arrival
         self._tokenizer: Tokenizer | None = None
+        self.speculative = SpeculativeConfig()  # the chosen drafter
         self._journals: list[Journal] = []  # one for each replica, if there are any
         self._input_processor: InputProcessor | None = None  # with several API processes, each of them has one
         self.model_path: Path | None = None  # these two are known when the engine has started
@@ -148,7 +151,7 @@ class LLMEngine:
 
     async def describe_replicas(self) -> list[dict[str, Any]]:
         """What /info says of each replica."""
-        return [replica.info() for replica in self.replicas.all]
+        return [{**replica.info(), "drafter": self.speculative.method} for replica in self.replicas.all]
 
     @property
     def http_counters(self) -> HttpMetrics:
@@ -197,7 +200,8 @@ class LLMEngine:
         self.model_path = path = await run_in_daemon_thread(find_model, self.config.model)
         self._tokenizer = await run_in_daemon_thread(load_tokenizer, path)
         self.chat_template = template = find_chat_template(path, self.config.chat_template)
-        load = load_model_message(self.config, str(path))
+        self.speculative = await run_in_daemon_thread(choose_drafter, self.config, path)
+        load = load_model_message(self.config, str(path), self.speculative)
         if self._worker_pool is not None:
             self._worker_pool.start(load)
         observers: list[Observer] = [self.metrics.requests, self.history, self._queue_limits]
@@ -216,6 +220,10 @@ class LLMEngine:
             )
             self._input_processor.start()
         self.metrics.watch_scheduler(replicas.stats)
+        if self.speculative.is_on:
+            self.metrics.watch_drafts(
+                self.speculative.method, lambda: [core.manager.draft_lengths for core in replicas.cores]
+            )
         self.metrics.watch_queue(lambda: self._queue_limits.usage(replicas.num_waiting, replicas.queued))
         self._main_loop = asyncio.create_task(self._serve(), name="servekit main loop")
 
@@ -224,7 +232,7 @@ class LLMEngine:
         index, config = replica.index, self.config
         ready = replica.executor.ready
         assert ready is not None and self._output is not None
-        limits = scheduler_config(config, ready)
+        limits = scheduler_config(config, ready, self.speculative.max_drafts)
         if self._journals and index == len(self._journals):  # of a worker that has joined
             self._journals += open_journals(config, [index])
         manager = self._journals[index].make_manager(limits) if self._journals else WorkloadManager(limits)

@@ -37,15 +37,20 @@ class OutputProcessor:
             for observer in self._observers:
                 observer.sequence_admitted(output.sequence)
 
-    def process(self, tokens: list[SequenceToken], now_s: float) -> list[Finish]:
-        """Deliver the tokens of one commit. Returns commands for sequences that ended at a stop string, or failed."""
+    def process(self, tokens: list[SequenceToken], now_s: float) -> tuple[list[Finish], int]:
+        """Deliver the tokens of one commit.
+
+        Returns commands for sequences that ended at a stop string, or failed; and how many tokens were delivered, which
+        are all but those behind a stop string.
+        """
         commands: list[Finish] = []
+        num_delivered = 0
         first_token_latencies_s: list[float] = []
         inter_token_latencies_s: list[float] = []
         for token in tokens:
             output = self._registry.output(token.sequence.sequence_id)
             if output is None:
-                continue  # ended by a stop string, in the earlier of two results that were committed together
+                continue  # ended by a stop string, at an earlier token of its span or of an earlier result
             if token.failure is not None:
                 error = f"the answer could not follow its grammar: {token.failure}"
                 output.queue.fail(InvalidRequest(error, param="grammar", code="grammar_failed"))
@@ -58,13 +63,14 @@ class OutputProcessor:
             elif output.last_token_s is not None:
                 inter_token_latencies_s.append(now_s - output.last_token_s)
             output.last_token_s = now_s
+            num_delivered += 1
             reason = self._deliver(output, token)
             if reason is not None:
                 commands.append(self._end(output, reason, now_s))
         if first_token_latencies_s or inter_token_latencies_s:
             for observer in self._observers:
                 observer.tokens_delivered(first_token_latencies_s, inter_token_latencies_s, now_s)
-        return commands
+        return commands, num_delivered
 
     def _deliver(self, output: SequenceOutput, token: SequenceToken) -> FinishReason | None:
         """Put a token and its text into the client's queue. Returns why the sequence ends, if it does."""
@@ -79,6 +85,7 @@ class OutputProcessor:
         if detokenizer.stop_string is not None:
             reason, stop_reason = FinishReason.STOP, detokenizer.stop_string
         special = self._is_special(token.token_id)
+        output.num_tokens += 1
         output.queue.put(TokenDelta(output.index, token.token_id, text, special, reason, stop_reason, token.logprobs))
         return reason
 
@@ -114,5 +121,7 @@ class OutputProcessor:
         log.debug("request %s: %s ended: %s", output.request_id, sequence, reason)
         if not output.is_probe:
             for observer in self._observers:
-                observer.sequence_ended(sequence, reason, output.first_token_s, output.last_token_s, now_s)
+                observer.sequence_ended(
+                    sequence, reason, output.num_tokens, output.first_token_s, output.last_token_s, now_s
+                )
         return Finish(sequence.sequence_id, reason)

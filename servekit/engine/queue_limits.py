@@ -69,6 +69,7 @@ class QueueLimits(Observer):
         self,
         sequence: Sequence,
         reason: FinishReason,
+        num_tokens: int,
         first_token_s: float | None,
         last_token_s: float | None,
         now_s: float,

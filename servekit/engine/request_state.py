@@ -26,6 +26,7 @@ class SequenceOutput:
         "is_fork",
         "is_probe",
         "last_token_s",
+        "num_tokens",
         "queue",
         "request_id",
         "sequence",
@@ -48,6 +49,8 @@ class SequenceOutput:
         self.request_id = request_id  # for logs; clients may choose it, so it need not be unique
         self.is_probe = is_probe  # of the server's own readiness probe, which no metric counts
         self.count_token: Callable[[], bool] | None = None  # whether the answer may have another one; None: it may
+        # That were delivered. The sequence may have more: those behind a stop string, which are found only as text.
+        self.num_tokens = 0
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
 
@@ -106,7 +109,17 @@ class RequestState:
     @property
     def num_generated_tokens(self) -> int:
         """Tokens of all answers so far, including answers of `best_of` that are not returned."""
-        return sum(output.sequence.num_output_tokens for output in self.outputs)
+        return sum(output.num_tokens for output in self.outputs)
+
+    @property
+    def num_drafted_tokens(self) -> int:
+        """Drafts that were verified for all answers so far, in speculative decoding."""
+        return sum(output.sequence.num_drafted_tokens for output in self.outputs)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Those of the drafts that are tokens of the answers. Accepted ones behind an answer's end do not count."""
+        return sum(min(output.sequence.num_accepted_tokens, output.num_tokens) for output in self.outputs)
 
     @property
     def finish_reasons(self) -> list[FinishReason | None]:
@@ -159,6 +172,7 @@ def add_commands(
             leader_id=leader_id,
             has_length_bound=request.max_tokens is not None,
             block_hashes=block_hashes if leader_id is None else (),
+            max_drafts=request.max_drafts,
         )
         leader_id = sequence_id if leader_id is None else leader_id
 

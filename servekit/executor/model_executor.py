@@ -28,6 +28,7 @@ from servekit.protocol.messages import (
     StopProfile,
     WorkerReady,
 )
+from servekit.protocol.speculative_config import SpeculativeConfig
 from servekit.simulation.model import is_simulated
 
 MAX_STEP_TIME_S = 1e6  # that a worker may report: the clock also runs while a machine sleeps
@@ -286,7 +287,7 @@ def _top_tokens_exist(result: StepResult, vocab_size: int) -> Iterator[bool]:
                 yield False
 
 
-def load_model_message(config: ServeConfig, path: str) -> LoadModel:
+def load_model_message(config: ServeConfig, path: str, speculative: SpeculativeConfig) -> LoadModel:
     """The first message to a worker. A simulated model has no weights at `path`; its name specifies the step times.
 
     Raises ConfigError for what cannot be divided among ranks.
@@ -315,4 +316,5 @@ def load_model_message(config: ServeConfig, path: str) -> LoadModel:
         heartbeat_timeout_s=config.heartbeat_timeout,
         quantization=config.quantization,
         quantization_group_size=config.quantization_group_size,
+        speculative=speculative,
     )

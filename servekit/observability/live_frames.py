@@ -45,6 +45,8 @@ class LiveSequence(Struct, frozen=True, gc=False, omit_defaults=True):
     request_id: str = ""  # empty if the sequence belongs to another tenant than the viewer's
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_preemptions: int = 0
+    num_drafted_tokens: int = 0  # drafts that were verified
+    num_accepted_tokens: int = 0  # of these: accepted
     num_blocks: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -104,10 +106,13 @@ class LiveState(Struct, frozen=True, omit_defaults=True):
     num_waiting: int = 0
     num_free_blocks: int = 0  # hold no KV
     num_cached_blocks: int = 0  # hold a cached prefix, and can be allocated, too
-    num_generated_tokens: int = 0  # since the server began, as are the next four counts
+    num_generated_tokens: int = 0  # since the server began, as are the next seven counts
     num_prompt_tokens: int = 0  # looked up in the prefix cache
     num_cached_tokens: int = 0  # found in the prefix cache
     num_preemptions: int = 0
+    num_draft_steps: int = 0  # times that a step verified drafts of a sequence; these three by speculative decoding
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_steps: int = 0
     tokens_per_s: float = 0.0  # generated tokens, over the last two seconds
     prefill_limit: int = 0  # prefill tokens that the next step may compute

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from servekit.config import ServeConfig
 from servekit.observability.observer import Observer, StepSummary
 from servekit.protocol.messages import StepResult
+from servekit.scheduler.draft_length import DraftLengths
 from servekit.scheduler.sequence import FinishReason, Sequence
 
 disable_created_metrics()  # `_created` timestamps would double the number of series, and no dashboard uses them
@@ -173,6 +174,7 @@ class RequestMetrics(Observer):
         self,
         sequence: Sequence,
         reason: FinishReason,
+        num_tokens: int,
         first_token_s: float | None,
         last_token_s: float | None,
         now_s: float,
@@ -182,12 +184,12 @@ class RequestMetrics(Observer):
         scheduled_s = now_s if sequence.first_scheduled_s is None else sequence.first_scheduled_s
         self._queue_time.observe(scheduled_s - sequence.arrival_s)
         self._e2e_request_latency.observe(now_s - sequence.arrival_s)
-        self._output_length.observe(sequence.num_output_tokens)
+        self._output_length.observe(num_tokens)
         if first_token_s is not None and last_token_s is not None:
             self._prefill_time.observe(first_token_s - scheduled_s)
             self._decode_time.observe(last_token_s - first_token_s)
-            if sequence.num_output_tokens > 1:
-                self._time_per_output_token.observe((last_token_s - first_token_s) / (sequence.num_output_tokens - 1))
+            if num_tokens > 1:
+                self._time_per_output_token.observe((last_token_s - first_token_s) / (num_tokens - 1))
 
 
 class StepMetrics(Observer):
@@ -479,6 +481,43 @@ class _SchedulerCollector(Collector):
         return family
 
 
+class _DraftCollector(Collector):
+    """What speculative decoding has drafted, read at each scrape. A server without it exports nothing of this."""
+
+    def __init__(self, model_name: str, drafter: str, read_counts: Callable[[], list[DraftLengths]]) -> None:
+        """`read_counts` gives the counts of each replica."""
+        self._model_name = model_name
+        self._drafter = drafter
+        self._read_counts = read_counts
+
+    def collect(self) -> Iterator[Metric]:
+        drafts = self._counter(
+            "spec_decode_num_drafts",
+            "Times that a step verified drafts of a sequence. Each gave one token, and one more for each accepted draft.",
+        )
+        draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts that were verified.")
+        accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafts that were accepted.")
+        drafts_at = self._counter(
+            "spec_decode_num_draft_tokens_per_pos", "Drafts that were verified, by position: 0 is the first.", "position"
+        )
+        accepted_at = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Drafts that were accepted, by position.", "position"
+        )
+        for replica, counts in enumerate(self._read_counts()):
+            labels = [self._model_name, str(replica), self._drafter]
+            drafts.add_metric(labels, counts.num_spans)
+            draft_tokens.add_metric(labels, sum(counts.num_drafted))
+            accepted_tokens.add_metric(labels, sum(counts.num_accepted))
+            for position, num_drafted in enumerate(counts.num_drafted):
+                drafts_at.add_metric([*labels, str(position)], num_drafted)
+                accepted_at.add_metric([*labels, str(position)], counts.num_accepted[position])
+        yield from (drafts, draft_tokens, accepted_tokens, drafts_at, accepted_at)
+
+    @staticmethod
+    def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(f"servekit_{name}", text, labels=["model_name", "replica", "drafter", *labels])
+
+
 class QueueUsage(NamedTuple):
     """How much of the waiting queue is used, 0 to 1."""
 
@@ -552,6 +591,10 @@ class Metrics:
             self._model_name, read_stats, lambda replica, now_s: self.of_replica(replica)[0].idle_s(now_s)
         )
         self.registry.register(collector)
+
+    def watch_drafts(self, drafter: str, read_counts: Callable[[], list[DraftLengths]]) -> None:
+        """Export what `read_counts` returns for each replica at each scrape. `drafter` is who makes the drafts."""
+        self.registry.register(_DraftCollector(self._model_name, drafter, read_counts))
 
     def watch_queue(self, read_usage: Callable[[], QueueUsage]) -> None:
         """Export what `read_usage` returns at each scrape."""

@@ -55,11 +55,16 @@ class Observer:
         self,
         sequence: Sequence,
         reason: FinishReason,
+        num_tokens: int,
         first_token_s: float | None,
         last_token_s: float | None,
         now_s: float,
     ) -> None:
-        """A sequence ended, for any reason. The two token times are None if it got no token."""
+        """A sequence ended, for any reason, after its client got `num_tokens` tokens of it.
+
+        The sequence may have more: tokens that were sampled behind a stop string. The two token times are None if there
+        is no token.
+        """
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -67,7 +72,7 @@ class Observer:
         """A step was sent to the worker. `is_alone`: no other step is in flight."""
 
     def step_done(self, result: StepResult, num_tokens: int, loop_time_s: float, now_s: float) -> None:
-        """The result of a step was committed and yielded `num_tokens` tokens.
+        """The result of a step was committed, and `num_tokens` tokens of it were delivered.
 
         `loop_time_s` is how long the main loop's iteration took. A step that was in flight when its worker was lost is
         never done.

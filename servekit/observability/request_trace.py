@@ -89,4 +89,6 @@ class RequestTrace(Struct, frozen=True, kw_only=True):
             "gen_ai.usage.output_tokens": sum(answer.num_tokens for answer in self.answers),
             "gen_ai.response.finish_reasons": [str(answer.finish_reason or "none") for answer in self.answers],
             "servekit.num_preemptions": sum(answer.num_preemptions for answer in self.answers),
+            "servekit.num_drafted_tokens": self.num_drafted_tokens,
+            "servekit.num_accepted_tokens": self.num_accepted_tokens,
         }

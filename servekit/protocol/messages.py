@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from servekit.protocol.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from servekit.protocol.speculative_config import SpeculativeConfig
 
 # What the parts of a StepResult take at most, in msgpack: an integer below 2**32 or the head of an array takes 5 bytes,
 # a float 9, a character up to 4.
@@ -55,6 +56,7 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     heartbeat_timeout_s: float = 3.0  # after which an agent takes a rank for lost
     quantization: str | None = None  # what unquantized weights are rounded to; None leaves them as they are
     quantization_group_size: int | None = None  # None chooses by the format
+    speculative: SpeculativeConfig = SpeculativeConfig()  # never `auto`
 
     @property
     def num_ranks(self) -> int:

@@ -50,6 +50,11 @@ class DraftLengths:
         self.num_drafted = [0] * max_drafts
         self.num_accepted = [0] * max_drafts
 
+    @property
+    def num_spans(self) -> int:
+        """How many spans verified drafts. Each gave one token, and one more for each accepted draft."""
+        return self.num_drafted[0] if self.num_drafted else 0
+
     def admit(self, sequence: Sequence, max_drafts: int | None) -> None:
         """Note a new sequence, for which its client allows so many drafts. It is expected to be like the others."""
         sequence.max_drafts = self.max_drafts if max_drafts is None else min(self.max_drafts, max_drafts)

@@ -59,8 +59,8 @@ def _max_steps_in_flight(config: ServeConfig) -> int:
     return max(config.max_steps_in_flight, num_stages + 1) if num_stages > 1 else config.max_steps_in_flight
 
 
-def scheduler_config(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:
-    """The scheduler's configuration, from the operator's settings and from what the worker reported."""
+def scheduler_config(config: ServeConfig, worker: WorkerReady, max_drafts: int = 0) -> SchedulerConfig:
+    """The scheduler's configuration, from the operator's settings, what the worker reported and the chosen drafter."""
     return SchedulerConfig(
         num_blocks=worker.num_blocks,
         block_size=config.block_size,
@@ -74,4 +74,5 @@ def scheduler_config(config: ServeConfig, worker: WorkerReady) -> SchedulerConfi
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
         itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1e3,
+        max_drafts=max_drafts,
     )

@@ -100,6 +100,8 @@ def announce(engine: LLMEngine, url: str) -> None:
         block_size=config.block_size,
         kv_bytes_per_token=worker.kv_bytes_per_token,
         max_total_tokens=engine.scheduler_config.max_total_tokens,
+        drafter=engine.speculative.method,
+        max_drafts=engine.speculative.max_drafts,
     )
     log.info("ready at %s", url, extra=settings)
 
@@ -116,6 +118,8 @@ def describe(engine: LLMEngine, url: str) -> Iterator[str]:
     num_tokens = worker.num_blocks * config.block_size
     cache_mib = num_tokens * worker.kv_bytes_per_token / 2**20
     yield f"model: {worker.model.architecture}, {worker.dtype} on {worker.device}"
+    if engine.speculative.is_on:
+        yield f"speculative decoding: {engine.speculative.method}, up to {engine.speculative.max_drafts} drafts"
     yield "KV cache:"
     yield f"  {'blocks':<24} {worker.num_blocks:,} of {config.block_size} tokens"
     yield f"  {'tokens':<24} {num_tokens:,} of {worker.kv_bytes_per_token:,} bytes, {cache_mib:,.1f} MiB in total"

@@ -18,6 +18,7 @@ PREFIX = "sim:"
 DEFAULT_MAX_MODEL_LEN = 32768
 
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
 _DURATION = re.compile(r"(\d+\.?\d*|\.\d+)(s|ms|us|ns)")
 
 
@@ -32,21 +33,34 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
     prefill_s: float = 0.0  # for each token of a chunk but the last
     decode_s: float = 0.0  # for each chunk
     context_s: float = 0.0  # for each token before a chunk, whose KV must be read
+    draft_s: float = 0.0  # for each draft that is verified
     load_s: float = 0.0  # until the worker is ready
+    acceptance: float = 0.7  # of a draft behind accepted ones, with speculative decoding
 
     def duration_s(self, plan: StepPlan) -> float:
         """A step's duration: linear in its work, as in a roofline model (Williams, Waterman, Patterson, 2009)."""
         num_chunks = len(plan.chunks)
-        num_context = sum(chunk.start for chunk in plan.chunks) if self.context_s else 0
-        num_prefill = plan.num_tokens - num_chunks if self.prefill_s else 0
-        return self.step_s + self.decode_s * num_chunks + self.prefill_s * num_prefill + self.context_s * num_context
+        duration_s = self.step_s + self.decode_s * num_chunks
+        if self.context_s:
+            duration_s += self.context_s * sum(chunk.start for chunk in plan.chunks)
+        if self.prefill_s or self.draft_s:
+            num_drafts = sum(chunk.num_drafts for chunk in plan.chunks)
+            duration_s += self.prefill_s * (plan.num_tokens - num_chunks - num_drafts) + self.draft_s * num_drafts
+        return duration_s
+
+    def num_accepted(self, num_drafts: int, step_id: int, slot: int) -> int:
+        """How many drafts of a sequence a step accepts, as if by chance: n or more with probability acceptance^n."""
+        chance = hash((step_id, slot)) % 2**20 / 2**20
+        return sum(chance < self.acceptance**number for number in range(1, num_drafts + 1))
 
 
 # Llama-3.1-8B in bfloat16 on one H100. Its 16 GB of weights are read in 5.1 ms, as measured with CUDA graphs; 60 % of
 # 790 TFLOP/s leave 34 us for the 16 GFLOP of a prompt's token; a token of context is 128 KiB, at 3.35 TB/s.
 PRESETS = {
     "instant": SimulatedModel(),
-    "h100-8b": SimulatedModel(step_s=5.1e-3, prefill_s=34e-6, decode_s=20e-6, context_s=39e-9, load_s=0.5),
+    "h100-8b": SimulatedModel(
+        step_s=5.1e-3, prefill_s=34e-6, decode_s=20e-6, context_s=39e-9, draft_s=34e-6, load_s=0.5
+    ),
 }
 
 
@@ -64,11 +78,17 @@ def parse_simulated(model: str) -> SimulatedModel:
             f"model {model!r}: unknown preset {preset!r}. Use one of {', '.join(PRESETS)}, or "
             f"{PREFIX}NAME=TIME,... with names from {known}"
         )
-    times: dict[str, float] = {}
+    changed: dict[str, float] = {}
     for part in parts:
         name, _, text = part.partition("=")
         found = _DURATION.fullmatch(text)
-        if f"{name}_s" not in SimulatedModel.__struct_fields__ or found is None:
-            raise ConfigError(f"model {model!r}: {part!r} is not NAME=TIME, such as step=5ms; the names are {known}")
-        times[f"{name}_s"] = float(found[1]) * _UNITS[found[2]]
-    return replace(PRESETS[preset], **times)
+        if name == "acceptance" and _NUMBER.fullmatch(text) and float(text) <= 1.0:
+            changed[name] = float(text)
+        elif found is not None and f"{name}_s" in SimulatedModel.__struct_fields__:
+            changed[f"{name}_s"] = float(found[1]) * _UNITS[found[2]]
+        else:
+            raise ConfigError(
+                f"model {model!r}: {part!r} is neither NAME=TIME, such as step=5ms, nor acceptance=NUMBER from 0 to 1; "
+                f"the names are {known}"
+            )
+    return replace(PRESETS[preset], **changed)

@@ -38,6 +38,7 @@ _STATE_STYLE = {"ready": _GOOD, "failed": _BAD}
 
 Glyph = tuple[str, Style]
 _GENERATED, _PREFILLED, _CACHED_PROMPT = ("█", _DECODE), ("▒", _PREFILL), ("▓", _CACHE)
+_DRAFTED = ("◆", _GOOD)
 _TO_PREFILL, _REMAINING = ("░", _MUTED), ("·", _MUTED)
 _CELLS: dict[int, Glyph] = {
     FREE: ("·", _MUTED),
@@ -101,6 +102,13 @@ def _figures(state: LiveState) -> list[Text]:
         ("TTFT p50", _duration(state.ttft_p50_s)),
         ("p95", _duration(state.ttft_p95_s)),
         ("preempted", f"{state.num_preemptions:,}"),
+    ]
+    if state.num_draft_steps > 0:  # each gave one token, and one more for each accepted draft
+        figures += [
+            ("drafts accepted", _percent(state.num_accepted_tokens, state.num_drafted_tokens)),
+            ("tokens/step", f"{1 + state.num_accepted_tokens / state.num_draft_steps:.2f}"),
+        ]
+    figures += [
         ("tokens", f"{state.num_generated_tokens:,}"),
     ]
     return [Text.assemble((f"{name} ", _MUTED), (value, _TITLE)) for name, value in figures]
@@ -226,19 +234,14 @@ def _owner_style(sequence_id: int) -> Style:
 
 
 def _sequences(state: LiveState, width: int, num_rows: int) -> list[Text]:
-    heading = Text.assemble(
-        ("sequences ", _TITLE),
-        _CACHED_PROMPT,
-        (" cached ", _MUTED),
-        _PREFILLED,
-        (" prefilled ", _MUTED),
-        _TO_PREFILL,
-        (" to prefill ", _MUTED),
-        _GENERATED,
-        (" generated ", _MUTED),
-        _REMAINING,
-        (" remaining", _MUTED),
-    )
+    kinds = [(_CACHED_PROMPT, "cached"), (_PREFILLED, "prefilled"), (_TO_PREFILL, "to prefill")]
+    kinds.append((_GENERATED, "generated"))
+    if state.num_draft_steps > 0:
+        kinds.append((_DRAFTED, "by drafts"))
+    kinds.append((_REMAINING, "remaining"))
+    heading = Text("sequences", _TITLE)
+    for glyph, name in kinds:
+        heading.append(" ", _MUTED).append(*glyph).append(f" {name}", _MUTED)
     num_rows -= 1
     shown = state.sequences[: max(num_rows, 0)]
     num_alive = max(state.num_running + state.num_waiting, len(state.sequences))
@@ -285,7 +288,8 @@ def _bar(sequence: LiveSequence, width: int) -> Text:
         (cached, _CACHED_PROMPT),
         (computed, _PREFILLED),
         (prompt, _TO_PREFILL),
-        (prompt + generated, _GENERATED),
+        (prompt + generated - accepted, _GENERATED),
+        (prompt + generated, _DRAFTED),
         (total, _REMAINING),
     ):
         # A part that is present is visible: at least one cell, for an answer's first tokens too.

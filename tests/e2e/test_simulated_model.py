@@ -87,7 +87,7 @@ def test_simulated_worker_does_not_import_torch(server: ServerProcess) -> None:
 def test_invalid_spec_exits_with_2() -> None:
     command = [sys.executable, "-m", "servekit", "serve", "--port", "0", "--model", "sim:speed=5ms"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2 and "'speed=5ms' is not NAME=TIME" in ended.stderr
+    assert ended.returncode == 2 and "'speed=5ms' is neither NAME=TIME" in ended.stderr
 
 
 @AS_ONE_AND_TWO_PROCESSES

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from servekit.protocol.messages import LoadModel, ModelInfo, StepPlan, StepResult, WorkerReady
 from servekit.simulation.model import DEFAULT_MAX_MODEL_LEN, SimulatedModel, parse_simulated
-from servekit.simulation.worker import VOCAB_SIZE, SimulatedWorker
+from servekit.simulation.worker import NO_DRAFTS, VOCAB_SIZE, SimulatedWorker
 from workers.runner.interface import Pending, done
 
 KV_TOKENS = 2**20  # in the pool, if the settings give no number of blocks; a page is a list of numbers
@@ -21,18 +21,27 @@ class SimulatedRunner:
 
     runs_ahead = False
 
-    def __init__(self, model: SimulatedModel, worker: SimulatedWorker) -> None:
+    def __init__(self, model: SimulatedModel, worker: SimulatedWorker, is_drafting: bool = False) -> None:
         self._model = model
+        self._is_drafting = is_drafting
         self._worker = worker
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         started = time.monotonic()
-        result = self._worker.execute(plan)
+        result = self._worker.execute(plan, drafts=self._drafts(plan) if self._is_drafting else NO_DRAFTS)
         remaining_s = started + self._model.duration_s(plan) - time.monotonic()
         if remaining_s > 0:
             time.sleep(remaining_s)
         result = replace(result, step_time_s=time.monotonic() - started)
         return done(result)
+
+    def _drafts(self, plan: StepPlan) -> dict[int, tuple[int, int]]:
+        """How many drafts are made for each slot, and how many of them are right."""
+        return {
+            chunk.slot: (chunk.num_drafts, self._model.num_accepted(chunk.num_drafts, plan.step_id, chunk.slot))
+            for chunk in plan.chunks
+            if chunk.num_drafts
+        }
 
 
 def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[SimulatedRunner, WorkerReady]:
@@ -53,4 +62,4 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Simu
         default_top_p=1.0,
     )
     ready = WorkerReady(info, "simulated", "none", num_blocks, KV_BYTES_PER_TOKEN, model.load_s)
-    return SimulatedRunner(model, worker), ready
+    return SimulatedRunner(model, worker, settings.speculative.is_on), ready

@@ -91,6 +91,8 @@ class RequestMetrics:
             request=state.request if state else None,
             num_prompt_tokens=state.num_prompt_tokens if state else 0,
             num_cached_tokens=state.num_cached_tokens if state else 0,
+            num_drafted_tokens=state.num_drafted_tokens if state else 0,
+            num_accepted_tokens=state.num_accepted_tokens if state else 0,
             answers=_answers(state) if state else (),
         )
 
@@ -102,7 +104,7 @@ def _answers(state: RequestState) -> list[AnswerTrace]:
             first_scheduled_s=output.sequence.first_scheduled_s,
             first_token_s=output.first_token_s,
             last_token_s=output.last_token_s,
-            num_tokens=output.sequence.num_output_tokens,
+            num_tokens=output.num_tokens,
             num_preemptions=output.sequence.num_preemptions,
             finish_reason=output.sequence.finish_reason,
         )

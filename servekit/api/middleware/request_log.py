@@ -98,6 +98,9 @@ def _log_end(scope: Scope, exchange: _Exchange, duration_s: float) -> None:
     if state is not None:
         entry["prompt_tokens"] = state.num_prompt_tokens
         entry["generated_tokens"] = state.num_generated_tokens
+        if state.num_drafted_tokens:
+            entry["drafted_tokens"] = state.num_drafted_tokens
+            entry["accepted_tokens"] = state.num_accepted_tokens
         entry["finish_reasons"] = state.finish_reasons
     log.log(level, "request", extra=fields(**entry))
 

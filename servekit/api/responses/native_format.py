@@ -101,7 +101,11 @@ class NativeResponseBuilder:
     def _usage(self, completion_tokens: int) -> Usage:
         prompt_tokens = self._state.num_prompt_tokens
         total_tokens = prompt_tokens + completion_tokens
-        return Usage(prompt_tokens, completion_tokens, total_tokens, self._state.num_cached_tokens)
+        usage = Usage(prompt_tokens, completion_tokens, total_tokens, self._state.num_cached_tokens)
+        if self._state.num_drafted_tokens:
+            usage.drafted_tokens = self._state.num_drafted_tokens
+            usage.accepted_tokens = self._state.num_accepted_tokens
+        return usage
 
     def _metrics(self, index: int) -> RequestMetrics | UnsetType:
         """Return the times of the sequence at `index`, or UNSET if it ended before its first token."""

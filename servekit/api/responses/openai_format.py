@@ -27,6 +27,7 @@ from servekit.api.schemas.openai import (
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
+    CompletionTokensDetails,
     OpenAIFields,
     OpenAIUsage,
     PromptLogprob,
@@ -65,7 +66,11 @@ class _Common:
     def _usage(self, completion_tokens: int) -> OpenAIUsage:
         prompt_tokens = self._state.num_prompt_tokens
         details = PromptTokensDetails(self._state.num_cached_tokens)
-        return OpenAIUsage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+        usage = OpenAIUsage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+        if num_drafted := self._state.num_drafted_tokens:
+            num_accepted = self._state.num_accepted_tokens
+            usage.completion_tokens_details = CompletionTokensDetails(num_accepted, num_drafted - num_accepted)
+        return usage
 
     def _usage_of_chunk(self) -> OpenAIUsage | UnsetType | None:
         """Return `usage` for every chunk but the last: the usage so far, null if the last chunk has it, or absent."""

@@ -40,6 +40,7 @@ async def info(request: Request) -> Response:
             "version": __version__,
             "model_name": engine.config.model_name,
             "max_total_tokens": max_total_tokens,
+            "max_drafts": engine.scheduler_config.max_drafts,
             "worker": engine.worker,
             "replicas": await engine.describe_replicas(),
             "settings": redacted(engine.config),

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from servekit.errors import InvalidRequest
 from servekit.protocol.sampling_params import MAX_TOP_LOGPROBS
+from servekit.protocol.speculative_config import MAX_DRAFTS
 from servekit.request import Sampling
 
 MAX_STOP_STRINGS = 16
@@ -107,6 +108,10 @@ class CommonFields(Struct, kw_only=True):
         Annotated[int, Meta(ge=1, le=4096)] | None,
         described("tokens per event of a stream; default: --stream-interval"),
     ] = None
+    max_drafts: Annotated[
+        Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] | None,
+        described("most drafts that a step verifies, with --speculative; 0 for none; default: the server's K"),
+    ] = None
 
     def common(self, do_sample: bool | None = None) -> dict[str, Any]:
         """Return these fields as arguments of GenerationRequest. Raises InvalidRequest for what no type can express."""
@@ -119,6 +124,7 @@ class CommonFields(Struct, kw_only=True):
             "ttft_ms": self.ttft_ms,
             "deadline_ms": self.deadline_ms,
             "stream_interval": self.stream_interval,
+            "max_drafts": self.max_drafts,
         }
 
 
@@ -139,3 +145,5 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     cached_tokens: int  # of the prompt tokens: those found in the prefix cache
+    drafted_tokens: int | UnsetType = UNSET  # verified for the answers; absent if there were none
+    accepted_tokens: int | UnsetType = UNSET  # of the drafted tokens: those in the answers

@@ -270,6 +270,13 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    """Details of the answers' tokens: drafts of speculative decoding, whoever made them."""
+
+    accepted_prediction_tokens: int  # drafts that are tokens of the answers
+    rejected_prediction_tokens: int  # other drafts that were verified; OpenAI bills these, here they cost nothing
+
+
 class OpenAIUsage(Struct):
     """The number of tokens that a request used."""
 
@@ -277,6 +284,7 @@ class OpenAIUsage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # absent if nothing was drafted
 
 
 class PromptLogprob(Struct):

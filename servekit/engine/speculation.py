@@ -1,0 +1,72 @@
+"""Choose the drafter of speculative decoding, before a worker starts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from servekit.config import ServeConfig
+from servekit.engine.model_files import find_model
+from servekit.errors import ConfigError
+from servekit.protocol.speculative_config import DEFAULT_MAX_DRAFTS, SpeculativeConfig, parse_speculative
+from servekit.simulation.model import is_simulated
+
+log = logging.getLogger("servekit")
+
+
+class _ModelConfig(msgspec.Struct):
+    """The part of config.json that says whether the model has heads for tokens further ahead (MTP)."""
+
+    num_nextn_predict_layers: int | None = None
+
+
+def choose_drafter(config: ServeConfig, model_path: Path) -> SpeculativeConfig:
+    """Return the drafter that `--speculative` asks for, with its files on this machine. Raises ConfigError.
+
+    A model's own drafter has no path: a worker that joins from another machine has the model somewhere else.
+    """
+    wanted = parse_speculative(config.speculative)
+    if wanted.method == "auto":
+        chosen = _own_drafter(config, model_path)
+        log.info("--speculative auto: %s", chosen.method)
+        return chosen
+    if wanted.is_on and config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"speculative = {config.speculative!r} (--speculative) does not work with pipeline parallelism, and "
+            f"--pipeline-parallel-size is {config.pipeline_parallel_size}: a stage cannot begin before it is known how "
+            "many drafts were accepted; choose --speculative off, or divide the model by --tensor-parallel-size"
+        )
+    if is_simulated(config.model):
+        return wanted
+    if wanted.path:
+        return replace(wanted, path=str(find_model(wanted.path)))
+    if wanted.method in ("draft", "medusa") and not Path(wanted.directory(str(model_path))).is_dir():
+        raise ConfigError(
+            f"speculative = {config.speculative!r} (--speculative): no {wanted.method} folder comes with the model in "
+            f"{model_path}; give a path, as in --speculative {wanted.method}:PATH, or choose ngram"
+        )
+    return wanted
+
+
+def _own_drafter(config: ServeConfig, model_path: Path) -> SpeculativeConfig:
+    """Return the drafter that comes with a model, or else n-grams. In a pipeline there are no drafts."""
+    if config.pipeline_parallel_size > 1:
+        return SpeculativeConfig()
+    method = "ngram"
+    if not is_simulated(config.model):
+        if Path(SpeculativeConfig("draft").directory(str(model_path))).is_dir():
+            method = "draft"
+        elif _has_mtp_heads(model_path):
+            method = "mtp"
+    return SpeculativeConfig(method, max_drafts=DEFAULT_MAX_DRAFTS[method])
+
+
+def _has_mtp_heads(model_path: Path) -> bool:
+    try:
+        found = msgspec.json.decode((model_path / "config.json").read_bytes(), type=_ModelConfig)
+    except (OSError, msgspec.DecodeError):
+        return False  # the worker says what is wrong with the file
+    return bool(found.num_nextn_predict_layers)
