@@ -78,6 +78,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     deadline_ms: int | None = None
     stream_interval: int | None = None  # tokens of a sequence per event; None: the server's setting
     max_drafts: int | None = None  # that a step may verify for a sequence; None: the server's setting
+    prediction: str | None = None  # a text that the answers may repeat
 
     @property
     def num_sequences(self) -> int:

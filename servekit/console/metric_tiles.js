@@ -3,9 +3,12 @@
 import { createElement, setText } from "./dom.js";
 import { formatCompact, formatCount, formatPercent, formatSeconds } from "./format.js";
 
-// {label: frame -> [value, reference], or nothing: then the tile is hidden}
+// {label: frame -> [value, reference]}
 const TILES = {
-	generated: ({ tokens_per_s: tokensPerS = 0 }) => [formatCount(Math.round(tokensPerS)), "tokens/s"],
+	generated: ({ tokens_per_s: tokensPerS = 0, num_drafted_tokens: numDrafted, num_accepted_tokens: numAccepted }) => [
+		formatCount(Math.round(tokensPerS)),
+		numDrafted ? `tokens/s, drafts ${formatPercent(numAccepted, numDrafted)} right` : "tokens/s",
+	],
 	running: ({ num_running, limits }) => [formatCompact(num_running), `of ${formatCompact(limits?.max_num_seqs)} slots`],
 	waiting: ({ num_waiting }) => [formatCompact(num_waiting), "in the queue"],
 	"KV blocks in use": ({ limits, num_free_blocks: numFree = 0, num_cached_blocks: numCached = 0 }) => {
@@ -19,9 +22,6 @@ const TILES = {
 	],
 	"TTFT p50": ({ ttft_p50_s, ttft_p95_s }) => [formatSeconds(ttft_p50_s), `p95 ${formatSeconds(ttft_p95_s)}`],
 	preemptions: ({ num_preemptions, num_steps }) => [formatCompact(num_preemptions), `in ${formatCompact(num_steps)} steps`],
-	// A server without speculative decoding has no such tile.
-	"drafts accepted": ({ num_draft_steps: numSteps, num_drafted_tokens, num_accepted_tokens: numAccepted = 0 }) =>
-		numSteps && [formatPercent(numAccepted, num_drafted_tokens), `${(1 + numAccepted / numSteps).toFixed(2)} tokens/step`],
 	workers: ({ workers }) => {
 		const kinds = workers.map(({ device, host, dtype, attention }) =>
 			[host ? `${device} on ${host}` : device, dtype, attention].filter(Boolean).join(" · "),
@@ -40,19 +40,16 @@ export class MetricTiles {
 		this.tiles = Object.entries(TILES).map(([label, read]) => {
 			const value = createElement("b");
 			const reference = createElement("small");
-			const node = createElement("div", {}, createElement("dt", {}, label), createElement("dd", {}, value, reference));
-			this.node.append(node);
-			return { read, node, value, reference };
+			this.node.append(createElement("div", {}, createElement("dt", {}, label), createElement("dd", {}, value, reference)));
+			return { read, value, reference };
 		});
 	}
 
 	show(frame) {
 		for (const tile of this.tiles) {
-			const read = tile.read(frame);
-			tile.node.hidden = !read;
-			if (!read) continue;
-			setText(tile.value, read[0]);
-			setText(tile.reference, read[1]);
+			const [value, reference] = tile.read(frame);
+			setText(tile.value, value);
+			setText(tile.reference, reference);
 		}
 	}
 }

@@ -43,6 +43,9 @@ function describeSequence(record, nowS) {
 		`prompt: ${formatCount(numPromptTokens)} tokens, ${formatCount(record.num_cached_tokens)} from the cache`,
 		`prefilled ${formatCount(Math.min(record.num_computed_tokens, numPromptTokens))}`,
 		`generated ${formatCount(record.num_output_tokens)} of at most ${formatCount(record.max_tokens)}`,
+		...(record.num_drafted_tokens
+			? [`drafts: ${formatCount(record.num_accepted_tokens)} of ${formatCount(record.num_drafted_tokens)} accepted`]
+			: []),
 		end ? "KV blocks released" : `KV blocks: ${formatCount(record.num_blocks)}`,
 		`preemptions: ${formatCount(record.num_preemptions)}`,
 		...record.preemptions.map(

@@ -19,6 +19,7 @@ const LEGEND = {
 	prefill: "prefilled",
 	todo: "to prefill",
 	decode: "generated",
+	drafted: "generated from drafts",
 	limit: "at most",
 };
 

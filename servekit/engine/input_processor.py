@@ -28,6 +28,8 @@ from servekit.scheduler.prefix_cache import continue_chain
 from servekit.scheduler.scheduler_config import SchedulerConfig
 
 MAX_BAD_WORD_TOKENS = 1024
+MAX_PREDICTION_TOKENS = 2**12  # sent to the worker within a step plan, for each answer; what is behind them is left out
+MAX_PREDICTION_CHARACTERS = 8 * MAX_PREDICTION_TOKENS  # of which these are encoded
 TOKENS_PER_SLICE = 2**14  # of prompts; checking them and hashing their blocks takes about a millisecond
 TOKENS_PER_ANSWER = 2**8  # these take as long as preparing the parameters of one answer
 MAX_LOGPROBS = 2**22  # values in the answers to one request; in JSON, each takes about 60 bytes
@@ -160,11 +162,12 @@ class InputProcessor:
         prompts = await self._encode(request, tenant, limits)
         grammar = None if request.grammar is None else await self._compile(request.grammar, tenant)
         bad_words = await self._encode_bad_words(request.sampling.bad_words or [], tenant)
+        prediction = await self._encode_prediction(request, tenant) if limits.max_drafts else ()
         prepared, num_tokens = [], 0
         for prompt, encoded in zip(request.prompts, prompts, strict=True):
             token_ids = array("i", encoded) if isinstance(encoded, list) else encoded
             await self._check_vocabulary(token_ids, prompt.param)
-            sampling = self._prepare(request, prompt, token_ids, grammar, bad_words, limits)
+            sampling = self._prepare(request, prompt, token_ids, grammar, bad_words, prediction, limits)
             hashes = await self._hash_blocks(token_ids, tenant, limits)
             prepared.append(PreparedPrompt(token_ids, sampling, hashes))
             num_tokens += len(token_ids) + TOKENS_PER_ANSWER * request.best_of
@@ -267,6 +270,14 @@ class InputProcessor:
             )
         return tuple(dict.fromkeys(tuple(token_ids) for token_ids in encoded if token_ids))
 
+    async def _encode_prediction(self, request: GenerationRequest, tenant: str) -> tuple[int, ...]:
+        """Token ids of the beginning of the text that the answers may repeat."""
+        text = (request.prediction or "")[:MAX_PREDICTION_CHARACTERS]
+        if not text or request.max_drafts == 0:
+            return ()
+        (token_ids,) = await self._tokenizer.encode(tenant, [text], add_special_tokens=False)
+        return tuple(token_ids[:MAX_PREDICTION_TOKENS])
+
     async def _compile(self, grammar: Grammar, tenant: str) -> str:
         """Compile a grammar to the form that the worker accepts."""
         if not self._model.eos_token_ids:
@@ -287,6 +298,7 @@ class InputProcessor:
         token_ids: array[int],
         grammar: str | None,
         bad_words: tuple[tuple[int, ...], ...],
+        prediction: tuple[int, ...],
         limits: SchedulerConfig,
     ) -> list[SamplingParams]:
         """Check one prompt, and return the sampling parameters of each answer to it."""
@@ -294,7 +306,7 @@ class InputProcessor:
         if not token_ids:
             raise InvalidRequest(f"{param} is empty; a prompt needs at least one token", param=param)
         room = limits.max_total_tokens - len(token_ids)
-        sampling = self._resolve(request, room, grammar, bad_words)
+        sampling = self._resolve(request, room, grammar, bad_words, prediction)
         if sampling.min_tokens > sampling.max_tokens:
             raise InvalidRequest(
                 f"min_tokens = {sampling.min_tokens} is more than max_tokens = {sampling.max_tokens}",
@@ -309,7 +321,12 @@ class InputProcessor:
         return [sampling, *others]
 
     def _resolve(
-        self, request: GenerationRequest, room: int, grammar: str | None, bad_words: tuple[tuple[int, ...], ...]
+        self,
+        request: GenerationRequest,
+        room: int,
+        grammar: str | None,
+        bad_words: tuple[tuple[int, ...], ...],
+        prediction: tuple[int, ...],
     ) -> SamplingParams:
         """Fill in what the client left open: the model's defaults, as much output as fits, and a random seed."""
         wanted, model = request.sampling, self._model
@@ -337,6 +354,7 @@ class InputProcessor:
             skip_special_tokens=_or(wanted.skip_special_tokens, True),
             logprobs=request.wanted_logprobs,
             prompt_logprobs=request.prompt_logprobs,
+            prediction=prediction,
         )
 
     def _temperature(self, wanted: Sampling) -> float:

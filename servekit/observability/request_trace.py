@@ -45,6 +45,8 @@ class RequestTrace(Struct, frozen=True, kw_only=True):
     request: GenerationRequest | None = None  # None if the request was refused, or generates nothing
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     answers: Sequence[AnswerTrace] = ()
 
     @property

@@ -37,6 +37,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     skip_special_tokens: bool = True  # in the text
     logprobs: int | None = None  # of each output token, and of so many of the likeliest alternatives; None is off
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    prediction: tuple[int, ...] = ()  # a text that the answer may repeat: drafts can be looked up in it
 
     @property
     def ends_at_eos(self) -> bool:

@@ -279,6 +279,7 @@ def _bar(sequence: LiveSequence, width: int) -> Text:
     """Draw the sequence from the first token of its prompt to the last token that its answer may have."""
     prompt = max(sequence.num_prompt_tokens, 0)
     generated = max(sequence.num_output_tokens, 0)
+    accepted = min(max(sequence.num_accepted_tokens, 0), generated)
     total = max(prompt + sequence.max_tokens, prompt + generated, 1)
     cached = min(max(sequence.num_cached_tokens, 0), prompt)
     computed = min(max(sequence.num_computed_tokens, cached), prompt)

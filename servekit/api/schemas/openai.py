@@ -65,6 +65,17 @@ class StreamOptions(Struct, kw_only=True):
     continuous_usage_stats: Annotated[bool | None, described("send the usage in every chunk")] = None
 
 
+class Prediction(Struct, kw_only=True):
+    """OpenAI's predicted output: a text that the answer may repeat, such as the file that it edits."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
+
+
 class OpenAIFields(CommonFields, kw_only=True):
     """The fields that completions and chat completions share."""
 
@@ -86,6 +97,10 @@ class OpenAIFields(CommonFields, kw_only=True):
     structured_outputs: Annotated[
         StructuredOutputs | None,
         described("grammar that the answer must match: json, json_object, regex, choice or grammar"),
+    ] = None
+    prediction: Annotated[
+        Prediction | None,
+        described("text that the answer may repeat: with --speculative ngram it makes drafts; else it is ignored"),
     ] = None
     guided_json: Annotated[str | dict[str, Raw] | None, described("older name of structured_outputs.json")] = None
     guided_regex: Annotated[str | None, described("older name of structured_outputs.regex")] = None
@@ -181,6 +196,7 @@ class OpenAIFields(CommonFields, kw_only=True):
             "n": self.n or 1,
             "prompt_logprobs": self.prompt_logprobs,
             "truncate": self.truncate_prompt_tokens,
+            "prediction": None if self.prediction is None else self.prediction.text,
             **self.common(),
         }
 

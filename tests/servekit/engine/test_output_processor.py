@@ -26,6 +26,7 @@ class Recorder(Observer):
         self.admitted: list[int] = []
         self.latencies: list[tuple[list[float], list[float]]] = []
         self.ended: list[tuple[int, FinishReason, float | None]] = []
+        self.lengths: list[int] = []  # of the sequences that have ended
 
     def sequence_admitted(self, sequence: Sequence) -> None:
         self.admitted.append(sequence.sequence_id)
@@ -39,11 +40,13 @@ class Recorder(Observer):
         self,
         sequence: Sequence,
         reason: FinishReason,
+        num_tokens: int,
         first_token_s: float | None,
         last_token_s: float | None,
         now_s: float,
     ) -> None:
         self.ended.append((sequence.sequence_id, reason, first_token_s))
+        self.lengths.append(num_tokens)
 
 
 class Outputs:
@@ -73,7 +76,7 @@ class Outputs:
         tokens = [
             SequenceToken(sequence, ord(character), reason) for character, reason in zip(text, reasons, strict=True)
         ]
-        return self.processor.process(tokens, now_s)
+        return self.processor.process(tokens, now_s)[0]
 
 
 async def text_of(request: RequestState) -> str:
@@ -99,6 +102,21 @@ async def test_a_stop_string_ends_the_sequence_and_later_tokens_of_the_commit_ar
     assert "".join(delta.text for delta in deltas) == "a" and len(deltas) == 3
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, "bc")
     assert outputs.recorder.ended == [(5, FinishReason.STOP, 2.0)]
+
+
+async def test_only_tokens_that_the_client_got_are_counted() -> None:
+    """Speculative decoding commits several tokens at once, and the manager does not know stop strings."""
+    outputs = Outputs()
+    request = outputs.add(5, stop=("bc",))
+    sequence = request.outputs[0].sequence
+    sequence.token_ids.extend(b"abcdef")
+    sequence.num_drafted_tokens, sequence.num_accepted_tokens = 7, 5
+    tokens = [SequenceToken(sequence, token_id, None) for token_id in b"abcdef"]
+    assert outputs.processor.process(tokens, 2.0) == ([Finish(5, FinishReason.STOP)], 3)
+    assert outputs.recorder.lengths == [3]
+    assert request.num_generated_tokens == 3
+    assert (request.num_drafted_tokens, request.num_accepted_tokens) == (7, 3)
+    assert outputs.recorder.latencies == [([1.0], [0.0, 0.0])]
 
 
 async def test_an_answer_whose_key_may_have_no_more_tokens_ends_by_length_with_its_whole_text() -> None:
@@ -137,7 +155,7 @@ async def test_a_failed_grammar_is_an_error_of_its_request_only() -> None:
     outputs = Outputs()
     failing, other = outputs.add(0), outputs.add(1)
     token = SequenceToken(failing.outputs[0].sequence, 0, FinishReason.ERROR, failure="too ambiguous")
-    assert outputs.processor.process([token], 2.0) == [Finish(0, FinishReason.ERROR)]
+    assert outputs.processor.process([token], 2.0) == ([Finish(0, FinishReason.ERROR)], 0)
     with pytest.raises(InvalidRequest, match="could not follow its grammar: too ambiguous"):
         await failing.queue.get()
     outputs.feed(other, "a", 3.0)

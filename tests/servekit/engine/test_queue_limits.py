@@ -48,7 +48,7 @@ def reserve(
 
 
 def record_end(limits: QueueLimits, now_s: float) -> None:
-    limits.sequence_ended(make_sequence(0), FinishReason.LENGTH, None, None, now_s)
+    limits.sequence_ended(make_sequence(0), FinishReason.LENGTH, 1, None, None, now_s)
 
 
 def test_retry_after_follows_from_the_recent_rate_of_ended_sequences() -> None:

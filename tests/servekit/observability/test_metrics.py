@@ -52,7 +52,7 @@ def test_queue_prefill_and_decode_time_add_up_to_the_latency_of_the_sequence() -
     metrics.requests.tokens_delivered([], [0.5, 0.5], 14.0)
     metrics.requests.tokens_delivered([], [0.5, 0.5], 15.0)
     sequence.first_scheduled_s = 11.0
-    metrics.requests.sequence_ended(sequence, FinishReason.STOP, 13.0, 15.0, 16.0)
+    metrics.requests.sequence_ended(sequence, FinishReason.STOP, 5, 13.0, 15.0, 16.0)
     values = samples(metrics)
     assert values["request_queue_time_seconds_sum",] == 1.0
     assert values["request_prefill_time_seconds_sum",] == 2.0
@@ -67,8 +67,8 @@ def test_queue_prefill_and_decode_time_add_up_to_the_latency_of_the_sequence() -
 
 def test_one_token_gives_no_time_per_output_token_and_no_token_gives_no_prefill_time() -> None:
     metrics = make_metrics()
-    metrics.requests.sequence_ended(make_sequence(num_output=1), FinishReason.LENGTH, 12.0, 12.0, 12.0)
-    metrics.requests.sequence_ended(make_sequence(), FinishReason.ABORT, None, None, 14.0)
+    metrics.requests.sequence_ended(make_sequence(), FinishReason.LENGTH, 1, 12.0, 12.0, 12.0)
+    metrics.requests.sequence_ended(make_sequence(), FinishReason.ABORT, 0, None, None, 14.0)
     values = samples(metrics)
     assert values["request_time_per_output_token_seconds_count",] == 0
     assert values["request_prefill_time_seconds_count",] == 1
@@ -221,7 +221,7 @@ def test_labels_contain_settings_but_no_secrets() -> None:
 
 def test_request_success_total_counts_failures_and_its_help_says_so() -> None:
     metrics = make_metrics()
-    metrics.requests.sequence_ended(make_sequence(), FinishReason.DEADLINE, None, None, 14.0)
+    metrics.requests.sequence_ended(make_sequence(), FinishReason.DEADLINE, 0, None, None, 14.0)
     assert samples(metrics)["request_success_total", "deadline"] == 1
     text = metrics.render().decode()
     assert re.search("HELP servekit_request_success_total .*abort, deadline and error", text)

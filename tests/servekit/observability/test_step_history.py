@@ -126,8 +126,8 @@ def test_the_last_ended_sequences_are_kept_without_their_tokens() -> None:
         sequence = Sequence(sequence_id, [1, 2, 3], SamplingParams(max_tokens=8), arrival_s=1.0)
         sequence.token_ids.extend([4, 5])
         sequence.num_preemptions = 1
-        history.sequence_ended(sequence, FinishReason.STOP, 2.0, 3.0, 9.0)
+        history.sequence_ended(sequence, FinishReason.STOP, 2, 2.0, 3.0, 9.0)
     assert len(history.ends) == MAX_ENDED
     assert history.ends[-1] == LiveEnd(MAX_ENDED + 1, "stop", 3, 2, 8, 1.0, 9.0, None, 2.0, 1)
-    history.sequence_ended(Sequence(99, [1], SamplingParams(max_tokens=8)), FinishReason.ABORT, None, None, 10.0)
+    history.sequence_ended(Sequence(99, [1], SamplingParams(max_tokens=8)), FinishReason.ABORT, 0, None, None, 10.0)
     assert history.ends[-1] == LiveEnd(99, "abort", 1, 0, 8, 0.0, 10.0)
