@@ -8,7 +8,7 @@ RUNTIME := $(VENV)/.installed-runtime
 TERMINAL := $(VENV)/.installed-terminal
 DEVELOPMENT := $(VENV)/.installed
 
-.PHONY: serve chat top test test-long docs simulate torture coverage check format bench bench-manager bench-journal bench-grammar bench-scheduling bench-routing bench-replicas bench-streams bench-api-processes bench-accuracy bench-kv-cache bench-formats bench-memory bench-worker bench-gpu bench-viewers parallel-queries wheel screenshot demo-model demo-model-eval clean help
+.PHONY: serve chat top test test-long docs simulate torture coverage check format bench bench-manager bench-journal bench-grammar bench-scheduling bench-routing bench-replicas bench-speculation bench-streams bench-api-processes bench-accuracy bench-kv-cache bench-formats bench-memory bench-worker bench-gpu bench-viewers parallel-queries wheel screenshot demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ bench-routing: $(DEVELOPMENT)  ## compare the router with simple policies on a s
 
 bench-replicas: $(DEVELOPMENT)  ## compare two replicas with two threads, and with two servers (15 minutes)
 	$(BIN)/python -m benchmarks.replicas $(ARGS)
+
+bench-speculation: $(DEVELOPMENT)  ## compare drafters with no speculation, by task and load (40 minutes)
+	$(BIN)/python -m benchmarks.speculation $(ARGS)
 
 bench-streams: $(DEVELOPMENT)  ## measure memory and tasks of an open stream
 	$(BIN)/python -m benchmarks.open_streams $(ARGS)

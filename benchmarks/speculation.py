@@ -1,0 +1,282 @@
+"""Compare servers with speculative decoding to one without, by drafter, load and task.
+
+    python -m benchmarks.speculation [--models demo 0.4b] [--drafters ngram draft auto] [--clients 1 4 8 32] [--write]
+
+All servers of a model run all the time, and get the same requests in turn, so a noisy machine affects all of them. Each
+figure is the median of its rounds; a ratio is the median of the rounds' own ratios. Answers are greedy, and compared
+with those of the server without speculation. Client, servers and workers share the cores.
+
+- The demo model answers its own questions, repeats sentences, and continues random words.
+- `0.4b` is benchmarks/copying_llama.py: a model of that shape whose answers are known by construction. In `copying` an
+  answer is a piece of the prompt, in `editing` the same with another token at every 16th place, and with `random tokens`
+  nothing of it is in the prompt. So these rows show what prompt lookup gives if it is right or wrong: the time of the
+  steps is real, and the share of accepted drafts is given.
+
+Tokens per step counts each sequence's own steps. Acceptance is the share of the drafts that were accepted, by their
+position in the span. `--write` writes the tables into docs/speculative_decoding.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import platform
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from msgspec import Struct, field
+
+from benchmarks.progress import Progress, tell
+from loadtest.reporting.formatting import as_number, as_time
+from scripts.tables import with_table
+from servekit.evaluation.evaluation import DEMO_QUESTIONS
+from tests.support.server_process import serving
+
+MAKER = "python -m benchmarks.speculation"
+PAGE = Path(__file__).parents[1] / "docs" / "speculative_decoding.md"
+PROMPT_TOKENS, OUTPUT_TOKENS, EDIT_EVERY = 256, 128, 16
+WORDS = "boat mirror anya blue grace flag yellow river stone nine cold bread lamp seven garden wolf paper green".split()
+OFF = "off"
+
+MakeBody = Callable[[random.Random], tuple[str, dict[str, Any]]]  # (route, body) of one request
+
+
+class Played(Struct):
+    """One round on one server."""
+
+    tokens_per_s: float
+    ttft_s: float
+    tokens_per_step: float
+    drafted: dict[int, float]  # by position
+    accepted: dict[int, float]
+    answers: list[str]
+
+
+class Side(Struct):
+    """A server, and what was measured of it at the present load."""
+
+    drafter: str
+    url: str = ""
+    rounds: list[Played] = field(default_factory=list)
+
+
+# -- tasks -------------------------------------------------------------------------------------------------------------
+
+
+def demo_tasks() -> dict[str, MakeBody]:
+    questions = [json.loads(line) for line in DEMO_QUESTIONS.read_text().splitlines()]
+
+    def chat(text: str) -> tuple[str, dict[str, Any]]:
+        return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "max_tokens": 110}
+
+    def question(chance: random.Random) -> tuple[str, dict[str, Any]]:
+        return chat(chance.choice(questions)["prompt"])
+
+    def repeating(chance: random.Random) -> tuple[str, dict[str, Any]]:
+        return chat(f'Repeat after me: "{" ".join(chance.choices(WORDS, k=12))}."')
+
+    def random_words(chance: random.Random) -> tuple[str, dict[str, Any]]:
+        text = " ".join(chance.choices(WORDS, k=32))
+        return "/v1/completions", {"prompt": text, "max_tokens": 64, "ignore_eos": True}
+
+    return {"questions": question, "repeating": repeating, "random words": random_words}
+
+
+def copying_tasks() -> dict[str, MakeBody]:
+    from benchmarks.copying_llama import order_of_tokens  # which imports torch
+
+    order = order_of_tokens()
+
+    def body(token_ids: list[int]) -> tuple[str, dict[str, Any]]:
+        fields = {"prompt": token_ids, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "add_special_tokens": False}
+        return "/v1/completions", fields
+
+    def copying(chance: random.Random, edit_every: int = 0) -> tuple[str, dict[str, Any]]:
+        start = chance.randrange(1, len(order) - PROMPT_TOKENS)
+        piece = order[start : start + PROMPT_TOKENS - 1]
+        if edit_every:
+            piece[::edit_every] = chance.choices(order, k=len(piece[::edit_every]))
+        return body([*piece, order[start - 1]])
+
+    def editing(chance: random.Random) -> tuple[str, dict[str, Any]]:
+        return copying(chance, EDIT_EVERY)
+
+    def random_tokens(chance: random.Random) -> tuple[str, dict[str, Any]]:
+        return body(chance.sample(order, PROMPT_TOKENS))
+
+    return {"copying": copying, "editing": editing, "random tokens": random_tokens}
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+_SAMPLE = re.compile(r'servekit_spec_decode_num_(draft|accepted)_tokens_per_pos_total\{.*position="(\d+)".*\} (\S+)')
+
+
+def read_counts(url: str) -> dict[str, dict[int, float]]:
+    """Return the drafted and the accepted tokens by position, from /metrics."""
+    counts: dict[str, dict[int, float]] = {"draft": {}, "accepted": {}}
+    for line in httpx2.get(f"{url}/metrics").text.splitlines():
+        if (found := _SAMPLE.match(line)) is not None:
+            counts[found[1]][int(found[2])] = float(found[3])
+    return counts
+
+
+async def ask(client: httpx2.AsyncClient, route: str, body: dict[str, Any]) -> tuple[str, int, float]:
+    """Return (answer, its tokens, time to the first token). The first token comes alone, the others 64 at a time."""
+    began_s, first_s, pieces, num_tokens = time.perf_counter(), None, [], 0
+    options = {"stream": True, "stream_interval": 64, "temperature": 0.0, "stream_options": {"include_usage": True}}
+    async with client.stream("POST", route, json=body | options) as response:
+        assert response.status_code == 200, (await response.aread())[:300]
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if chunk.get("usage"):
+                num_tokens = chunk["usage"]["completion_tokens"]
+            for choice in chunk["choices"]:
+                text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+                if first_s is None and (text or choice.get("finish_reason")):
+                    first_s = time.perf_counter()
+                pieces.append(text)
+    assert first_s is not None, "an answer without a token"
+    return "".join(pieces), num_tokens, first_s - began_s
+
+
+async def play(url: str, bodies: list[tuple[str, dict[str, Any]]], num_clients: int) -> Played:
+    """Answer all requests, so many at a time."""
+    before, queue = read_counts(url), list(enumerate(bodies))[::-1]
+    answers: dict[int, tuple[str, int, float]] = {}
+
+    async def work(client: httpx2.AsyncClient) -> None:
+        while queue:
+            index, (route, body) = queue.pop()
+            answers[index] = await ask(client, route, body)
+
+    async with httpx2.AsyncClient(base_url=url, timeout=600) as client:
+        began_s = time.perf_counter()
+        await asyncio.gather(*(work(client) for _ in range(num_clients)))
+        took_s = time.perf_counter() - began_s
+    now = read_counts(url)
+    drafted, accepted = (
+        {position: value - before[kind].get(position, 0.0) for position, value in now[kind].items()}
+        for kind in ("draft", "accepted")
+    )
+    num_tokens = sum(tokens for _, tokens, _ in answers.values())
+    return Played(
+        num_tokens / took_s,
+        statistics.median(ttft_s for *_, ttft_s in answers.values()),
+        num_tokens / max(1.0, num_tokens - sum(accepted.values())),
+        drafted,
+        accepted,
+        [answers[index][0] for index in sorted(answers)],
+    )
+
+
+def row(task: str, num_clients: int, side: Side, off: Side) -> str:
+    pairs = zip(side.rounds, off.rounds, strict=True)
+    ratio = statistics.median(own.tokens_per_s / plain.tokens_per_s for own, plain in pairs)
+    drafted, accepted = (
+        [sum(getattr(each, kind)[position] for each in side.rounds) for position in sorted(side.rounds[0].drafted)]
+        for kind in ("drafted", "accepted")
+    )
+    by_position = " ".join(f"{100 * a / d:.0f}" if d else "–" for a, d in zip(accepted, drafted, strict=True))
+    cells = [
+        task,
+        str(num_clients),
+        f"`{side.drafter}`",
+        as_number(statistics.median(each.tokens_per_s for each in side.rounds)),
+        f"{ratio:.2f}",
+        f"{statistics.median(each.tokens_per_step for each in side.rounds):.2f}",
+        by_position,
+        as_time(statistics.median(each.ttft_s for each in side.rounds)),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def measure(model: str, folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines of a model's table."""
+    if model == "demo":
+        flags, tasks, name = ["--model", "demo"], demo_tasks(), "the demo model in float32"
+    else:
+        from benchmarks.copying_llama import make_copying_llama
+
+        tell("making the model of 0.4 billion weights")
+        flags = ["--model", str(make_copying_llama(folder)), "--dtype", "bfloat16", "--max-model-len", "1024"]
+        tasks, name = copying_tasks(), "a Llama of 0.4 billion weights in bfloat16 whose answers are made to copy"
+    if arguments.tasks:
+        tasks = {task: make for task, make in tasks.items() if task in arguments.tasks}
+    sides = [Side(drafter) for drafter in (OFF, *arguments.drafters)]
+    num_different = num_compared = 0
+    with ExitStack() as stack:
+        for number, side in enumerate(sides):
+            log = folder / f"log-{model}-{number}"
+            server = serving(*flags, "--speculative", side.drafter, *arguments.serve.split(), log=log)
+            side.url = stack.enter_context(server).url
+        yield from (
+            "",
+            f"{name[0].upper()}{name[1:]}, {os.cpu_count()} cores ({platform.machine()}), medians of {arguments.rounds} "
+            f"rounds, on {datetime.datetime.now(tz=datetime.UTC).date().isoformat()}.",
+            "",
+            "| task | clients | drafter | tokens/s | ratio to off | tokens per step | accepted by position, % | TTFT p50 |",
+            "|---|---:|---|---:|---:|---:|---|---:|",
+        )
+        num_rounds = len(tasks) * len(arguments.clients) * (1 + arguments.rounds) * len(sides)
+        with Progress("rounds", num_rounds) as progress:
+            for task, make_body in tasks.items():
+                for num_clients in arguments.clients:
+                    num_requests = max(arguments.min_requests, num_clients * arguments.requests_per_client)
+                    for number in range(-1, arguments.rounds):  # the first one is a warm-up
+                        chance = random.Random(f"{task} {num_clients} {number}")
+                        bodies = [make_body(chance) for _ in range(num_requests)]
+                        first = number % len(sides)
+                        for side in sides[first:] + sides[:first]:
+                            progress.begin(f"{side.drafter}, {task}, {num_clients} clients")
+                            side.rounds.append(asyncio.run(play(side.url, bodies, num_clients)))
+                    for side in sides:
+                        del side.rounds[0]
+                        for own, plain in zip(side.rounds, sides[0].rounds, strict=True):
+                            num_compared += len(own.answers) * (side is not sides[0])
+                            num_different += sum(a != b for a, b in zip(own.answers, plain.answers, strict=True))
+                        yield row(task, num_clients, side, sides[0])
+                    for side in sides:
+                        side.rounds.clear()
+        yield from ("", f"Of {num_compared:,} answers, {num_different} differ from the one without speculation.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=["demo", "0.4b"], default=["demo", "0.4b"])
+    parser.add_argument("--drafters", nargs="+", default=["ngram", "auto"], help="values of --speculative")
+    parser.add_argument("--tasks", nargs="+", help="only these")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8, 32])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests-per-client", type=int, default=2)
+    parser.add_argument("--min-requests", type=int, default=4, help="of a round")
+    parser.add_argument("--serve", default="", help="further flags of servekit serve, separated by spaces")
+    parser.add_argument("--folder", type=Path, help="where the model of 0.4 billion weights is kept")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/speculative_decoding.md")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        for model in arguments.models:
+            lines = []
+            for line in measure(model, folder, arguments):
+                lines.append(line)
+                tell(line)
+            if arguments.write:
+                PAGE.write_text(with_table(PAGE.read_text(), f"speculation {model}", iter([*lines, ""]), MAKER))
+
+
+if __name__ == "__main__":
+    main()
