@@ -1,9 +1,9 @@
 """A Llama of 0.4 billion weights whose answers are known: after each token comes the next one of a fixed order.
 
 Its shape, and so the time of each step, is that of `benchmarks.random_llama`. Its attention and its feed-forward layers
-add zero, so the output head sees the embedding of the newest token; and the head's row of each token is the embedding of
-the token before it in the order. So a prompt that contains a piece of the order is copied, if the prompt ends with the
-token before that piece. No step is faster for it: zeros are multiplied like other numbers.
+add zero, so the output head sees the embedding of the newest token; and the head's row of each token is the embedding
+of the token before it in the order. So a prompt that contains a piece of the order is copied, if the prompt ends with
+the token before that piece. No step is faster for it: zeros are multiplied like other numbers.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ with those of the server without speculation. Client, servers and workers share 
 
 - The demo model answers its own questions, repeats sentences, and continues random words.
 - `0.4b` is benchmarks/copying_llama.py: a model of that shape whose answers are known by construction. In `copying` an
-  answer is a piece of the prompt, in `editing` the same with another token at every 16th place, and with `random tokens`
-  nothing of it is in the prompt. So these rows show what prompt lookup gives if it is right or wrong: the time of the
-  steps is real, and the share of accepted drafts is given.
+  answer is a piece of the prompt, in `editing` the same with another token at every 16th place, and with `random
+  tokens` nothing of it is in the prompt. So these rows show what prompt lookup gives if it is right or wrong: the time
+  of the steps is real, and how often drafts are right is given.
 
 Tokens per step counts each sequence's own steps. Acceptance is the share of the drafts that were accepted, by their
 position in the span. `--write` writes the tables into docs/speculative_decoding.md.
@@ -46,7 +46,7 @@ from tests.support.server_process import serving
 MAKER = "python -m benchmarks.speculation"
 PAGE = Path(__file__).parents[1] / "docs" / "speculative_decoding.md"
 PROMPT_TOKENS, OUTPUT_TOKENS, EDIT_EVERY = 256, 128, 16
-WORDS = "boat mirror anya blue grace flag yellow river stone nine cold bread lamp seven garden wolf paper green".split()
+WORDS = ("boat", "mirror", "anya", "blue", "grace", "flag", "yellow", "river", "stone", "cold", "bread", "lamp", "wolf")
 OFF = "off"
 
 MakeBody = Callable[[random.Random], tuple[str, dict[str, Any]]]  # (route, body) of one request
@@ -190,7 +190,7 @@ def row(task: str, num_clients: int, side: Side, off: Side) -> str:
         [sum(getattr(each, kind)[position] for each in side.rounds) for position in sorted(side.rounds[0].drafted)]
         for kind in ("drafted", "accepted")
     )
-    by_position = " ".join(f"{100 * a / d:.0f}" if d else "–" for a, d in zip(accepted, drafted, strict=True))
+    by_position = " ".join(f"{100 * a / d:.0f}" if d else "-" for a, d in zip(accepted, drafted, strict=True))
     cells = [
         task,
         str(num_clients),
@@ -225,10 +225,10 @@ def measure(model: str, folder: Path, arguments: argparse.Namespace) -> Iterator
             side.url = stack.enter_context(server).url
         yield from (
             "",
-            f"{name[0].upper()}{name[1:]}, {os.cpu_count()} cores ({platform.machine()}), medians of {arguments.rounds} "
-            f"rounds, on {datetime.datetime.now(tz=datetime.UTC).date().isoformat()}.",
+            f"{name[0].upper()}{name[1:]}, {os.cpu_count()} cores ({platform.machine()}), medians of "
+            f"{arguments.rounds} rounds, on {datetime.datetime.now(tz=datetime.UTC).date().isoformat()}.",
             "",
-            "| task | clients | drafter | tokens/s | ratio to off | tokens per step | accepted by position, % | TTFT p50 |",
+            "| task | clients | drafter | tokens/s | ratio to off | tokens per step | accepted by position, % | TTFT |",
             "|---|---:|---|---:|---:|---:|---|---:|",
         )
         num_rounds = len(tasks) * len(arguments.clients) * (1 + arguments.rounds) * len(sides)

@@ -13,6 +13,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,7 @@ class LLMEngine:
         self.model_path = path = await run_in_daemon_thread(find_model, self.config.model)
         self._tokenizer = await run_in_daemon_thread(load_tokenizer, path)
         self.chat_template = template = find_chat_template(path, self.config.chat_template)
-        self.speculative = await run_in_daemon_thread(choose_drafter, self.config, path)
+        self.speculative = await run_in_daemon_thread(partial(choose_drafter, self.config), path)
         load = load_model_message(self.config, str(path), self.speculative)
         if self._worker_pool is not None:
             self._worker_pool.start(load)

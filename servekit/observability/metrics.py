@@ -493,12 +493,14 @@ class _DraftCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         drafts = self._counter(
             "spec_decode_num_drafts",
-            "Times that a step verified drafts of a sequence. Each gave one token, and one more for each accepted draft.",
+            "Times that a step verified drafts of a sequence. Each gave a token, and one more for each accepted draft.",
         )
         draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts that were verified.")
         accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafts that were accepted.")
         drafts_at = self._counter(
-            "spec_decode_num_draft_tokens_per_pos", "Drafts that were verified, by position: 0 is the first.", "position"
+            "spec_decode_num_draft_tokens_per_pos",
+            "Drafts that were verified, by position: 0 is the first.",
+            "position",
         )
         accepted_at = self._counter(
             "spec_decode_num_accepted_tokens_per_pos", "Drafts that were accepted, by position.", "position"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import PurePath
+from posixpath import join
 
 from msgspec import Struct
 
@@ -36,8 +36,8 @@ class SpeculativeConfig(Struct, frozen=True):
         return self.method != "off"
 
     def directory(self, model_path: str) -> str:
-        """The drafter's files. Those that come with the model are in a folder of its directory, with the method's name."""
-        return self.path or str(PurePath(model_path) / self.method)
+        """The drafter's files: by default the folder with the method's name in the model's directory."""
+        return self.path or join(model_path, self.method)
 
 
 def parse_speculative(text: str) -> SpeculativeConfig:

@@ -30,7 +30,7 @@ def simulated_answer(prompt: str, num_tokens: int) -> str:
     return bytes(NaiveReference().output(prompt.encode(), SamplingParams(max_tokens=num_tokens))).decode()
 
 
-# -- the simulated drafter: the whole control plane ---------------------------------------------------------------------
+# -- the simulated drafter: the whole control plane --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,9 @@ def test_usage_info_metrics_and_log_say_what_was_drafted(simulated: ServerProces
     assert none["generated_text"] == answer["generated_text"] and "drafted_tokens" not in none["usage"]
     info = simulated.client.get("/info").json()
     assert info["max_drafts"] == 4 and info["replicas"][0]["drafter"] == "ngram"
-    drafted, accepted = (simulated.metric(f"servekit_spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted"))
+    drafted, accepted = (
+        simulated.metric(f"servekit_spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted")
+    )
     assert 0 < accepted < drafted
     assert accepted == simulated.metric("servekit_spec_decode_num_accepted_tokens_per_pos_total")
     simulated.wait_for_log(f'"accepted_tokens":{usage["accepted_tokens"]}')
@@ -66,7 +68,10 @@ def test_a_stop_string_within_a_span_leaves_no_token_in_any_account(simulated: S
     """The manager does not know stop strings: it commits the rest of a span behind one."""
     prompt = "Who counts?"
     text = simulated_answer(prompt, 400)
-    before = {name: simulated.metric(f"servekit_{name}") for name in ("generation_tokens_total", "request_generation_tokens_sum")}
+    before = {
+        name: simulated.metric(f"servekit_{name}")
+        for name in ("generation_tokens_total", "request_generation_tokens_sum")
+    }
     num_tokens = 0
     for end in range(60, 400, 17):  # somewhere in a span
         stop = text[end : end + 6]
@@ -98,7 +103,7 @@ def test_a_prediction_is_accepted_in_all_its_forms(simulated: ServerProcess) -> 
     assert simulated.client.post("/v1/chat/completions", json=body).status_code == 400
 
 
-# -- the demo model, with n-grams ----------------------------------------------------------------------------------------
+# -- the demo model, with n-grams --------------------------------------------------------------------------------------
 
 
 def ask_all(server: ServerProcess, **fields: Any) -> list[Any]:
