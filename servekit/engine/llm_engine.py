@@ -13,7 +13,6 @@ import logging
 import time
 from array import array
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +200,7 @@ class LLMEngine:
         self.model_path = path = await run_in_daemon_thread(find_model, self.config.model)
         self._tokenizer = await run_in_daemon_thread(load_tokenizer, path)
         self.chat_template = template = find_chat_template(path, self.config.chat_template)
-        self.speculative = await run_in_daemon_thread(partial(choose_drafter, self.config), path)
+        self.speculative = await run_in_daemon_thread(self._choose_drafter, path)
         load = load_model_message(self.config, str(path), self.speculative)
         if self._worker_pool is not None:
             self._worker_pool.start(load)
@@ -227,6 +226,9 @@ class LLMEngine:
             )
         self.metrics.watch_queue(lambda: self._queue_limits.usage(replicas.num_waiting, replicas.queued))
         self._main_loop = asyncio.create_task(self._serve(), name="servekit main loop")
+
+    def _choose_drafter(self, path: Path) -> SpeculativeConfig:
+        return choose_drafter(self.config, path)
 
     def _make_core(self, replica: Replica) -> EngineCore:
         """Make the core of a replica whose first worker is ready."""
