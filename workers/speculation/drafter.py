@@ -1,0 +1,101 @@
+"""The interface of drafters: they guess the next tokens of sequences, and the model verifies the guesses.
+
+Guesses change only the speed. A token is always the one that the model chooses without them, so a drafter may be wrong,
+make fewer drafts than it is asked for, or none. What it must not be is slow: it runs between two steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from servekit.protocol.messages import LoadModel, StepPlan
+from workers.attention.interface import AttentionBackend
+from workers.batch import Batch, SlotTable
+from workers.kv_cache.pages import KVCache
+from workers.loading.model_manager import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """A sequence that wants up to `max_drafts` guesses at the tokens behind its newest one.
+
+    Its tokens are the first `num_tokens` cells of its row of the token table. The newest one, at position
+    `num_tokens - 1`, is not computed yet: it is the first token of the chunk that will verify the drafts. The slot's
+    block table reaches up to position `num_tokens - 1 + max_drafts`.
+    """
+
+    slot: int
+    num_tokens: int
+    max_drafts: int  # at least 1
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Which hidden states of the model a drafter reads.
+
+    By default they are what the output head reads, [num_sampled, hidden_size], one row for each entry of
+    `Batch.sampling`: the row with `position` p is the state of position p - 1, from which the token at p was chosen.
+    """
+
+    of_all_tokens: bool = False  # [num_tokens, hidden_size], one row for each token of the step
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that drafts are made for, and what a drafter may read of its runner. A drafter changes none of it."""
+
+    loaded: LoadedModel
+    settings: LoadModel
+    attention: AttentionBackend
+    cache: KVCache  # a drafter's own keys and values can be in blocks with the same numbers
+    table: SlotTable  # tokens, block tables and sampling parameters by slot
+
+
+class Drafter(Protocol):
+    """Guesses tokens. The runner calls it in each step, also in steps in which no sequence wants drafts.
+
+    The order is: `begin`; `commit` for each sequence of which more became known; `propose`, if a sequence wants drafts;
+    then the model's forward pass and the choice of tokens; `observe`. On a GPU the host knows the chosen tokens later:
+    `commit` comes before the next `propose` for the sequence, and there may be several steps between.
+
+    A drafter inherits from this class. The methods that it does not need do nothing.
+    """
+
+    # Which hidden states `observe` gets. Steps are not CUDA graphs then, because a graph does not keep them.
+    hidden_states: HiddenStates | None = None
+    # Whether all ranks of a tensor-parallel group propose the same drafts by themselves. If not, they use rank 0's.
+    is_same_on_all_ranks: bool = False
+
+    def begin(self, plan: StepPlan) -> None:
+        """Prepare for a step. The plan is the manager's: it names slots that are assigned anew, and blocks to copy.
+
+        A drafter that keeps something for each block copies it for `plan.copies`, as the runner copies keys and values
+        before this. What it keeps for a slot is void if the slot is assigned anew. The token table has the plan's
+        known tokens already, and the block tables its new blocks.
+        """
+
+    def commit(self, slot: int, start: int, token_ids: tuple[int, ...]) -> None:
+        """Take tokens of a sequence that have become known on the host: prompt tokens, or tokens of its answer.
+
+        They are at positions from `start` on. What was committed for these positions or for later ones is void: a
+        sequence may go back by a few tokens. There may be a gap before `start` whose tokens the host does not know.
+        """
+
+    def propose(self, requests: list[DraftRequest]) -> list[tuple[int, ...]]:
+        """Return up to `max_drafts` token ids for each request; an empty tuple is no guess.
+
+        Behind an id that the model does not have, drafts are dropped, as are more than were wanted.
+        """
+        ...
+
+    def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
+        """See what the model has computed: the batch with its drafts, once the chosen tokens are in the token table.
+
+        The batch names the slot, position and blocks of each token, so a drafter with keys and values of its own can
+        compute them here for the same tokens. Some tokens are drafts that the model rejects: their positions are
+        computed again by a later step, before anything reads them. If a step is computed in parts, because it does not
+        fit into memory, this is called for each part, and for some parts twice.
+        """
