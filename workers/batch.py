@@ -23,7 +23,7 @@ MIN_TEMPERATURE = 1e-5  # dividing by less overflows; the result is the greedy o
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """How one row of logits is sampled."""
+    """How one row of logits is sampled. A chunk with drafts has several, at consecutive positions."""
 
     sampling: SamplingParams
     position: int  # of the token that is to be chosen
@@ -86,6 +86,15 @@ class SlotTable:
         self.num_blocks: Indices = np.zeros(num_slots, dtype=np.int64)
         self.slot_assignments: dict[int, SlotAssignment] = {}
 
+    def update(self, plan: StepPlan) -> None:
+        """Take over what the plan tells: slots that are assigned anew, new blocks, and known token ids."""
+        for assignment in plan.slot_assignments:
+            self.assign(assignment)
+        for chunk in plan.chunks:
+            self.append_blocks(chunk)
+        cached = [(assignment.slot, 0, assignment.token_ids) for assignment in plan.slot_assignments]
+        self.write(cached + [(chunk.slot, chunk.start, chunk.token_ids) for chunk in plan.chunks])
+
     def assign(self, assignment: SlotAssignment) -> None:
         """Give the slot to a new sequence; nothing of the former one is visible from then on."""
         self.slot_assignments[assignment.slot] = assignment
@@ -115,10 +124,14 @@ class SlotTable:
         self.block_tables[chunk.slot, count : count + len(chunk.new_block_ids)] = chunk.new_block_ids
         self.num_blocks[chunk.slot] += len(chunk.new_block_ids)
 
-    def sampling_row(self, chunk: ScheduledChunk) -> SamplingRow:
-        """Return how the chunk's last logits are sampled."""
-        assignment, position = self.slot_assignments[chunk.slot], chunk.start + chunk.num_tokens
-        return SamplingRow(assignment.sampling, position, chunk.slot, position - assignment.prompt_length)
+    def sampling_rows(self, chunk: ScheduledChunk) -> list[SamplingRow]:
+        """Return how the chunk's last logits are sampled, and with drafts those before each draft."""
+        assignment, stop = self.slot_assignments[chunk.slot], chunk.start + chunk.num_tokens + 1
+        sampling, slot, prompt_length = assignment.sampling, chunk.slot, assignment.prompt_length
+        return [
+            SamplingRow(sampling, position, slot, position - prompt_length)
+            for position in range(stop - 1 - chunk.num_drafts, stop)
+        ]
 
     def prompt_logprobs_chunk(self, index: int, first: int, chunk: ScheduledChunk) -> PromptLogprobsChunk | None:
         """Return which prompt tokens the chunk's logits predict; None where no logprobs of them are asked for.
@@ -134,14 +147,16 @@ class SlotTable:
 
 
 def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
-    """Bring the table up to date with the plan, and lay the step out flat."""
+    """Bring the table up to date with the plan, and lay the step out flat.
+
+    Chunks begin at `start`, and the plan has the token ids of their drafts: see workers/speculation/speculator.py.
+
+    A token is sampled after the chunk's last known token and after each draft. All of them are written to the token
+    table, behind their own positions. Those behind a rejected draft mean nothing. They do no harm: the sequence's next
+    chunk begins at its newest valid token, and every cell behind that one is written before it is read.
+    """
     device, block_size = table.token_ids.device, table.block_size
-    for assignment in plan.slot_assignments:
-        table.assign(assignment)
-    for chunk in plan.chunks:
-        table.append_blocks(chunk)
-    cached = [(assignment.slot, 0, assignment.token_ids) for assignment in plan.slot_assignments]
-    table.write(cached + [(chunk.slot, chunk.start, chunk.token_ids) for chunk in plan.chunks])
+    table.update(plan)
     slots = np.array([chunk.slot for chunk in plan.chunks])
     begins = np.array([chunk.start for chunk in plan.chunks])
     num_queries = np.array([chunk.num_tokens for chunk in plan.chunks])
@@ -152,13 +167,17 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
     token_slots = slots.repeat(num_queries)
     blocks = table.block_tables[token_slots, positions // block_size]
     width = -(-int(num_keys.max()) // block_size)
-    sampled = [index for index, chunk in enumerate(plan.chunks) if chunk.samples]
+    sampling = [index for index, chunk in enumerate(plan.chunks) if chunk.samples]
+    num_rows = np.array([1 + plan.chunks[index].num_drafts for index in sampling], dtype=np.int64)
+    # Of each sampled row: its chunk, and how many rows of that chunk are behind it.
+    sampled = np.array(sampling, dtype=np.int64).repeat(num_rows)
+    num_behind = (num_rows.cumsum() - 1).repeat(num_rows) - np.arange(len(sampled))
     cells, position_ids, logits_indices, sampled_cells, query_starts, lengths, block_table, slot_mapping = to_device(
         [
             token_slots * table.row_length + positions,
             positions,
-            ends[sampled] - 1,
-            (slots * table.row_length + num_keys)[sampled],
+            ends[sampled] - 1 - num_behind,
+            (slots * table.row_length + num_keys)[sampled] - num_behind,
             np.append(first, ends[-1]).astype(np.int32),
             num_keys.astype(np.int32),
             table.block_tables[slots, :width],
@@ -174,6 +193,6 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
         attention=attention,
         logits_indices=logits_indices,
         sampled_cells=sampled_cells,
-        sampling=[table.sampling_row(plan.chunks[index]) for index in sampled],
+        sampling=[row for index in sampling for row in table.sampling_rows(plan.chunks[index])],
         prompt_logprobs=[chunk for chunk in prompts if chunk is not None],
     )

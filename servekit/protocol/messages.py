@@ -2,7 +2,7 @@
 
 Fields are append-only. A `StepPlan` is self-contained as far as tokens go: it carries every token id that the manager
 knows for the positions it schedules, and the block tables of the sequences it gives a slot. So its size grows with the
-step's token budget, and with the cached tokens of prompts whose sampling looks back at them.
+step's token budget, and with the cached tokens of prompts that sampling looks back at, or that drafts may repeat.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Leaving(Struct, frozen=True, tag="leaving"):
 class SlotAssignment(Struct, frozen=True, array_like=True, gc=False):
     """Assign a slot to a sequence: forget what the slot held before, and sample with these parameters from now on.
 
-    Tokens whose KV is in the prefix cache are in no chunk. Where sampling depends on them, they are here.
+    Tokens whose KV is in the prefix cache are in no chunk. Where sampling or drafts depend on them, they are here.
     """
 
     slot: int

@@ -699,7 +699,9 @@ class WorkloadManager:
         self.waiting_queue.admitted(sequence)
         sampling = sequence.sampling
         stop_token_ids = tuple(sequence.stop_set) if sampling.min_tokens else ()
-        known = tuple(sequence.token_ids[: sequence.num_computed]) if sampling.looks_back else ()
+        # Sampling may look back at them, and drafts may repeat them.
+        is_read = sampling.looks_back or sequence.max_drafts
+        known = tuple(sequence.token_ids[: sequence.num_computed]) if is_read else ()
         group_id = (sequence.leader or sequence).sequence_id
         step.slot_assignments.append(
             SlotAssignment(

@@ -15,6 +15,7 @@ from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.service import RecklessPredictor
 from workers.loading.model_manager import LoadedModel, ModelManager
 from workers.runner.model_runner import ModelRunner
+from workers.speculation.drafter import Drafter
 
 
 class InProcessEngine:
@@ -31,7 +32,10 @@ class InProcessEngine:
         max_steps_in_flight: int = 1,
         kv_cache_dtype: str = "auto",
         pipeline_parallel_size: int = 1,
+        max_drafts: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
+        """With `max_drafts`, plans have as many drafts as the manager finds worth it; `drafter` makes them."""
         settings = LoadModel(
             model_path=loaded.model.name_or_path,
             dtype="auto",
@@ -46,6 +50,8 @@ class InProcessEngine:
             kv_cache_dtype=kv_cache_dtype,
         )
         self.runner = ModelRunner(loaded, settings)
+        if drafter is not None:
+            self.runner.speculate(drafter)
         self.manager = WorkloadManager(
             SchedulerConfig(
                 num_blocks=num_blocks,
@@ -56,6 +62,7 @@ class InProcessEngine:
                 eos_token_ids=frozenset(loaded.info.eos_token_ids),
                 max_steps_in_flight=max_steps_in_flight,
                 pipeline_parallel_size=pipeline_parallel_size,
+                max_drafts=max_drafts,
             ),
             RecklessPredictor(block_size),
         )

@@ -1,4 +1,4 @@
-"""Find a model's decoder, and run its output head again over what the decoder computed.
+"""Find a model's decoder, keep what it computes, and run the model's output head again over it.
 
 Output heads differ: some scale logits, some cap them, some have a bias. So servekit does not rebuild them. It runs the
 model's own forward pass again, in which the decoder returns the hidden states that it computed before.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
@@ -59,3 +59,20 @@ class _FirstOutput:
         if self._output is None:
             self._output = self._compute(*arguments, **options)
         return self._output
+
+
+class LastHiddenStates:
+    """Keeps the hidden states that a decoder returned last: what the output head reads."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._states: Tensor | None = None
+        decoder.register_forward_hook(self._note)
+
+    def take(self) -> Tensor:
+        """Return [num_tokens, hidden_size] of the newest forward pass. May be called once for each."""
+        states, self._states = self._states, None
+        assert states is not None, "no forward pass since the last call"
+        return states
+
+    def _note(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        self._states = output.last_hidden_state[0]

@@ -2,7 +2,8 @@
 
 A plan's way through the runner: `launch` prepares a batch, `_execute` runs the forward pass and chooses tokens, and the
 outputs are read once the device has passed an event. Where memory does not hold a step, `_execute_in_parts` does the
-same with a few tokens at a time.
+same with a few tokens at a time. With speculative decoding, the plan is resolved before that, and the outputs are cut to
+spans behind it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from workers.device.memory import allocation_refused_as, cpu_memory, describe_me
 from workers.device.transfer import DeviceEvent, to_device, to_host
 from workers.kv_cache.kv_quantization import FLOAT8_PAGES
 from workers.kv_cache.pages import KVCache, LayerShape, bytes_per_block
-from workers.loading.decoder_output import computed_once
+from workers.loading.decoder_output import LastHiddenStates, computed_once
 from workers.loading.kv_scales import with_checkpoint_scales
 from workers.loading.model_manager import LoadedModel, ModelManager
 from workers.parallel.ranks import Ranks
@@ -63,6 +64,9 @@ from workers.sampling.penalties import adjust
 from workers.sampling.sampler import sample
 from workers.sampling.structured_output import GrammarBatch, GrammarMasks
 from workers.sampling.token_bans import ban
+from workers.speculation.choose import make_drafter
+from workers.speculation.drafter import Drafter, Target
+from workers.speculation.speculator import Speculator
 
 log = logging.getLogger("servekit.worker")
 
@@ -82,6 +86,11 @@ class SampledTokens:
     failures: tuple[tuple[int, str], ...]  # (row, error) of grammars
     deferred: tuple[int, ...]  # rows whose token is not valid, because their grammar's mask was late
 
+    @property
+    def invalid_rows(self) -> set[int]:
+        """The rows without a valid token."""
+        return {*self.deferred, *(row for row, _ in self.failures)}
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
@@ -91,8 +100,16 @@ class StepOutputs:
     sampled: SampledTokens | None  # None where no chunk samples
     prompt_logprobs: PendingPromptLogprobs | None  # None where no chunk asks
 
+    @property
+    def invalid_rows(self) -> set[int]:
+        """The rows without a valid token."""
+        return set() if self.sampled is None else self.sampled.invalid_rows
+
     def read(self) -> StepResult:
-        """Return the result, without its time. Call it once a DeviceEvent is complete that was recorded after this."""
+        """Return the result, without its time, with a token for each sampled row.
+
+        Call it once a DeviceEvent is complete that was recorded after this.
+        """
         sampled, prompts = self.sampled, self.prompt_logprobs
         return StepResult(
             epoch=self.plan.epoch,
@@ -112,8 +129,13 @@ class MergedOutputs:
 
     result: StepResult
 
+    @property
+    def invalid_rows(self) -> set[int]:
+        """The rows without a valid token."""
+        return {*self.result.deferred, *(row for row, _ in self.result.failures)}
+
     def read(self) -> StepResult:
-        """Return the result, without its time."""
+        """Return the result, without its time, with a token for each sampled row."""
         return self.result
 
 
@@ -167,6 +189,22 @@ class ModelRunner:
         self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
         tokenizer_file = Path(settings.model_path) / "tokenizer.json"
         self.grammars = GrammarMasks(tokenizer_file, loaded.info.vocab_size, loaded.info.eos_token_ids, num_slots)
+        self._speculator: Speculator | None = None
+        self._hidden_states: LastHiddenStates | None = None
+        drafter = make_drafter(Target(loaded, settings, self.attention, self.cache, self.table))
+        if drafter is not None:
+            self.speculate(drafter)
+
+    def speculate(self, drafter: Drafter) -> None:
+        """Verify the drafts of this drafter from now on. No sequence has a slot yet."""
+        self._speculator = Speculator(drafter, self.table, self.loaded.info.vocab_size, self._group)
+        if drafter.hidden_states is not None:
+            self._hidden_states = LastHiddenStates(self.loaded.decoder)
+
+    @property
+    def needs_hidden_states(self) -> bool:
+        """Whether a drafter reads the hidden states of each step. A CUDA graph does not keep them."""
+        return self._hidden_states is not None
 
     @property
     def runs_ahead(self) -> bool:
@@ -182,38 +220,51 @@ class ModelRunner:
         """Compute the step's chunks, and choose a token for each chunk that samples.
 
         Where memory does not hold the step at once, it is computed in parts. Raises OutOfMemory if that does not help.
-        Nothing in here waits for the device, with three exceptions: rows with a grammar wait for the step before this
-        one, and for this one's forward pass if their masks are late; parts wait for each other; and capturing a graph
-        waits.
+        Nothing in here waits for the device, with four exceptions: rows with a grammar wait for the step before this
+        one, and for this one's forward pass if their masks are late; drafts wait for the steps before this one; parts
+        wait for each other; and capturing a graph waits.
         """
         launched_s = time.monotonic()
-        batch = self._prepare(plan)
+        plan, batch = self._prepare(plan)
         outputs = self._execute_within_memory(plan, batch)
         # Recorded for every step, also where no chunk samples: no step is reported before it is complete.
         end = DeviceEvent(self.loaded.device)
+
+        def read() -> StepResult:
+            end.wait()
+            return outputs.read()
+
+        speculator = self._speculator
+        step = None if speculator is None else speculator.launched(plan, read, outputs.invalid_rows)
 
         def finish() -> StepResult:
             end.wait()
             # A step that was launched ahead began when the step before it was complete, or when that was noticed.
             started_s, self._finished_s = max(launched_s, self._finished_s), time.monotonic()
-            return replace(outputs.read(), step_time_s=self._finished_s - started_s)
+            result = read() if speculator is None or step is None else speculator.settle(step)
+            return replace(result, step_time_s=self._finished_s - started_s)
 
         return Pending(end.is_complete, finish)
 
-    def _prepare(self, plan: StepPlan) -> Batch:
-        """Apply what the plan changes before anything is computed, and return the inputs. Raises OutOfMemory."""
+    def _prepare(self, plan: StepPlan) -> tuple[StepPlan, Batch]:
+        """Apply what the plan changes before anything is computed. Raises OutOfMemory.
+
+        Returns the inputs, and the plan that is executed: with speculation, it names the drafts.
+        """
         try:
             return self._apply(plan)
         except OutOfMemory as error:
             raise OutOfMemory(f"the inputs of a step of {plan.num_tokens} tokens do not fit: {error}") from None
 
     @raises_out_of_memory
-    def _apply(self, plan: StepPlan) -> Batch:
+    def _apply(self, plan: StepPlan) -> tuple[StepPlan, Batch]:
         if plan.copies:
             self.cache.copy_blocks(*to_device(list(np.array(plan.copies).T), self.loaded.device))
         if self._stage is not None and self._stage.is_first:
             self._stage.receive_tokens(self.table.token_ids)
-        return make_batch(plan, self.table)
+        if self._speculator is not None:
+            plan = self._speculator.resolve(plan)
+        return plan, make_batch(plan, self.table)
 
     def _execute_within_memory(self, plan: StepPlan, batch: Batch) -> StepOutputs | MergedOutputs:
         """Execute the step at once; if memory does not hold it, in parts of half as many tokens, and so on."""
@@ -260,6 +311,8 @@ class ModelRunner:
         grammars = self.grammars.begin(batch.sampling, self.table)
         raw_logits, of_prompts = self._compute(batch)
         sampled = self._choose(raw_logits, batch, grammars) if batch.sampling else None
+        if self._speculator is not None:
+            self._speculator.observe(batch, self._taken_hidden_states(batch))
         return StepOutputs(plan, sampled, of_prompts)
 
     def _choose(self, raw_logits: Tensor, batch: Batch, grammars: GrammarBatch) -> SampledTokens:
@@ -286,6 +339,14 @@ class ModelRunner:
         logprobs = sampled_logprobs(raw_logits, token_ids, rows)
         return SampledTokens(to_host(token_ids), logprobs, constrained.failures, constrained.deferred)
 
+    def _taken_hidden_states(self, batch: Batch) -> Tensor | None:
+        """Return the hidden states of the newest forward pass that the drafter reads."""
+        wanted = None if self._speculator is None else self._speculator.drafter.hidden_states
+        if self._hidden_states is None or wanted is None:
+            return None
+        states = self._hidden_states.take()
+        return states if wanted.of_all_tokens else states[batch.logits_indices]
+
     def _compute(self, batch: Batch) -> tuple[Tensor, PendingPromptLogprobs | None]:
         """Return logits [num_sampled, vocab_size] in float32, and the logprobs of prompts that are asked for."""
         if self._graphs is not None:
@@ -304,9 +365,11 @@ class ModelRunner:
 
     def _forward(self, batch: Batch, token_indices: Tensor) -> Tensor:
         """Return logits [num_indices, vocab_size] in float32 for those indices of the step's flat tokens."""
-        # The next stage needs the hidden states of all tokens.
+        # The next stage needs the hidden states of all tokens, as some drafters do.
         is_last_stage = self._stage is None or self._stage.is_last
-        wanted = None if batch.prompt_logprobs or not is_last_stage else token_indices
+        drafter = None if self._speculator is None else self._speculator.drafter
+        is_observed = drafter is not None and drafter.hidden_states is not None and drafter.hidden_states.of_all_tokens
+        wanted = None if batch.prompt_logprobs or is_observed or not is_last_stage else token_indices
         paged = PagedStep(self.attention, self.cache, batch.attention, wanted)
         return self._logits(batch.input_ids[None], batch.position_ids[None], paged, token_indices).float()
 
@@ -422,6 +485,9 @@ def _capture(runner: ModelRunner) -> None:
             "decode steps are launched one kernel at a time: %s attention cannot be captured as a CUDA graph",
             runner.attention.name,
         )
+        return
+    if runner.needs_hidden_states:
+        log.warning("decode steps are launched one kernel at a time: the drafter reads hidden states, which graphs drop")
         return
     try:
         runner.capture_decodes(CudaCapture())

@@ -53,16 +53,21 @@ def split_plan(plan: StepPlan, max_tokens: int) -> Iterator[PlanPart]:
 
     Slot assignments, new blocks and known tokens are left out: the slot table has them from the attempt at the whole
     plan. So a part can be executed twice without harm: it writes the same values to the same cells.
+
+    The rows of a chunk with drafts may be in several parts. What the first of them samples replaces the draft in the
+    token table. If it differs, the draft is rejected, and with it everything that later parts compute behind it.
     """
     chunks: list[ScheduledChunk] = []
     indices: list[int] = []
     num_left = max_tokens
     for index, chunk in enumerate(plan.chunks):
         start, stop = chunk.start, chunk.start + chunk.num_tokens
+        first_sampled = stop - 1 - chunk.num_drafts if chunk.samples else stop
         while start < stop:
             num_tokens = min(num_left, stop - start)
-            samples = chunk.samples and start + num_tokens == stop
-            chunks.append(ScheduledChunk(chunk.slot, start, num_tokens, (), (), samples))
+            num_rows = max(0, start + num_tokens - max(start, first_sampled))
+            part = ScheduledChunk(chunk.slot, start, num_tokens, (), (), num_rows > 0, max(0, num_rows - 1))
+            chunks.append(part)
             indices.append(index)
             start, num_left = start + num_tokens, num_left - num_tokens
             if not num_left:
@@ -73,7 +78,10 @@ def split_plan(plan: StepPlan, max_tokens: int) -> Iterator[PlanPart]:
 
 
 def merge_results(parts: list[tuple[StepResult, list[int]]]) -> StepResult:
-    """Return the whole plan's result, given each part's in order and the `chunk_indices` of the part."""
+    """Return the whole plan's result, given each part's in order and the `chunk_indices` of the part.
+
+    All results have a token for each sampled row: spans come later.
+    """
     results = [result for result, _ in parts]
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # by the whole plan's chunk, of which there may be several parts
     for result, chunk_indices in parts:

@@ -17,7 +17,7 @@ from workers.speculation.drafter import Drafter, DraftRequest
 # How many of the newest tokens must have stood together before. More are looked up first, because their continuation
 # is right more often.
 LENGTHS = (4, 2)
-MIN_PLACES = 256  # of an index; a power of two
+MIN_PLACES = 256  # of an index
 FEW = 16  # so many n-grams are entered one by one; for more of them, numpy is faster
 _MASK64 = 2**64 - 1
 # Odd numbers without a pattern: the fractions of the golden ratio and of the square roots of 2, 3 and 5.
@@ -25,7 +25,7 @@ _FACTORS = (0x9E3779B97F4A7C15, 0x6A09E667F3BCC909, 0xBB67AE8584CAA73B, 0x3C6EF3
 
 
 class NgramDrafter(Drafter):
-    """Keeps the tokens of each slot's sequence with an index of their n-grams: at most 48 bytes for each token.
+    """Keeps the tokens of each slot's sequence with an index of their n-grams: at most 40 bytes for each token.
 
     A sequence takes 4 to 5 bytes a token for its tokens, and 8 to 16 for each index. They are freed when the slot is
     assigned anew.
@@ -103,8 +103,8 @@ class IndexedText:
         self._num_indexed = max(self._num_indexed, num_tokens)
 
     def _make_indexes(self, num_tokens: int) -> None:
-        """Make empty indexes of four places for each token. They last until the text is twice as long."""
-        bits = max(MIN_PLACES, 4 * num_tokens).bit_length() - 1
+        """Make empty indexes of two to four places for each token. The next ones are at least twice as large."""
+        bits = max(MIN_PLACES, 2 * num_tokens).bit_length()
         self._indexes = [array("i", bytes(4 << bits)) for _ in LENGTHS]
         self._shift = 64 - bits
         self._num_indexed = 0
@@ -116,7 +116,7 @@ class IndexedText:
             for position in range(first, stop):
                 index[self._place(tokens[position - length : position])] = position
             return
-        of_text = np.frombuffer(tokens, dtype=np.int32).astype(np.uint64)[first - length : stop - 1]
+        of_text = np.frombuffer(tokens, dtype=np.int32)[first - length : stop - 1].astype(np.uint64)
         hashes = np.zeros(stop - first, dtype=np.uint64)
         for number in range(length):
             hashes += of_text[number : number + stop - first] * np.uint64(_FACTORS[number])

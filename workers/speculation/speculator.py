@@ -1,0 +1,234 @@
+"""Put drafts into the steps of a worker, and learn from their results how far each sequence has come.
+
+The manager's plan says how many drafts a chunk may have, and where it begins at the most. Only the worker knows the
+drafts, and which of them were accepted. So the plan is *resolved* before it is executed: each chunk begins at its
+sequence's newest token, and has the token ids of its drafts. From there on, drafts are known tokens like others.
+
+On a CPU a step is complete before the next one begins, so everything is known. On a GPU, steps are launched ahead. A
+plan then waits for the steps before it if it has drafts, because they continue tokens that the host must know, or a
+sequence whose drafts are being verified. Other plans wait for nothing. A wait costs what the device idles until the
+next step is launched: drafting and preparing it, some 1 ms in a step that gives several tokens for one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, StepResult
+from workers.batch import Batch, SlotTable
+from workers.parallel.rank_group import RankGroup
+from workers.speculation.acceptance import accept_drafts, drafts_of
+from workers.speculation.drafter import Drafter, DraftRequest
+
+NO_TOKEN = -1
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """How far the sequence in a slot has come, as the host knows it."""
+
+    assignment: SlotAssignment
+    num_tokens: int = 0  # the newest token, which is not computed yet, is at position num_tokens - 1
+    newest: int = NO_TOKEN  # its id; NO_TOKEN while it is on its way to the host
+    is_verifying: bool = False  # a step in flight has drafts of it, so that num_tokens is not known
+    # The row that its newest token comes from was deferred, or failed. Until the manager sends known tokens, there is
+    # no token for the chunks behind it, and what they sample is ignored.
+    is_stalled: bool = False
+
+    @property
+    def may_have_drafts(self) -> bool:
+        """Whether drafts can be verified. There is one mask for each row with a grammar, so only one position."""
+        is_constrained = self.assignment.sampling.grammar is not None or self.assignment.grammar is not None
+        return not (is_constrained or self.is_stalled)
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """A step that was launched, and whose result may not have been read."""
+
+    plan: StepPlan  # resolved
+    read: Callable[[], StepResult]  # waits for the step; one token for each sampled row
+    # Of each chunk that samples; None if its tokens are to be ignored.
+    progress: list[_Progress | None] = field(default_factory=list)
+    result: StepResult | None = None  # with spans
+
+
+class Speculator:
+    """Owns the drafts of a runner's steps, and what the host knows of the sequences in its slots."""
+
+    def __init__(self, drafter: Drafter, table: SlotTable, vocab_size: int, group: RankGroup | None = None) -> None:
+        """`group` has the ranks that compute the same steps. All of them must verify the same drafts."""
+        self.drafter = drafter
+        self._table = table
+        self._vocab_size = vocab_size
+        self._group = group
+        self._progress: dict[int, _Progress] = {}  # by slot
+        self._in_flight: deque[LaunchedStep] = deque()  # those that are not settled, the oldest first
+
+    # -- before a step ------------------------------------------------------------------------------------------------
+
+    def resolve(self, plan: StepPlan) -> StepPlan:
+        """Take over what the plan tells, and return it with the true beginning and the drafts of each chunk.
+
+        The resolved plan has no slot assignments, new blocks and known tokens: the token table and the block tables
+        have them.
+        """
+        self._table.update(plan)
+        for assignment in plan.slot_assignments:
+            self._progress[assignment.slot] = _Progress(assignment)
+        self.drafter.begin(plan)
+        if self._must_wait(plan):
+            self._settle_all()
+        self._learn(plan)
+        drafts = self._propose(plan)
+        chunks = [self._resolved(chunk, drafts.get(chunk.slot, ())) for chunk in plan.chunks]
+        return StepPlan(plan.epoch, plan.step_id, (), tuple(chunks))
+
+    def _must_wait(self, plan: StepPlan) -> bool:
+        """Return whether the plan needs something that steps in flight have not brought to the host yet."""
+        if not self._in_flight:
+            return False
+        return any(
+            (chunk.num_drafts and self._progress[chunk.slot].may_have_drafts)
+            or (not chunk.token_ids and self._progress[chunk.slot].is_verifying)
+            for chunk in plan.chunks
+        )
+
+    def _learn(self, plan: StepPlan) -> None:
+        """Take over the tokens that the manager knows. It sends them only if none of the sequence is in flight."""
+        for assignment in plan.slot_assignments:
+            if assignment.token_ids:
+                self.drafter.commit(assignment.slot, 0, assignment.token_ids)
+        for chunk in plan.chunks:
+            if chunk.token_ids:
+                progress, num_known = self._progress[chunk.slot], chunk.num_tokens - chunk.num_drafts
+                progress.num_tokens = chunk.start + num_known
+                progress.newest = chunk.token_ids[num_known - 1]
+                progress.is_verifying = progress.is_stalled = False
+                self.drafter.commit(chunk.slot, chunk.start, chunk.token_ids)
+
+    def _propose(self, plan: StepPlan) -> dict[int, tuple[int, ...]]:
+        """Return the drafts for each slot that has any."""
+        requests = []
+        for chunk in plan.chunks:
+            progress = self._progress[chunk.slot]
+            if chunk.num_drafts and progress.may_have_drafts:
+                # The token behind the last draft needs a cell, too.
+                num_wanted = min(chunk.num_drafts, self._table.row_length - 1 - progress.num_tokens)
+                if num_wanted > 0:
+                    requests.append(DraftRequest(chunk.slot, progress.num_tokens, num_wanted))
+        if not requests:
+            return {}
+        proposed = self.drafter.propose(requests)
+        if self._group is not None and not self.drafter.is_same_on_all_ranks:
+            proposed = _broadcast(self._group, requests, proposed)
+        return {
+            request.slot: self._usable(drafts[: request.max_drafts])
+            for request, drafts in zip(requests, proposed, strict=True)
+        }
+
+    def _usable(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the drafts before the first one that the model has no embedding for."""
+        for number, token_id in enumerate(drafts):
+            if not 0 <= token_id < self._vocab_size:
+                return drafts[:number]
+        return drafts
+
+    def _resolved(self, chunk: ScheduledChunk, drafts: tuple[int, ...]) -> ScheduledChunk:
+        progress, num_known = self._progress[chunk.slot], chunk.num_tokens - chunk.num_drafts
+        # Without a token to begin with, the manager's bound is as good as any position: nothing of it is used.
+        is_exact = chunk.token_ids or progress.is_stalled
+        start = chunk.start if is_exact else progress.num_tokens - 1
+        assert is_exact or (num_known == 1 and start <= chunk.start), f"{chunk} does not begin at {start}"
+        token_ids = (progress.newest, *drafts) if drafts else ()
+        return ScheduledChunk(
+            chunk.slot, start, num_known + len(drafts), token_ids, (), chunk.samples, num_drafts=len(drafts)
+        )
+
+    # -- after its launch ---------------------------------------------------------------------------------------------
+
+    def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
+        """Show the drafter what the model has computed."""
+        self.drafter.observe(batch, hidden_states)
+
+    def launched(self, plan: StepPlan, read: Callable[[], StepResult], invalid_rows: Collection[int]) -> LaunchedStep:
+        """Note that a resolved plan was launched. In `invalid_rows` no valid token is sampled.
+
+        `read` waits for the step, and returns one token for each sampled row.
+        """
+        step = LaunchedStep(plan, read)
+        sampling = [chunk for chunk in plan.chunks if chunk.samples]
+        row = 0
+        for chunk, drafts in zip(sampling, drafts_of(plan), strict=True):
+            progress = self._progress[chunk.slot]
+            step.progress.append(None if progress.is_stalled else progress)
+            if drafts:
+                progress.is_verifying = True
+            elif row in invalid_rows:
+                progress.is_stalled = True
+            elif not progress.is_stalled:
+                progress.num_tokens, progress.newest = chunk.start + chunk.num_tokens + 1, NO_TOKEN
+            row += 1 + len(drafts)
+        self._in_flight.append(step)
+        return step
+
+    def settle(self, step: LaunchedStep) -> StepResult:
+        """Wait for a step, and return its result with spans. Takes over its tokens, and those of all steps before it.
+
+        May be called several times.
+        """
+        while step.result is None:
+            self._settle_oldest()
+        return step.result
+
+    def _settle_all(self) -> None:
+        while self._in_flight:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        step = self._in_flight.popleft()
+        step.result = result = accept_drafts(step.plan, step.read())
+        invalid = {*result.deferred, *(span for span, _ in result.failures)}
+        sampling = [chunk for chunk in step.plan.chunks if chunk.samples]
+        counts = result.counts or (1,) * len(sampling)
+        first = 0
+        for span, (chunk, progress, count) in enumerate(zip(sampling, step.progress, counts, strict=True)):
+            token_ids = result.token_ids[first : first + count]
+            first += count
+            # The slot may have been assigned anew meanwhile.
+            if progress is not None and self._progress[chunk.slot] is progress:
+                self._take(progress, chunk, token_ids, is_valid=span not in invalid)
+
+    def _take(
+        self, progress: _Progress, chunk: ScheduledChunk, token_ids: tuple[int, ...], *, is_valid: bool
+    ) -> None:
+        """Take over the tokens that a chunk has sampled."""
+        start = chunk.start + chunk.num_tokens - chunk.num_drafts  # of the first of them
+        if chunk.num_drafts:
+            progress.is_verifying = False
+        if not is_valid:
+            progress.is_stalled = True
+            return
+        if chunk.num_drafts:
+            progress.num_tokens = start + len(token_ids)
+        if progress.num_tokens == start + len(token_ids):  # no later step has sampled another one
+            progress.newest = token_ids[-1]
+        self.drafter.commit(chunk.slot, start, token_ids)
+
+
+def _broadcast(
+    group: RankGroup, requests: list[DraftRequest], proposed: list[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """Return the drafts that rank 0 proposes, on every rank."""
+    width = max(request.max_drafts for request in requests)
+    drafts = torch.full((len(requests), width), NO_TOKEN, dtype=torch.int64)
+    for row, of_request in enumerate(proposed):
+        of_request = of_request[:width]
+        drafts[row, : len(of_request)] = torch.tensor(of_request, dtype=torch.int64)
+    # Behind the last draft there is NO_TOKEN, where they are cut.
+    return [tuple(of_request) for of_request in group.broadcast(drafts).tolist()]
