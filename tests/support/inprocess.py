@@ -13,6 +13,7 @@ from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.service import RecklessPredictor
+from tests.support.drafters import VaryingDraftLengths
 from workers.loading.model_manager import LoadedModel, ModelManager
 from workers.runner.model_runner import ModelRunner
 from workers.speculation.drafter import Drafter
@@ -35,7 +36,7 @@ class InProcessEngine:
         max_drafts: int = 0,
         drafter: Drafter | None = None,
     ) -> None:
-        """With `max_drafts`, plans have as many drafts as the manager finds worth it; `drafter` makes them."""
+        """With a drafter, steps have up to `max_drafts` drafts for each sequence, whether they pay or not."""
         settings = LoadModel(
             model_path=loaded.model.name_or_path,
             dtype="auto",
@@ -66,6 +67,8 @@ class InProcessEngine:
             ),
             RecklessPredictor(block_size),
         )
+        if drafter is not None:
+            self.manager.draft_lengths = VaryingDraftLengths(max_drafts)
         self.num_steps = 0
         self.num_copies = 0
         self.num_failures = 0  # of grammars, including those of sequences that have ended meanwhile

@@ -125,12 +125,10 @@ class Speculator:
         if not requests:
             return {}
         proposed = self.drafter.propose(requests)
+        drafts = [self._usable(each[: request.max_drafts]) for request, each in zip(requests, proposed, strict=True)]
         if self._group is not None and not self.drafter.is_same_on_all_ranks:
-            proposed = _broadcast(self._group, requests, proposed)
-        return {
-            request.slot: self._usable(drafts[: request.max_drafts])
-            for request, drafts in zip(requests, proposed, strict=True)
-        }
+            drafts = _broadcast(self._group, drafts, max(request.max_drafts for request in requests))
+        return {request.slot: each for request, each in zip(requests, drafts, strict=True)}
 
     def _usable(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
         """Return the drafts before the first one that the model has no embedding for."""
@@ -221,14 +219,10 @@ class Speculator:
         self.drafter.commit(chunk.slot, start, token_ids)
 
 
-def _broadcast(
-    group: RankGroup, requests: list[DraftRequest], proposed: list[tuple[int, ...]]
-) -> list[tuple[int, ...]]:
-    """Return the drafts that rank 0 proposes, on every rank."""
-    width = max(request.max_drafts for request in requests)
-    drafts = torch.full((len(requests), width), NO_TOKEN, dtype=torch.int64)
-    for row, of_request in enumerate(proposed):
-        of_request = of_request[:width]
-        drafts[row, : len(of_request)] = torch.tensor(of_request, dtype=torch.int64)
-    # Behind the last draft there is NO_TOKEN, where they are cut.
-    return [tuple(of_request) for of_request in group.broadcast(drafts).tolist()]
+def _broadcast(group: RankGroup, drafts: list[tuple[int, ...]], max_drafts: int) -> list[tuple[int, ...]]:
+    """Return rank 0's drafts on every rank. All ranks have the same requests, but may have made other drafts."""
+    table = torch.full((len(drafts), max_drafts), NO_TOKEN, dtype=torch.int64)
+    for row, of_request in enumerate(drafts):
+        table[row, : len(of_request)] = torch.tensor(of_request, dtype=torch.int64)
+    group.broadcast(table)
+    return [tuple(token_id for token_id in row if token_id != NO_TOKEN) for row in table.tolist()]
