@@ -140,7 +140,7 @@ def test_other_errors_of_a_step_stay_as_they_are() -> None:
 def cells(chunks: list[tuple[int, ScheduledChunk]]) -> list[tuple[int, int, int, bool]]:
     """(index, slot, position, samples) of each token."""
     return [
-        (index, chunk.slot, position, chunk.samples and position == chunk.start + chunk.num_tokens - 1)
+        (index, chunk.slot, position, chunk.samples and position >= chunk.start + chunk.num_tokens - 1 - chunk.num_drafts)
         for index, chunk in chunks
         for position in range(chunk.start, chunk.start + chunk.num_tokens)
     ]
@@ -151,6 +151,7 @@ def test_parts_of_a_plan_are_the_plan_and_nothing_else(max_tokens: int) -> None:
     chunks = (
         ScheduledChunk(3, 10, 1, (5,), (2,), True),
         ScheduledChunk(0, 4, 17, (), (), True),
+        ScheduledChunk(2, 30, 6, (8, 1, 2, 3, 4, 5), (), True, 5),  # with drafts
         ScheduledChunk(1, 0, 9, tuple(range(9)), (1,), False),
     )
     parts = list(split_plan(StepPlan(2, 7, (), chunks), max_tokens))
