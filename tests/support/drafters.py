@@ -67,7 +67,7 @@ class OracleDrafter(WatchingDrafter):
                 right = text[length : length + max_drafts]
                 if self._num_right is None:
                     return tuple(right)
-                return tuple([*right[: self._num_right], *(token ^ 1 for token in right[self._num_right :])])
+                return (*right[: self._num_right], *(token ^ 1 for token in right[self._num_right :]))
         return ()
 
 

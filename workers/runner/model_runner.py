@@ -2,8 +2,8 @@
 
 A plan's way through the runner: `launch` prepares a batch, `_execute` runs the forward pass and chooses tokens, and the
 outputs are read once the device has passed an event. Where memory does not hold a step, `_execute_in_parts` does the
-same with a few tokens at a time. With speculative decoding, the plan is resolved before that, and the outputs are cut to
-spans behind it.
+same with a few tokens at a time. With speculative decoding, the plan gets its drafts before all that, and the outputs
+are cut to spans afterwards.
 """
 
 from __future__ import annotations
@@ -487,7 +487,9 @@ def _capture(runner: ModelRunner) -> None:
         )
         return
     if runner.needs_hidden_states:
-        log.warning("decode steps are launched one kernel at a time: the drafter reads hidden states, which graphs drop")
+        log.warning(
+            "decode steps are launched one kernel at a time: the drafter reads hidden states, which graphs drop"
+        )
         return
     try:
         runner.capture_decodes(CudaCapture())

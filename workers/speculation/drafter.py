@@ -7,7 +7,6 @@ make fewer drafts than it is asked for, or none. What it must not be is slow: it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -54,14 +53,14 @@ class Target:
     table: SlotTable  # tokens, block tables and sampling parameters by slot
 
 
-class Drafter(Protocol):
+class Drafter:
     """Guesses tokens. The runner calls it in each step, also in steps in which no sequence wants drafts.
 
     The order is: `begin`; `commit` for each sequence of which more became known; `propose`, if a sequence wants drafts;
     then the model's forward pass and the choice of tokens; `observe`. On a GPU the host knows the chosen tokens later:
     `commit` comes before the next `propose` for the sequence, and there may be several steps between.
 
-    A drafter inherits from this class. The methods that it does not need do nothing.
+    Subclasses override what they need; the other methods do nothing.
     """
 
     # Which hidden states `observe` gets. Steps are not CUDA graphs then, because a graph does not keep them.
@@ -89,7 +88,7 @@ class Drafter(Protocol):
 
         Behind an id that the model does not have, drafts are dropped, as are more than were wanted.
         """
-        ...
+        return [()] * len(requests)
 
     def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
         """See what the model has computed: the batch with its drafts, once the chosen tokens are in the token table.

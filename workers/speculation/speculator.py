@@ -202,9 +202,7 @@ class Speculator:
             if progress is not None and self._progress[chunk.slot] is progress:
                 self._take(progress, chunk, token_ids, is_valid=span not in invalid)
 
-    def _take(
-        self, progress: _Progress, chunk: ScheduledChunk, token_ids: tuple[int, ...], *, is_valid: bool
-    ) -> None:
+    def _take(self, progress: _Progress, chunk: ScheduledChunk, token_ids: tuple[int, ...], *, is_valid: bool) -> None:
         """Take over the tokens that a chunk has sampled."""
         start = chunk.start + chunk.num_tokens - chunk.num_drafts  # of the first of them
         if chunk.num_drafts:

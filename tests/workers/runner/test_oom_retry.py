@@ -140,8 +140,9 @@ def test_other_errors_of_a_step_stay_as_they_are() -> None:
 def cells(chunks: list[tuple[int, ScheduledChunk]]) -> list[tuple[int, int, int, bool]]:
     """(index, slot, position, samples) of each token."""
     return [
-        (index, chunk.slot, position, chunk.samples and position >= chunk.start + chunk.num_tokens - 1 - chunk.num_drafts)
+        (index, chunk.slot, position, chunk.samples and stop - position <= 1 + chunk.num_drafts)
         for index, chunk in chunks
+        for stop in (chunk.start + chunk.num_tokens,)
         for position in range(chunk.start, chunk.start + chunk.num_tokens)
     ]
 

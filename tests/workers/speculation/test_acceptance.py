@@ -71,7 +71,8 @@ def test_deferred_row_behind_an_accepted_draft_ends_the_span_before_it() -> None
 
 
 def test_deferred_or_failed_first_row_is_the_span_and_is_named_by_its_number() -> None:
-    result = accept_drafts(plan((1,), (1, 2), (3,)), rows(1, 2, 1, 2, 4, 9, 9, deferred=(2,), failures=((5, "broken"),)))
+    drawn = rows(1, 2, 1, 2, 4, 9, 9, deferred=(2,), failures=((5, "broken"),))
+    result = accept_drafts(plan((1,), (1, 2), (3,)), drawn)
     assert (result.token_ids, result.counts) == ((1, 2, 1, 9), (2, 1, 1))
     assert (result.deferred, result.failures) == ((1,), ((2, "broken"),))
 

@@ -48,7 +48,7 @@ def test_prompt_lookup_is_chosen_by_its_name() -> None:
 
 def test_pipeline_is_refused_with_what_to_do() -> None:
     settings = replace(SETTINGS, speculative=NGRAM, pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"ngram does not work with .* size is 2; choose --speculative off, or divide"):
+    with pytest.raises(ConfigError, match=r"ngram does not work with pipeline .*-size is 2; choose --speculative off"):
         chosen(settings)
 
 

@@ -1,4 +1,4 @@
-"""The contract of speculative decoding: whoever drafts, the tokens and logprobs are those of a runner without drafts."""
+"""The contract of speculative decoding: whoever drafts, tokens and logprobs are those of a runner without drafts."""
 
 from __future__ import annotations
 
@@ -74,8 +74,11 @@ def assert_alike(answers: list[Answer], others: list[Answer]) -> None:
     for (tokens, *logprobs), (same, *also) in zip(answers, others, strict=True):
         assert tokens == same
         for ours, theirs in zip(logprobs, also, strict=True):
-            assert [one and one.logprob for one in ours] == pytest.approx([one and one.logprob for one in theirs], abs=1e-4)
-            assert [one and len(one.top) for one in ours] == [one and len(one.top) for one in theirs]
+            assert len(ours) == len(theirs)
+            for one, other in zip(ours, theirs, strict=True):
+                assert (one is None) == (other is None)
+                assert one is None or one.logprob == pytest.approx(other.logprob, abs=1e-4)
+                assert one is None or len(one.top) == len(other.top)
 
 
 class HalfRightDrafter(OracleDrafter):
@@ -111,7 +114,7 @@ class EngineAhead(InProcessEngine):
 
 
 # (blocks, block size, tokens a step, slots, steps in flight)
-SIZES = [(200, 4, 64, 8, 1), (200, 1, 24, 8, 2), (12, 4, 64, 6, 2), (9, 4, 7, 6, 1), (40, 16, 64, 3, 2)]
+SIZES = [(200, 4, 64, 8, 1), (200, 1, 24, 8, 2), (12, 4, 64, 6, 2), (11, 4, 7, 6, 1), (40, 16, 64, 3, 2)]
 
 
 def speculating(
@@ -244,7 +247,7 @@ def test_forks_give_the_tokens_without_drafts(drafter: str) -> None:
     assert answers(max_drafts=4, drafter=made) == plain
 
 
-@pytest.mark.parametrize("max_tokens", [40, 16])
+@pytest.mark.parametrize("max_tokens", [20, 16])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_steps_that_do_not_fit_into_memory_give_the_same_in_parts(
     drafter: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -302,8 +305,10 @@ def test_drafter_gets_the_hidden_states_from_which_tokens_were_chosen(name: str,
     watched = InProcessEngine(loaded, num_blocks=100, max_drafts=3, drafter=reader)
     answers = []
     for engine in (plain, watched):
-        sequences = [engine.add(prompt, max_tokens=8, prompt_logprobs=number % 2 or None)
-                     for number, prompt in enumerate(prompts)]
+        sequences = [
+            engine.add(prompt, max_tokens=8, prompt_logprobs=number % 2 or None)
+            for number, prompt in enumerate(prompts)
+        ]
         engine.run()
         answers.append([sequence.output_token_ids for sequence in sequences])
     assert answers[0] == answers[1]

@@ -65,7 +65,7 @@ class Harness:
     def begin(self, slot: int = 1, sampling: SamplingParams = SAMPLING, drawn: int = 20) -> None:
         """Give the slot to a sequence, and compute its prompt."""
         assignment = SlotAssignment(slot, sampling, len(PROMPT))
-        prompt = ScheduledChunk(slot, 0, len(PROMPT), PROMPT, tuple(range(16)), True)
+        prompt = ScheduledChunk(slot, 0, len(PROMPT), PROMPT, (0, 1), True)
         self.step(prompt, assign=(assignment,), drawn=(drawn,))
 
 
