@@ -61,7 +61,7 @@ def test_usage_info_metrics_and_log_say_what_was_drafted(simulated: ServerProces
     )
     assert 0 < accepted < drafted
     assert accepted == simulated.metric("servekit_spec_decode_num_accepted_tokens_per_pos_total")
-    simulated.wait_for_log(f'"accepted_tokens":{usage["accepted_tokens"]}')
+    simulated.wait_for_log(f'"accepted_tokens": {usage["accepted_tokens"]}')
 
 
 def test_a_stop_string_within_a_span_leaves_no_token_in_any_account(simulated: ServerProcess) -> None:
