@@ -83,6 +83,7 @@ INTEGERS = {
     "ttft_ms": (0, 24 * 3600 * 1000 + 1),
     "deadline_ms": (0, 24 * 3600 * 1000 + 1),
     "stream_interval": (0, 4097),
+    "max_drafts": (-1, 17),
 }
 NUMBERS = FLOATS | INTEGERS
 OWN_INTEGERS = {

@@ -38,7 +38,7 @@ class NgramDrafter(Drafter):
 
     def begin(self, plan: StepPlan) -> None:
         for assignment in plan.slot_assignments:
-            self._texts[assignment.slot] = IndexedText()
+            self._texts[assignment.slot] = IndexedText(assignment.sampling.prediction)
 
     def commit(self, slot: int, start: int, token_ids: tuple[int, ...]) -> None:
         self._texts[slot].replace(start, token_ids)
@@ -56,19 +56,22 @@ class IndexedText:
     prompt are entered by a few operations of numpy.
 
     The n-grams are entered when a continuation is asked for, so a sequence without drafts has tokens only.
+
+    A text that the client expects to be repeated can stand before the sequence. What the sequence says itself is newer.
     """
 
-    __slots__ = ("_indexes", "_num_indexed", "_shift", "_tokens")
+    __slots__ = ("_begin", "_indexes", "_num_indexed", "_shift", "_tokens")
 
-    def __init__(self) -> None:
-        self._tokens = array("i")
+    def __init__(self, before: tuple[int, ...] = ()) -> None:
+        self._tokens = array("i", before)
+        self._begin = len(before)  # of the sequence
         self._indexes: list[array[int]] = []  # of each of LENGTHS; 0 is no entry
         self._shift = 64  # a place is what remains of a hash of 64 bits
         self._num_indexed = 0  # n-grams that end before this position are entered
 
     def replace(self, start: int, token_ids: tuple[int, ...]) -> None:
         """Take tokens at positions from `start` on, in place of all that were there. Tokens in a gap are unknown."""
-        tokens = self._tokens
+        tokens, start = self._tokens, self._begin + start
         del tokens[start:]
         self._num_indexed = min(self._num_indexed, start)
         tokens.extend([-1] * (start - len(tokens)))

@@ -136,3 +136,11 @@ def test_slot_that_is_assigned_anew_knows_nothing_of_its_former_sequence() -> No
     drafter.begin(assign)
     drafter.commit(3, 0, (1, 2, 3, 4))
     assert drafter.propose([DraftRequest(3, 4, 2)]) == [()]
+
+
+def test_text_before_the_sequence_is_continued_until_the_sequence_says_otherwise() -> None:
+    text = IndexedText((5, 6, 7, 8, 9))
+    text.replace(0, (1, 2, 6, 7))
+    assert text.continuation(2) == (8, 9)
+    text.replace(4, (3, 4, 6, 7))
+    assert text.continuation(2) == (3, 4)

@@ -160,7 +160,7 @@ SAMPLING: Json = {
     "ignore_eos": True,
     "skip_special_tokens": False,
 }
-TIMING: Json = {"priority": -3, "ttft_ms": 50, "deadline_ms": 70, "stream_interval": 4}
+TIMING: Json = {"priority": -3, "ttft_ms": 50, "deadline_ms": 70, "stream_interval": 4, "max_drafts": 0}
 COMMON: dict[str, tuple[Json, Json]] = {
     **{name: ({name: value}, {f"sampling.{name}": value}) for name, value in SAMPLING.items()},
     "logit_bias": ({"logit_bias": {"5": -2.5, "6": 1}}, {"sampling.logit_bias": {5: -2.5, 6: 1.0}}),
@@ -182,6 +182,10 @@ OPENAI: dict[str, tuple[Json, Json]] = {
     "structured_outputs": (
         {"structured_outputs": {"regex": "a+"}},
         {"grammar": Grammar(GrammarKind.REGEX, "a+", "structured_outputs.regex")},
+    ),
+    "prediction": (
+        {"prediction": {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}},
+        {"prediction": "ab"},
     ),
     "guided_json": ({"guided_json": {}}, {"grammar": Grammar(GrammarKind.JSON_SCHEMA, "{}", "guided_json")}),
     "guided_regex": ({"guided_regex": "a"}, {"grammar": Grammar(GrammarKind.REGEX, "a", "guided_regex")}),
