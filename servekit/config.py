@@ -279,6 +279,13 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     worker_restart_timeout: Annotated[
         Seconds, Meta(description="seconds without a worker after which requests fail with 503")
     ] = 300.0
+    replica_restart_delay: Annotated[
+        Seconds,
+        Meta(
+            description="seconds until a worker starts again in a replica whose worker could not be replaced; doubled "
+            "after each failed start, up to ten times as long"
+        ),
+    ] = 60.0
     load_timeout: Annotated[Seconds, Meta(description="maximum seconds to load the model")] = 1800.0
     shutdown_timeout: Annotated[
         float, Meta(ge=0.0, le=86400.0, description="maximum seconds for running requests to finish after SIGTERM")

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from servekit.engine.replicas import Replica
+from servekit.engine.replica import Replica
 from servekit.engine.request_state import SequenceOutput
 from servekit.observability.live_frames import (
     CACHED,

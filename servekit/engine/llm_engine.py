@@ -30,7 +30,9 @@ from servekit.engine.output_processor import OutputProcessor
 from servekit.engine.profiling import Profiling
 from servekit.engine.queue_limits import QueueLimits, QueuePlaces
 from servekit.engine.readiness_probe import ReadinessProbe
-from servekit.engine.replicas import Replica, Replicas
+from servekit.engine.replica import Replica
+from servekit.engine.replica_supervisor import ReplicaSupervisor
+from servekit.engine.replicas import Replicas
 from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput, add_commands
 from servekit.engine.speculation import choose_drafter
@@ -75,7 +77,8 @@ class LLMEngine:
         count_refused = self.metrics.joins.refused
         self._worker_pool = None if config.listen_workers is None else WorkerPool(config, count_refused)
         self._registry = RequestRegistry()
-        self.replicas = Replicas(config, self._registry, self._worker_pool)
+        self.replicas = Replicas(config.block_size, self._registry)
+        self._supervisor = ReplicaSupervisor(config, self.replicas, self._registry, self._worker_pool)
         self.profiling = Profiling(config, self.replicas.all[0].executor)
         self._queue_limits = QueueLimits(config)
         self._result_budget = SharedBudget(config.max_total_logprobs)  # in logprobs
@@ -207,7 +210,7 @@ class LLMEngine:
         observers: list[Observer] = [self.metrics.requests, self.history, self._queue_limits]
         self._output = OutputProcessor(self._registry, observers, self._tokenizer.is_special)
         replicas = self.replicas
-        await replicas.start(load, self._make_core)
+        await self._supervisor.start(load, self._make_core)
         if self._worker_pool is not None and self.config.starts_workers:
             self._worker_pool.first = self.worker
         assert self.worker is not None
@@ -250,12 +253,12 @@ class LLMEngine:
             self._registry,
             observers,
             self._clock,
-            self.replicas,
+            self._supervisor,
             index,
         )
 
     async def _serve(self) -> None:
-        self.failure = await self.replicas.run(self.fail_all, self._fail_request_of)
+        self.failure = await self._supervisor.run(self.fail_all, self._fail_request_of)
         self.fail_all(self.failure)  # the server's process exits next
 
     def _fail_request_of(self, sequence_id: int, error: ServekitError) -> None:
@@ -276,7 +279,7 @@ class LLMEngine:
         self.fail_all(shutting_down())
         if self._worker_pool is not None:
             await self._worker_pool.stop()
-        await self.replicas.stop(graceful)
+        await self._supervisor.stop(graceful)
         if self._input_processor is not None:
             await self._input_processor.stop()
         if self._tokenizer is not None:
@@ -289,7 +292,7 @@ class LLMEngine:
         self._is_draining = True
         self._rejects_requests = not admits_requests
         self.metrics.server.is_draining = True
-        self.replicas.drain()
+        self._supervisor.drain()
         if self._worker_pool is not None:
             self._worker_pool.is_draining = True
 
@@ -327,8 +330,8 @@ class LLMEngine:
         return self.reserve(request, caller)
 
     def _check_outage(self) -> None:
-        if self.replicas.outage is not None:
-            raise self.replicas.outage
+        if self._supervisor.outage is not None:
+            raise self._supervisor.outage
 
     async def submit(
         self, request: GenerationRequest, caller: Caller = ANONYMOUS, places: QueuePlaces | None = None

@@ -47,9 +47,9 @@ def backoff_s(num_losses: int) -> float:
     return min(30.0, 2.0 ** min(num_losses - 2, 5)) if num_losses > 1 else 0.0
 
 
-def vacated_backoff_s(num_failures: int) -> float:
-    """The delay before the next start of a vacated replica, after `num_failures` of them: 1, 2, 4, 8, 10, 10, … min.
+def vacated_backoff_s(first_s: float, num_failures: int) -> float:
+    """The delay before the next start in a vacated replica, after `num_failures` of them: 1, 2, 4, 8, 10, 10, … times.
 
     Other replicas serve meanwhile, so nothing waits for it. Each start takes time of the machine: it reads the weights.
     """
-    return min(600.0, 60.0 * 2.0 ** min(num_failures, 4))
+    return first_s * min(10.0, 2.0 ** min(num_failures, 4))

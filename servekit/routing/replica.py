@@ -67,7 +67,9 @@ class Load(Struct, gc=False):
 
 def copy_counts(counts: Mapping[str, WorkCount] | None) -> dict[str, WorkCount] | None:
     """Return a copy of what each tenant has queued."""
-    return None if counts is None else {tenant: replace(count) for tenant, count in counts.items()}
+    if counts is None:
+        return None
+    return {tenant: WorkCount(count.num_sequences, count.num_tokens) for tenant, count in counts.items()}
 
 
 class Replica:
@@ -145,13 +147,13 @@ class Replica:
 
     def waiting(self) -> list[RoutedPrompt]:
         """Return the prompts that have not begun, the newest first, without those moved here from another replica."""
-        find = self.manager.find
-        found = []
-        for sent in self._sent:
-            sequences = [find(sequence_id) for sequence_id in sent.sequence_ids]
-            if not sent.is_moved and all(each is not None and each.first_scheduled_s is None for each in sequences):
-                found.append(sent)
+        found = [sent for sent in self._sent if not sent.is_moved and self.is_waiting(sent)]
         return sorted(found, key=lambda sent: sent.sequence_ids[0], reverse=True)
+
+    def is_waiting(self, sent: RoutedPrompt) -> bool:
+        """Return whether none of the answers to a prompt that was sent here has begun or is gone."""
+        sequences = map(self.manager.find, sent.sequence_ids)
+        return all(each is not None and each.first_scheduled_s is None for each in sequences)
 
     def _is_computed(self, sent: RoutedPrompt) -> bool:
         """Return whether the prompt is computed, or will never be, because its leader has ended."""

@@ -13,7 +13,7 @@ than computing the prefix again elsewhere.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import ceil
 
 from msgspec import Struct
@@ -30,6 +30,7 @@ from servekit.scheduler.workload_manager import WorkloadManager
 DECODE_WEIGHT = 0.15
 MIN_GAIN_S = 0.05  # a move must pay at least so much
 MIN_GAIN_RATIO = 0.5  # and at least this part of what is left to wait after it
+LOOKS_PER_MOVE = 4  # prompts that are looked at in one call, for each that may move; each look is at all replicas
 TIE_RATIO = 0.05  # costs that differ by no more are equal: measured speeds are not so exact
 UNKNOWN_LENGTH = 128.0  # of answers, until one has ended
 UNKNOWN_SPEED = Speed(50e-6, 0.0, 10e-3)  # until a replica has computed a prompt
@@ -120,26 +121,39 @@ class Router:
         return Route(best.replica.replica_id, best.num_cached * self._block_size, best.ttft_s)
 
     def rebalance(self, max_moves: int) -> list[Move]:
+        """Return all of `find_moves`."""
+        return [move for move in self.find_moves(max_moves) if move is not None]
+
+    def find_moves(self, max_moves: int) -> Iterator[Move | None]:
         """Choose waiting sequences that should move to another replica, and note that they are there.
 
         A sequence moves if its time to the first token is predicted to become much shorter, and only once: so none goes
         back and forth.
+
+        Yields after each prompt that was looked at: its move, or None. Each takes time linear in the replicas, and in
+        the tenants that wait there. So the caller may let others run in between. It carries out a move at once.
         """
         replicas = self._available()
         speeds, length = self._speeds(replicas), self._mean_length(replicas)
         loads = {replica.replica_id: replica.load() for replica in replicas}
-        moves: list[Move] = []
+        num_moves, num_looks = 0, LOOKS_PER_MOVE * max_moves  # that are left
         for source in sorted(replicas, key=lambda each: loads[each.replica_id].num_prefill_tokens, reverse=True):
             if not loads[source.replica_id].num_waiting:
                 continue
             ahead = loads[source.replica_id].copy()  # of the entry that is looked at: the newest one waits for all
-            for sent in source.waiting()[: 2 * max_moves]:
-                if len(moves) == max_moves:
-                    return moves
+            looked_at = source.waiting()[: ceil(num_looks / 2)]  # so that something is left for the next source
+            num_looks -= len(looked_at)
+            for sent in looked_at:
+                if num_moves == max_moves:
+                    return
+                if not source.is_waiting(sent):
+                    continue  # it began, ended or moved while others ran
                 target = self._better_replica(sent, source, ahead, loads, speeds, length)
-                if target is not None:
-                    moves.append(Move(sent.sequence_ids, source.replica_id, target.replica_id))
-        return moves
+                if target is None:
+                    yield None
+                else:
+                    num_moves += 1
+                    yield Move(sent.sequence_ids, source.replica_id, target.replica_id)
 
     def _better_replica(
         self,

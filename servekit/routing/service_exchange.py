@@ -4,12 +4,15 @@ Under the policy `fair` each workload manager counts what it computes for each t
 tenant with the lowest counter. If one tenant waits on one replica only, and another one is served on all, equal
 counters on that replica are not equal shares of the server. So from time to time each manager gets a command that adds
 what the others have computed since the last time (docs/design/fairness.md).
+
+One exchange asks each manager, and then tells each one. With thousands of tenants each of these takes a millisecond, so
+other work may be done in between: `begin`, `collect` from each manager, and then a `command` for each.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from servekit.scheduler.commands import ChargeElsewhere
 from servekit.scheduler.policy import Fair
@@ -21,26 +24,44 @@ class ServiceExchange:
 
     def __init__(self) -> None:
         self._reported: dict[WorkloadManager, dict[str, int]] = {}  # positions computed there, by tenant
+        self._computed: dict[WorkloadManager, dict[str, int]] = {}  # of these, since the exchange before this one
+        self._total: Counter[str] = Counter()  # of all managers that were asked in this exchange
+        self._max_lead = 0
+
+    def begin(self, managers: Sequence[WorkloadManager]) -> None:
+        """Begin an exchange among these managers, when the last one is complete. Forget the others."""
+        self._reported = {manager: self._reported.get(manager, {}) for manager in managers}
+        self._computed = {}
+        self._total = Counter()
+        self._max_lead = max_lead(managers)
+
+    def collect(self, manager: WorkloadManager) -> None:
+        """Ask a manager, once in each exchange. Takes time linear in the tenants that it knows."""
+        computed = manager.waiting_queue.num_computed_tokens()
+        self._computed[manager] = _difference(computed, self._reported[manager])
+        self._reported[manager] = computed
+        self._total.update(self._computed[manager])
+
+    def command(self, manager: WorkloadManager) -> ChargeElsewhere | None:
+        """Return what the others computed, when all were asked; None if that is nothing. The caller applies it.
+
+        Takes time linear in the tenants for which any of them computed.
+        """
+        elsewhere = _difference(self._total, self._computed[manager])
+        return ChargeElsewhere(elsewhere, self._max_lead) if elsewhere else None
 
     def commands(self, managers: Sequence[WorkloadManager]) -> list[ChargeElsewhere | None]:
-        """Return a command for each manager; None where the others have computed nothing since the last call.
-
-        The caller applies them before it calls this again. Takes time linear in the tenants that the managers know.
-        """
-        before = self._reported
-        self._reported = {manager: manager.waiting_queue.num_computed_tokens() for manager in managers}
-        computed = [_difference(now, before.get(manager, {})) for manager, now in self._reported.items()]
-        total: Counter[str] = Counter()
-        for by_tenant in computed:
-            total.update(by_tenant)
-        limit = max_lead(managers)
-        elsewhere = [_difference(total, own) for own in computed]
-        return [ChargeElsewhere(by_tenant, limit) if by_tenant else None for by_tenant in elsewhere]
+        """Return the commands of a whole exchange, one for each manager."""
+        self.begin(managers)
+        for manager in managers:
+            self.collect(manager)
+        return [self.command(manager) for manager in managers]
 
 
-def _difference(counts: dict[str, int], subtracted: dict[str, int]) -> dict[str, int]:
+def _difference(counts: Mapping[str, int], subtracted: Mapping[str, int]) -> dict[str, int]:
     """Return by how much counts are higher, where they are."""
-    return {name: count - subtracted.get(name, 0) for name, count in counts.items() if count > subtracted.get(name, 0)}
+    before = subtracted.get
+    return {name: change for name, count in counts.items() if (change := count - before(name, 0)) > 0}
 
 
 def max_lead(managers: Iterable[WorkloadManager]) -> int:

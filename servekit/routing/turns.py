@@ -19,16 +19,19 @@ def load_before(load: Load, manager: WorkloadManager, tenant: str, length: float
     if load.queued is None:
         return load
     queue, own = manager.waiting_queue, load.queued.get(tenant)
-    others = {name: count for name, count in load.queued.items() if name != tenant}
     floor = min(map(queue.num_served, load.queued), default=0)
     turn = max(floor, queue.num_served(tenant)) + (own.num_tokens + own.num_sequences * length if own else 0)
-    num_overtaken = num_tokens = 0
-    for name, count in others.items():
-        tokens_each = count.num_tokens / count.num_sequences
-        num_before = max(0, ceil((turn - queue.num_served(name)) / (tokens_each + length)))
-        num_behind = max(0, count.num_sequences - num_before)
-        num_overtaken += num_behind
-        num_tokens += int(num_behind * tokens_each)
+    num_others = num_overtaken = num_tokens = 0
+    for name, count in load.queued.items():  # perhaps thousands
+        if name == tenant:
+            continue
+        num_others += count.num_sequences
+        num_behind, tokens_each = count.num_sequences, count.num_tokens / count.num_sequences
+        if (room := turn - queue.num_served(name)) > 0:
+            num_behind -= ceil(room / (tokens_each + length))
+        if num_behind > 0:
+            num_overtaken += num_behind
+            num_tokens += int(num_behind * tokens_each)
     num_looked_up = manager.num_prompt_tokens
     missing_share = 1.0 - manager.num_cached_tokens / num_looked_up if num_looked_up else 1.0
     before = replace(
@@ -37,7 +40,7 @@ def load_before(load: Load, manager: WorkloadManager, tenant: str, length: float
         num_queued_tokens=load.num_queued_tokens - num_tokens,
         num_prefill_tokens=max(0, load.num_prefill_tokens - int(num_tokens * missing_share)),
     )
-    is_first = own is None and num_overtaken == sum(count.num_sequences for count in others.values())
+    is_first = own is None and num_overtaken == num_others
     if is_first and load.num_running >= manager.config.max_num_seqs and _takes_slot(manager, tenant, turn):
         before.num_waiting, before.num_running = 0, load.num_running - 1
     return before

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from servekit.protocol.messages import (
@@ -87,13 +87,30 @@ class NaiveReference:
         return next_state(states[-1] if states else 0, token_id)
 
 
-class _Span(Struct, frozen=True):
+class _Slot(Struct):
+    """What the worker knows of the sequence in a slot."""
+
+    assignment: SlotAssignment
+    tokens: dict[int, int] = field(default_factory=dict)  # by position, as in a worker's token table
+    block_table: list[int] = field(default_factory=list)
+    newest: int = -1  # the position of the newest known token
+    rejected: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_STEPS_BEHIND))  # drafts, by the newest steps
+    is_behind: bool = False  # its newest token was deferred
+
+    def learn(self, start: int, token_ids: tuple[int, ...]) -> None:
+        """Take over the tokens that the manager knows. It knows all of them, so no rejection is in flight."""
+        self.tokens.update(enumerate(token_ids, start=start))
+        self.newest = start + len(token_ids) - 1
+        self.is_behind = False
+        self.rejected.clear()
+
+
+class _Span(Struct, frozen=True, gc=False):
     """The tokens that one chunk samples."""
 
-    slot: int
+    slot: _Slot
     start: int | None  # the position of the first one; None if they mean nothing
     token_ids: list[int]
-    is_deferred: bool = False
 
 
 class SimulatedWorker:
@@ -111,12 +128,7 @@ class SimulatedWorker:
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.pages = [[0] * block_size for _ in range(num_blocks)]
-        self.tokens: dict[int, dict[int, int]] = {}  # slot -> position -> token, as in the worker's token table
-        self.block_tables: dict[int, list[int]] = {}
-        self.slot_assignments: dict[int, SlotAssignment] = {}
-        self.newest: dict[int, int] = {}  # by slot: the position of the newest known token
-        self.rejected: dict[int, deque[int]] = {}  # by slot: how many drafts each of the newest steps rejected
-        self.slots_behind: set[int] = set()  # whose newest token was deferred
+        self.slots: dict[int, _Slot] = {}
         self.slots_with_logprobs: set[int] = set()  # whose sequences requested logprobs
         self.num_steps = 0
 
@@ -130,6 +142,43 @@ class SimulatedWorker:
 
         Raises Violation for a plan that no manager may make.
         """
+        self._prepare(plan)
+        spans: list[_Span] = []
+        deferred: list[int] = []
+        for chunk in plan.chunks:
+            slot = self.slots[chunk.slot]
+            slot.block_table.extend(chunk.new_block_ids)
+            if chunk.token_ids:
+                slot.learn(chunk.start, chunk.token_ids)
+            if slot.is_behind:
+                if plan.step_id % 2:
+                    deferred.append(len(spans))
+                spans.append(self._execute_behind(slot, chunk, plan.step_id))
+                continue
+            start = self._first_position(slot, chunk)
+            stop = start + chunk.num_tokens - chunk.num_drafts
+            self._compute(slot, start, stop)
+            if not chunk.samples:
+                continue
+            if chunk.slot in deferring:
+                slot.is_behind = True
+                deferred.append(len(spans))
+                spans.append(_Span(slot, None, [GARBAGE]))
+                continue
+            token_ids = [self._sample(slot, stop)]
+            if chunk.num_drafts:
+                token_ids += self._execute_drafts(slot, chunk.num_drafts, *drafts.get(chunk.slot, (0, 0)))
+            slot.rejected.append(chunk.num_drafts + 1 - len(token_ids))
+            spans.append(_Span(slot, stop, token_ids))
+        token_ids = list(chain.from_iterable([span.token_ids for span in spans]))
+        counts = [len(span.token_ids) for span in spans] if len(token_ids) > len(spans) else []
+        result = StepResult(
+            plan.epoch, plan.step_id, tuple(token_ids), 0.0, deferred=tuple(deferred), counts=tuple(counts)
+        )
+        return self._with_logprobs(plan, result, spans) if self.slots_with_logprobs else result
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """Check a plan, copy its blocks, and assign its slots. Raises Violation."""
         self.num_steps += 1
         if not 0 < plan.num_tokens <= self.max_num_batched_tokens:
             raise Violation(f"a step of {plan.num_tokens} tokens, the budget is {self.max_num_batched_tokens}")
@@ -139,129 +188,94 @@ class SimulatedWorker:
             self.pages[target] = self.pages[source].copy()
         for assignment in plan.slot_assignments:
             self._assign(assignment)
-        spans: list[_Span] = []
-        for chunk in plan.chunks:
-            self.block_tables[chunk.slot].extend(chunk.new_block_ids)
-            if chunk.token_ids:
-                self._learn(chunk)
-            if chunk.slot in self.slots_behind:
-                spans.append(self._execute_behind(chunk, plan.step_id))
-            else:
-                span = self._execute_chunk(chunk, chunk.slot in deferring, *drafts.get(chunk.slot, (0, 0)))
-                if span is not None:
-                    spans.append(span)
-        counts = tuple(len(span.token_ids) for span in spans)
-        result = StepResult(
-            plan.epoch,
-            plan.step_id,
-            tuple(chain.from_iterable(span.token_ids for span in spans)),
-            0.0,
-            deferred=tuple(number for number, span in enumerate(spans) if span.is_deferred),
-            counts=counts if max(counts, default=1) > 1 else (),
-        )
-        return self._with_logprobs(plan, result, spans) if self.slots_with_logprobs else result
 
     def _assign(self, assignment: SlotAssignment) -> None:
         slot, sampling = assignment.slot, assignment.sampling
-        self.tokens[slot], self.block_tables[slot], self.slot_assignments[slot] = {}, [], assignment
-        self.slots_behind.discard(slot)
-        self.rejected[slot] = deque(maxlen=MAX_STEPS_BEHIND)
+        self.slots[slot] = _Slot(assignment)
         if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
             self.slots_with_logprobs.add(slot)
         else:
             self.slots_with_logprobs.discard(slot)
 
-    def _learn(self, chunk: ScheduledChunk) -> None:
-        """Take over the tokens that the manager knows. It knows all of them, so no rejection is in flight."""
-        self.tokens[chunk.slot].update(enumerate(chunk.token_ids, start=chunk.start))
-        self.newest[chunk.slot] = chunk.start + len(chunk.token_ids) - 1
-        self.slots_behind.discard(chunk.slot)
-        self.rejected[chunk.slot].clear()
-
-    def _execute_behind(self, chunk: ScheduledChunk, step_id: int) -> _Span:
+    def _execute_behind(self, slot: _Slot, chunk: ScheduledChunk, step_id: int) -> _Span:
         """Execute a chunk behind a deferred token, which the manager planned before it knew that.
 
         Like a real worker, it writes KV that must never be read, and reports tokens that must never be used.
         """
-        self._write_garbage(chunk.slot, chunk.start, chunk.start + chunk.num_tokens)
-        is_deferred = bool(step_id % 2)
-        count = 1 if is_deferred else 1 + step_id // 2 % (1 + chunk.num_drafts)
-        return _Span(chunk.slot, None, [GARBAGE] * count, is_deferred)
+        self._write_garbage(slot, chunk.start, chunk.start + chunk.num_tokens)
+        count = 1 if step_id % 2 else 1 + step_id // 2 % (1 + chunk.num_drafts)
+        return _Span(slot, None, [GARBAGE] * count)
 
-    def _execute_chunk(self, chunk: ScheduledChunk, is_deferring: bool, num_made: int, num_right: int) -> _Span | None:
-        """Compute a chunk's positions, then those of its drafts as far as they are right; return what it samples."""
-        slot, pages, block_size = chunk.slot, self.pages, self.block_size
-        known, table = self.tokens[slot], self.block_tables[slot]
-        start = self._first_position(chunk)
-        stop = start + chunk.num_tokens - chunk.num_drafts
-        state = pages[table[(start - 1) // block_size]][(start - 1) % block_size] if start else 0
-        for position in range(start, stop):
-            state = next_state(state, known[position])
-            pages[table[position // block_size]][position % block_size] = state
-        if not chunk.samples:
-            return None
-        if is_deferring:
-            self.slots_behind.add(slot)
-            return _Span(slot, None, [GARBAGE], is_deferred=True)
-        num_made = min(num_made, chunk.num_drafts)
-        num_right = min(num_right, num_made)
-        states = list(chain.from_iterable(map(pages.__getitem__, table)))[:stop]
-        token_ids = [next_token(states)]
-        for position in range(stop, stop + num_right):
-            state = next_state(state, token_ids[-1])
-            pages[table[position // block_size]][position % block_size] = state
-            states.append(state)
-            token_ids.append(next_token(states))
-        self._write_garbage(slot, stop + num_right, stop + num_made)
-        known.update(enumerate(token_ids, start=stop))
-        self.newest[slot] = stop + num_right
-        self.rejected[slot].append(chunk.num_drafts - num_right)
-        return _Span(slot, stop, token_ids)
-
-    def _first_position(self, chunk: ScheduledChunk) -> int:
+    def _first_position(self, slot: _Slot, chunk: ScheduledChunk) -> int:
         """Where a chunk really begins, which the manager may not know: behind drafts that were rejected meanwhile.
 
         Raises Violation if the plan is based on other rejections than those of the newest steps, or goes too far.
         """
-        slot, bound = chunk.slot, chunk.start + chunk.num_tokens
-        start = chunk.start if chunk.token_ids else self.newest[slot]
-        if chunk.start != start and chunk.start - start not in accumulate(reversed(self.rejected[slot])):
+        start = chunk.start if chunk.token_ids else slot.newest
+        if chunk.start != start and chunk.start - start not in accumulate(reversed(slot.rejected)):
             raise Violation(f"{chunk} is based on rejections that did not happen: its newest token is at {start}")
-        assignment = self.slot_assignments[slot]
-        max_length = assignment.prompt_length + assignment.sampling.max_tokens
-        num_positions = len(self.block_tables[slot]) * self.block_size
-        if chunk.num_drafts and bound >= max_length:
-            raise Violation(f"{chunk} computes drafts that its sequence of at most {max_length} tokens cannot have")
-        if bound > num_positions or (chunk.num_drafts and num_positions >= max_length - 1 + self.block_size):
-            raise Violation(f"{chunk} has {num_positions} positions in its blocks, for at most {max_length} tokens")
+        bound, num_positions = chunk.start + chunk.num_tokens, len(slot.block_table) * self.block_size
+        if bound > num_positions:
+            raise Violation(f"{chunk} has {num_positions} positions in its blocks")
+        if chunk.num_drafts:
+            max_length = slot.assignment.prompt_length + slot.assignment.sampling.max_tokens
+            if bound >= max_length:
+                raise Violation(f"{chunk} computes drafts that its sequence of at most {max_length} tokens cannot have")
+            if num_positions >= max_length - 1 + self.block_size:
+                raise Violation(f"{chunk} has {num_positions} positions in its blocks, for at most {max_length} tokens")
         return start
 
-    def _write_garbage(self, slot: int, start: int, stop: int) -> None:
-        """Write states that must never be read."""
-        table = self.block_tables[slot]
+    def _compute(self, slot: _Slot, start: int, stop: int) -> None:
+        """Compute the states of positions whose tokens are known."""
+        pages, block_size, known, table = self.pages, self.block_size, slot.tokens, slot.block_table
+        state = pages[table[(start - 1) // block_size]][(start - 1) % block_size] if start else 0
         for position in range(start, stop):
-            self.pages[table[position // self.block_size]][position % self.block_size] = GARBAGE
+            state = next_state(state, known[position])
+            pages[table[position // block_size]][position % block_size] = state
+
+    def _sample(self, slot: _Slot, position: int) -> int:
+        """Return the token at a position behind all that are computed, and put it into the token table."""
+        states = chain.from_iterable(map(self.pages.__getitem__, slot.block_table))
+        token_id = next_token(islice(states, position))
+        slot.tokens[position], slot.newest = token_id, position
+        return token_id
+
+    def _execute_drafts(self, slot: _Slot, num_planned: int, num_made: int, num_right: int) -> list[int]:
+        """Compute drafts behind the newest token, and return the token behind each one that is right."""
+        start = slot.newest
+        stop = start + min(num_planned, num_made)
+        token_ids = []
+        for position in range(start, min(start + num_right, stop)):
+            self._compute(slot, position, position + 1)
+            token_ids.append(self._sample(slot, position + 1))
+        self._write_garbage(slot, slot.newest, stop)
+        return token_ids
+
+    def _write_garbage(self, slot: _Slot, start: int, stop: int) -> None:
+        """Write states that must never be read."""
+        for position in range(start, stop):
+            self.pages[slot.block_table[position // self.block_size]][position % self.block_size] = GARBAGE
 
     def _with_logprobs(self, plan: StepPlan, result: StepResult, spans: list[_Span]) -> StepResult:
         of_sampled: list[TokenLogprobs | None] = []
         of_prompts = []
         for span in spans:
-            num_top = self.slot_assignments[span.slot].sampling.logprobs
+            num_top = span.slot.assignment.sampling.logprobs
             for number in range(len(span.token_ids)):
                 if num_top is None or span.start is None:  # not requested, or not sampled
                     of_sampled.append(None)
                 else:
                     of_sampled.append(self._logprobs_after(span.slot, span.start + number - 1, num_top))
         for index, chunk in enumerate(plan.chunks):
-            assignment, stop = self.slot_assignments[chunk.slot], chunk.start + chunk.num_tokens
-            num_top_of_prompt = assignment.sampling.prompt_logprobs
-            predicting = range(chunk.start, min(stop, assignment.prompt_length - 1))
+            slot, stop = self.slots[chunk.slot], chunk.start + chunk.num_tokens
+            num_top_of_prompt = slot.assignment.sampling.prompt_logprobs
+            predicting = range(chunk.start, min(stop, slot.assignment.prompt_length - 1))
             if num_top_of_prompt is not None and predicting:
-                predicted = [self._logprobs_after(chunk.slot, position, num_top_of_prompt) for position in predicting]
+                predicted = [self._logprobs_after(slot, position, num_top_of_prompt) for position in predicting]
                 of_prompts.append(PromptLogprobs(index, chunk.start + 1, tuple(predicted)))
         return replace(result, logprobs=tuple(of_sampled), prompt_logprobs=tuple(of_prompts))
 
-    def _logprobs_after(self, slot: int, position: int, num_top: int) -> TokenLogprobs:
+    def _logprobs_after(self, slot: _Slot, position: int, num_top: int) -> TokenLogprobs:
         """The logprobs of the token after `position`, from the states in the pages."""
-        block = self.block_tables[slot][position // self.block_size]
-        return token_logprobs(self.pages[block][position % self.block_size], self.tokens[slot][position + 1], num_top)
+        block = slot.block_table[position // self.block_size]
+        return token_logprobs(self.pages[block][position % self.block_size], slot.tokens[position + 1], num_top)

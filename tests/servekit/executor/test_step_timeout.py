@@ -34,5 +34,4 @@ def test_a_slow_step_is_forgotten_after_many_fast_ones() -> None:
 
 def test_failed_starts_are_retried_with_growing_delays() -> None:
     assert [backoff_s(losses) for losses in (1, 2, 3, 4, 7, 2000)] == [0.0, 1.0, 2.0, 4.0, 30.0, 30.0]
-    minutes = [vacated_backoff_s(failures) / 60 for failures in (0, 1, 2, 3, 4, 2000)]
-    assert minutes == [1, 2, 4, 8, 10, 10]
+    assert [vacated_backoff_s(3.0, failures) for failures in (0, 1, 2, 3, 4, 2000)] == [3, 6, 12, 24, 30, 30]

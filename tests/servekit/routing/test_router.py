@@ -331,6 +331,19 @@ def test_one_replica_alone_has_nowhere_to_move_anything() -> None:
     assert fleet.router.rebalance(8) == []
 
 
+def test_what_ends_between_two_looks_does_not_move() -> None:
+    fleet = measured_fleet(1)
+    for number in range(10):
+        fleet.send(prompt_of(number, 1000))
+    fleet.join(1)
+    looks = fleet.router.find_moves(10)
+    first = next(looks)
+    assert first is not None and (first.source_id, first.target_id) == (0, 1)
+    for sequence_id in fleet.managers[0].sequence_ids:
+        fleet.managers[0].finish(sequence_id, FinishReason.ABORT)
+    assert list(looks) == []
+
+
 # -- equal costs ------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,290 @@
+"""Keep the replicas of one engine running: start their workers, give a replica up, start it again, and take workers in.
+
+A core replaces a lost worker itself, and asks here what becomes of its sequences meanwhile. A replica whose worker
+cannot be replaced is vacated: it has no main loop and no worker until one starts or joins (docs/design/replicas.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
+from typing import Any
+
+from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
+from servekit.config import ServeConfig
+from servekit.engine.engine_core import RETRY_AFTER_S, EngineCore
+from servekit.engine.replica import Replica
+from servekit.engine.replicas import Replicas
+from servekit.engine.request_registry import RequestRegistry
+from servekit.errors import ConfigError, InternalError, ServekitError, WorkerError, WorkerLost, WorkerNotReady
+from servekit.executor.joined_worker import JoinedWorker
+from servekit.executor.model_executor import ModelExecutor, WorkerSource
+from servekit.executor.placement import ANYWHERE, Placement, placements
+from servekit.executor.step_timeout import vacated_backoff_s
+from servekit.protocol.messages import LoadModel
+from servekit.scheduler.commands import Finish
+
+log = logging.getLogger("servekit")
+
+REBALANCE_INTERVAL_S = 1.0
+EXCHANGE_INTERVAL_S = 0.25  # what other replicas computed meanwhile is not known where tenants take turns
+JOIN_INTERVAL_S = 0.1  # how soon a worker that waits is taken, when no other replica needs one any more
+
+
+class ReplicaSupervisor:
+    """Starts and ends what the replicas consist of. Everything runs on the event loop's thread."""
+
+    def __init__(
+        self, config: ServeConfig, replicas: Replicas, registry: RequestRegistry, source: WorkerSource | None
+    ) -> None:
+        """Add the replicas to begin with. `source` has the workers that join, if they may."""
+        self.outage: ServekitError | None = None  # set while there has been no worker at all for worker_restart_timeout
+        self._config = config
+        self._replicas = replicas
+        self._registry = registry
+        self._source = source
+        self._fail_all: Callable[[ServekitError], None] = lambda _: None
+        self._make_core: Callable[[Replica], EngineCore] | None = None
+        self._loops: dict[asyncio.Task[ServekitError], Replica] = {}  # the main loop of each core
+        self._ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()  # no more than there are loops and helpers
+        self._helpers: set[asyncio.Task[None]] = set()
+        self._joining: asyncio.Task[JoinedWorker] | None = None
+        self._outage_timer: PauseTolerantTimer | None = None  # runs while there is no worker at all
+        self._is_draining = False
+        for placement in placements(config):
+            replicas.add(self._new_replica(placement))
+        if not replicas.all:
+            replicas.add(self._new_replica(None))  # of the first worker that joins
+
+    def _new_replica(self, placement: Placement | None) -> Replica:
+        """Return the next replica, which is not among the replicas yet. Without a placement, its workers join."""
+
+        def wake() -> None:
+            replica.wake()
+
+        source = self._source if placement is None else None
+        executor = ModelExecutor(self._config, wake, wake, source, placement or ANYWHERE)
+        replica = Replica(len(self._replicas.all), executor, placement)
+        return replica
+
+    # -- start and stop -----------------------------------------------------------------------------------------------
+
+    async def start(self, load: LoadModel, make_core: Callable[[Replica], EngineCore]) -> None:
+        """Start all workers at the same time, and a core for each. Raises ConfigError or WorkerError."""
+        self._make_core = make_core
+        workers = await asyncio.gather(*(each.start(load) for each in self._replicas.all))
+        for index, worker in enumerate(workers):
+            if (why := worker.difference(workers[0])) is not None:
+                raise ConfigError(f"the worker of replica {index} cannot serve beside that of replica 0: {why}")
+        for replica in self._replicas.all:
+            self._replicas.give_core(replica, make_core(replica))
+            log.info("replica %d: %s", replica.index, replica.describe())
+
+    async def run(
+        self, fail_all: Callable[[ServekitError], None], fail_request_of: Callable[[int, ServekitError], None]
+    ) -> ServekitError:
+        """Serve until the engine fails, and return the failure. Cancel this to stop serving.
+
+        A replica whose worker cannot be replaced is vacated, unless it is the last one. `fail_all` reports an error to
+        all clients, `fail_request_of` to the client of one sequence.
+        """
+        self._fail_all = fail_all
+        for replica in self._replicas.all:
+            self._start_loop(replica)
+        self._start_helper(self._rebalance_forever(), "rebalancing")
+        if self._config.scheduling_policy == "fair":
+            self._start_helper(self._exchange_service_forever(), "service exchange")
+        if self._source is not None:
+            self._start_helper(self._take_joined_workers(self._source), "joined workers")
+        try:
+            while True:
+                task = await self._ended.get()
+                if task in self._helpers:
+                    self._helpers.remove(task)
+                    if (mistake := task.exception()) is not None:
+                        log.error("a task of the engine failed", exc_info=mistake)
+                        return InternalError(f"a task of the engine failed: {mistake}")
+                    continue
+                failure: ServekitError = task.result()
+                replica = self._loops.pop(task)
+                if not isinstance(failure, WorkerLost) or not self._loops:
+                    return failure
+                await self._vacate(replica, failure, fail_request_of)
+                if not replica.is_joined:
+                    self._start_helper(self._start_again(replica), f"starts replica {replica.index} again")
+        finally:
+            if self._outage_timer is not None:
+                self._outage_timer.cancel()
+            for each in (*self._loops, *self._helpers):
+                each.cancel()
+            await asyncio.gather(*self._loops, *self._helpers, return_exceptions=True)
+
+    def _start_loop(self, replica: Replica) -> None:
+        task = asyncio.create_task(replica.core.run(), name=f"core {replica.index}")
+        self._loops[task] = replica
+        task.add_done_callback(self._ended.put_nowait)
+
+    def _start_helper(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._helpers.add(task)
+        task.add_done_callback(self._ended.put_nowait)
+
+    async def _rebalance_forever(self) -> None:
+        replicas = self._replicas
+        while True:
+            await asyncio.sleep(REBALANCE_INTERVAL_S)
+            for replica in replicas.all:
+                is_waiting = replica.is_joined and not replica.is_ready
+                replica.waited_s = replica.waited_s + REBALANCE_INTERVAL_S if is_waiting else 0.0
+            if len(replicas.all) == 1:
+                continue  # another worker may join later
+            for replica in replicas.all:
+                if not replica.is_ready and replica.core.manager.has_work:
+                    await replicas.move_from(replica)
+            await replicas.rebalance()
+
+    async def _exchange_service_forever(self) -> None:
+        while True:
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
+            await self._replicas.exchange_service()
+
+    def drain(self) -> None:
+        """Take no more workers that join, except for those that are lost."""
+        self._is_draining = True
+        if self._joining is not None:
+            self._joining.cancel()
+
+    async def stop(self, graceful: bool) -> None:
+        """End all workers."""
+        await asyncio.gather(*(replica.executor.stop(graceful) for replica in self._replicas.all))
+
+    # -- what cores ask -----------------------------------------------------------------------------------------------
+
+    async def core_lost(self, core: EngineCore, loss: WorkerError) -> bool:
+        """Continue the sequences of a core that has lost its worker on those that have one, in order of arrival.
+
+        Returns False if the worker needs no replacement: it has left, and others go on.
+        """
+        replica = self._replicas.of(core)
+        await self._replicas.move_from(replica)
+        if self.has_other_worker(core):
+            if replica.executor.cause == "left":
+                return False
+        elif self._outage_timer is None:
+            timeout_s = self._config.worker_restart_timeout
+            self._outage_timer = PauseTolerantTimer(timeout_s, partial(self._declare_outage, loss))
+        if replica.is_joined and self._joining is not None:
+            self._joining.cancel()  # this core needs the next worker
+        return True
+
+    def _declare_outage(self, loss: ServekitError) -> None:
+        """Fail all requests, and reject new ones until there is a worker."""
+        self.outage = WorkerNotReady(
+            f"there has been no model worker for {self._config.worker_restart_timeout:g} s (worker_restart_timeout): "
+            f"{loss.message}",
+            retry_after_s=RETRY_AFTER_S,
+        )
+        log.error(
+            "%s; rejecting requests until a worker starts; failing %s", self.outage.message, self._registry.describe()
+        )
+        self._fail_all(self.outage)
+
+    async def core_ready(self, core: EngineCore) -> None:
+        """Let a core whose worker is ready take over what waits at others."""
+        self.outage = None
+        if self._outage_timer is not None:
+            self._outage_timer.cancel()
+            self._outage_timer = None
+        for replica in self._replicas.all:
+            if replica.core is not core and not replica.is_ready:
+                await self._replicas.move_from(replica)
+        await self._replicas.rebalance()
+
+    def has_other_worker(self, core: EngineCore) -> bool:
+        """Return whether another core than this one has a worker."""
+        return any(replica.is_ready and replica.core is not core for replica in self._replicas.all)
+
+    def finish(self, commands: Iterable[Finish]) -> None:
+        """End sequences, which may be on any core."""
+        self._replicas.finish(commands)
+
+    # -- replicas without a worker ------------------------------------------------------------------------------------
+
+    async def _vacate(
+        self, replica: Replica, failure: ServekitError, fail_request_of: Callable[[int, ServekitError], None]
+    ) -> None:
+        """Give up a replica whose worker has left or cannot be replaced."""
+        log.warning("replica %d is vacated: %s", replica.index, failure.message)
+        await replica.executor.stop()
+        replica.is_vacated = True  # from now on, if its workers join, the next one may take it
+        await self._replicas.move_from(replica)
+        if not replica.is_ready:
+            for sequence_id in replica.core.manager.sequence_ids:  # which fit on no other replica
+                fail_request_of(sequence_id, failure)
+
+    async def _start_again(self, replica: Replica) -> None:
+        """Start the worker of a vacated replica, again after longer and longer pauses, until one is ready."""
+        for num_failures in itertools.count():
+            delay_s = vacated_backoff_s(self._config.replica_restart_delay, num_failures)
+            log.info("replica %d: a worker starts there in %g s", replica.index, delay_s)
+            await asyncio.sleep(delay_s)
+            if self._is_draining:
+                return
+            try:
+                await replica.executor.start_again()
+            except (ServekitError, OSError) as error:
+                replica.core.worker_start_failed(str(error))
+            else:
+                await self._occupy(replica)
+                return
+
+    async def _occupy(self, replica: Replica) -> None:
+        """Let a vacated replica serve, which has a worker again."""
+        replica.is_vacated = False
+        replica.core.worker_started()
+        await self._begin(replica)
+
+    async def _begin(self, replica: Replica) -> None:
+        self._start_loop(replica)
+        log.info("replica %d serves: %s", replica.index, replica.describe())
+        await self.core_ready(replica.core)
+
+    # -- workers that join --------------------------------------------------------------------------------------------
+
+    async def _take_joined_workers(self, source: WorkerSource) -> None:
+        """Give each worker that joins a replica. While a replica waits for a worker, the next one is for that."""
+        while True:
+            joined = [each for each in self._replicas.all if each.is_joined]
+            is_wanted = all(each.executor.is_ready or each.is_vacated for each in joined)
+            if self._is_draining or not is_wanted:
+                await asyncio.sleep(JOIN_INTERVAL_S)
+                continue
+            self._joining = asyncio.create_task(source.next_worker(), name="next worker")
+            try:
+                await asyncio.wait([self._joining])
+            finally:
+                self._joining.cancel()  # does nothing if it is done
+            if not self._joining.cancelled():
+                await self._add_worker(self._joining.result())
+
+    async def _add_worker(self, worker: JoinedWorker) -> None:
+        """Let a worker that has joined serve: in a vacated replica, or in a new one."""
+        vacated = next((replica for replica in self._replicas.all if replica.is_joined and replica.is_vacated), None)
+        if vacated is not None:
+            vacated.executor.adopt(worker)
+            await self._occupy(vacated)
+            return
+        assert self._make_core is not None
+        replica = self._new_replica(None)
+        replica.executor.adopt(worker)
+        try:
+            self._replicas.give_core(replica, self._make_core(replica))
+        except Exception as error:  # a journal that cannot be created, for example: the other replicas serve on
+            log.exception("worker %s cannot be used: %s", replica.executor.worker_name, error)
+            await replica.executor.stop()
+            return
+        self._replicas.add(replica)
+        await self._begin(replica)
