@@ -1,0 +1,360 @@
+"""A draft model: a smaller model, or the model itself with weights of fewer bits, guesses the next tokens one by one.
+
+It is a second loaded model on the same device. Its keys and values are in blocks with the numbers of the model's own:
+block 7 of a sequence holds both models' keys and values of the same tokens. So hits in the prefix cache, forks, copies
+of blocks and preemption need no bookkeeping here. Its prompts are computed in the same steps as the model's.
+
+A block that was filled while no drafts were wanted may have been published without the draft model's keys and values.
+A sequence that takes it from the prefix cache then gets worse drafts. This costs time and changes no token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from msgspec.structs import replace
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from servekit.errors import ConfigError
+from servekit.protocol.messages import LoadModel, ScheduledChunk, StepPlan
+from workers.attention.interface import AttentionBackend, AttentionMetadata, PagedStep
+from workers.attention.selector import choose_attention
+from workers.batch import Batch, SlotTable, make_batch
+from workers.device.memory import allocation_refused_as
+from workers.device.transfer import to_device
+from workers.kv_cache.pages import KVCache, bytes_per_block
+from workers.layers.linear import can_pack
+from workers.loading.model_manager import LoadedModel, ModelManager, multiplies_bfloat16
+from workers.speculation.drafter import Drafter, DraftRequest, Target
+
+log = logging.getLogger("servekit.worker")
+
+# The most tokens that one step computes to make up for steps in which no drafts were wanted. It is as many as a few
+# blocks, so that the step stays near the length of the others.
+MAX_CATCH_UP_TOKENS = 256
+_UNASSIGNED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A draft model that is loaded, before its keys and values have memory."""
+
+    loaded: LoadedModel
+    attention: AttentionBackend
+    head: nn.Module  # [num_tokens, hidden_size] -> [num_tokens, vocab_size]
+    bytes_per_block: int
+
+    def make_drafter(self, target: Target) -> DraftModelDrafter:
+        """Return the drafter, with as many blocks as the model has. Raises ConfigError if they do not fit."""
+        return DraftModelDrafter(self, target)
+
+
+def load_draft_model(
+    target: LoadedModel, settings: LoadModel, report_stage: Callable[[str], None] = lambda _: None
+) -> DraftModel:
+    """Load the draft model that `settings.speculative` names, for the model `target`.
+
+    Raises ConfigError for files that cannot be served, and for another vocabulary than the model's.
+    """
+    speculative = settings.speculative
+    is_same_model = speculative.method == "self"
+    path = Path(settings.model_path if is_same_model else speculative.directory(settings.model_path))
+    quantization = speculative.quantization if is_same_model else None
+    if not path.is_dir():
+        raise ConfigError(
+            f"--speculative {speculative.method}: there is no draft model in {path}; name its directory, as in "
+            "--speculative draft:PATH, or choose --speculative ngram, which needs no files"
+        )
+    try:
+        loaded = ModelManager(str(target.device)).load(
+            path,
+            _draft_dtype(target, settings),
+            None,
+            load_format=settings.load_format if is_same_model else "auto",
+            quantization=quantization,
+            report_stage=lambda stage: report_stage(f"draft model: {stage}"),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"--speculative {speculative.method}: {error.message}") from error
+    if not is_same_model:
+        _check_vocabulary(path, loaded, Path(settings.model_path), target)
+    head = loaded.model.get_output_embeddings()
+    if head is None:
+        raise ConfigError(
+            f"--speculative {speculative.method}: transformers names no output head of {loaded.info.architecture}, "
+            "which a draft model needs; choose another draft model, or --speculative ngram"
+        )
+    block_size = settings.block_size
+    attention = choose_attention(loaded.device, loaded.dtype, loaded.layers, loaded.attention_params, block_size)
+    block_bytes = bytes_per_block(loaded.layers, attention.block_shapes, block_size, attention.page_dtype)
+    log.info(
+        "draft model: %.1f M parameters in %s (%s), %d bytes of keys and values for each token",
+        loaded.info.num_parameters / 1e6,
+        str(loaded.dtype).removeprefix("torch."),
+        loaded.info.quantization or "not quantized",
+        -(-block_bytes // block_size),
+    )
+    return DraftModel(loaded, attention, head, block_bytes)
+
+
+def _draft_dtype(target: LoadedModel, settings: LoadModel) -> str:
+    """Return the data type of the draft model: the one that `--dtype` names.
+
+    With auto, a CPU computes the model in float32, for exact tokens. Drafts need not be exact, and in bfloat16 a step of
+    few tokens is one call of C, which reads half as many bytes.
+    """
+    if settings.dtype == "auto" and target.device.type == "cpu" and multiplies_bfloat16() and can_pack(torch.bfloat16):
+        return "bfloat16"
+    return settings.dtype
+
+
+def _check_vocabulary(path: Path, draft: LoadedModel, target_path: Path, target: LoadedModel) -> None:
+    """Raise ConfigError unless both models' token ids mean the same.
+
+    Models of one family may pad their vocabularies to different sizes. So sizes may differ if the tokenizers are equal.
+    """
+    tokens, target_tokens = _tokens_digest(path), _tokens_digest(target_path)
+    if tokens is not None and target_tokens is not None and tokens != target_tokens:
+        raise ConfigError(
+            f"the draft model in {path} has another tokenizer than the model in {target_path}, so its token ids mean "
+            "other texts; choose a draft model of the same family"
+        )
+    size, target_size = draft.info.vocab_size, target.info.vocab_size
+    if size != target_size and (tokens is None or tokens != target_tokens):
+        raise ConfigError(
+            f"the draft model in {path} has {size:,} tokens, and the model has {target_size:,}; they must have the same "
+            "tokenizer; choose a draft model of the same family"
+        )
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Tokens(msgspec.Struct):
+    """Of tokenizer.json: which token has which id. What splits texts into tokens does not matter to drafts."""
+
+    model: dict[str, msgspec.Raw]
+    added_tokens: list[_Added] = []
+
+
+def _tokens_digest(path: Path) -> bytes | None:
+    """Return a digest of the ids of all tokens; None if there is no tokenizer that can be read."""
+    try:
+        tokens = msgspec.json.decode((path / "tokenizer.json").read_bytes(), type=_Tokens)
+        vocabulary = msgspec.json.decode(tokens.model["vocab"])
+    except (OSError, KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    added = sorted((token.id, token.content) for token in tokens.added_tokens)
+    return hashlib.sha256(msgspec.json.encode([vocabulary, added], order="deterministic")).digest()
+
+
+class DraftModelDrafter(Drafter):
+    """Computes the same tokens as the model, and then the likeliest next ones, one step for each draft.
+
+    Of each slot, positions below `_num_computed` have keys and values of the sequence's own tokens.
+    """
+
+    def __init__(self, draft: DraftModel, target: Target) -> None:
+        """Allocate the keys and values. Raises ConfigError if they do not fit into memory."""
+        self._draft, self._table = draft, target.table
+        loaded, cache = draft.loaded, target.cache
+        self._decoder: Any = loaded.decoder
+        cache_bytes = cache.num_blocks * draft.bytes_per_block
+        remedy = "lower --kv-cache-memory-bytes or --num-kv-blocks, or choose a smaller draft model"
+        with allocation_refused_as(
+            f"the draft model's KV cache of {cache_bytes:,} bytes", loaded.device, remedy
+        ):
+            self.cache = KVCache(
+                loaded.layers,
+                draft.attention.block_shapes,
+                cache.num_blocks,
+                cache.block_size,
+                draft.attention.page_dtype,
+                loaded.device,
+            )
+        self._max_length = min(loaded.info.max_model_len, target.table.row_length)
+        self._vocab_size = target.loaded.info.vocab_size
+        # Only where the draft model has fewer tokens, which its tokenizer then does not produce.
+        self._max_token_id = loaded.info.vocab_size - 1 if loaded.info.vocab_size < self._vocab_size else None
+        num_slots = len(target.table.num_blocks)
+        self._num_computed: NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)
+        self._first: NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)  # where its first chunk began
+        # By slot: the position of the first draft, and the drafts whose keys and values are computed.
+        self._drafted: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._prompts: list[tuple[int, int]] = []  # (slot, end) of this step's prompt chunks
+        self._no_mask = torch.zeros(1, 1, 1, 1, device=loaded.device)
+
+    def begin(self, plan: StepPlan) -> None:
+        if plan.copies:
+            self.cache.copy_blocks(*to_device(list(np.array(plan.copies).T), self._draft.loaded.device))
+        for assignment in plan.slot_assignments:
+            self._num_computed[assignment.slot] = self._first[assignment.slot] = _UNASSIGNED
+            self._drafted.pop(assignment.slot, None)
+        self._prompts = []
+        for chunk in plan.chunks:
+            if self._num_computed[chunk.slot] == _UNASSIGNED:
+                self._num_computed[chunk.slot] = self._first[chunk.slot] = chunk.start  # before it: the prefix cache
+            num_known = min(len(chunk.token_ids), chunk.num_tokens - chunk.num_drafts)
+            if num_known > 1:  # a single one is computed with the drafts behind it
+                self._prompts.append((chunk.slot, chunk.start + num_known))
+
+    def commit(self, slot: int, start: int, token_ids: tuple[int, ...]) -> None:
+        first, drafts = self._drafted.pop(slot, (-1, ()))
+        # Tokens before the first chunk are in the prefix cache, also if they are named only now.
+        computed = max(min(int(self._num_computed[slot]), start), int(self._first[slot]))
+        if first == start == computed:
+            for draft, token_id in zip(drafts, token_ids, strict=False):
+                if draft != token_id:
+                    break
+                computed += 1
+        self._num_computed[slot] = computed
+
+    def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
+        prompts, self._prompts = self._prompts, []
+        spans = [
+            (slot, int(self._num_computed[slot]), min(end, self._max_length))
+            for slot, end in prompts
+            if self._num_computed[slot] >= 0
+        ]
+        self._compute([span for span in spans if span[1] < span[2]])
+
+    def propose(self, requests: list[DraftRequest]) -> list[tuple[int, ...]]:
+        wanted = [self._num_drafts(request) for request in requests]
+        spans, drafting = [], []
+        num_left = MAX_CATCH_UP_TOKENS + len(requests)
+        for index, request in enumerate(requests):
+            if not wanted[index]:
+                continue
+            # The newest token is computed again if its successor was not valid, because it is what drafts follow.
+            start = min(int(self._num_computed[request.slot]), request.num_tokens - 1)
+            stop = min(request.num_tokens, start + num_left)
+            if start < 0 or start == stop:
+                continue
+            num_left -= stop - start
+            spans.append((request.slot, start, stop))
+            drafting.append((wanted[index] if stop == request.num_tokens else 0, index))
+        drafts: list[tuple[int, ...]] = [()] * len(requests)
+        if not spans:
+            return drafts
+        # Sequences that want more drafts come first: each step computes the first rows of the one before.
+        order = sorted(range(len(spans)), key=lambda place: -drafting[place][0])
+        spans, drafting = [spans[place] for place in order], [drafting[place] for place in order]
+        tokens = self._continue(self._compute(spans), spans, [number for number, _ in drafting])
+        for row, (number, index) in enumerate(drafting):
+            if number:
+                drafts[index] = tuple(tokens[row][:number])
+                self._drafted[requests[index].slot] = (requests[index].num_tokens, drafts[index][:-1])
+        return drafts
+
+    def _num_drafts(self, request: DraftRequest) -> int:
+        """Return how many drafts the sequence's blocks and the draft model's context have room for.
+
+        The last draft is not computed, so the position behind it needs no room.
+        """
+        table = self._table
+        room = min(int(table.num_blocks[request.slot]) * table.block_size, self._max_length)
+        return max(0, min(request.max_drafts, room - request.num_tokens + 1))
+
+    def _compute(self, spans: list[tuple[int, int, int]]) -> Tensor | None:
+        """Compute positions [start, stop) of slots; return the likeliest token [num_spans] behind each."""
+        if not spans:
+            return None
+        chunks = tuple(
+            ScheduledChunk(slot, start, stop - start, (), (), samples=True) for slot, start, stop in spans
+        )
+        batch = make_batch(StepPlan(0, 0, (), chunks), self._table)
+        for slot, _, stop in spans:
+            self._num_computed[slot] = stop
+            self._drafted.pop(slot, None)
+        return self._likeliest(batch.input_ids, batch.position_ids, batch.attention, batch.logits_indices)
+
+    def _continue(self, first: Tensor | None, spans: list[tuple[int, int, int]], numbers: list[int]) -> list[list[int]]:
+        """Return `numbers` drafts for each span, the largest number first. `first` is the first draft of each."""
+        assert first is not None
+        num_steps = numbers[0] - 1
+        drafts = [first]
+        if num_steps > 0:
+            steps = self._lay_out_steps(spans, num_steps)
+            for step in range(num_steps):
+                num_rows = sum(number > step + 1 for number in numbers)
+                drafts.append(self._likeliest(drafts[-1][:num_rows], *steps.first_rows(step, num_rows), None))
+        num_rows = len(spans)
+        columns = [draft.tolist() + [-1] * (num_rows - len(draft)) for draft in drafts]
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def _lay_out_steps(self, spans: list[tuple[int, int, int]], num_steps: int) -> _Steps:
+        """Lay out steps of one token for each span, from its end on, all at once: one copy to the device."""
+        table, block_size = self._table, self._table.block_size
+        slots = np.array([slot for slot, _, _ in spans])
+        ends = np.array([stop for _, _, stop in spans])
+        positions = ends + np.arange(num_steps)[:, None]
+        # Rows that want fewer drafts have no blocks for the last positions, and are left out by then.
+        blocks = table.block_tables[slots, np.minimum(positions // block_size, table.block_tables.shape[1] - 1)]
+        width = min(-(-int(ends.max() + num_steps) // block_size), table.block_tables.shape[1])
+        arrays = [
+            positions,
+            (positions + 1).astype(np.int32),
+            blocks.astype(np.int64) * block_size + positions % block_size,
+            table.block_tables[slots, :width],
+            np.arange(len(spans) + 1, dtype=np.int32),
+        ]
+        return _Steps(block_size, positions + 1, *to_device(arrays, self._draft.loaded.device))
+
+    def _likeliest(
+        self, input_ids: Tensor, position_ids: Tensor, attention: AttentionMetadata, indices: Tensor | None
+    ) -> Tensor:
+        """Return the likeliest next tokens [num_indices] int64; of all tokens without `indices`.
+
+        The decoder and its head are called and not the model. What a model does to logits behind its head, scaling or
+        capping them, keeps their order.
+        """
+        if self._max_token_id is not None:
+            input_ids = input_ids.clamp(max=self._max_token_id)
+        output = self._decoder(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            attention_mask=self._no_mask,
+            use_cache=False,
+            paged=PagedStep(self._draft.attention, self.cache, attention, indices),
+        )
+        hidden_states = output.last_hidden_state[0]
+        if indices is not None:
+            hidden_states = hidden_states[indices]
+        logits: Tensor = self._draft.head(hidden_states)
+        return logits[:, : self._vocab_size].argmax(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The inputs of steps of one token for each row, on the device."""
+
+    block_size: int
+    num_keys: NDArray[np.int64]  # [num_steps, num_rows] on the host
+    positions: Tensor  # [num_steps, num_rows]
+    lengths: Tensor  # [num_steps, num_rows] int32
+    slot_mapping: Tensor  # [num_steps, num_rows] int64
+    block_table: Tensor  # [num_rows, width] int32
+    query_starts: Tensor  # [num_rows + 1] int32
+
+    def first_rows(self, step: int, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
+        """Return the positions and the metadata of the first rows in a step."""
+        return self.positions[step, :num_rows], AttentionMetadata(
+            self.block_size,
+            np.ones(num_rows, dtype=np.int64),
+            self.num_keys[step, :num_rows],
+            self.query_starts[: num_rows + 1],
+            self.lengths[step, :num_rows],
+            self.block_table[:num_rows],
+            self.slot_mapping[step, :num_rows],
+        )
