@@ -38,7 +38,7 @@ def train_step(heads: Heads, teacher: Teacher, batches: list[Batch]) -> list[flo
     """Add up gradients of all the batches; returns the mean loss, and each head's share of right guesses."""
     total, num_right, num_learned = 0.0, [0] * HEADS, [0] * HEADS
     for batch in batches:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             states = teacher.hidden_states(batch)
             wanted = teacher.model.lm_head(states)
         loss = torch.zeros(())
@@ -51,7 +51,8 @@ def train_step(heads: Heads, teacher: Teacher, batches: list[Batch]) -> list[flo
                 & (batch.labels[:, 1 + ahead :] >= 0)
                 & (batch.owners[:, 1:-ahead] == batch.owners[:, 1 + ahead :])
             )
-            logits = teacher.model.lm_head(heads.guess(head, states[:, : -1 - ahead][is_learned]))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = teacher.model.lm_head(heads.guess(head, states[:, : -1 - ahead][is_learned]))
             right = wanted[:, ahead:-1][is_learned]
             loss = loss + distance(logits, right) / max(1, len(right)) / HEADS / len(batches)
             num_right[head] += int((logits.argmax(-1) == right.argmax(-1)).sum())

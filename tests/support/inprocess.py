@@ -16,7 +16,7 @@ from servekit.simulation.service import RecklessPredictor
 from tests.support.drafters import VaryingDraftLengths
 from workers.loading.model_manager import LoadedModel, ModelManager
 from workers.runner.model_runner import ModelRunner
-from workers.speculation.drafter import Drafter
+from workers.speculation.drafter import Drafter, LoadedDrafter
 
 
 class InProcessEngine:
@@ -35,6 +35,7 @@ class InProcessEngine:
         pipeline_parallel_size: int = 1,
         max_drafts: int = 0,
         drafter: Drafter | None = None,
+        loaded_drafter: LoadedDrafter | None = None,
     ) -> None:
         """With a drafter, steps have up to `max_drafts` drafts for each sequence, whether they pay or not."""
         settings = LoadModel(
@@ -50,7 +51,7 @@ class InProcessEngine:
             gpu_memory_utilization=0.9,
             kv_cache_dtype=kv_cache_dtype,
         )
-        self.runner = ModelRunner(loaded, settings)
+        self.runner = ModelRunner(loaded, settings, loaded_drafter)
         if drafter is not None:
             self.runner.speculate(drafter)
         self.manager = WorkloadManager(
@@ -67,7 +68,7 @@ class InProcessEngine:
             ),
             RecklessPredictor(block_size),
         )
-        if drafter is not None:
+        if self.runner.drafter is not None:
             self.manager.draft_lengths = VaryingDraftLengths(max_drafts)
         self.num_steps = 0
         self.num_copies = 0

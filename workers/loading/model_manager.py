@@ -142,7 +142,7 @@ class ModelManager:
             if ranks is not None:
                 num_bytes = num_weight_bytes(model)  # the files have all ranks' parts
             move(model, self.device, progress)
-        if dtype == "auto" and self.device.type == "cpu" and _multiplies_bfloat16() and config.dtype is torch.bfloat16:
+        if dtype == "auto" and self.device.type == "cpu" and multiplies_bfloat16() and config.dtype is torch.bfloat16:
             log.info("computing in float32, for exact tokens; --dtype bfloat16, the files' own, is about twice as fast")
         model.eval()
         model_dtype = model.dtype  # asked for now: later, a stage of a pipeline may have no plain parameters left
@@ -246,7 +246,8 @@ def _weight_format(
     return QuantizedAtLoad(quantization, group_size)
 
 
-def _multiplies_bfloat16() -> bool:
+def multiplies_bfloat16() -> bool:
+    """Return whether this processor has instructions that multiply bfloat16."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 

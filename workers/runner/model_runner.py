@@ -64,8 +64,8 @@ from workers.sampling.penalties import adjust
 from workers.sampling.sampler import sample
 from workers.sampling.structured_output import GrammarBatch, GrammarMasks
 from workers.sampling.token_bans import ban
-from workers.speculation.choose import make_drafter
-from workers.speculation.drafter import Drafter, Target
+from workers.speculation.choose import load_drafter
+from workers.speculation.drafter import Drafter, LoadedDrafter, Target
 from workers.speculation.speculator import Speculator
 
 log = logging.getLogger("servekit.worker")
@@ -142,13 +142,19 @@ class MergedOutputs:
 class ModelRunner:
     """One model on one device. `launch` is the only way its pages change."""
 
-    def __init__(self, loaded: LoadedModel, settings: LoadModel, served_cache_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        settings: LoadModel,
+        drafter: LoadedDrafter | None = None,
+        served_cache_bytes: int = 0,
+    ) -> None:
         """Allocate the KV cache and the token table. Raises ConfigError if the device's memory does not hold them.
 
         `served_cache_bytes`: where this runner only measures memory, the size of the cache that will be served with, so
         that its tables are as large as then.
         """
-        self.loaded = loaded
+        self.loaded, self._settings = loaded, settings
         self._group = None if loaded.ranks is None else loaded.ranks.group
         self._stage = None if loaded.ranks is None else loaded.ranks.stage
         if self._stage is not None:
@@ -158,7 +164,10 @@ class ModelRunner:
             device, loaded.dtype, layers, loaded.attention_params, block_size, settings.kv_cache_dtype
         )
         shapes, page_dtype = self.attention.block_shapes, self.attention.page_dtype
+        # A drafter's keys and values are in blocks of the same numbers, so a block is as large as both.
         self._bytes_per_block = bytes_per_block(layers, shapes, block_size, page_dtype)
+        if drafter is not None:
+            self._bytes_per_block += drafter.bytes_per_block
         memory = settings.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
         num_blocks = settings.num_kv_blocks or num_blocks_in(memory, self._bytes_per_block)
         if loaded.ranks is not None:
@@ -191,15 +200,24 @@ class ModelRunner:
         self.grammars = GrammarMasks(tokenizer_file, loaded.info.vocab_size, loaded.info.eos_token_ids, num_slots)
         self._speculator: Speculator | None = None
         self._hidden_states: LastHiddenStates | None = None
-        drafter = make_drafter(Target(loaded, settings, self.attention, self.cache, self.table))
         if drafter is not None:
-            self.speculate(drafter)
+            self.speculate(drafter.make_drafter(self.target))
 
     def speculate(self, drafter: Drafter) -> None:
         """Verify the drafts of this drafter from now on. No sequence has a slot yet."""
         self._speculator = Speculator(drafter, self.table, self.loaded.info.vocab_size, self._group)
         if drafter.hidden_states is not None:
             self._hidden_states = LastHiddenStates(self.loaded.decoder)
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """What makes drafts; None without speculative decoding."""
+        return None if self._speculator is None else self._speculator.drafter
+
+    @property
+    def target(self) -> Target:
+        """What a drafter may read of this runner."""
+        return Target(self.loaded, self._settings, self.attention, self.cache, self.table)
 
     @property
     def needs_hidden_states(self) -> bool:
@@ -401,8 +419,13 @@ class ModelRunner:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token, over all layers."""
+        """Bytes of keys and values of one token, over all layers, those of a drafter included."""
         return -(-self._bytes_per_block // self.cache.block_size)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all keys and values, those of a drafter included."""
+        return self.cache.num_blocks * self._bytes_per_block
 
     # -- the self-check: pages give what the model gives --------------------------------------------------------------
 
@@ -458,18 +481,18 @@ def _layer_shapes(loaded: LoadedModel, settings: LoadModel) -> list[LayerShape]:
     return with_checkpoint_scales(loaded.layers, Path(settings.model_path), first_layer)
 
 
-def make_runner(loaded: LoadedModel, settings: LoadModel) -> ModelRunner:
+def make_runner(loaded: LoadedModel, settings: LoadModel, drafter: LoadedDrafter | None = None) -> ModelRunner:
     """Return a runner with as many KV blocks as the settings ask for, or as fit; on a GPU, with decode steps as graphs.
 
     Raises ConfigError if the device's memory is too small.
     """
     if loaded.device.type != "cuda":
-        return ModelRunner(loaded, settings)
+        return ModelRunner(loaded, settings, drafter)
     if not settings.num_kv_blocks and not settings.kv_cache_memory_bytes:
-        use, utilization = _measure_memory_use(loaded, settings), settings.gpu_memory_utilization
+        use, utilization = _measure_memory_use(loaded, settings, drafter), settings.gpu_memory_utilization
         log.info("%s", explain(use, utilization))
         settings = replace(settings, kv_cache_memory_bytes=max(1, kv_cache_bytes(use, utilization)))
-    runner = ModelRunner(loaded, settings)
+    runner = ModelRunner(loaded, settings, drafter)
     _capture(runner)
     return runner
 
@@ -497,15 +520,18 @@ def _capture(runner: ModelRunner) -> None:
         log.warning("decode steps are launched one kernel at a time: capturing a CUDA graph failed: %s", error)
 
 
-def _measure_memory_use(loaded: LoadedModel, settings: LoadModel) -> MemoryUse:
+def _measure_memory_use(
+    loaded: LoadedModel, settings: LoadModel, drafter: LoadedDrafter | None = None
+) -> MemoryUse:
     """Measure what serving takes beside the cache, with a cache that is just large enough for the largest step."""
     gpu = Gpu(loaded.device)
     plan, num_blocks = largest_step(settings, loaded.info.max_model_len)
 
     def prepare() -> tuple[Callable[[], object], int]:
-        runner = ModelRunner(loaded, replace(settings, num_kv_blocks=num_blocks), served_cache_bytes=gpu.free())
+        settings_of_step = replace(settings, num_kv_blocks=num_blocks)
+        runner = ModelRunner(loaded, settings_of_step, drafter, served_cache_bytes=gpu.free())
         _capture(runner)
-        return (lambda: runner.execute(plan)), runner.cache.num_bytes
+        return (lambda: runner.execute(plan)), runner.cache_bytes
 
     use = measure_memory_use(gpu, gpu.total, prepare)
     release_memory()
@@ -552,8 +578,9 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
         report_stage=report_stage,
         ranks=ranks,
     )
+    drafter = load_drafter(loaded, settings, report_stage)
     report_stage("allocating the KV cache")
-    runner = make_runner(loaded, settings)
+    runner = make_runner(loaded, settings, drafter)
     report_stage("comparing paged with plain attention")
     distance = runner.self_check()
     if settings.is_result_rank:

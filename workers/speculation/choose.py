@@ -1,19 +1,27 @@
-"""Make the drafter that the settings name."""
+"""Load the drafter that the settings name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from servekit.errors import ConfigError
-from workers.speculation.drafter import Drafter, Target
+from servekit.protocol.messages import LoadModel
+from workers.loading.model_manager import LoadedModel
+from workers.speculation.draft_model import load_draft_model
+from workers.speculation.drafter import LoadedDrafter, WithoutWeights
+from workers.speculation.medusa import load_medusa_heads
 from workers.speculation.ngram import NgramDrafter
 
 
-def make_drafter(target: Target) -> Drafter | None:
+def load_drafter(
+    loaded: LoadedModel, settings: LoadModel, report_stage: Callable[[str], None] = lambda _: None
+) -> LoadedDrafter | None:
     """Return the drafter that `--speculative` names; None if speculation is off. Raises ConfigError.
 
     In a pipeline the next step begins before the last stage has sampled. So it is not known by then which drafts are
     accepted.
     """
-    settings, speculative = target.settings, target.settings.speculative
+    speculative = settings.speculative
     if not speculative.is_on:
         return None
     if settings.pipeline_parallel_size > 1:
@@ -24,5 +32,12 @@ def make_drafter(target: Target) -> Drafter | None:
         )
     match speculative.method:
         case "ngram":
-            return NgramDrafter()
-    raise ConfigError(f"--speculative {speculative.method}: this worker has no such drafter; choose ngram or off")
+            return WithoutWeights(NgramDrafter)
+        case "draft" | "self":
+            return load_draft_model(loaded, settings, report_stage)
+        case "medusa":
+            report_stage("loading the Medusa heads")
+            return load_medusa_heads(loaded, settings)
+    raise ConfigError(
+        f"--speculative {speculative.method}: this worker has no such drafter; choose ngram, draft, self, medusa or off"
+    )

@@ -6,7 +6,9 @@ make fewer drafts than it is asked for, or none. What it must not be is slow: it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -51,6 +53,35 @@ class Target:
     attention: AttentionBackend
     cache: KVCache  # a drafter's own keys and values can be in blocks with the same numbers
     table: SlotTable  # tokens, block tables and sampling parameters by slot
+
+
+class LoadedDrafter(Protocol):
+    """A drafter's weights on the device, before anything has memory for keys and values."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """What the drafter's own keys and values take in each block; 0 if it keeps none.
+
+        The number of blocks is chosen so that memory holds both models' keys and values.
+        """
+
+    def make_drafter(self, target: Target) -> Drafter:
+        """Return the drafter, with memory for its keys and values. Raises ConfigError if there is too little.
+
+        It may be called a second time, with other blocks, once the first drafter is not used any more.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutWeights:
+    """A drafter that needs nothing on the device."""
+
+    make: Callable[[], Drafter]
+    bytes_per_block: int = 0
+
+    def make_drafter(self, target: Target) -> Drafter:
+        """Return the drafter."""
+        return self.make()
 
 
 class Drafter:
