@@ -124,7 +124,11 @@ class FusedDecoder(nn.Module):
         """
         x = self.embed_tokens(input_ids)
         cosines, sines = self.rotary_emb(x, position_ids=position_ids)
-        x, rotation = x[0], (cosines[0], sines[0])
+        hidden_states = self.compute(x[0], (cosines[0], sines[0]), paged)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states[None])
+
+    def compute(self, x: Tensor, rotation: Rotation, paged: PagedStep) -> Tensor:
+        """Return the hidden states [num_tokens, hidden_size] of embedded tokens, which may be overwritten."""
         if self._stage is not None and not self._stage.is_first:
             x = self._stage.receive(x)
         # With few tokens, to leave some out of the last layer saves nothing, so logits_indices does not matter here.
@@ -142,12 +146,12 @@ class FusedDecoder(nn.Module):
         hidden_states[indices] = last.finish(attended[indices], x[indices])
         return self._output(hidden_states)
 
-    def _output(self, x: Tensor) -> BaseModelOutputWithPast:
+    def _output(self, x: Tensor) -> Tensor:
         if self._last_norm is None:
             assert self._stage is not None
             self._stage.send_on(x)
-            return BaseModelOutputWithPast(last_hidden_state=x[None])
-        return BaseModelOutputWithPast(last_hidden_state=self._ops.norm(x, *self._last_norm)[None])
+            return x
+        return self._ops.norm(x, *self._last_norm)
 
 
 def _row_parallel(part: Weight, group: RankGroup | None) -> Weight:

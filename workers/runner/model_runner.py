@@ -520,9 +520,7 @@ def _capture(runner: ModelRunner) -> None:
         log.warning("decode steps are launched one kernel at a time: capturing a CUDA graph failed: %s", error)
 
 
-def _measure_memory_use(
-    loaded: LoadedModel, settings: LoadModel, drafter: LoadedDrafter | None = None
-) -> MemoryUse:
+def _measure_memory_use(loaded: LoadedModel, settings: LoadModel, drafter: LoadedDrafter | None = None) -> MemoryUse:
     """Measure what serving takes beside the cache, with a cache that is just large enough for the largest step."""
     gpu = Gpu(loaded.device)
     plan, num_blocks = largest_step(settings, loaded.info.max_model_len)

@@ -20,18 +20,18 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servekit.errors import ConfigError
 from servekit.protocol.messages import LoadModel, ScheduledChunk, StepPlan
-from workers.attention.interface import AttentionBackend, AttentionMetadata, PagedStep
+from workers.attention.interface import AttentionBackend, AttentionMetadata, PagedStep, Rotation
 from workers.attention.selector import choose_attention
-from workers.batch import Batch, SlotTable, make_batch
+from workers.batch import Batch, make_batch
 from workers.device.memory import allocation_refused_as
 from workers.device.transfer import to_device
 from workers.kv_cache.pages import KVCache, bytes_per_block
+from workers.layers.fused_decoder import FusedDecoder
 from workers.layers.linear import can_pack
 from workers.loading.model_manager import LoadedModel, ModelManager, multiplies_bfloat16
 from workers.speculation.drafter import Drafter, DraftRequest, Target
@@ -109,8 +109,8 @@ def load_draft_model(
 def _draft_dtype(target: LoadedModel, settings: LoadModel) -> str:
     """Return the data type of the draft model: the one that `--dtype` names.
 
-    With auto, a CPU computes the model in float32, for exact tokens. Drafts need not be exact, and in bfloat16 a step of
-    few tokens is one call of C, which reads half as many bytes.
+    With auto, a CPU computes the model in float32, for exact tokens. Drafts need not be exact, and in bfloat16 a step
+    of few tokens is one call of C, which reads half as many bytes.
     """
     if settings.dtype == "auto" and target.device.type == "cpu" and multiplies_bfloat16() and can_pack(torch.bfloat16):
         return "bfloat16"
@@ -131,8 +131,8 @@ def _check_vocabulary(path: Path, draft: LoadedModel, target_path: Path, target:
     size, target_size = draft.info.vocab_size, target.info.vocab_size
     if size != target_size and (tokens is None or tokens != target_tokens):
         raise ConfigError(
-            f"the draft model in {path} has {size:,} tokens, and the model has {target_size:,}; they must have the same "
-            "tokenizer; choose a draft model of the same family"
+            f"the draft model in {path} has {size:,} tokens, and the model has {target_size:,}; they must have the "
+            "same tokenizer; choose a draft model of the same family"
         )
 
 
@@ -172,9 +172,7 @@ class DraftModelDrafter(Drafter):
         self._decoder: Any = loaded.decoder
         cache_bytes = cache.num_blocks * draft.bytes_per_block
         remedy = "lower --kv-cache-memory-bytes or --num-kv-blocks, or choose a smaller draft model"
-        with allocation_refused_as(
-            f"the draft model's KV cache of {cache_bytes:,} bytes", loaded.device, remedy
-        ):
+        with allocation_refused_as(f"the draft model's KV cache of {cache_bytes:,} bytes", loaded.device, remedy):
             self.cache = KVCache(
                 loaded.layers,
                 draft.attention.block_shapes,
@@ -194,6 +192,7 @@ class DraftModelDrafter(Drafter):
         self._drafted: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._prompts: list[tuple[int, int]] = []  # (slot, end) of this step's prompt chunks
         self._no_mask = torch.zeros(1, 1, 1, 1, device=loaded.device)
+        self._dtype_of_states = torch.empty(0, dtype=loaded.dtype, device=loaded.device)  # for rotations
 
     def begin(self, plan: StepPlan) -> None:
         if plan.copies:
@@ -270,9 +269,7 @@ class DraftModelDrafter(Drafter):
         """Compute positions [start, stop) of slots; return the likeliest token [num_spans] behind each."""
         if not spans:
             return None
-        chunks = tuple(
-            ScheduledChunk(slot, start, stop - start, (), (), samples=True) for slot, start, stop in spans
-        )
+        chunks = tuple(ScheduledChunk(slot, start, stop - start, (), (), samples=True) for slot, start, stop in spans)
         batch = make_batch(StepPlan(0, 0, (), chunks), self._table)
         for slot, _, stop in spans:
             self._num_computed[slot] = stop
@@ -286,9 +283,12 @@ class DraftModelDrafter(Drafter):
         drafts = [first]
         if num_steps > 0:
             steps = self._lay_out_steps(spans, num_steps)
+            rotations = self._rotations(steps.positions)
             for step in range(num_steps):
                 num_rows = sum(number > step + 1 for number in numbers)
-                drafts.append(self._likeliest(drafts[-1][:num_rows], *steps.first_rows(step, num_rows), None))
+                positions, attention = steps.first_rows(step, num_rows)
+                rotation = None if rotations is None else _first_rows(rotations, step, num_rows)
+                drafts.append(self._likeliest(drafts[-1][:num_rows], positions, attention, None, rotation))
         num_rows = len(spans)
         columns = [draft.tolist() + [-1] * (num_rows - len(draft)) for draft in drafts]
         return [list(row) for row in zip(*columns, strict=True)]
@@ -311,28 +311,51 @@ class DraftModelDrafter(Drafter):
         ]
         return _Steps(block_size, positions + 1, *to_device(arrays, self._draft.loaded.device))
 
+    def _rotations(self, positions: Tensor) -> Rotation | None:
+        """Return cosines and sines [num_steps, num_rows, head_dim] for positions [num_steps, num_rows], in one call.
+
+        None where the draft model's own layers compute them.
+        """
+        if not isinstance(self._decoder, FusedDecoder):
+            return None
+        cosines, sines = self._decoder.rotary_emb(self._dtype_of_states, position_ids=positions.reshape(1, -1))
+        return cosines[0].view(*positions.shape, -1), sines[0].view(*positions.shape, -1)
+
     def _likeliest(
-        self, input_ids: Tensor, position_ids: Tensor, attention: AttentionMetadata, indices: Tensor | None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention: AttentionMetadata,
+        indices: Tensor | None,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         """Return the likeliest next tokens [num_indices] int64; of all tokens without `indices`.
 
         The decoder and its head are called and not the model. What a model does to logits behind its head, scaling or
-        capping them, keeps their order.
+        capping them, keeps their order. For a small draft model, what is around the layers takes longer than they do.
         """
         if self._max_token_id is not None:
             input_ids = input_ids.clamp(max=self._max_token_id)
-        output = self._decoder(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            attention_mask=self._no_mask,
-            use_cache=False,
-            paged=PagedStep(self._draft.attention, self.cache, attention, indices),
-        )
-        hidden_states = output.last_hidden_state[0]
+        paged = PagedStep(self._draft.attention, self.cache, attention, indices)
+        if rotation is not None:
+            hidden_states = self._decoder.compute(self._decoder.embed_tokens(input_ids), rotation, paged)
+        else:
+            hidden_states = self._decoder(
+                input_ids=input_ids[None],
+                position_ids=position_ids[None],
+                attention_mask=self._no_mask,
+                use_cache=False,
+                paged=paged,
+            ).last_hidden_state[0]
         if indices is not None:
             hidden_states = hidden_states[indices]
         logits: Tensor = self._draft.head(hidden_states)
         return logits[:, : self._vocab_size].argmax(-1)
+
+
+def _first_rows(rotations: Rotation, step: int, num_rows: int) -> Rotation:
+    cosines, sines = rotations
+    return cosines[step, :num_rows], sines[step, :num_rows]
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,9 @@ MAX_HEADS = 16
 MAX_BLOCKS = 8  # of a head
 FLOATS = {"F32", "F16", "BF16"}  # as safetensors names data types
 # Part number `part` of head number `head`: residual blocks, and then the matrix. Some files have a prefix.
-_PUBLISHED = re.compile(r"(?:medusa_head\.)?(?P<head>\d{1,4})\.(?P<part>\d{1,4})\.(?P<name>linear\.weight|linear\.bias|weight)")
+_PUBLISHED = re.compile(
+    r"(?:medusa_head\.)?(?P<head>\d{1,4})\.(?P<part>\d{1,4})\.(?P<name>linear\.weight|linear\.bias|weight)"
+)
 # The same tensors as vLLM names them.
 _BLOCK = re.compile(r"blocks\.(?P<head>\d{1,4})\.layers\.(?P<part>\d{1,4})\.(?P<name>weight|bias)")
 _HEAD = re.compile(r"lm_heads\.(?P<head>\d{1,4})\.weight")
@@ -159,13 +161,14 @@ def _find_file(directory: Path) -> Path:
             return directory / name
     if (directory / PICKLED_FILE).is_file():
         raise ConfigError(
-            f"{directory / PICKLED_FILE} is a pickle, which can run code when it is read, so it is not read. Convert it: "
-            "import torch, safetensors.torch; safetensors.torch.save_file(torch.load('medusa_lm_head.pt', "
-            "weights_only=True), 'medusa_lm_head.safetensors')"
+            f"{directory / PICKLED_FILE} is a pickle, which can run code when it is read, so it is not read. Convert "
+            "it: import torch, safetensors.torch; "
+            "safetensors.torch.save_file(torch.load('medusa_lm_head.pt', weights_only=True), "
+            "'medusa_lm_head.safetensors')"
         )
     raise ConfigError(
-        f"--speculative medusa: {directory} holds neither {FILES[0]} nor {FILES[1]}; name the directory of the heads, as "
-        "in --speculative medusa:PATH"
+        f"--speculative medusa: {directory} holds neither {FILES[0]} nor {FILES[1]}; name the directory of the heads, "
+        "as in --speculative medusa:PATH"
     )
 
 

@@ -67,7 +67,14 @@ def drafting(name: str, draft: str) -> DraftModel:
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 @pytest.mark.parametrize(
     ("name", "draft"),
-    [("llama", "itself"), ("llama", "smaller"), ("llama", "int8"), ("llama", "w4a8"), ("gemma2", "smaller"), ("gpt2", "itself")],
+    [
+        ("llama", "itself"),
+        ("llama", "smaller"),
+        ("llama", "int8"),
+        ("llama", "w4a8"),
+        ("gemma2", "smaller"),
+        ("gpt2", "itself"),
+    ],
 )
 def test_tokens_are_those_of_generate(name: str, draft: str, max_steps_in_flight: int) -> None:
     """In a pool that is too small, so that sequences are preempted and computed again."""
@@ -97,14 +104,14 @@ def test_forks_and_prefix_hits_change_no_token(draft: str) -> None:
     def answers(max_drafts: int) -> list[list[int]]:
         drafter = drafting("llama", draft) if max_drafts else None
         engine = InProcessEngine(loaded, num_blocks=100, max_drafts=max_drafts, loaded_drafter=drafter)
-        sequences = []
+        sequences: list[Sequence] = []
         for _ in range(2):
             leader = engine.add(prompt, max_tokens=12, ignore_eos=True)
-            for seed in range(3):
-                sequences.append(
-                    engine.add(prompt, leader, max_tokens=12, ignore_eos=True, temperature=1.0, seed=seed)
-                )
-            sequences.append(leader)
+            sampled = [
+                engine.add(prompt, leader, max_tokens=12, ignore_eos=True, temperature=1.0, seed=seed)
+                for seed in range(3)
+            ]
+            sequences += [leader, *sampled]
             engine.run()
         assert engine.num_copies > 0
         assert engine.manager.num_cached_tokens > 0
@@ -116,9 +123,7 @@ def test_forks_and_prefix_hits_change_no_token(draft: str) -> None:
 def test_every_draft_of_the_model_itself_is_accepted() -> None:
     """Also behind copied blocks and blocks from the prefix cache: the drafter has keys and values of its own there."""
     loaded, _ = prepared("llama")
-    engine = InProcessEngine(
-        loaded, num_blocks=200, max_drafts=MAX_DRAFTS, loaded_drafter=drafting("llama", "itself")
-    )
+    engine = InProcessEngine(loaded, num_blocks=200, max_drafts=MAX_DRAFTS, loaded_drafter=drafting("llama", "itself"))
     for _ in range(2):
         for prompt in make_prompts(VOCAB_SIZE):
             leader = engine.add(prompt, max_tokens=20, ignore_eos=True)
@@ -143,9 +148,7 @@ class PausingDraftLengths(DraftLengths):
 def test_a_drafter_makes_up_for_steps_without_drafts(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_model, "MAX_CATCH_UP_TOKENS", bound)
     loaded, _ = prepared("llama")
-    engine = InProcessEngine(
-        loaded, num_blocks=200, max_drafts=MAX_DRAFTS, loaded_drafter=drafting("llama", "itself")
-    )
+    engine = InProcessEngine(loaded, num_blocks=200, max_drafts=MAX_DRAFTS, loaded_drafter=drafting("llama", "itself"))
     engine.manager.draft_lengths = PausingDraftLengths(MAX_DRAFTS)
     drafter = engine.runner.drafter
     compute, largest = drafter._compute, 0

@@ -26,7 +26,9 @@ SIZE = 48  # of the hidden states of tests/support/tiny_models.py
 HEADS = 3
 
 
-def tensors_of(num_heads: int = HEADS, num_blocks: int = 1, *, has_matrix: bool = True, scale: float = 0.3) -> dict[str, Tensor]:
+def tensors_of(
+    num_heads: int = HEADS, num_blocks: int = 1, *, has_matrix: bool = True, scale: float = 0.3
+) -> dict[str, Tensor]:
     """Return heads with the names of the published checkpoints."""
     torch.manual_seed(5)
     tensors = {}
