@@ -14,7 +14,7 @@ from servekit.protocol.messages import LoadModel, ScheduledChunk, SlotAssignment
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
 from workers.runner.model_runner import load
-from workers.speculation.choose import make_drafter
+from workers.speculation.choose import load_drafter
 from workers.speculation.ngram import NgramDrafter
 
 SETTINGS = LoadModel(
@@ -33,7 +33,7 @@ NGRAM = SpeculativeConfig("ngram", max_drafts=4)
 
 
 def chosen(settings: LoadModel) -> Any:
-    return make_drafter(SimpleNamespace(settings=settings))  # type: ignore[arg-type]
+    return load_drafter(SimpleNamespace(), settings)  # type: ignore[arg-type]
 
 
 def test_without_a_drafter_nothing_of_speculation_exists() -> None:
@@ -43,7 +43,7 @@ def test_without_a_drafter_nothing_of_speculation_exists() -> None:
 
 
 def test_prompt_lookup_is_chosen_by_its_name() -> None:
-    assert isinstance(chosen(replace(SETTINGS, speculative=NGRAM)), NgramDrafter)
+    assert isinstance(chosen(replace(SETTINGS, speculative=NGRAM)).make_drafter(None), NgramDrafter)
 
 
 def test_pipeline_is_refused_with_what_to_do() -> None:
