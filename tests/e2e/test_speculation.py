@@ -22,8 +22,8 @@ PROMPTS = [
     "Tell me a short story about a cat.",
     "What color is the sky?",
 ]
-GREEDY = {"temperature": 0.0, "max_tokens": 96, "ignore_eos": True}
-SEEDED = {"temperature": 0.9, "seed": 7, "max_tokens": 96, "ignore_eos": True}
+GREEDY = {"temperature": 0.0, "max_tokens": 64, "ignore_eos": True}
+SEEDED = {"temperature": 0.9, "seed": 7, "max_tokens": 64, "ignore_eos": True}
 
 
 def simulated_answer(prompt: str, num_tokens: int) -> str:
@@ -133,7 +133,6 @@ def test_answers_with_ngrams_are_those_without_even_when_a_worker_is_killed(tmp_
     with serving("--speculative", "ngram", log=tmp_path / "log", environment=ONE_THREAD) as server:
         assert [ask_all(server, **fields) for fields in (GREEDY, SEEDED)] == expected
         assert server.metric("servekit_spec_decode_num_accepted_tokens_total") > 0
-        assert [ask_all(server, **fields, max_drafts=0) for fields in (GREEDY, SEEDED)] == expected
         body = {"prompt": PROMPTS[0], **GREEDY}
         whole = expected[0][0]
         with server.client.stream("POST", "/generate_stream", json=body) as response:
@@ -142,4 +141,5 @@ def test_answers_with_ngrams_are_those_without_even_when_a_worker_is_killed(tmp_
             os.kill(server.worker_pids()[0], signal.SIGKILL)
             pieces += [event["token"]["text"] for event in lines if event["token"]]
         assert "".join(pieces) == whole
+        server.wait_for_metric("servekit_worker_restarts_total", 1)
         server.wait_until_at_rest()
