@@ -3,10 +3,11 @@
     python -m benchmarks.speculation [--models demo 0.4b] [--drafters ngram draft auto] [--clients 1 4 8 32] [--write]
 
 All servers of a model run all the time, and get the same requests in turn, so a noisy machine affects all of them. Each
-figure is the median of its rounds; a ratio is the median of the rounds' own ratios. Answers are greedy, and compared
-with those of the server without speculation. Client, servers and workers share the cores.
+figure is the median of its rounds; a ratio is the median of the rounds' own ratios. Answers are compared with those of
+the server without speculation. Client, servers and workers share the cores.
 
-- The demo model answers its own questions, repeats sentences, and continues random words.
+- The demo model answers its own questions, repeats sentences, and continues random words at temperature 2, which gives
+  a text that nobody can guess. All other answers are greedy.
 - `0.4b` is benchmarks/copying_llama.py: a model of that shape whose answers are known by construction. In `copying` an
   answer is a piece of the prompt, in `editing` the same with another token at every 16th place, and with `random
   tokens` nothing of it is in the prompt. So these rows show what prompt lookup gives if it is right or wrong: the time
@@ -87,8 +88,10 @@ def demo_tasks() -> dict[str, MakeBody]:
         return chat(f'Repeat after me: "{" ".join(chance.choices(WORDS, k=12))}."')
 
     def random_words(chance: random.Random) -> tuple[str, dict[str, Any]]:
+        """A continuation that is drawn from a flat distribution, so that it does not repeat itself."""
         text = " ".join(chance.choices(WORDS, k=32))
-        return "/v1/completions", {"prompt": text, "max_tokens": 64, "ignore_eos": True}
+        fields = {"max_tokens": 64, "ignore_eos": True, "temperature": 2.0, "seed": chance.getrandbits(32)}
+        return "/v1/completions", {"prompt": text, **fields}
 
     return {"questions": question, "repeating": repeating, "random words": random_words}
 
@@ -136,7 +139,7 @@ async def ask(client: httpx2.AsyncClient, route: str, body: dict[str, Any]) -> t
     """Return (answer, its tokens, time to the first token). The first token comes alone, the others 64 at a time."""
     began_s, first_s, pieces, num_tokens = time.perf_counter(), None, [], 0
     options = {"stream": True, "stream_interval": 64, "temperature": 0.0, "stream_options": {"include_usage": True}}
-    async with client.stream("POST", route, json=body | options) as response:
+    async with client.stream("POST", route, json=options | body) as response:
         assert response.status_code == 200, (await response.aread())[:300]
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
