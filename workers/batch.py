@@ -65,6 +65,7 @@ class Batch:
     sampled_cells: Tensor  # [num_sampled] where in the token table the sampled ids go
     sampling: list[SamplingRow]  # num_sampled of them
     prompt_logprobs: list[PromptLogprobsChunk]
+    slots: Indices  # [num_sequences] on the host: the slot of each sequence of `attention`
 
 
 class SlotTable:
@@ -195,4 +196,5 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
         sampled_cells=sampled_cells,
         sampling=[row for index in sampling for row in table.sampling_rows(plan.chunks[index])],
         prompt_logprobs=[chunk for chunk in prompts if chunk is not None],
+        slots=slots,
     )

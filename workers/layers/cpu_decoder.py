@@ -17,6 +17,7 @@ from workers.attention.cpu_backend import CpuAttention
 from workers.attention.interface import AttentionParams, HeadNorms, PagedStep, Rotation
 from workers.csrc.bindings import CDecoderLayer, CLayerPages
 from workers.layers.cpu_weight import CpuWeight, SideBySideCpuWeight
+from workers.layers.layer_tap import LayerTap
 from workers.layers.linear import SideBySideWeight, Weight
 
 Norm = tuple[Tensor, float]  # weight [size], epsilon
@@ -83,8 +84,11 @@ class CpuDecoder:
         """Return whether a step of so many tokens can take this path."""
         return 0 < num_tokens <= self._max_tokens and isinstance(paged.backend, CpuAttention)
 
-    def decode(self, x: Tensor, rotation: Rotation, paged: PagedStep) -> None:
-        """Run all layers on x [num_tokens, hidden_size], in place."""
+    def decode(self, x: Tensor, rotation: Rotation, paged: PagedStep, tap: LayerTap | None = None) -> None:
+        """Run all layers on x [num_tokens, hidden_size], in place.
+
+        A tap divides the layers into several calls, between which it keeps a copy of x.
+        """
         backend, (cosines, sines) = paged.backend, rotation
         assert isinstance(backend, CpuAttention)
         assert x.is_contiguous() and cosines.is_contiguous() and sines.is_contiguous()
@@ -94,17 +98,23 @@ class CpuDecoder:
             pages[index] = backend.layer_pages(paged.cache, index, num_heads, layer.attention)
         workspace = x.new_empty(len(x) * self._workspace_per_token)
         gemm_workspace = torch.empty(len(x) * self._gemm_workspace_bytes, dtype=torch.uint8)
-        self._decode_layers(
-            self._structs,
-            pages,
-            len(self._layers),
-            ctypes.byref(paged.prepared),
-            cosines.data_ptr(),
-            sines.data_ptr(),
-            x.data_ptr(),
-            workspace.data_ptr(),
-            gemm_workspace.data_ptr(),
-        )
+        bounds = {0, len(self._layers)}.union(() if tap is None else tap.layers)
+        for first, stop in pairwise(sorted(bounds)):
+            if tap is not None:
+                tap.keep(first, x.clone())
+            self._decode_layers(
+                ctypes.byref(self._structs, first * ctypes.sizeof(CDecoderLayer)),
+                ctypes.byref(pages, first * ctypes.sizeof(CLayerPages)),
+                stop - first,
+                ctypes.byref(paged.prepared),
+                cosines.data_ptr(),
+                sines.data_ptr(),
+                x.data_ptr(),
+                workspace.data_ptr(),
+                gemm_workspace.data_ptr(),
+            )
+        if tap is not None:
+            tap.keep(len(self._layers), x)
 
 
 def _make_struct(layer: LayerParts, weights: CpuWeights) -> CDecoderLayer:

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from workers.attention.interface import AttentionParams, HeadNorms, PagedStep, Rotation
 from workers.csrc.build import LANES
 from workers.layers.cpu_decoder import CpuDecoder, LayerParts, Norm
+from workers.layers.layer_tap import LayerTap
 from workers.layers.linear import LinearMethod, RowParallelWeight, Weight, is_plain, prepare
 from workers.layers.quantized_linear import QuantizedLinear
 from workers.parallel.pipeline_stage import PassOn, PipelineStage
@@ -105,6 +106,7 @@ class FusedDecoder(nn.Module):
         layers.
         """
         super().__init__()
+        self.tap: LayerTap | None = None
         self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
         self._ops = ops
         self._last_norm = _norm_of(decoder.norm) if stage is None or stage.is_last else None
@@ -132,16 +134,26 @@ class FusedDecoder(nn.Module):
         if self._stage is not None and not self._stage.is_first:
             x = self._stage.receive(x)
         # With few tokens, to leave some out of the last layer saves nothing, so logits_indices does not matter here.
+        tap = self.tap
         if self._cpu_decoder is not None and self._cpu_decoder.can_decode(len(x), paged):
-            self._cpu_decoder.decode(x, rotation, paged)
+            self._cpu_decoder.decode(x, rotation, paged, tap)
             return self._output(x)
         is_last_stage = self._stage is None or self._stage.is_last
         *layers, last = self._layers
-        for layer in layers:
+        for index, layer in enumerate(layers):
+            if tap is not None:
+                tap.keep(index, x)
             x = layer.finish(layer.attend(x, rotation, paged), x)
         attended, indices = last.attend(x, rotation, paged), paged.logits_indices
-        if not is_last_stage or indices is None or len(indices) == len(x):
-            return self._output(last.finish(attended, x))
+        is_whole = not is_last_stage or indices is None or len(indices) == len(x)
+        if tap is not None:
+            tap.keep(len(layers), x)
+            is_whole = is_whole or len(self._layers) in tap.layers
+        if is_whole:
+            x = last.finish(attended, x)
+            if tap is not None:
+                tap.keep(len(self._layers), x)
+            return self._output(x)
         hidden_states = torch.zeros_like(x)
         hidden_states[indices] = last.finish(attended[indices], x[indices])
         return self._output(hidden_states)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -13,7 +14,7 @@ from workers.csrc.build import c_library
 from workers.layers.cpu_decoder import make_cpu_decoder
 from workers.layers.cpu_ops import CpuOps
 from workers.layers.fused_decoder import fuse_layers
-from workers.layers.linear import LinearMethod, Weight, can_pack, pack_linears
+from workers.layers.linear import LinearMethod, Weight, can_pack, pack_for_cpu, pack_linears
 from workers.layers.quantized_gemm import QuantizedGemm
 from workers.layers.quantized_linear import QuantizedLinear
 from workers.layers.skinny_gemm import SkinnyGemm
@@ -58,6 +59,13 @@ def _replace_on_cpu(
     fused = fuse_layers(model, decoder, params, CpuOps(library), method, make_decoder, ranks)
     pack_linears(model, method)
     return fused
+
+
+def replace_linears(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Replace the linear layers of a module that runs beside a model, such as a head that makes drafts, in place."""
+    if device.type == "cpu" and can_pack(dtype):
+        library = c_library(str(dtype).removeprefix("torch."))
+        pack_linears(module, pack_for_cpu if library is None else make_cpu_method(library))
 
 
 def make_cpu_method(library: ctypes.CDLL) -> LinearMethod:

@@ -6,7 +6,7 @@ Shapes, scales, windows and soft caps are not read from the configuration: its f
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def record_attention(model: PreTrainedModel, architecture: str, stage: PipelineS
     failure = ""
     with (
         torch.inference_mode(),
-        _calls_recorded() as recorded,
+        calls_recorded() as recorded,
         attention_switched(model, RECORDING_ATTENTION),
         decoders_recorded(model) as decoders,
     ):
@@ -87,6 +87,22 @@ def record_attention(model: PreTrainedModel, architecture: str, stage: PipelineS
     return RecordedModel(calls, decoders[-1])
 
 
+def record_layer(config: Any, compute: Callable[[Any], object]) -> AttentionCall:
+    """Return how a layer calls attention that is no part of a model, and let it attend over pages from now on.
+
+    `config` is what the layer was made with. `compute` runs it over one token, and gets what stands for the step.
+    Raises ValueError unless the layer makes one call, and hands on the step.
+    """
+    config._attn_implementation = RECORDING_ATTENTION
+    with torch.inference_mode(), calls_recorded() as calls:
+        compute(calls)
+    config._attn_implementation = PAGED_ATTENTION
+    if len(calls) != 1 or not calls[0].is_passed_step:
+        raise ValueError(f"its layer makes {len(calls)} attention calls that get the step, and must make one")
+    calls[0].module.layer_idx = 0  # type: ignore[assignment]  # of a KV cache with this layer only
+    return calls[0]
+
+
 def _check_runs(model: PreTrainedModel, token: Tensor, architecture: str) -> None:
     """Raise ConfigError if the model does not run with its own attention either: its configuration is wrong."""
     with attention_switched(model, "eager"), forward_errors_named(architecture):
@@ -99,7 +115,7 @@ _recorded_calls: ContextVar[list[AttentionCall]] = ContextVar("recorded_calls")
 
 
 @contextmanager
-def _calls_recorded() -> Iterator[list[AttentionCall]]:
+def calls_recorded() -> Iterator[list[AttentionCall]]:
     """Yield a list that fills with the calls of the recording attention."""
     calls: list[AttentionCall] = []
     token = _recorded_calls.set(calls)

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from servekit.errors import ConfigError
+from workers.layers.fused_decoder import FusedDecoder
+from workers.layers.layer_tap import LayerTap
 
 
 @contextmanager
@@ -32,6 +37,40 @@ def decoders_recorded(model: PreTrainedModel) -> Iterator[list[nn.Module]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def tap_layers(decoder: nn.Module, layers: tuple[int, ...], num_layers: int) -> LayerTap:
+    """Return a tap that each forward pass of the decoder fills with what enters these of its layers.
+
+    A decoder has one tap. Raises ConfigError if it has no list of its layers.
+    """
+    tap: LayerTap | None = getattr(decoder, "tap", None)
+    if tap is not None and tap.layers == layers:
+        return tap
+    assert tap is None, "the decoder has a tap for other layers"
+    decoder.tap = tap = LayerTap(layers)  # type: ignore[assignment]
+    if not isinstance(decoder, FusedDecoder):
+        _add_hooks(decoder, tap, num_layers)
+    return tap
+
+
+def _add_hooks(decoder: nn.Module, tap: LayerTap, num_layers: int) -> None:
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers]
+    if not lists:
+        raise ConfigError(
+            f"{type(decoder).__name__} has no list of {num_layers} layers, so a drafter cannot read the hidden states "
+            "between them; choose another drafter"
+        )
+
+    def keep_input(number: int, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        tap.keep(number, (arguments[0] if arguments else options["hidden_states"])[0])
+
+    def keep_output(_: nn.Module, __: Any, output: Any) -> None:
+        tap.keep(num_layers, (output[0] if isinstance(output, tuple) else output)[0])
+
+    for number in set(tap.layers) - {num_layers}:
+        lists[0][number].register_forward_pre_hook(partial(keep_input, number), with_kwargs=True)
+    lists[0][-1].register_forward_hook(keep_output)
 
 
 @contextmanager

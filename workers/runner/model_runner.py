@@ -37,7 +37,8 @@ from workers.device.memory import allocation_refused_as, cpu_memory, describe_me
 from workers.device.transfer import DeviceEvent, to_device, to_host
 from workers.kv_cache.kv_quantization import FLOAT8_PAGES
 from workers.kv_cache.pages import KVCache, LayerShape, bytes_per_block
-from workers.loading.decoder_output import LastHiddenStates, computed_once
+from workers.layers.layer_tap import LayerTap
+from workers.loading.decoder_output import LastHiddenStates, computed_once, tap_layers
 from workers.loading.kv_scales import with_checkpoint_scales
 from workers.loading.model_manager import LoadedModel, ModelManager
 from workers.parallel.ranks import Ranks
@@ -199,15 +200,19 @@ class ModelRunner:
         tokenizer_file = Path(settings.model_path) / "tokenizer.json"
         self.grammars = GrammarMasks(tokenizer_file, loaded.info.vocab_size, loaded.info.eos_token_ids, num_slots)
         self._speculator: Speculator | None = None
-        self._hidden_states: LastHiddenStates | None = None
+        self._hidden_states: LastHiddenStates | LayerTap | None = None
         if drafter is not None:
             self.speculate(drafter.make_drafter(self.target))
 
     def speculate(self, drafter: Drafter) -> None:
         """Verify the drafts of this drafter from now on. No sequence has a slot yet."""
         self._speculator = Speculator(drafter, self.table, self.loaded.info.vocab_size, self._group)
-        if drafter.hidden_states is not None:
-            self._hidden_states = LastHiddenStates(self.loaded.decoder)
+        wanted, decoder = drafter.hidden_states, self.loaded.decoder
+        if wanted is not None and wanted.layers:
+            num_layers = self.loaded.model.config.get_text_config().num_hidden_layers
+            self._hidden_states = tap_layers(decoder, wanted.layers, num_layers)
+        elif wanted is not None:
+            self._hidden_states = LastHiddenStates(decoder)
 
     @property
     def drafter(self) -> Drafter | None:
@@ -385,8 +390,8 @@ class ModelRunner:
         """Return logits [num_indices, vocab_size] in float32 for those indices of the step's flat tokens."""
         # The next stage needs the hidden states of all tokens, as some drafters do.
         is_last_stage = self._stage is None or self._stage.is_last
-        drafter = None if self._speculator is None else self._speculator.drafter
-        is_observed = drafter is not None and drafter.hidden_states is not None and drafter.hidden_states.of_all_tokens
+        observed = None if self._speculator is None else self._speculator.drafter.hidden_states
+        is_observed = observed is not None and observed.of_all_tokens and not observed.layers
         wanted = None if batch.prompt_logprobs or is_observed or not is_last_stage else token_indices
         paged = PagedStep(self.attention, self.cache, batch.attention, wanted)
         return self._logits(batch.input_ids[None], batch.position_ids[None], paged, token_indices).float()

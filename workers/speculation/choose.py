@@ -9,6 +9,7 @@ from servekit.protocol.messages import LoadModel
 from workers.loading.model_manager import LoadedModel
 from workers.speculation.draft_model import load_draft_model
 from workers.speculation.drafter import LoadedDrafter, WithoutWeights
+from workers.speculation.eagle import load_eagle_head, load_mtp_layer
 from workers.speculation.medusa import load_medusa_heads
 from workers.speculation.ngram import NgramDrafter
 
@@ -38,6 +39,13 @@ def load_drafter(
         case "medusa":
             report_stage("loading the Medusa heads")
             return load_medusa_heads(loaded, settings)
+        case "eagle":
+            report_stage("loading the EAGLE-3 head")
+            return load_eagle_head(loaded, settings)
+        case "mtp":
+            report_stage("loading the MTP layer")
+            return load_mtp_layer(loaded, settings)
     raise ConfigError(
-        f"--speculative {speculative.method}: this worker has no such drafter; choose ngram, draft, self, medusa or off"
+        f"--speculative {speculative.method}: this worker has no such drafter; choose ngram, draft, self, medusa, "
+        "eagle, mtp or off"
     )

@@ -42,6 +42,9 @@ class HiddenStates:
     """
 
     of_all_tokens: bool = False  # [num_tokens, hidden_size], one row for each token of the step
+    # Instead, what enters the layers of these numbers, side by side [..., len(layers) * hidden_size]. The number of
+    # layers stands for what the last one returns, before the last norm.
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

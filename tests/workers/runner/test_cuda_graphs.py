@@ -57,7 +57,14 @@ def batch_of(num_rows: int, width: int, seed: int = 0) -> Batch:
     attention = AttentionMetadata(16, ones, lengths.numpy(), starts, lengths, table, numbers(num_rows))
     sampling = [SamplingRow(SamplingParams(max_tokens=1), 0)] * num_rows
     return Batch(
-        numbers(num_rows), numbers(num_rows), attention, torch.arange(num_rows), numbers(num_rows), sampling, []
+        input_ids=numbers(num_rows),
+        position_ids=numbers(num_rows),
+        attention=attention,
+        logits_indices=torch.arange(num_rows),
+        sampled_cells=numbers(num_rows),
+        sampling=sampling,
+        prompt_logprobs=[],
+        slots=np.arange(num_rows),
     )
 
 
