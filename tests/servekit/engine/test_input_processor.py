@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from servekit.config import ServeConfig
-from servekit.engine.input_processor import TOKENS_PER_SLICE, InputProcessor
+from servekit.engine.input_processor import MAX_PREDICTION_TOKENS, TOKENS_PER_SLICE, InputProcessor
 from servekit.engine.model_files import DEMO_MODEL_PATH, find_chat_template
 from servekit.engine.tokenizer import load_tokenizer
 from servekit.errors import ContextTooLong, InvalidRequest
@@ -128,3 +129,22 @@ async def test_an_answer_may_be_as_long_as_the_present_limits_allow(processor: I
         too_long = GenerationRequest(prompts=wanted.prompts, sampling=Sampling(), max_tokens=max_model_len - 2)
         with pytest.raises(ContextTooLong, match=f"maximum context length is {max_model_len} tokens"):
             await processor.prepare(too_long, "")
+
+
+async def test_the_beginning_of_a_prediction_is_encoded_if_drafts_can_be_looked_up_in_it(
+    processor: InputProcessor,
+) -> None:
+    text = "a b " * 9999
+    wanted = GenerationRequest(prompts=[Prompt("a", "prompt")], sampling=Sampling(), max_tokens=1, prediction=text)
+
+    async def prediction(request: GenerationRequest) -> tuple[int, ...]:
+        (prepared,) = await processor.prepare(request, "")
+        return prepared.sampling[0].prediction
+
+    assert await prediction(wanted) == (), "the server makes no drafts"
+    limits = processor._limits()
+    processor._limits = lambda: replace(limits, max_drafts=4)
+    (encoded,) = await processor._tokenizer.encode("", [text], add_special_tokens=False)
+    assert await prediction(wanted) == tuple(encoded[:MAX_PREDICTION_TOKENS])
+    assert await prediction(replace(wanted, max_drafts=0)) == ()
+    assert await prediction(replace(wanted, prediction=None)) == ()

@@ -15,6 +15,7 @@ from servekit.observability.metrics import JOIN_REFUSALS, RESTART_CAUSES, Metric
 from servekit.observability.observer import StepSummary
 from servekit.protocol.messages import StepResult
 from servekit.protocol.sampling_params import SamplingParams
+from servekit.scheduler.draft_length import DraftLengths
 from servekit.scheduler.sequence import FinishReason, Sequence
 
 
@@ -256,3 +257,28 @@ def test_each_replica_has_its_own_values_of_the_same_metrics() -> None:
     }
     assert values["servekit_num_requests_running", "0"] == 1 and values["servekit_num_requests_running", "1"] == 5
     assert values["servekit_worker_restarts_total", "0"] == 0 and values["servekit_worker_restarts_total", "1"] == 1
+
+
+def test_drafts_are_counted_by_position_drafter_and_replica() -> None:
+    metrics, counts = make_metrics(), [DraftLengths(2), DraftLengths(2)]
+    for num_accepted in (0, 1, 2):
+        counts[0].record(make_sequence(), 2, num_accepted)
+    metrics.watch_drafts("ngram", lambda: counts)
+    values = samples(metrics)
+    assert {key[1] for key in values if key[0].startswith("spec_decode")} == {"ngram"}
+    families = list(text_string_to_metric_families(metrics.render().decode()))
+    of_first = {
+        (sample.name.removeprefix("servekit_spec_decode_num_"), sample.labels.get("position")): sample.value
+        for family in families
+        for sample in family.samples
+        if "spec_decode" in sample.name and sample.labels["replica"] == "0"
+    }
+    assert of_first == {
+        ("drafts_total", None): 3,
+        ("draft_tokens_total", None): 6,
+        ("accepted_tokens_total", None): 3,
+        ("draft_tokens_per_pos_total", "0"): 3,
+        ("draft_tokens_per_pos_total", "1"): 3,
+        ("accepted_tokens_per_pos_total", "0"): 2,
+        ("accepted_tokens_per_pos_total", "1"): 1,
+    }

@@ -140,3 +140,11 @@ def test_a_new_sequence_is_expected_to_be_like_the_others() -> None:
     another = make_sequence(1)
     lengths.admit(another, None)
     assert another.acceptance < 0.05 and another.max_drafts == 4
+
+
+def test_spans_with_drafts_are_counted() -> None:
+    lengths, sequence = DraftLengths(3), make_sequence(1)
+    lengths.record(sequence, 3, 1)
+    lengths.record(sequence, 1, 1)
+    assert (lengths.num_spans, lengths.num_drafted, lengths.num_accepted) == (2, [2, 1, 1], [2, 0, 0])
+    assert DraftLengths(0).num_spans == 0

@@ -52,3 +52,24 @@ def test_answers_match_the_formula_in_the_documentation() -> None:
 def test_the_tokenizer_file_matches_the_script_that_makes_it() -> None:
     assert simulated_tokenizer.FILE.read_text() == simulated_tokenizer.text(), "the script writes it anew"
     assert Tokenizer.from_str(simulated_tokenizer.text()).encode("é ÿ\n").ids == list("é ÿ\n".encode())
+
+
+def test_a_draft_takes_its_own_time_and_is_no_prompt_token() -> None:
+    model = parse_simulated("sim:step=5ms,prefill=30us,draft=7us")
+    verifying = ScheduledChunk(0, 100, 4, (7,), (), True, 3)
+    assert model.duration_s(StepPlan(1, 1, (), (verifying,))) == pytest.approx(5e-3 + 3 * 7e-6)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.25, 0.7, 1.0])
+def test_each_draft_behind_accepted_ones_is_accepted_with_the_given_probability(acceptance: float) -> None:
+    model, steps = parse_simulated(f"sim:instant,acceptance={acceptance}"), range(20_000)
+    assert model == SimulatedModel(acceptance=acceptance)
+    counts = [model.num_accepted(3, step, slot=5) for step in steps]
+    for number in (1, 2, 3):
+        assert sum(count >= number for count in counts) / len(counts) == pytest.approx(acceptance**number, abs=0.02)
+
+
+@pytest.mark.parametrize("text", ["1.1", "-1", "5ms", ""])
+def test_an_acceptance_that_is_no_probability_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="nor acceptance=NUMBER from 0 to 1"):
+        parse_simulated(f"sim:acceptance={text}")

@@ -181,3 +181,15 @@ def test_sequences_without_room_are_counted() -> None:
 
 def test_a_warning_is_shown_at_the_top() -> None:
     assert draw(BUSY, 80, 24, "no server answers")[1].plain == "no server answers"
+
+
+def test_accepted_drafts_are_shown_where_there_are_any() -> None:
+    one = sequence(7, num_output_tokens=100, num_accepted_tokens=50)
+    fields = {"num_draft_steps": 100, "num_drafted_tokens": 200, "num_accepted_tokens": 150}
+    drawn = [line.plain for line in draw(state(sequences=[one], **fields), 120, 40)]
+    shown = "\n".join(drawn)
+    assert "drafts accepted 75%" in shown and "tokens/step 2.50" in shown
+    (bar,) = (line for line in drawn if line.startswith("     7 "))
+    assert bar.count("◆") > 0
+    assert bar.count("◆") == pytest.approx(bar.count("█"), abs=1)
+    assert not any("draft" in line.plain for line in draw(BUSY, 120, 40))
