@@ -24,6 +24,7 @@ from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.protocol.messages import StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GrammarKind
+from tests.support.drafters import RandomDrafter
 from tests.support.inprocess import InProcessEngine, load
 from tests.workers.runner.test_cuda_graphs import Repeated
 from tests.workers.sampling.test_structured_output import compile_one, prompt_of
@@ -41,6 +42,8 @@ from workers.runner import model_runner
 from workers.runner.cuda_graphs import CudaCapture
 from workers.runner.interface import Pending
 from workers.sampling import sampler, structured_output
+from workers.speculation.drafter import Drafter
+from workers.speculation.ngram import NgramDrafter
 
 HAS_GPU = torch.cuda.is_available()
 HOT: dict[str, Any] = {"temperature": 0.9, "seed": 5}
@@ -79,7 +82,7 @@ class EngineAhead(InProcessEngine):
     """An engine that launches each step as soon as it is planned, and then waits for the oldest."""
 
     def __init__(
-        self, loaded: LoadedModel, launching: Callable[[], AbstractContextManager[None]], **sizes: int
+        self, loaded: LoadedModel, launching: Callable[[], AbstractContextManager[None]], **sizes: Any
     ) -> None:
         self._launching = launching
         self._pending: deque[Pending[StepResult]] = deque()
@@ -214,6 +217,29 @@ def test_a_launch_does_not_wait_whatever_is_requested(
     gpu_engine, cpu_engine = engines(demo, on_gpu, gpu)
     assert play(gpu_engine, REQUESTS[name]) == play(cpu_engine, REQUESTS[name])
     assert bool(gpu.waits) == (name in MAY_WAIT)
+
+
+@pytest.mark.parametrize("name", ["everything"])
+@pytest.mark.parametrize("drafter", [NgramDrafter(), RandomDrafter(50)], ids=lambda drafter: type(drafter).__name__)
+def test_a_launch_with_drafts_waits_for_events_only_and_gives_the_same(
+    drafter: Drafter, name: str, demo: LoadedModel, on_gpu: LoadedModel, gpu: SimulatedGpu
+) -> None:
+    """For any other wait, the simulated GPU raises an error."""
+    _, cpu_engine = engines(demo, on_gpu, gpu)
+    with gpu:
+        gpu_engine = EngineAhead(on_gpu, gpu.launching, num_blocks=200, max_drafts=4, drafter=drafter)
+    assert play(gpu_engine, REQUESTS[name]) == play(cpu_engine, REQUESTS[name])
+    assert gpu.waits and sum(gpu_engine.manager.draft_lengths.num_drafted) > 0
+
+
+def test_a_launch_without_drafts_does_not_wait_where_there_is_a_drafter(
+    demo: LoadedModel, on_gpu: LoadedModel, gpu: SimulatedGpu
+) -> None:
+    _, cpu_engine = engines(demo, on_gpu, gpu)
+    with gpu:
+        gpu_engine = EngineAhead(on_gpu, gpu.launching, num_blocks=200, drafter=NgramDrafter())
+    assert play(gpu_engine, REQUESTS["everything"]) == play(cpu_engine, REQUESTS["everything"])
+    assert not gpu.waits
 
 
 def test_a_launch_does_not_wait_for_copies_of_blocks(demo: LoadedModel, on_gpu: LoadedModel, gpu: SimulatedGpu) -> None:
