@@ -18,9 +18,11 @@ log = logging.getLogger("servekit")
 
 
 class _ModelConfig(msgspec.Struct):
-    """The part of config.json that says whether the model has heads for tokens further ahead (MTP)."""
+    """The part of config.json that says whether the model has layers for multi-token prediction that can be read."""
 
     num_nextn_predict_layers: int | None = None
+    num_mtp_layers: int | None = None
+    quantization_config: msgspec.Raw | None = None
 
 
 def choose_drafter(config: ServeConfig, model_path: Path) -> SpeculativeConfig:
@@ -59,14 +61,15 @@ def _own_drafter(config: ServeConfig, model_path: Path) -> SpeculativeConfig:
     if not is_simulated(config.model):
         if Path(SpeculativeConfig("draft").directory(str(model_path))).is_dir():
             method = "draft"
-        elif _has_mtp_heads(model_path):
+        elif config.tensor_parallel_size == 1 and _has_mtp_layers(model_path):
             method = "mtp"
     return SpeculativeConfig(method, max_drafts=DEFAULT_MAX_DRAFTS[method])
 
 
-def _has_mtp_heads(model_path: Path) -> bool:
+def _has_mtp_layers(model_path: Path) -> bool:
+    """Whether config.json names MTP layers, and weights that are not quantized: the worker reads no others."""
     try:
         found = msgspec.json.decode((model_path / "config.json").read_bytes(), type=_ModelConfig)
     except (OSError, msgspec.DecodeError):
         return False  # the worker says what is wrong with the file
-    return bool(found.num_nextn_predict_layers)
+    return bool(found.num_nextn_predict_layers or found.num_mtp_layers) and found.quantization_config is None

@@ -22,6 +22,9 @@ def test_auto_takes_what_comes_with_the_model_and_else_ngrams(tmp_path: Path) ->
     assert chosen(tmp_path, "auto").method == "ngram"
     (tmp_path / "config.json").write_text('{"num_nextn_predict_layers": 1, "vocab_size": 9}')
     assert chosen(tmp_path, "auto") == SpeculativeConfig("mtp", "", 2)
+    assert chosen(tmp_path, "auto", tensor_parallel_size=2).method == "ngram"
+    (tmp_path / "config.json").write_text('{"num_mtp_layers": 1, "quantization_config": {"quant_method": "fp8"}}')
+    assert chosen(tmp_path, "auto").method == "ngram"
     (tmp_path / "draft").mkdir()
     assert chosen(tmp_path, "auto") == SpeculativeConfig("draft", "", 4)
 
