@@ -24,6 +24,11 @@ SECRETS = frozenset({"api_key"})  # settings whose values never appear in logs, 
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86400.0)]
 Milliseconds = Annotated[float, Meta(gt=0.0, le=60_000.0)]
+# The names are those of vLLM; servekit/parsing/chat_format.py has the formats.
+ReasoningParser = Literal["auto", "none", "deepseek_r1", "mistral", "openai_gptoss", "qwen3"]
+ToolCallParser = Literal[
+    "auto", "none", "deepseek_v3", "deepseek_v31", "hermes", "llama3_json", "mistral", "openai", "pythonic"
+]
 
 # Variables that Kubernetes sets in every container for a service whose name begins with `servekit`: the service's
 # addresses, in several forms.
@@ -302,6 +307,17 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     trust_request_chat_template: Annotated[
         bool, Meta(description="allow requests to carry their own chat template; the server renders it in a sandbox")
     ] = False
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        Meta(
+            description="how the model marks its reasoning, which chats return in a field of its own; auto reads it in "
+            "the chat template"
+        ),
+    ] = "auto"
+    tool_call_parser: Annotated[
+        ToolCallParser,
+        Meta(description="how the model writes tool calls; auto reads it in the chat template"),
+    ] = "auto"
     sandbox_timeout: Annotated[
         float,
         Meta(
@@ -531,8 +547,10 @@ _PARALLELISM = (
 )
 _LORA = "LoRA adapters are not supported yet; merge the adapter into the model's weights first"
 _SPECULATION = "--speculative chooses the drafter, its path and the number of drafts, as in --speculative draft:PATH:4"
-_TOOLS = "tool calls are not supported yet; structured output can constrain an answer to a JSON schema"
-_REASONING = "reasoning parsers are not supported yet; reasoning is part of the answer's text"
+_TOOLS = "tool calls need no other setting; --tool-call-parser chooses their form where the chat template does not tell"
+_REASONING = (
+    "reasoning has a field of its own; --reasoning-parser chooses its form where the chat template does not tell"
+)
 _OFFLOADING = "there is no CPU offloading or swap space; preempted sequences are recomputed"
 _TRUST = "code in a model's repository is never run; the architecture must be part of transformers"
 _TOKENIZER = "the tokenizer is always the model's own tokenizer.json; put another one into the model's directory"
@@ -587,7 +605,6 @@ EXPLAINED_SETTINGS = {
     "nnodes": _PARALLELISM,
     "num_speculative_tokens": _SPECULATION,
     "random_seed": _SEED,
-    "reasoning_parser": _REASONING,
     "revision": _DOWNLOADS,
     "runner": _EMBEDDINGS,
     "seed": _SEED,
@@ -604,7 +621,6 @@ EXPLAINED_SETTINGS = {
     "tokenizer": _TOKENIZER,
     "tokenizer_mode": _TOKENIZER,
     "tokenizer_path": _TOKENIZER,
-    "tool_call_parser": _TOOLS,
     "torchao_config": "--quantization rounds weights as they are read, and checkpoints bring their own format",
     "trust_remote_code": _TRUST,
 }

@@ -17,6 +17,7 @@ class GrammarKind(StrEnum):
     REGEX = "regex"
     EBNF = "ebnf"
     CHOICE = "choice"  # one of several given texts
+    COMPOSED = "composed"  # Lark with other grammars as parts, which the server writes itself
 
 
 class Grammar(Struct, frozen=True):
@@ -24,7 +25,8 @@ class Grammar(Struct, frozen=True):
 
     kind: GrammarKind
     text: str
-    param: str  # the name of the field in the client's request, for errors
+    param: str  # the name of the field in the client's request, for errors; of a part, what it is, or ""
+    parts: tuple[Grammar, ...] = ()  # of a composed one, whose text names them @part0, @part1, …
 
 
 class Prompt(Struct, frozen=True, gc=False):
@@ -79,6 +81,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     stream_interval: int | None = None  # tokens of a sequence per event; None: the server's setting
     max_drafts: int | None = None  # that a step may verify for a sequence; None: the server's setting
     prediction: str | None = None  # a text that the answers may repeat
+    markers: tuple[str, ...] = ()  # texts that stay in answers, even if they are special tokens
 
     @property
     def num_sequences(self) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from codecs import getincrementaldecoder
 from collections.abc import Callable
 
+from servekit.parsing.text_reader import first_match, live_prefix_length
+
 _Utf8Decoder = getincrementaldecoder("utf-8")
 
 
@@ -61,11 +63,11 @@ class Detokenizer:
         if self.stop_string is not None:
             return ""
         text = self._held + text
-        if (match := _first_match(text, self._stop)) is not None:
+        if (match := first_match(text, self._stop)) is not None:
             start, self.stop_string = match
             self._held = ""
             return text[: start + len(self.stop_string)] if self._include_stop else text[:start]
-        keep = 0 if is_last else _live_prefix_length(text, self._stop)
+        keep = 0 if is_last else live_prefix_length(text, self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -81,20 +83,3 @@ class NullDetokenizer(Detokenizer):
 
     def finish(self) -> str:
         return ""
-
-
-def _first_match(text: str, stop: tuple[str, ...]) -> tuple[int, str] | None:
-    """(start, stop string) of the match that ends first, as if the text had arrived character by character."""
-    matches = [(start + len(string), start, string) for string in stop if (start := text.find(string)) >= 0]
-    if not matches:
-        return None
-    _, start, string = min(matches)
-    return start, string
-
-
-def _live_prefix_length(text: str, stop: tuple[str, ...]) -> int:
-    """The length of the longest suffix of `text` that is a proper prefix of a stop string."""
-    for length in range(min(len(text), max(map(len, stop), default=1) - 1), 0, -1):
-        if any(string.startswith(text[-length:]) and len(string) > length for string in stop):
-            return length
-    return 0

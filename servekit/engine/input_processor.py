@@ -19,6 +19,7 @@ from servekit.config import ServeConfig
 from servekit.engine.model_files import ChatTemplate
 from servekit.engine.tokenizer import Tokenizer, TooManyTokens
 from servekit.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, prompt_too_long
+from servekit.parsing.chat_format import choose_chat_format
 from servekit.protocol.messages import ModelInfo
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest, Grammar, Prompt, Sampling
@@ -75,6 +76,13 @@ class InputProcessor:
         self._template = template
         self._model = model
         self._limits = limits
+        self.chat_format = choose_chat_format(
+            template.source,
+            config.reasoning_parser,
+            config.tool_call_parser,
+            tokenizer.added_token_id,
+            model.eos_token_ids,
+        )
         file = str(path / "tokenizer.json")
         timeout_s, memory_bytes = config.sandbox_timeout, config.sandbox_memory_bytes
         eos = map(str, model.eos_token_ids)
@@ -106,8 +114,12 @@ class InputProcessor:
         variables: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        """Render a conversation as text. `template` is one that the request brought. Raises InvalidRequest."""
+        """Render a conversation as text. `template` is one that the request brought. Raises InvalidRequest.
+
+        `tools` describes the functions that the model may call, as OpenAI's API writes them.
+        """
         if template is not None and not self._config.trust_request_chat_template:
             raise InvalidRequest(
                 "this server does not accept a chat_template in a request; it was started without "
@@ -134,7 +146,7 @@ class InputProcessor:
                 source,
                 add_generation_prompt and not continue_final_message,
                 continue_final_message,
-                {**(variables or {}), **self._template.special_tokens},
+                {**(variables or {}), **self._template.special_tokens, **({"tools": tools} if tools else {})},
                 messages,
             ),
             "messages" if template is None else "chat_template",
@@ -284,12 +296,13 @@ class InputProcessor:
             raise InvalidRequest(
                 f"{grammar.param}: this model has no end-of-sequence token, which grammars need", param=grammar.param
             )
-        if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
+        num_characters = len(grammar.text) + sum(len(part.text) for part in grammar.parts)
+        if num_characters > MAX_GRAMMAR_CHARACTERS:
             raise InvalidRequest(
-                f"{grammar.param} has {len(grammar.text)} characters; the limit is {MAX_GRAMMAR_CHARACTERS}",
+                f"{grammar.param} has {num_characters} characters; the limit is {MAX_GRAMMAR_CHARACTERS}",
                 param=grammar.param,
             )
-        return await self._sandbox.run(CompileGrammar(grammar.kind, grammar.text), grammar.param, tenant)
+        return await self._sandbox.run(CompileGrammar(grammar.kind, grammar.text, grammar.parts), grammar.param, tenant)
 
     def _prepare(
         self,
@@ -352,10 +365,15 @@ class InputProcessor:
             include_stop=_or(wanted.include_stop_str_in_output, False),
             ignore_eos=_or(wanted.ignore_eos, False),
             skip_special_tokens=_or(wanted.skip_special_tokens, True),
+            visible_token_ids=self._ids_of(request.markers),
             logprobs=request.wanted_logprobs,
             prompt_logprobs=request.prompt_logprobs,
             prediction=prediction,
         )
+
+    def _ids_of(self, markers: tuple[str, ...]) -> tuple[int, ...]:
+        ids = (self._tokenizer.added_token_id(text) for text in markers)
+        return tuple(token_id for token_id in ids if token_id is not None)
 
     def _temperature(self, wanted: Sampling) -> float:
         if wanted.do_sample is False:

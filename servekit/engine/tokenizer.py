@@ -65,6 +65,7 @@ class Tokenizer:
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
+        self._ids_of_added = {token.content: id_ for id_, token in tokenizer.get_added_tokens_decoder().items()}
         self._first_ids = tuple(tokenizer.encode("").ids)  # special tokens that every prompt begins with
         # A long text takes seconds. So that it does not delay short ones, they have threads of their own. And a tenant
         # has one long text encoded at a time, so that a thread is left for another tenant. Trade-off: a tenant alone
@@ -157,13 +158,23 @@ class Tokenizer:
         """The function that returns a token's bytes in the text."""
         return self.token_bytes if skip_special_tokens else self.token_bytes_with_special
 
+    def added_token_id(self, text: str) -> int | None:
+        """The id of the token that was added to the vocabulary with this text; None if there is none."""
+        return self._ids_of_added.get(text)
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 
     def make_detokenizer(self, sampling: SamplingParams) -> Detokenizer:
         """A detokenizer for one answer."""
         token_bytes = self.token_bytes_of(sampling.skip_special_tokens)
+        if sampling.visible_token_ids and sampling.skip_special_tokens:
+            token_bytes = self._showing(frozenset(sampling.visible_token_ids))
         return Detokenizer(token_bytes, sampling.stop, sampling.include_stop, sampling.min_tokens)
+
+    def _showing(self, visible: frozenset[int]) -> Callable[[int], bytes]:
+        """The function that returns a token's bytes in a text that shows these special tokens only."""
+        return lambda token_id: (self.token_bytes_with_special if token_id in visible else self.token_bytes)(token_id)
 
     def close(self) -> None:
         self._threads.shutdown()

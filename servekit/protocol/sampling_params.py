@@ -35,6 +35,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     include_stop: bool = False  # whether what stopped the answer is part of its text
     ignore_eos: bool = False
     skip_special_tokens: bool = True  # in the text
+    visible_token_ids: tuple[int, ...] = ()  # special tokens that are in the text nevertheless
     logprobs: int | None = None  # of each output token, and of so many of the likeliest alternatives; None is off
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
     prediction: tuple[int, ...] = ()  # a text that the answer may repeat: drafts can be looked up in it

@@ -5,6 +5,7 @@ The renderer is that of transformers, which runs Jinja in Jinja's own sandbox, s
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jinja2
@@ -16,14 +17,40 @@ from servekit.sandbox.jobs import DoneLong, Outcome, Refused, RenderChat
 def render_chat(job: RenderChat) -> Outcome:
     """Return the conversation as text, or why the template refuses it."""
     try:
-        # Its annotations say that it returns one text. It returns a list of texts, and the spans of assistant turns.
-        rendered: Any = render_jinja_template(
-            [job.messages],
-            chat_template=job.template,
-            add_generation_prompt=job.add_generation_prompt,
-            continue_final_message=job.continue_final_message,
-            **job.variables,
-        )
-        return DoneLong(memoryview(rendered[0][0].encode()))
+        try:
+            rendered = _render(job, job.messages)
+        except TypeError:
+            # Most templates take the arguments of earlier tool calls as objects. Some, such as DeepSeek's, join them
+            # with other text, and need them as text, too.
+            messages = [_with_arguments_as_text(message) for message in job.messages]
+            if messages == job.messages:
+                raise
+            rendered = _render(job, messages)
+        return DoneLong(memoryview(rendered.encode()))
     except (jinja2.TemplateError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
         return Refused(f"the chat template refuses these messages: {error}")
+
+
+def _render(job: RenderChat, messages: list[dict[str, Any]]) -> str:
+    # Its annotations say that it returns one text. It returns a list of texts, and the spans of assistant turns.
+    rendered: Any = render_jinja_template(
+        [messages],
+        chat_template=job.template,
+        add_generation_prompt=job.add_generation_prompt,
+        continue_final_message=job.continue_final_message,
+        **job.variables,
+    )
+    text: str = rendered[0][0]
+    return text
+
+
+def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    return message if calls is None else {**message, "tool_calls": [_call_with_text(call) for call in calls]}
+
+
+def _call_with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from servekit.protocol.grammar_matcher import matcher_for
-from servekit.request import GrammarKind
+from servekit.request import Grammar, GrammarKind
 from servekit.sandbox.jobs import CompileGrammar, Done, Outcome, Refused
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ MAX_COMPILE_S = 0.05
 def compile_grammar(job: CompileGrammar, tokenizer: LLTokenizer) -> Outcome:
     """Return the text for the worker to compile, or what is wrong with the grammar. This may crash the process."""
     try:
-        grammar = _translate(job.kind, job.text)
+        grammar = _translate(job.kind, job.text, job.parts)
     except ValueError as error:
         return Refused(str(error))
     started_s = time.process_time()
@@ -45,7 +45,7 @@ def compile_grammar(job: CompileGrammar, tokenizer: LLTokenizer) -> Outcome:
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         matcher.consume_token((allowed & -allowed).bit_length() - 1)  # the first allowed token
     if matcher.is_error():
-        return Refused(_readable(matcher.get_error()))
+        return Refused(_faulty_part(job.parts, tokenizer) or _readable(matcher.get_error()))
     elapsed_s = time.process_time() - started_s
     if elapsed_s > MAX_COMPILE_S:
         return Refused(
@@ -55,7 +55,16 @@ def compile_grammar(job: CompileGrammar, tokenizer: LLTokenizer) -> Outcome:
     return Done(grammar)
 
 
-def _translate(kind: GrammarKind, text: str) -> str:
+def _faulty_part(parts: tuple[Grammar, ...], tokenizer: LLTokenizer) -> str:
+    """Return which part cannot be compiled, and why; empty if that is none of them. llguidance does not name it."""
+    for part in parts:
+        matcher = matcher_for(_translate(part.kind, part.text), tokenizer)
+        if matcher.is_error():
+            return _named(part, _readable(matcher.get_error()))
+    return ""
+
+
+def _translate(kind: GrammarKind, text: str, parts: tuple[Grammar, ...] = ()) -> str:
     match kind:
         case GrammarKind.JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(_schema(text), overrides=JSON_STYLE)
@@ -70,6 +79,26 @@ def _translate(kind: GrammarKind, text: str) -> str:
             # One terminal, because a rule of many alternatives takes seconds. A JSON string in ASCII is a Lark literal.
             literals = map(json.dumps, json.loads(text))
             return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(literals))
+        case GrammarKind.COMPOSED:
+            return _compose(text, parts)
+
+
+def _compose(text: str, parts: tuple[Grammar, ...]) -> str:
+    """Return a grammar of several. Errors of a part name it."""
+    grammars: list[dict[str, Any]] = [{"name": "start", "lark_grammar": text}]
+    for number, part in enumerate(parts):
+        try:
+            translated = _translate(part.kind, part.text)
+        except ValueError as error:
+            raise ValueError(_named(part, str(error))) from None
+        # llguidance writes some kinds as JSON, and leaves Lark as it is.
+        grammar = json.loads(translated)["grammars"][0] if translated.startswith("{") else {"lark_grammar": translated}
+        grammars.append(grammar | {"name": f"part{number}"})
+    return json.dumps({"grammars": grammars})
+
+
+def _named(part: Grammar, error: str) -> str:
+    return f"{part.param}: {error}" if part.param else error
 
 
 def _schema(text: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from servekit.request import GrammarKind
+from servekit.request import Grammar, GrammarKind
 
 MESSAGES_PER_PIECE = 64
 PIECE_CHARACTERS = 2**15  # of one text; encoding them takes a tenth of a millisecond
@@ -29,6 +29,7 @@ class CompileGrammar(Struct, frozen=True, tag="compile_grammar"):
 
     kind: GrammarKind
     text: str
+    parts: tuple[Grammar, ...] = ()
 
 
 class Done(Struct, frozen=True, tag="done"):

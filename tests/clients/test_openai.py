@@ -400,10 +400,10 @@ def test_errors_are_typed_and_come_before_the_stream(
 
 
 def test_unsupported_fields_are_refused(client: OpenAI) -> None:
-    tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    function: Any = {"name": "look", "parameters": {"type": "object", "properties": {}}}
     with pytest.raises(BadRequestError) as refusal:
-        client.chat.completions.create(model="demo", messages=user(SKY), tools=[tool])
-    assert refusal.value.param == "tools"
+        client.chat.completions.create(model="demo", messages=user(SKY), functions=[function])
+    assert refusal.value.param == "functions"
     picture: Any = {"type": "image_url", "image_url": {"url": "data:,"}}
     with pytest.raises(BadRequestError):
         client.chat.completions.create(model="demo", messages=[{"role": "user", "content": [picture]}])

@@ -457,7 +457,13 @@ def test_detokenize_inverts_tokenize(server: ServerProcess) -> None:
         ("/v1/completions", {"prompt": "a", "stream_options": {}}, 400, "invalid_value", "stream_options"),
         ("/v1/completions", {"prompt": [1] * 3000}, 400, "context_length_exceeded", "prompt"),
         ("/v1/chat/completions", {"messages": []}, 400, "invalid_value", "messages"),
-        ("/v1/chat/completions", {"messages": [{"role": "user"}], "tools": [{}]}, 400, "invalid_value", "tools"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user"}], "tools": [{}]},
+            400,
+            "invalid_value",
+            "tools[0].type",
+        ),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from servekit.engine.client_queue import TokenDelta
 from servekit.engine.request_state import RequestState
@@ -61,10 +61,13 @@ class Answer:
         return self._logprob / self.num_tokens if self.num_tokens else float("-inf")
 
 
-async def collect(state: RequestState, keeps_tokens: bool) -> list[list[Answer]]:
-    """Wait for all answers. Returns for each prompt, in order, every computed answer; with `best_of`, best first."""
+async def collect(state: RequestState, make_answer: Callable[[int], Answer]) -> list[list[Answer]]:
+    """Wait for all answers, which `make_answer` makes by their index.
+
+    Returns for each prompt, in order, every computed answer; with `best_of`, best first.
+    """
     request = state.request
-    answers = [Answer(index, keeps_tokens) for index in range(state.num_answers)]
+    answers = [make_answer(index) for index in range(state.num_answers)]
     num_unfinished = len(answers)
     while num_unfinished:
         for delta in await state.queue.get():

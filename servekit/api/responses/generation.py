@@ -31,7 +31,8 @@ CHARACTERS_PER_TOKEN = 4  # an estimate, for English; at the end the exact numbe
 class ResponseBuilder(EventFormat, Protocol):
     """Write one request's answer in the wire format of one API."""
 
-    needs_tokens: bool  # whether `response` describes single tokens, so that they must be kept
+    def make_answer(self, index: int) -> Answer:
+        """Return what collects the answer of the sequence at this index."""
 
     def response(self, prompts: list[list[Answer]], items: ItemList) -> Any:
         """Return the body for all answers, given as `collect` returns them; `items` makes its long lists."""
@@ -41,11 +42,13 @@ class ResponseBuilder(EventFormat, Protocol):
 
 
 async def submit(
-    request: Request, wanted: GenerationRequest, render: Callable[[], Coroutine[Any, Any, str]] | None = None
+    request: Request,
+    wanted: GenerationRequest,
+    render: Callable[[], Coroutine[Any, Any, GenerationRequest]] | None = None,
 ) -> RequestState:
     """Admit the request with its caller's tenant and priority.
 
-    `render` returns the text of the prompt; without it, `wanted` has the text. It is called when the request has its
+    `render` returns the request with the text of the prompt; without it, `wanted` has it. It is called when it has its
     places in the queue and is within the limits of its key. So a request that cannot be admitted is refused before
     anything is computed for it. Raises RequestError, WorkerError, or ClientDisconnect if the client leaves meanwhile.
     """
@@ -58,8 +61,8 @@ async def submit(
     places = await engine.take_places(wanted, caller)
     try:
         if render is not None:
-            text = await unless_disconnected(request, render())
-            wanted = replace(wanted, prompts=[replace(wanted.prompts[0], content=text)])
+            rendered = await unless_disconnected(request, render())
+            wanted = replace(rendered, priority=wanted.priority)
             if account is not None:
                 await _reserve(account, wanted)
         state = await unless_disconnected(request, engine.submit(wanted, caller, places))
@@ -87,7 +90,7 @@ async def answer(request: Request, state: RequestState, builder: ResponseBuilder
     disconnect = disconnect_of(request.scope)
     disconnect.set_callback(lambda: state.queue.fail(ClientDisconnect()))
     try:
-        prompts = await collect(state, builder.needs_tokens)
+        prompts = await collect(state, builder.make_answer)
     finally:
         disconnect.set_callback(None)
         state.abort()

@@ -41,6 +41,9 @@ class NativeResponseBuilder:
         self.needs_tokens = state.request.logprobs is not None
         self._shows_logprobs = self.needs_tokens or state.request.prompt_logprobs is not None
 
+    def make_answer(self, index: int) -> Answer:
+        return Answer(index, self.needs_tokens)
+
     def headers(self, _: list[list[Answer]]) -> dict[str, str]:
         return {}
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET, UnsetType
 
+from servekit.api.responses.chat_message import ChatMessageAnswer, ChatMessageReader, new_call_id
 from servekit.api.responses.collect import Answer
 from servekit.api.responses.long_json import ItemList
 from servekit.api.responses.sse import event
@@ -28,16 +29,20 @@ from servekit.api.schemas.openai import (
     CompletionRequest,
     CompletionResponse,
     CompletionTokensDetails,
+    FunctionCallDelta,
     OpenAIFields,
     OpenAIUsage,
     PromptLogprob,
     PromptTokensDetails,
+    ToolCallDelta,
     TopLogprob,
     finish_reason,
 )
 from servekit.engine.client_queue import TokenDelta
 from servekit.engine.request_state import RequestState
 from servekit.engine.tokenizer import Tokenizer
+from servekit.parsing.answer_events import AnswerEvent, CallArguments, CallBegins, Content, Reasoning
+from servekit.parsing.chat_format import AnswerFormat
 from servekit.protocol.messages import TokenLogprobs
 from servekit.scheduler.sequence import FinishReason
 
@@ -47,6 +52,7 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 class _Common:
     """What both builders share: the head of each object, usage, and the tokens of the prompts."""
 
+    needs_tokens: bool  # whether single tokens are described, so that they must be kept
     end_of_stream = b"data: [DONE]\n\n"  # after an error, too
 
     def __init__(
@@ -60,22 +66,35 @@ class _Common:
         self._num_tokens = 0  # sent so far
         self._begun: set[int] = set()  # choices whose first chunk was sent
 
+    def make_answer(self, index: int) -> Answer:
+        return Answer(index, self.needs_tokens)
+
     def headers(self, _: list[list[Answer]]) -> dict[str, str]:
         return {}
 
-    def _usage(self, completion_tokens: int) -> OpenAIUsage:
+    def _usage(self, completion_tokens: int, reasoning_tokens: int | None = None) -> OpenAIUsage:
         prompt_tokens = self._state.num_prompt_tokens
         details = PromptTokensDetails(self._state.num_cached_tokens)
         usage = OpenAIUsage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+        details_of_answers = CompletionTokensDetails()
         if num_drafted := self._state.num_drafted_tokens:
             num_accepted = self._state.num_accepted_tokens
-            usage.completion_tokens_details = CompletionTokensDetails(num_accepted, num_drafted - num_accepted)
+            details_of_answers.accepted_prediction_tokens = num_accepted
+            details_of_answers.rejected_prediction_tokens = num_drafted - num_accepted
+        if reasoning_tokens is not None:
+            details_of_answers.reasoning_tokens = reasoning_tokens
+        if details_of_answers != CompletionTokensDetails():
+            usage.completion_tokens_details = details_of_answers
         return usage
+
+    def _usage_so_far(self) -> OpenAIUsage:
+        """Return the usage of the part of a stream that was sent."""
+        return self._usage(self._num_tokens)
 
     def _usage_of_chunk(self) -> OpenAIUsage | UnsetType | None:
         """Return `usage` for every chunk but the last: the usage so far, null if the last chunk has it, or absent."""
         if self._sends_usage_always:
-            return self._usage(self._num_tokens)
+            return self._usage_so_far()
         return None if self._sends_usage else UNSET
 
     def _begins(self, index: int) -> bool:
@@ -162,7 +181,7 @@ class CompletionResponseBuilder(_Common):
 
     def _last_chunks(self) -> Iterator[CompletionResponse]:
         if self._sends_usage:
-            yield CompletionResponse(*self._head, [], self._usage(self._num_tokens))
+            yield CompletionResponse(*self._head, [], self._usage_so_far())
 
     def _choice(
         self,
@@ -252,24 +271,73 @@ class ChatResponseBuilder(_Common):
     """Write one request's answer for /v1/chat/completions."""
 
     def __init__(
-        self, body: ChatCompletionRequest, state: RequestState, tokenizer: Tokenizer, answer_id: str, model: str
+        self,
+        body: ChatCompletionRequest,
+        state: RequestState,
+        tokenizer: Tokenizer,
+        answer_id: str,
+        model: str,
+        answer_format: AnswerFormat,
     ) -> None:
         super().__init__(body, state, tokenizer, answer_id, model)
         self.needs_tokens = bool(body.logprobs)
+        self._format = answer_format
+        self._returns_reasoning = body.include_reasoning is not False
+        self._readers: dict[int, ChatMessageReader] = {}  # by sequence; none if answers are content only
+
+    def make_answer(self, index: int) -> Answer:
+        if not self._format.is_parsed:
+            return super().make_answer(index)
+        return ChatMessageAnswer(index, self.needs_tokens, self._reader(index), self._format.call_id_length)
+
+    def _reader(self, index: int) -> ChatMessageReader:
+        if index not in self._readers:
+            self._readers[index] = ChatMessageReader(self._format.make_parser())
+        return self._readers[index]
+
+    def _usage_of_chat(self, completion_tokens: int) -> OpenAIUsage:
+        num_reasoning_tokens = sum(reader.num_reasoning_tokens for reader in self._readers.values())
+        return self._usage(completion_tokens, num_reasoning_tokens if self._format.has_reasoning else None)
+
+    def _usage_so_far(self) -> OpenAIUsage:
+        return self._usage_of_chat(self._num_tokens)
+
+    def _finish_reason(
+        self, index: int, reason: FinishReason, stop_reason: str | int | None
+    ) -> tuple[str, str | int | None]:
+        """Return OpenAI's name of the reason why the answer ended, and the stop reason."""
+        if reason is FinishReason.STOP and self._format.is_parsed and self._reader(index).num_calls:
+            return "tool_calls", stop_reason
+        return finish_reason(reason, stop_reason)
+
+    # -- one JSON answer ----------------------------------------------------------------------------------------------
 
     def response(self, prompts: list[list[Answer]], items: ItemList) -> ChatCompletionResponse:
         (answers,) = prompts
         choices = items(self._choice(answer, items) for answer in answers)
-        usage = self._usage(sum(answer.num_tokens for answer in answers))
+        usage = self._usage_of_chat(sum(answer.num_tokens for answer in answers))
         response = ChatCompletionResponse(*self._head, choices, usage)
         response.prompt_logprobs = self._prompt_logprobs(0, items)
         return response
 
     def _choice(self, answer: Answer, items: ItemList) -> ChatChoice:
-        reason, stop_reason = finish_reason(answer.finish_reason, answer.stop_reason)
+        reason, stop_reason = self._finish_reason(answer.index, answer.finish_reason, answer.stop_reason)
         return ChatChoice(
-            answer.index, ChatAnswer(answer.text), self._logprobs(answer.tokens, items), reason, stop_reason
+            answer.index, self._message(answer), self._logprobs(answer.tokens, items), reason, stop_reason
         )
+
+    def _message(self, answer: Answer) -> ChatAnswer:
+        if not isinstance(answer, ChatMessageAnswer):
+            return ChatAnswer(answer.text)
+        message = ChatAnswer(answer.content)
+        if answer.reasoning and self._returns_reasoning:
+            message.reasoning_content = answer.reasoning
+        if calls := answer.tool_calls():
+            message.tool_calls = calls
+            message.content = message.content or None
+        return message
+
+    # -- a stream -----------------------------------------------------------------------------------------------------
 
     def events(self, deltas: list[TokenDelta]) -> bytes:
         return b"".join(map(event, self._chunks(deltas)))
@@ -287,16 +355,44 @@ class ChatResponseBuilder(_Common):
                 first.prompt_logprobs = self._prompt_logprobs(0)
             yield first
         self._num_tokens += sum(delta.token_id is not None for delta in deltas)
-        text = "".join(delta.text for delta in deltas)
-        choice = ChatChunkChoice(index, ChatDelta(content=text) if text else ChatDelta(), self._logprobs(deltas))
+        if self._format.is_parsed:
+            delta = self._parsed_delta(self._reader(index).read(deltas))
+        else:
+            text = "".join(delta.text for delta in deltas)
+            delta = ChatDelta(content=text) if text else ChatDelta()
+        choice = ChatChunkChoice(index, delta, self._logprobs(deltas))
         if (reason := deltas[-1].finish_reason) is not None:
-            choice.finish_reason, choice.stop_reason = finish_reason(reason, deltas[-1].stop_reason)
-        if text or choice.logprobs or choice.finish_reason:
+            choice.finish_reason, choice.stop_reason = self._finish_reason(index, reason, deltas[-1].stop_reason)
+        if choice.delta != ChatDelta() or choice.logprobs or choice.finish_reason:
             yield ChatCompletionChunk(*self._head, [choice], self._usage_of_chunk())
+
+    def _parsed_delta(self, events: list[AnswerEvent]) -> ChatDelta:
+        """Return what the events add to the message."""
+        content, reasoning = [], []
+        calls: dict[int, ToolCallDelta] = {}
+        for each in events:
+            match each:
+                case Content():
+                    content.append(each.text)
+                case Reasoning():
+                    reasoning.append(each.text)
+                case CallBegins():
+                    call_id = new_call_id(self._format.call_id_length)
+                    calls[each.index] = ToolCallDelta(each.index, call_id, "function", FunctionCallDelta(each.name))
+                case CallArguments():
+                    calls.setdefault(each.index, ToolCallDelta(each.index)).function.arguments += each.text
+        delta = ChatDelta()
+        if content:
+            delta.content = "".join(content)
+        if reasoning and self._returns_reasoning:
+            delta.reasoning_content = "".join(reasoning)
+        if calls:
+            delta.tool_calls = list(calls.values())
+        return delta
 
     def _last_chunks(self) -> Iterator[ChatCompletionChunk]:
         if self._sends_usage:
-            yield ChatCompletionChunk(*self._head, [], self._usage(self._num_tokens))
+            yield ChatCompletionChunk(*self._head, [], self._usage_so_far())
 
     def _logprobs(self, deltas: list[TokenDelta], items: ItemList = list) -> ChatLogprobs | None:
         return ChatLogprobs(items(self._written_logprobs(deltas))) if self.needs_tokens else None

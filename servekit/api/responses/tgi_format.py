@@ -40,6 +40,9 @@ class TgiResponseBuilder:
         self._streamed = Answer(0)
         self.needs_tokens = bool(self._parameters.details)
 
+    def make_answer(self, index: int) -> Answer:
+        return Answer(index, self.needs_tokens)
+
     def headers(self, prompts: list[list[Answer]]) -> dict[str, str]:
         return {
             "x-prompt-tokens": str(self._state.num_prompt_tokens),

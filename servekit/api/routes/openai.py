@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -26,6 +25,8 @@ from servekit.api.schemas.openai import (
 from servekit.config import ServeConfig
 from servekit.engine.interface import Engine
 from servekit.errors import ModelNotFound
+from servekit.parsing.chat_format import AnswerFormat
+from servekit.request import GenerationRequest
 
 # Names that clients of one-model servers send: huggingface_hub sends "dummy", TGI's own clients "tgi".
 ANY_MODEL = ("", "dummy", "tgi")
@@ -47,23 +48,49 @@ async def chat_completions(request: Request) -> Response:
     wanted, conversation = await read_chat(request)
     check_model(engine.config, wanted.model)
     wanted.check()
-    rendering = partial(_render, engine, caller_of(request).tenant, wanted, conversation)
-    state = await submit(request, wanted.to_generation_request(""), rendering)
-    builder = ChatResponseBuilder(wanted, state, engine.tokenizer, new_id("chatcmpl"), engine.config.model_name)
+    chat = _Chat(engine, caller_of(request).tenant, wanted, conversation)
+    state = await submit(request, wanted.to_generation_request(""), chat.render)
+    assert chat.answer_format is not None, "it was rendered"
+    builder = ChatResponseBuilder(
+        wanted, state, engine.tokenizer, new_id("chatcmpl"), engine.config.model_name, chat.answer_format
+    )
     return await answer(request, state, builder, bool(wanted.stream))
 
 
-async def _render(
-    engine: Engine, tenant: str, wanted: ChatCompletionRequest, conversation: list[dict[str, Any]] | None
-) -> str:
-    return await engine.input_processor.render_chat(
-        tenant,
-        wanted.conversation() if conversation is None else conversation,
-        wanted.chat_template,
-        wanted.chat_template_kwargs,
-        wanted.add_generation_prompt is not False,
-        bool(wanted.continue_final_message),
-    )
+class _Chat:
+    """One conversation. The end of its rendered text decides in which form the answer begins."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tenant: str,
+        wanted: ChatCompletionRequest,
+        conversation: list[dict[str, Any]] | None,
+    ) -> None:
+        self._engine = engine
+        self._tenant = tenant
+        self._wanted = wanted
+        self._conversation = conversation
+        self._tool_use = wanted.tool_use()
+        self.answer_format: AnswerFormat | None = None
+
+    async def render(self) -> GenerationRequest:
+        """Return the request with the rendered conversation. Raises InvalidRequest."""
+        wanted, processor = self._wanted, self._engine.input_processor
+        processor.chat_format.check_tools(self._tool_use)
+        text = await processor.render_chat(
+            self._tenant,
+            wanted.conversation() if self._conversation is None else self._conversation,
+            wanted.chat_template,
+            wanted.template_variables(),
+            wanted.add_generation_prompt is not False,
+            bool(wanted.continue_final_message),
+            wanted.tools_for_template(),
+        )
+        self.answer_format = processor.chat_format.for_answers(
+            text, self._tool_use, wanted.grammar(), wanted.max_reasoning_tokens
+        )
+        return wanted.to_generation_request(text, self.answer_format)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Define OpenAI's wire format: /v1/completions, /v1/chat/completions and /v1/models, with vLLM's extensions.
 
 These routes ignore unknown fields, because clients and load tools send many. A known field that would change the answer
-and is not supported (`tools`, `suffix`) is refused.
+and is not supported (`functions`, `suffix`) is refused.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from servekit.api.schemas.common_fields import (
     num_computed,
 )
 from servekit.errors import InvalidRequest
+from servekit.parsing.chat_format import AnswerFormat, Function, ToolUse
 from servekit.request import GenerationRequest, Grammar, GrammarKind, Prompt
 from servekit.scheduler.sequence import FinishReason
 
 MAX_MESSAGES = 2**14  # far more than a context holds
+MAX_TOOLS = 128
 
 # -- fields of both routes ---------------------------------------------------------------------------------------------
 
@@ -287,10 +289,13 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
-    """Details of the answers' tokens: drafts of speculative decoding, whoever made them."""
+    """Details of the answers' tokens; each is absent where there is nothing to tell."""
 
-    accepted_prediction_tokens: int  # drafts that are tokens of the answers
-    rejected_prediction_tokens: int  # other drafts that were verified; OpenAI bills these, here they cost nothing
+    # drafts of speculative decoding, whoever made them, that are tokens of the answers
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    # other drafts that were verified; OpenAI bills these, here they cost nothing
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    reasoning_tokens: int | UnsetType = UNSET  # with the marker that ends the reasoning
 
 
 class OpenAIUsage(Struct):
@@ -300,7 +305,7 @@ class OpenAIUsage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # absent if nothing was drafted
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class PromptLogprob(Struct):
@@ -351,6 +356,8 @@ class ChatMessage(Struct, kw_only=True):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None  # of earlier turns, for chat templates that use them
     tool_call_id: str | None = None
+    reasoning_content: str | None = None  # of an earlier turn; most templates leave it out
+    reasoning: str | None = None  # the same; vLLM's name
 
     def for_template(self, index: int) -> dict[str, Any]:
         """Return the message as chat templates expect it. Raises InvalidRequest for images, audio and the like."""
@@ -364,8 +371,72 @@ class ChatMessage(Struct, kw_only=True):
                     )
             content = "".join(part.text or "" for part in content)
         message: dict[str, Any] = {"role": self.role, "content": content or ""}
-        optional = {name: getattr(self, name) for name in ("name", "tool_calls", "tool_call_id")}
-        return message | {name: value for name, value in optional.items() if value is not None}
+        optional = {name: getattr(self, name) for name in ("name", "tool_call_id")}
+        message |= {name: value for name, value in optional.items() if value is not None}
+        if self.tool_calls is not None:
+            message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        if reasoning := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = reasoning
+            if not (content and self.tool_calls):  # the template of gpt-oss takes one of them
+                message["thinking"] = reasoning
+        return message
+
+
+def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as an object: clients send a text with JSON, and templates expect an object.
+
+    A text that is no JSON object stays: the model wrote it, and its client sends back what it got.
+    """
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return call
+    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+class FunctionDefinition(Struct, kw_only=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Raw] | None = None  # the JSON schema of its arguments
+    strict: bool | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the function as chat templates expect it."""
+        parameters = msgspec.json.decode(_parameters_of(self))
+        described = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {name: value for name, value in described.items() if value is not None}
+
+
+def _parameters_of(function: FunctionDefinition) -> str:
+    """Return the JSON schema of a function's arguments. A function without any has none."""
+    if not function.parameters:
+        return Function("").parameters
+    return msgspec.json.encode(function.parameters).decode()
+
+
+class Tool(Struct, kw_only=True):
+    """A tool, which is a function."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Struct, kw_only=True):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Struct, kw_only=True):
+    """The function that the answer must call."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatCompletionRequest(OpenAIFields, kw_only=True):
@@ -390,17 +461,39 @@ class ChatCompletionRequest(OpenAIFields, kw_only=True):
     chat_template_kwargs: Annotated[dict[str, Any] | None, described("additional variables for the chat template")] = (
         None
     )
-    tools: Annotated[Any, described("refused: tools are not supported")] = None
-    tool_choice: Annotated[Any, described("refused: tools are not supported; auto and none are ignored")] = None
-    functions: Annotated[Any, described("refused: tools are not supported")] = None
+    tools: Annotated[
+        Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None, described("functions that the model may call")
+    ] = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        described("whether the answer calls functions: auto lets the model choose; default: auto, if there are tools"),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, described("the answer may have several calls; default: true")] = None
+    reasoning_effort: Annotated[
+        Annotated[str, Meta(max_length=32)] | None,
+        described("how much to reason, for chat templates that know it; none: not at all"),
+    ] = None
+    thinking_token_budget: Annotated[
+        Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None,
+        described("end the reasoning after this many tokens; -1 is off"),
+    ] = None
+    thinking_budget: Annotated[
+        Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None, described("another name of thinking_token_budget")
+    ] = None
+    include_reasoning: Annotated[
+        bool | None, described("return the reasoning, in reasoning_content; default: true")
+    ] = None
+    functions: Annotated[Any, described("refused: older name of tools")] = None
+    function_call: Annotated[Any, described("refused: older name of tool_choice; auto and none are ignored")] = None
     modalities: Annotated[list[str] | None, described("only text is supported")] = None
 
     def check(self) -> None:
         """Raise InvalidRequest for features that are not supported, before the conversation is rendered."""
-        for name in ("tools", "functions", "tool_choice"):
+        for name, newer in (("functions", "tools"), ("function_call", "tool_choice")):
             value = getattr(self, name)
             if value and value not in ("auto", "none"):
-                raise InvalidRequest(f"{name}: tools are not supported by this server; leave it out", param=name)
+                raise InvalidRequest(f"{name} is not supported by this server; send {newer}", param=name)
+        self._check_tools()
         if set(self.modalities or ()) - {"text"}:
             raise InvalidRequest(
                 f"modalities = {self.modalities}: this server generates text only; leave it out", param="modalities"
@@ -408,19 +501,75 @@ class ChatCompletionRequest(OpenAIFields, kw_only=True):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs = true", param="top_logprobs")
 
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise InvalidRequest(
+                    f"tools has two functions {name!r}; give each one a name of its own", param=f"tools[{index}]"
+                )
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise InvalidRequest(
+                f"tool_choice names the function {choice.function.name[:128]!r}, which tools does not have; add it, or "
+                "choose another one",
+                param="tool_choice",
+            )
+        if choice == "required" and not names:
+            raise InvalidRequest("tool_choice = 'required' needs tools; send some", param="tool_choice")
+
+    def tool_use(self) -> ToolUse | None:
+        """Return which functions the answers may call; None if they call none."""
+        choice = self.tool_choice
+        if not self.tools or choice == "none":
+            return None
+        wanted = choice.function.name if isinstance(choice, NamedTool) else None
+        functions = tuple(
+            Function(each.name, _parameters_of(each), each.strict is True)
+            for each in (tool.function for tool in self.tools)
+            if wanted is None or each.name == wanted
+        )
+        is_parallel = self.parallel_tool_calls is not False and wanted is None
+        return ToolUse(functions, wanted is not None or choice == "required", is_parallel)
+
+    def tools_for_template(self) -> list[dict[str, Any]] | None:
+        """Return the tools as chat templates expect them."""
+        return [{"type": tool.type, "function": tool.function.for_template()} for tool in self.tools or ()] or None
+
+    def template_variables(self) -> dict[str, Any]:
+        """Return additional variables for the chat template; those of no reasoning have Qwen's and DeepSeek's names."""
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            variables |= {"enable_thinking": False, "thinking": False}
+        return variables | (self.chat_template_kwargs or {})
+
+    @property
+    def max_reasoning_tokens(self) -> int | None:
+        """The most tokens of reasoning; None if they are not bounded."""
+        budget = self.thinking_budget if self.thinking_token_budget is None else self.thinking_token_budget
+        return None if budget is None or budget < 0 else budget
+
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages as chat templates expect them. Raises InvalidRequest for images, audio and the like."""
         return [message.for_template(index) for index, message in enumerate(self.messages)]
 
-    def to_generation_request(self, rendered: str) -> GenerationRequest:
-        """Return the request in the form that all APIs share, for a rendered conversation. Raises InvalidRequest."""
+    def to_generation_request(self, rendered: str, answer_format: AnswerFormat | None = None) -> GenerationRequest:
+        """Return the request in the form that all APIs share, for a rendered conversation. Raises InvalidRequest.
+
+        `answer_format` is that of the answers to it, where that is known.
+        """
         max_tokens = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         shared = self.shared()
+        if answer_format is not None:
+            shared["grammar"] = answer_format.grammar
         return GenerationRequest(
             prompts=[Prompt(rendered, "messages", add_special_tokens=False)],  # the template contains them
             max_tokens=max_tokens,
             best_of=shared["n"],
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            markers=() if answer_format is None else answer_format.markers,
             **shared,
         )
 
@@ -449,12 +598,45 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
+class FunctionCall(Struct):
+    """The function that is called, and its arguments as a text with JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    """One call."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
 class ChatAnswer(Struct):
     """The assistant's message."""
 
-    content: str
+    content: str | None  # null beside calls, if there is none
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class FunctionCallDelta(Struct):
+    """The part of a function call in one chunk: its name comes first, its arguments in pieces."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(Struct):
+    """The part of one call in one chunk."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCallDelta = msgspec.field(default_factory=FunctionCallDelta)
 
 
 class ChatDelta(Struct):
@@ -462,6 +644,8 @@ class ChatDelta(Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):

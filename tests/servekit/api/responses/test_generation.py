@@ -13,6 +13,8 @@ from servekit.api.auth.keys import parse_keys_file
 from servekit.config import ServeConfig
 from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import InvalidRequest, QueueFull
+from servekit.parsing.chat_format import ChatFormat
+from servekit.parsing.reasoning import NoReasoning
 from tests.support.asgi import Answer, ask, bearer
 
 KEYS = b"""
@@ -35,6 +37,8 @@ async def post(app: Starlette, path: str, **fields: Any) -> Answer:
 
 class Places:
     """Counts how many requests have places in the queue, and how often a prompt was made or prepared."""
+
+    chat_format = ChatFormat(NoReasoning(), None, lambda _: None, ())
 
     def __init__(self, app: Starlette, is_full: bool = False) -> None:
         self.num_held = self.num_rendered = self.num_prepared = 0

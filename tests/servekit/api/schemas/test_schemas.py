@@ -192,6 +192,7 @@ OPENAI: dict[str, tuple[Json, Json]] = {
     "guided_choice": ({"guided_choice": ["a"]}, {"grammar": Grammar(GrammarKind.CHOICE, '["a"]', "guided_choice")}),
     "guided_grammar": ({"guided_grammar": "a"}, {"grammar": Grammar(GrammarKind.EBNF, "a", "guided_grammar")}),
 }
+TOOL: Json = {"type": "function", "function": {"name": "look"}}
 REFUSED_BY_OPENAIS = ("use_beam_search", "prompt_embeds", "logits_processors")
 APIS = {
     "`/generate`": Api(
@@ -271,8 +272,16 @@ APIS = {
             "chat_template": ({"chat_template": "x"}, {}),
             "chat_template_kwargs": ({"chat_template_kwargs": {"x": 1}}, {}),
             "modalities": ({"modalities": ["text"]}, {}),
+            # What these change is decided with the model's format, which a body does not know.
+            "tools": ({"tools": [TOOL]}, {}),
+            "tool_choice": ({"tools": [TOOL], "tool_choice": "required"}, {}),
+            "parallel_tool_calls": ({"parallel_tool_calls": False}, {}),
+            "reasoning_effort": ({"reasoning_effort": "low"}, {}),
+            "thinking_token_budget": ({"thinking_token_budget": 5}, {}),
+            "thinking_budget": ({"thinking_budget": 5}, {}),
+            "include_reasoning": ({"include_reasoning": False}, {}),
         },
-        refused=("tools", "tool_choice", "functions", *REFUSED_BY_OPENAIS),
+        refused=("functions", "function_call", *REFUSED_BY_OPENAIS),
     ),
 }
 EVERY_FIELD = [(api, name) for api, case in APIS.items() for name in case.fields]
@@ -400,7 +409,12 @@ COMPLETIONS = "`/v1/completions`"
             {"structured_outputs": {"grammar": "start: A"}, "response_format": {"type": "json_object"}},
             "structured_outputs.grammar",
         ),
-        (CHAT, {"tools": [{}]}, "tools"),
+        (CHAT, {"tools": [{}]}, "tools[0].type"),
+        (CHAT, {"tools": [TOOL, TOOL]}, "tools[1]"),
+        (CHAT, {"tools": [TOOL] * 129}, "tools"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         (CHAT, {"top_logprobs": 1}, "top_logprobs"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "user"}, {"role": ""}]}, "messages[1].role"),
@@ -620,12 +634,19 @@ def test_unsupported_fields_are_refused_unless_empty(
         assert ask(api, body_of(api, {field: value})) == ask(api, body_of(api, {}))
 
 
-def test_tools_are_refused_unless_empty() -> None:
-    for fields in ({"tools": [{}]}, {"functions": [{}]}, {"tool_choice": "required"}, {"modalities": ["audio"]}):
+def test_fields_in_place_of_tools_are_refused_unless_empty() -> None:
+    for fields in ({"functions": [{}]}, {"function_call": {"name": "a"}}, {"modalities": ["audio"]}):
         with pytest.raises(InvalidRequest) as refusal:
             ask(CHAT, body_of(CHAT, fields))
         assert refusal.value.param == next(iter(fields))
-    harmless = ({"tools": []}, {"tools": None}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"functions": None})
+    harmless = (
+        {"function_call": "none"},
+        {"tools": []},
+        {"tools": None},
+        {"tool_choice": "auto"},
+        {"tool_choice": "none"},
+        {"functions": None},
+    )
     assert all(ask(CHAT, body_of(CHAT, fields)) == ask(CHAT, body_of(CHAT, {})) for fields in harmless)
     message = {"role": "tool", "content": "42", "tool_call_id": "1", "tool_calls": [{"id": "1"}]}
     assert decode(body_of(CHAT, {"messages": [message]}), ChatCompletionRequest).messages[0].for_template(0) == message
