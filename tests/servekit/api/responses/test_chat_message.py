@@ -30,6 +30,7 @@ class State:
     """What a builder asks of a request's state."""
 
     num_prompt_tokens, num_cached_tokens = 7, 0
+    num_drafted_tokens = num_accepted_tokens = 0
 
     class request:  # noqa: N801
         prompt_logprobs = None
