@@ -24,8 +24,10 @@ from scripts.dashboard import dashboard
 from servekit.config import ServeConfig
 from servekit.errors import ConfigError
 from servekit.observability import tracing as tracing_module
+from servekit.observability.metrics import Metrics
 from servekit.observability.request_trace import RequestTrace
 from servekit.observability.tracing import DELIVERY_TIMEOUT_S, MAX_QUEUED_SPANS, Tracing
+from servekit.scheduler.draft_length import DraftLengths
 from servekit.server.server import connect_tracing
 from tests.support.server_process import ServerProcess, serving
 
@@ -60,9 +62,12 @@ def series(server: ServerProcess) -> dict[str, set[str]]:
     """The labels of each series that the server has after some traffic, and the two that Prometheus adds."""
     server.generate(PROMPT)
     server.client.post("/generate", content=b"{")
+    speculating = Metrics(ServeConfig(), "")  # this server exports no drafts, because it makes none
+    speculating.watch_drafts("ngram", lambda: [DraftLengths(1)])
     text = server.client.get("/metrics").text
     found: dict[str, set[str]] = {"up": set(TARGET_LABELS)}
-    for family in text_string_to_metric_families(text):
+    of_drafts = [family for family in speculating.registry.collect() if "spec_decode" in family.name]
+    for family in (*of_drafts, *text_string_to_metric_families(text)):
         for sample in family.samples:
             found.setdefault(sample.name, set(TARGET_LABELS)).update(sample.labels)
     return found
