@@ -32,6 +32,7 @@
 #include "kv_codes.h"
 
 enum { STRIP_TILES = 4, MAX_ROWS = 8 };
+enum { MAX_DECODE_QUERIES = 16 }; /* a token and its drafts; more of them are a prompt chunk */
 
 #ifdef BFLOAT16
 enum { PACK = 2 };
@@ -168,6 +169,7 @@ typedef struct {
     int64_t position[MAX_ROWS]; /* ascending */
     int64_t begin, end;         /* the positions that any row sees; begin is the first position of a tile */
     int num_rows;
+    int is_decode; /* the sequence has so few queries that it finds few of its keys in a cache */
 } query_group;
 
 /* The number of the tile that begins at `position`. */
@@ -399,9 +401,9 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
     }
 }
 
-/* Make the number of rows a constant. Eight rows at one position are a decode step with a group of eight heads, which
-   reads its keys once; at several positions they are part of a prompt chunk. Over codes, five to seven rows are computed
-   as eight: the last one several times. Each variant takes the compiler half a second. */
+/* Make the number of rows a constant. Eight rows may be a decode step, with drafts or with a group of eight heads, or a
+   part of a prompt chunk. Over codes, five to seven rows are computed as eight: the last one several times. Each variant
+   takes the compiler half a second. */
 static inline __attribute__((always_inline)) void attend_group_over(const query_group *group, const query_group *next,
                                                                     const int has_codes) {
     switch (has_codes && group->num_rows > 4 ? MAX_ROWS : group->num_rows) {
@@ -413,8 +415,7 @@ static inline __attribute__((always_inline)) void attend_group_over(const query_
         case 6: if (!has_codes) attend_rows(group, next, 6, 1, 0); break;
         case 7: if (!has_codes) attend_rows(group, next, 7, 1, 0); break;
         default:
-            if (has_codes || group->position[0] == group->position[MAX_ROWS - 1])
-                attend_rows(group, next, MAX_ROWS, 1, has_codes);
+            if (has_codes || group->is_decode) attend_rows(group, next, MAX_ROWS, 1, has_codes);
             else attend_rows(group, next, MAX_ROWS, 0, has_codes);
     }
 }
@@ -447,10 +448,14 @@ static query_group make_group(const attention_step *step, int64_t number) {
     const int64_t start = metadata->query_starts[sequence];
     const int64_t num_queries = metadata->query_starts[sequence + 1] - start;
     const int64_t within = number - step->first_group[sequence];
-    const int64_t first_row = within / params->num_kv_heads * MAX_ROWS;
-    const int64_t left = num_queries * group_size - first_row;
     query_group group = {.params = params, .keys = step->pages->keys, .values = step->pages->values};
-    group.kv_head = within % params->num_kv_heads;
+    group.is_decode = num_queries <= MAX_DECODE_QUERIES;
+    /* The groups of a prompt that have the same rows follow each other, because they take equally long. Those of a decode
+       step that have the same keys do: the second one finds some of them in a cache. */
+    const int64_t num_parts = (num_queries * group_size + MAX_ROWS - 1) / MAX_ROWS;
+    group.kv_head = group.is_decode ? within / num_parts : within % params->num_kv_heads;
+    const int64_t first_row = MAX_ROWS * (group.is_decode ? within % num_parts : within / params->num_kv_heads);
+    const int64_t left = num_queries * group_size - first_row;
     group.block_table = metadata->block_table + sequence * metadata->table_width;
     group.num_rows = left < MAX_ROWS ? (int)left : MAX_ROWS;
     for (int i = 0; i < MAX_ROWS; i++) { /* rows that do not exist are the last one again */
