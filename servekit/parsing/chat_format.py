@@ -163,12 +163,6 @@ class ChatFormat:
         """Return the format of the answers to a prompt. `grammar` is that of the content. Raises InvalidRequest."""
         self.check_tools(use)
         tools = None if use is None else self.tools or TOOL_FORMATS["hermes"]
-        if max_reasoning_tokens is not None and isinstance(self.reasoning, NoReasoning):
-            raise InvalidRequest(
-                f"thinking_token_budget = {max_reasoning_tokens}: this model's chat template has no form for reasoning "
-                "that this server knows; leave it out, or start the server with --reasoning-parser",
-                param="thinking_token_budget",
-            )
         start = self.reasoning.start_after(prompt)
         composed = self._compose(start, tools, use, grammar, max_reasoning_tokens)
         return AnswerFormat(self.reasoning, tools, start, use, composed)

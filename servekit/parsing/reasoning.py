@@ -69,13 +69,22 @@ class NoReasoning:
         yield from ()
 
     def before_answer(self, lark: Lark, start: Start, max_tokens: int | None) -> str:
+        if max_tokens is not None:
+            raise self._refusal(max_tokens)
         return ""
 
     def content(self, symbol: str, lark: Lark) -> str:
         return symbol
 
     def free_answer(self, lark: Lark, start: Start, max_tokens: int, calls: Calls) -> str:
-        return calls.free_text(lark)
+        raise self._refusal(max_tokens)
+
+    def _refusal(self, max_tokens: int) -> InvalidRequest:
+        return InvalidRequest(
+            f"thinking_token_budget = {max_tokens}: this model's chat template has no form for reasoning that this "
+            "server knows; leave it out, or start the server with --reasoning-parser",
+            param="thinking_token_budget",
+        )
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from servekit.api.schemas.common_fields import (
     described,
     num_computed,
 )
+from servekit.api.schemas.json_body import is_shallow
 from servekit.errors import InvalidRequest
 from servekit.parsing.chat_format import AnswerFormat, Function, ToolUse
 from servekit.request import GenerationRequest, Grammar, GrammarKind, Prompt
@@ -390,9 +391,13 @@ def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
+    text = function["arguments"] or "{}"
     try:
-        arguments = msgspec.json.decode(function["arguments"] or "{}")
-    except (msgspec.DecodeError, RecursionError):
+        arguments = msgspec.json.decode(text)
+        msgspec.msgpack.encode(arguments)  # as which it goes to the template: it has no integers of more than 64 bits
+    except (msgspec.DecodeError, RecursionError, OverflowError):
+        return call
+    if not is_shallow(text.encode("utf-8", "replace")):
         return call
     return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
 

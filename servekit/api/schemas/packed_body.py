@@ -123,6 +123,9 @@ def pack(job: DecodeBody) -> PackedBody | Refusal:
     except RequestError as error:
         is_too_long = not isinstance(error, InvalidRequest)
         return Refusal(kind.__name__, is_too_long, error.message, error.param, error.answer_code)
+    except OverflowError:
+        message = "the request body has an integer of more than 64 bits in a message; send a smaller one, or a text"
+        return Refusal(kind.__name__, False, message, "messages", InvalidRequest.code)
     except MemoryError:
         message = f"the request body of {len(body)} bytes takes more memory than one may take; send a smaller one"
         return Refusal(kind.__name__, False, message, None, InvalidRequest.code)

@@ -375,6 +375,7 @@ def test_harmonys_reasoning_is_bounded_and_followed_by_the_final_channel() -> No
     [
         ("none", "none", TOOLS, None, None, "tools", "--tool-call-parser"),
         ("none", "none", None, None, 5, "thinking_token_budget", "--reasoning-parser"),
+        ("none", "none", None, JSON, 5, "thinking_token_budget", "--reasoning-parser"),
         ("none", "hermes", DEMANDED, JSON, None, "response_format", "tool_choice"),
         ("qwen3", "none", None, None, 5, "thinking_token_budget", "not single tokens"),
         ("qwen3", "none", None, JSON, 5, "thinking_token_budget", "not single tokens"),

@@ -51,5 +51,5 @@ def test_a_second_call_that_is_none_does_not_bring_back_the_marker() -> None:
 
 def test_names_without_letters_are_no_names() -> None:
     begin = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
-    for tools, text in (("mistral", "[TOOL_CALLS] [ARGS]{}"), ("deepseek_v31", f"{begin} <｜tool▁sep｜>{{}}")):
+    for tools, text in (("mistral", "[TOOL_CALLS] {}"), ("deepseek_v31", f"{begin} <｜tool▁sep｜>{{}}")):
         assert "calls" not in parse(answer_format("none", tools), text)

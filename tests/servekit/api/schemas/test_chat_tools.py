@@ -14,6 +14,7 @@ from servekit.parsing.chat_format import Function, ToolUse, choose_chat_format
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": SCHEMA, "strict": True}}
 LOOK = {"type": "function", "function": {"name": "look"}}
+TOO_MUCH = ['{"a": %s}' % ("9" * 30), '{"a": %s}' % ("[" * 70 + "]" * 70), '{"a": %s' % ("[" * 100_000)]
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -72,6 +73,7 @@ def test_templates_get_all_tools_as_they_were_sent() -> None:
         ({"function": {"name": "f", "arguments": '{"a":'}}, {"function": {"name": "f", "arguments": '{"a":'}}),
         ({"function": {"name": "f", "arguments": "[1]"}}, {"function": {"name": "f", "arguments": "[1]"}}),
         ({"function": {"name": "f", "arguments": {"a": 1}}}, {"function": {"name": "f", "arguments": {"a": 1}}}),
+        *((call, call) for call in ({"function": {"name": "f", "arguments": text}} for text in TOO_MUCH)),
         ({"function": "f"}, {"function": "f"}),
         ({"id": "1"}, {"id": "1"}),
     ],

@@ -162,6 +162,11 @@ async def test_what_the_event_loop_would_decode_in_one_piece_is_bounded() -> Non
     assert "messages[0]" in message and str(MAX_MESSAGE_BYTES) in message
 
 
+def test_integers_that_no_message_to_the_template_can_have_are_refused() -> None:
+    message = refused({"messages": [{"role": "u", "content": TEXT, "tool_calls": [{"x": 10**30}]}]}, CHAT)
+    assert "64 bits" in message
+
+
 async def test_token_ids_beyond_the_context_are_refused_before_the_event_loop_sees_them() -> None:
     for prompt, param in ((list(range(30_000)), "prompt"), ([[1], list(range(30_000))], "prompt[1]")):
         refusal = decoded_here(encoded({"prompt": prompt}, COMPLETION), COMPLETION, 1000)
