@@ -107,10 +107,17 @@ def accuracies(urls: dict[str, str], reference: str, num_prompts: int, character
 
 
 def ask(
-    url: str, workload: str, num_clients: int, seed: int, num_requests: int, characters_per_token: float
+    url: str,
+    workload: str,
+    num_clients: int,
+    seed: int,
+    num_requests: int,
+    characters_per_token: float,
+    *,
+    keep_alive: bool = True,
 ) -> Summary:
     """Run one round. The prompts are the same for all servers, and new in each round."""
-    target = Target(urls=[url], api=ApiFormat.COMPLETIONS, fields={"temperature": 0.0})
+    target = Target(urls=[url], api=ApiFormat.COMPLETIONS, fields={"temperature": 0.0}, keep_alive=keep_alive)
     experiment = Experiment(
         target=target,
         arrivals=f"closed:{num_clients}",
@@ -156,7 +163,9 @@ def play(urls: dict[str, str], accuracy: dict[str, str], arguments: argparse.Nam
                     for side, url in urls.items():
                         progress.begin(f"{side}, {name}, {num_clients} clients")
                         sizes = num_requests, arguments.characters_per_token
-                        sides[side].append(ask(url, WORKLOADS[name], num_clients, seed, *sizes))
+                        keep_alive = not arguments.no_keep_alive
+                        summary = ask(url, WORKLOADS[name], num_clients, seed, *sizes, keep_alive=keep_alive)
+                        sides[side].append(summary)
                 tell(row(name, num_clients, sides, accuracy))
 
 
@@ -182,6 +191,11 @@ def main() -> None:
     parser.add_argument("--requests-per-client", type=int, default=4)
     parser.add_argument("--min-requests", type=int, default=10)
     parser.add_argument("--characters-per-token", type=float, default=4.0)
+    parser.add_argument(
+        "--no-keep-alive",
+        action="store_true",
+        help="open a connection for each request, to all servers: some close theirs without saying so",
+    )
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, {arguments.model}, median of {arguments.rounds} rounds", flush=True)
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:

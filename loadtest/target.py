@@ -31,6 +31,7 @@ class Target(Struct, frozen=True):
     batch_size: int = 1  # prompts in one request, with GENERATE
     timeout_s: float = 600.0  # of one request, from its start
     max_connections: int | None = None  # of the client; waiting for a free one counts as latency
+    keep_alive: bool = True  # send further requests over an open connection; False: a connection for each request
     verifies: bool = False  # compare every answer with servekit's simulated model (docs/simulated_model.md)
 
 

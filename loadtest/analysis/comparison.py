@@ -53,6 +53,7 @@ SETTINGS = (
     "batch_size",
     "timeout_s",
     "max_connections",
+    "keep_alive",
 )
 
 LATENCIES: dict[str, Callable[[Measurements], Floats]] = {

@@ -113,6 +113,7 @@ def _settings(plan: Plan, target: Target, client: Client) -> Settings:
         batch_size=target.batch_size,
         timeout_s=target.timeout_s,
         max_connections=target.max_connections,
+        keep_alive=target.keep_alive,
         verifies=target.verifies,
     )
 

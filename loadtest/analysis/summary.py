@@ -49,6 +49,7 @@ class Settings(Client, frozen=True, kw_only=True):
     batch_size: int
     timeout_s: float
     max_connections: int | None
+    keep_alive: bool = True  # the default is for files of runs before there was a choice
     verifies: bool
 
 

@@ -114,6 +114,7 @@ def _load_options() -> argparse.ArgumentParser:
     add("--batch-size", type=int, default=1, metavar="N", help="prompts per request, with --api generate (default: 1)")
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds after which a request fails (default: 600)")
     add("--max-connections", type=int, metavar="N", help="use at most N connections; waiting for one counts as latency")
+    add("--no-keep-alive", action="store_true", help="open a connection for each request; opening counts as latency")
     add("--processes", type=int, default=1, metavar="N", help="client processes (default: 1)")
     add("--sources", help="local addresses to connect from, separated by commas; each has ports of its own")
     add("--warm-up", type=int, default=8, metavar="N", help="requests before the run, not counted (default: 8)")
@@ -141,6 +142,7 @@ def make_experiment(arguments: argparse.Namespace, arrivals: str) -> Experiment:
         batch_size=arguments.batch_size,
         timeout_s=arguments.timeout,
         max_connections=arguments.max_connections,
+        keep_alive=not arguments.no_keep_alive,
         verifies=arguments.verify,
     )
     return Experiment(

@@ -38,11 +38,12 @@ _REMEDIES = {
 }
 
 
-def request_head(path: str, host: str, api_key: str | None) -> bytes:
+def request_head(path: str, host: str, api_key: str | None, *, keep_alive: bool) -> bytes:
     """Return the request up to the value of Content-Length."""
     key = "" if api_key is None else f"Authorization: Bearer {api_key}\r\n"
+    close = "" if keep_alive else "Connection: close\r\n"
     return (
-        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nAccept: text/event-stream, application/json\r\n{key}"
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nAccept: text/event-stream, application/json\r\n{key}{close}"
         "User-Agent: loadtest\r\nContent-Type: application/json\r\nContent-Length: "
     ).encode()
 
@@ -213,7 +214,7 @@ class Connection(asyncio.Protocol):
         if self.exchange.status < 200:
             return  # 100 Continue and the like: the answer follows
         self._is_whole = True
-        self.idle_since_s = now_s() if self._parser.should_keep_alive() else 0.0
+        self.idle_since_s = now_s() if self._pool.keep_alive and self._parser.should_keep_alive() else 0.0
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -253,8 +254,13 @@ class Pool:
         sources: Sequence[str] = (),
         max_connections: int | None = None,
         on_extra_bytes: Callable[[Exchange], None] = lambda exchange: None,
+        *,
+        keep_alive: bool = True,
     ) -> None:
         """`on_extra_bytes` is called with an exchange that had ended well if more bytes come before the next request.
+
+        Without `keep_alive` each connection carries one request: some servers close connections without saying so
+        before, and a request that is on its way then would be lost.
 
         `sources` are local addresses to connect from, in turn. Each pair of one of them and a server's address has some
         28,000 ports of its own (net.ipv4.ip_local_port_range).
@@ -262,9 +268,10 @@ class Pool:
         assert addresses and (max_connections is None or max_connections > 0)
         self.loop = loop
         self.on_extra_bytes = on_extra_bytes
+        self.keep_alive = keep_alive
         self._addresses = addresses
         self._sources: Sequence[str | None] = sources or [None]
-        self._heads = {each.host: request_head(path, each.host, api_key) for each in addresses}
+        self._heads = {each.host: request_head(path, each.host, api_key, keep_alive=keep_alive) for each in addresses}
         self._max_connections = max_connections
         self._connections: set[Connection] = set()
         self._idle: dict[Connection, None] = {}  # the most recently used come last
@@ -327,7 +334,7 @@ class Pool:
                 connection.abort()
 
     def release(self, connection: Connection) -> None:
-        """Take back a free connection. `idle_since_s` is 0 if the server is about to close it."""
+        """Take back a free connection. `idle_since_s` is 0 if it is not to be used again."""
         if not connection.idle_since_s or self._is_closed:
             connection.abort()
         elif self._waiting and not connection.is_quiet:

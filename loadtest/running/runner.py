@@ -125,6 +125,7 @@ class Runner:
             self._sources,
             target.max_connections,
             self._note_extra_bytes,
+            keep_alive=target.keep_alive,
         )
         self._num_clients_to_begin = self._plan.num_clients
         self._timer = Timer(self._loop, self._begin_due)

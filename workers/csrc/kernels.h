@@ -128,7 +128,7 @@ typedef struct {
     const int32_t *input_order; /* [num_inputs] the input of each column; NULL: their own order */
 } quantized_weight;
 
-/* The bytes of workspace that quantized_gemm needs for each row, up to 256 rows; more rows share it. */
+/* The bytes of workspace that quantized_gemm needs for each row, up to 128 rows; more rows share it. */
 int64_t quantized_gemm_workspace_bytes(const quantized_weight *weight);
 
 /* `multiply` of a quantized_weight, for any number of rows. */

@@ -19,8 +19,9 @@
    lane are in the order 0, 2, 1, 3, so that pairs of bfloat16 need few instructions. In both cases scales multiply sums,
    not codes, and a result is rounded once.
 
-   Few rows are multiplied while codes are unpacked. For more rows, the codes of a block (256 inputs of a strip) are
-   unpacked once, into a panel in the first-level cache:
+   Few rows are multiplied while codes are unpacked. More rows are multiplied by one panel of a strip after the other,
+   256 or 512 inputs, which stays in the first-level cache. Codes that take few instructions to unpack are unpacked for
+   each eight rows again. Others are unpacked once:
 
        [256 / PACK, 32, PACK]   PACK = 4 codes of eight bits, 2 numbers of bfloat16, or 1 float
 
@@ -30,14 +31,21 @@
 #include "strips.h"
 #include "tiles.h"
 
-#if defined(__AVX512BW__) || defined(__AVX512BF16__) || defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
+#endif
+#if defined(BFLOAT16) && defined(__AVX512BW__)
+#define LOOKS_UP_PAIRS /* four-bit codes, two at a time */
+#endif
+#if defined(BFLOAT16) && defined(__AVX512BW__) && defined(__AVX512VBMI__)
+#define LOOKS_UP_BYTES /* codes of more bits */
 #endif
 
 /* STEP inputs are unpacked together. Rows from FEW_ROWS + 1 on use panels, CHUNK rows at a time; tiles are faster from
-   MIN_ROWS_FOR_TILES on. A panel is used for MAX_ROWS rows: with more, it is unpacked less often, and their x no longer
-   fits into the second-level cache. */
-enum { STEP = 4, BLOCK = 256, FEW_ROWS = 8, MIN_ROWS_FOR_TILES = 5, CHUNK = 8, MAX_ROWS = 256 };
+   MIN_ROWS_FOR_TILES on. A panel is used for MAX_ROWS rows: with more, it is read and unpacked less often, and their x no
+   longer fits into the second-level cache. */
+enum { STEP = 4, FEW_ROWS = 8, MIN_ROWS_FOR_TILES = 5, CHUNK = 8, MAX_ROWS = 128 };
+enum { PANEL = 256, WIDE_PANEL = 512 };    /* inputs; see panel_inputs */
 enum { ROWS_OF_TWO_CHAINS = 4 };           /* see dot_by_float */
 enum { SCALARS = INT6_BY_FLOAT + 1 };      /* one more kernel: a panel of scalars */
 enum { MIN_PARALLEL_NUMBERS = 16384 };     /* as in layers.c */
@@ -69,6 +77,19 @@ INLINE int bits_of(const int kernel) {
 
 /* Whether the upper bits of codes are apart from the lower ones. */
 INLINE int is_narrow(const int kernel) { return kernel == INT5_BY_FLOAT || kernel == INT6_BY_FLOAT; }
+
+/* Whether many rows are multiplied by codes that were unpacked before, because that takes many instructions. Tiles always
+   need it, but for eight bits by int8. */
+INLINE int is_unpacked_before(const int kernel) {
+#if defined(LOOKS_UP_PAIRS) && !defined(HAS_TILES)
+    if (kernel == INT4_BY_FLOAT) return 0;
+#endif
+    return !is_by_int8(kernel);
+}
+
+/* The inputs of a panel, and the most of a block: so many that panel and x of a chunk fit into the first-level cache,
+   and that sums of int8 products are below 2^24, exact as floats. */
+INLINE int64_t panel_inputs(const int kernel) { return is_unpacked_before(kernel) ? PANEL : WIDE_PANEL; }
 
 /* The inputs whose codes are in the same lines: a step, or several. */
 INLINE int span_of(const int kernel) { return is_narrow(kernel) ? LANES : STEP; }
@@ -138,16 +159,9 @@ INLINE floats add_products(floats sums, ints numbers, packed x) { return sums + 
 /* The vectors of scalars that a step is unpacked into: [STEP / PACK, 2 halves of the strip]. */
 enum { STEP_VECTORS = STEP / PACK * 2 };
 
-#if defined(BFLOAT16) && defined(__AVX512BW__)
-#define LOOKS_UP_PAIRS
-#endif
-#if defined(BFLOAT16) && defined(__AVX512BW__) && defined(__AVX512VBMI__)
-#define LOOKS_UP_BYTES
-#endif
-
 /* What codes are looked up in. Of four bits: the sixteen levels, in the first vector; as bfloat16 they are there twice.
    Of more bits, as bfloat16: the lower bytes of the numbers of the codes from 0 to 127, and then the upper bytes. */
-typedef struct {
+typedef struct tables {
     ints vectors[4];
     float zero_point; /* of codes of five or six bits */
 } tables;
@@ -161,7 +175,8 @@ INLINE floats numbers_of(const int kernel, ints upper) {
     return (floats)((ints)((floats)magnitude * 0x1p120f) | (upper & (int32_t)0x80000000));
 }
 
-static tables make_tables(const int kernel, const quantized_weight *weight) {
+static tables make_tables(const quantized_weight *weight) {
+    const int kernel = (int)weight->kernel;
     tables made = {.zero_point = is_narrow(kernel) ? (float)weight->zero_point : 0.0f};
     if (kernel == INT4_BY_FLOAT) {
         scalar *const levels = (scalar *)&made;
@@ -296,7 +311,7 @@ typedef struct {
     int64_t num_rows, num_blocks;
 } inputs;
 
-/* A block of a strip: at most BLOCK inputs of one group. */
+/* A block of a strip: inputs of one group, at most those of a panel. */
 typedef struct {
     const uint8_t *codes;  /* or a panel */
     const uint8_t *x;      /* of the first row */
@@ -305,29 +320,35 @@ typedef struct {
     int64_t row_bytes, num_blocks, num_inputs;
     ptrdiff_t ahead; /* what is prefetched is so far behind the codes; 0: nothing, because these are in the cache */
     int has_offsets;
-    tables tables;
+    const tables *tables;
     floats scales[2], offsets[2];
 } block;
+
+/* The steps of one iteration. With few rows, instructions that only count would be a third of all. */
+INLINE int unrolled_steps(const int num_rows) { return num_rows <= ROWS_OF_TWO_CHAINS ? LANES / STEP : 1; }
 
 /* dots [num_rows][2] = codes . x, as floats. */
 INLINE void dot_by_int8(const int kernel, const int num_rows, floats (*dots)[2], const block *block) {
     ints sums[CHUNK][2];
     const uint8_t *codes = block->codes, *x = block->x;
     const int64_t row_bytes = block->row_bytes;
+    const ptrdiff_t ahead = block->ahead;
+    const int steps = unrolled_steps(num_rows);
     UNROLLED ROWS(r) sums[r][0] = sums[r][1] = (ints){} + block->starts[r * block->num_blocks];
-    for (const uint8_t *end = x + block->num_inputs; x < end; x += STEP) {
-        ints unpacked[2];
-        prefetch_span(kernel, codes, block->ahead);
-        unpack_codes(kernel, codes, unpacked);
-        UNROLLED ROWS(r) {
-            const int32_t four = *(const four_bytes *)(x + r * row_bytes);
-            sums[r][0] = dot_four(sums[r][0], unpacked[0], four);
-            sums[r][1] = dot_four(sums[r][1], unpacked[1], four);
+    for (const uint8_t *end = x + block->num_inputs; x < end; x += steps * STEP) {
+        UNROLLED for (int step = 0; step < steps; step++) {
+            ints unpacked[2];
+            prefetch_span(kernel, codes, ahead);
+            unpack_codes(kernel, codes, unpacked);
+            UNROLLED ROWS(r) {
+                const int32_t four = *(const four_bytes *)(x + r * row_bytes + step * STEP);
+                sums[r][0] = dot_four(sums[r][0], unpacked[0], four);
+                sums[r][1] = dot_four(sums[r][1], unpacked[1], four);
+            }
+            codes += code_bytes(kernel, STEP);
         }
-        codes += code_bytes(kernel, STEP);
     }
-    /* These integers are below 2^24, so they are exact as floats. */
-    UNROLLED ROWS(r) HALVES(h) dots[r][h] = __builtin_convertvector(sums[r][h], floats);
+    UNROLLED ROWS(r) HALVES(h) dots[r][h] = __builtin_convertvector(sums[r][h], floats); /* exact, see panel_inputs */
 }
 
 INLINE void dot_by_float(const int kernel, const int num_rows, floats (*dots)[2], const block *block) {
@@ -335,15 +356,18 @@ INLINE void dot_by_float(const int kernel, const int num_rows, floats (*dots)[2]
     floats odd[ROWS_OF_TWO_CHAINS][2];
     const uint8_t *codes = block->codes, *x = block->x;
     const int64_t row_bytes = block->row_bytes;
-    const tables tables = block->tables;
+    const ptrdiff_t ahead = block->ahead;
+    const tables tables = kernel == SCALARS ? (struct tables){} : *block->tables;
     const int has_two_chains = num_rows <= ROWS_OF_TWO_CHAINS, span = span_of(kernel);
+    const int steps = span > STEP ? span / STEP : unrolled_steps(num_rows);
     UNROLLED ROWS(r) dots[r][0] = dots[r][1] = (floats){};
     if (has_two_chains) UNROLLED ROWS(r) odd[r][0] = odd[r][1] = (floats){};
-    for (const uint8_t *end = x + block->num_inputs * sizeof(scalar); x < end; x += span * sizeof(scalar)) {
-        if (kernel != SCALARS) prefetch_span(kernel, codes, block->ahead);
-        UNROLLED for (int step = 0; step < span / STEP; step++) {
+    for (const uint8_t *end = x + block->num_inputs * sizeof(scalar); x < end; x += steps * STEP * sizeof(scalar)) {
+        UNROLLED for (int step = 0; step < steps; step++) {
             ints unpacked[STEP_VECTORS];
-            unpack_step(kernel, codes, step, &tables, unpacked);
+            const uint8_t *const line = codes + step * STEP / span * code_bytes(kernel, span);
+            if (kernel != SCALARS && step * STEP % span == 0) prefetch_span(kernel, line, ahead);
+            unpack_step(kernel, line, step % (span / STEP), &tables, unpacked);
             UNROLLED for (int p = 0; p < STEP / PACK; p++) {
                 UNROLLED ROWS(r) {
                     const packed few = ((const packed *)(x + r * row_bytes))[step * (STEP / PACK) + p];
@@ -353,7 +377,7 @@ INLINE void dot_by_float(const int kernel, const int num_rows, floats (*dots)[2]
                 }
             }
         }
-        codes += code_bytes(kernel, span);
+        codes += code_bytes(kernel, steps * STEP);
     }
     if (has_two_chains) UNROLLED ROWS(r) HALVES(h) dots[r][h] += odd[r][h];
 }
@@ -389,12 +413,15 @@ INLINE int64_t number_bytes(const quantized_weight *weight, int64_t type) {
 }
 
 /* The scales or offsets of half a strip; bytes are multiples of `factors`. */
-static floats load_numbers(int64_t type, const uint8_t *from, floats factors) {
+INLINE floats load_numbers(int64_t type, const uint8_t *from, floats factors) {
     if (type == AS_FLOAT32) return *(const floats *)from;
     if (type == AS_ONE_FLOAT32) return (floats){} + *(const float *)from;
     if (type == AS_MULTIPLES || type == AS_PRODUCTS)
         return __builtin_convertvector(*(const bytes *)from, floats) * factors;
     if (type == AS_EXPONENTS) return (floats)((__builtin_convertvector(*(const bytes *)from, ints) & 0xff) << 23);
+#ifdef __AVX512F__
+    if (type == AS_FLOAT16) return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#endif
     const ints wide = __builtin_convertvector(*(const halves *)from, ints);
     if (type == AS_BFLOAT16) return (floats)(wide << 16);
     /* As the bits of a float, those of a float16 are the number times 2^-112, also if it is subnormal. */
@@ -437,12 +464,13 @@ typedef struct {
     const quantized_weight *weight;
     number_reader scales, offsets;
     ptrdiff_t next_strip;     /* how far behind this strip the next one is */
+    int has_16_bits;          /* scales, and offsets if there are any, are float16 or bfloat16 */
     int64_t super_block_left; /* groups of the super-block after this one */
     int64_t group_left;       /* inputs of the group, from the block's first one on */
     block block;
 } strip_reader;
 
-static __attribute__((noinline)) void begin_group(strip_reader *reader) {
+static __attribute__((noinline)) void begin_group_of_any_type(strip_reader *reader) {
     const quantized_weight *weight = reader->weight;
     block *const block = &reader->block;
     const int begins_super_block = reader->super_block_left == 0;
@@ -450,23 +478,47 @@ static __attribute__((noinline)) void begin_group(strip_reader *reader) {
     next_numbers(&reader->scales, begins_super_block, reader->next_strip, block->scales, block->scales);
     if (block->has_offsets)
         next_numbers(&reader->offsets, begins_super_block, reader->next_strip, block->scales, block->offsets);
-    reader->group_left = weight->group_size;
 }
 
-INLINE strip_reader read_strip(const int kernel, const quantized_weight *weight, const inputs *inputs,
-                               const uint8_t *strip, ptrdiff_t next_strip) {
+INLINE int is_16_bits(int64_t type) { return type == AS_FLOAT16 || type == AS_BFLOAT16; }
+
+INLINE void next_numbers_of_16_bits(number_reader *reader, ptrdiff_t ahead, floats *numbers) {
+    prefetch(reader->next + ahead);
+    HALVES(h) {
+        const uint8_t *const from = reader->next + h * 2 * LANES;
+        numbers[h] = reader->type == AS_BFLOAT16 ? load_numbers(AS_BFLOAT16, from, (floats){})
+                                                 : load_numbers(AS_FLOAT16, from, (floats){});
+    }
+    reader->next += 2 * STRIP;
+}
+
+INLINE void begin_group(strip_reader *reader) {
+    reader->group_left = reader->weight->group_size;
+    /* The most frequent types without a call, before which all totals would have to be stored. */
+    if (__builtin_expect(reader->has_16_bits, 1)) {
+        next_numbers_of_16_bits(&reader->scales, reader->next_strip, reader->block.scales);
+        if (reader->block.has_offsets)
+            next_numbers_of_16_bits(&reader->offsets, reader->next_strip, reader->block.offsets);
+    } else begin_group_of_any_type(reader);
+}
+
+INLINE void read_strip(const int kernel, strip_reader *reader, const quantized_weight *weight, const inputs *inputs,
+                       const tables *tables, const uint8_t *strip, ptrdiff_t next_strip) {
     const uint8_t *const scales = strip + code_bytes(kernel, weight->base.num_inputs);
     const uint8_t *const offsets = scales + number_bytes(weight, weight->scale_type);
-    strip_reader reader = {.weight = weight, .next_strip = next_strip};
-    reader.scales = read_numbers(weight, weight->scale_type, scales);
-    reader.offsets = read_numbers(weight, weight->offset_type, offsets);
-    reader.block = (block){.codes = strip, .x = inputs->x, .sums = inputs->block_sums, .starts = inputs->starts,
-                           .row_bytes = inputs->row_bytes, .num_blocks = inputs->num_blocks,
-                           .ahead = codes_ahead(kernel), .has_offsets = weight->offset_type != NO_NUMBERS};
-    if (!is_by_int8(kernel)) reader.block.tables = make_tables(kernel, weight);
-    begin_group(&reader);
-    reader.block.num_inputs = reader.group_left < BLOCK ? reader.group_left : BLOCK;
-    return reader;
+    reader->weight = weight;
+    reader->next_strip = next_strip;
+    reader->super_block_left = 0;
+    reader->has_16_bits =
+        is_16_bits(weight->scale_type) && (weight->offset_type == NO_NUMBERS || is_16_bits(weight->offset_type));
+    reader->scales = read_numbers(weight, weight->scale_type, scales);
+    reader->offsets = read_numbers(weight, weight->offset_type, offsets);
+    reader->block = (block){.codes = strip, .x = inputs->x, .sums = inputs->block_sums, .starts = inputs->starts,
+                            .row_bytes = inputs->row_bytes, .num_blocks = inputs->num_blocks,
+                            .ahead = codes_ahead(kernel), .has_offsets = weight->offset_type != NO_NUMBERS,
+                            .tables = tables};
+    begin_group(reader);
+    reader->block.num_inputs = reader->group_left < panel_inputs(kernel) ? reader->group_left : panel_inputs(kernel);
 }
 
 /* Go to the next block; there must be one. */
@@ -478,15 +530,16 @@ INLINE void next_block(const int kernel, strip_reader *reader) {
     block->starts += 1;
     reader->group_left -= block->num_inputs;
     if (reader->group_left == 0) begin_group(reader);
-    block->num_inputs = reader->group_left < BLOCK ? reader->group_left : BLOCK;
+    block->num_inputs = reader->group_left < panel_inputs(kernel) ? reader->group_left : panel_inputs(kernel);
 }
 
 /* sums [num_rows, STRIP] of one strip. Totals stay in registers. */
 INLINE void strip_of_few_rows(const int kernel, const int num_rows, float *sums, const quantized_weight *weight,
-                              const inputs *inputs, const uint8_t *strip, ptrdiff_t next_strip) {
+                              const inputs *inputs, const tables *tables, const uint8_t *strip, ptrdiff_t next_strip) {
     floats totals[FEW_ROWS][2];
+    strip_reader reader;
     UNROLLED ROWS(r) totals[r][0] = totals[r][1] = (floats){};
-    strip_reader reader = read_strip(kernel, weight, inputs, strip, next_strip);
+    read_strip(kernel, &reader, weight, inputs, tables, strip, next_strip);
     for (int64_t i = 0; i < inputs->num_blocks; i++) {
         if (i > 0) next_block(kernel, &reader);
         add_block(kernel, num_rows, totals, &reader.block);
@@ -496,19 +549,19 @@ INLINE void strip_of_few_rows(const int kernel, const int num_rows, float *sums,
 
 /* -- many rows ---------------------------------------------------------------------------------------------------- */
 
-enum { PANEL_BLOCKS = BLOCK / LANES };
+enum { PANEL_BLOCKS = WIDE_PANEL / LANES };
 
-/* Unpacked blocks, BLOCK inputs in all; more than one if groups are small. `block` is the first one. */
+/* Blocks of up to panel_inputs in all; more than one if groups are small. `block` is the first one. */
 typedef struct {
     block block;
     int64_t num_blocks;
     floats scales[PANEL_BLOCKS][2], offsets[PANEL_BLOCKS][2]; /* by block */
 } panel;
 
-INLINE void go_to_block(const int by_int8, const panel *panel, int64_t index, block *block) {
-    const int64_t inputs = index * panel->block.num_inputs, size = by_int8 ? 1 : (int64_t)sizeof(scalar);
-    block->codes = panel->block.codes + inputs * STRIP * size;
-    block->x = panel->block.x + inputs * size;
+INLINE void go_to_block(const int kernel, const panel *panel, int64_t index, block *block) {
+    const int64_t inputs = index * panel->block.num_inputs;
+    block->codes = panel->block.codes + code_bytes(kernel, inputs);
+    block->x = panel->block.x + inputs * (is_by_int8(kernel) ? 1 : (int64_t)sizeof(scalar));
     block->sums = panel->block.sums + index;
     block->starts = panel->block.starts + index;
     HALVES(h) block->scales[h] = panel->scales[index][h];
@@ -521,7 +574,7 @@ INLINE void add_panel(const int kernel, const int num_rows, float *sums, const p
     block block = panel->block;
     UNROLLED ROWS(r) HALVES(h) totals[r][h] = *(const floats *)(sums + r * STRIP + h * LANES);
     for (int64_t i = 0; i < panel->num_blocks; i++) {
-        go_to_block(is_by_int8(kernel), panel, i, &block);
+        go_to_block(kernel, panel, i, &block);
         add_block(kernel, num_rows, totals, &block);
     }
     UNROLLED ROWS(r) HALVES(h) *(floats *)(sums + r * STRIP + h * LANES) = totals[r][h];
@@ -534,8 +587,18 @@ INLINE void add_panel(const int kernel, const int num_rows, float *sums, const p
         const int kernel = which;                                                                         \
         switch (num_rows) { PANEL_OF(1) PANEL_OF(2) PANEL_OF(3) PANEL_OF(4) PANEL_OF(5) PANEL_OF(6) PANEL_OF(7) PANEL_OF(8) } \
     }
-PANELS_BY(add_panel_by_int8, INT8_BY_INT8)
-PANELS_BY(add_panel_by_float, SCALARS)
+PANELS_BY(add_panel_of_int4_by_int8, INT4_BY_INT8)
+PANELS_BY(add_panel_of_int8_by_int8, INT8_BY_INT8)
+PANELS_BY(add_panel_of_int4_by_float, INT4_BY_FLOAT)
+PANELS_BY(add_panel_of_scalars, SCALARS)
+
+/* sums [num_rows, STRIP] += the product with a panel of codes, which are unpacked before or not. */
+INLINE void add_panel_of(const int kernel, int64_t num_rows, float *sums, const panel *panel) {
+    if (kernel == INT4_BY_INT8) add_panel_of_int4_by_int8(num_rows, sums, panel);
+    else if (kernel == INT8_BY_INT8) add_panel_of_int8_by_int8(num_rows, sums, panel);
+    else if (is_unpacked_before(kernel)) add_panel_of_scalars(num_rows, sums, panel);
+    else add_panel_of_int4_by_float(num_rows, sums, panel);
+}
 
 #ifdef HAS_TILES
 enum { CHUNK_BY_TILES = 2 * TILE };
@@ -588,7 +651,7 @@ INLINE void add_panel_by_tiles(const int by_int8, int64_t num_rows, float *sums,
     ints dots[CHUNK_BY_TILES][2] __attribute__((aligned(64)));
     block block = panel->block;
     for (int64_t i = 0; i < panel->num_blocks; i++) {
-        go_to_block(by_int8, panel, i, &block);
+        go_to_block(by_int8 ? INT8_BY_INT8 : SCALARS, panel, i, &block);
         if (num_rows > TILE) dot_by_tiles(by_int8, 1, dots, &block, inner);
         else dot_by_tiles(by_int8, 0, dots, &block, inner);
         for (int64_t r = 0; r < num_rows; r++)
@@ -619,7 +682,7 @@ static int uses_tiles(const quantized_weight *weight) {
 /* Unpack a block. */
 INLINE void unpack_block(const int kernel, const block *block, ints *unpacked) {
     const uint8_t *codes = block->codes;
-    const tables tables = block->tables;
+    const tables tables = is_by_int8(kernel) ? (struct tables){} : *block->tables;
     for (int64_t i = 0; i < block->num_inputs; i += span_of(kernel)) {
         prefetch_span(kernel, codes, block->ahead);
         UNROLLED for (int step = 0; step < span_of(kernel) / STEP; step++) {
@@ -631,34 +694,36 @@ INLINE void unpack_block(const int kernel, const block *block, ints *unpacked) {
     }
 }
 
-/* Read a panel, from the reader's block on; `left` is the number of blocks from there to the end of the strip. Codes of
-   eight bits that are multiplied by int8 need no unpacking. */
+/* Read a panel, from the reader's block on; `left` is the number of blocks from there to the end of the strip. Codes are
+   unpacked into `unpacked`, unless that is NULL. */
 INLINE void read_panel(const int kernel, strip_reader *reader, int64_t left, ints *unpacked, panel *panel) {
     const int64_t num_inputs = reader->block.num_inputs;
     panel->block = reader->block;
     panel->num_blocks = 0;
-    if (kernel != INT8_BY_INT8) {
+    if (unpacked) {
         panel->block.codes = (const uint8_t *)unpacked;
         panel->block.ahead = 0;
     }
     for (;;) {
         HALVES(h) panel->scales[panel->num_blocks][h] = reader->block.scales[h];
         HALVES(h) panel->offsets[panel->num_blocks][h] = reader->block.offsets[h];
-        if (kernel != INT8_BY_INT8) {
+        if (unpacked) {
             const int64_t vectors = is_by_int8(kernel) ? 2 : STEP_VECTORS;
             unpack_block(kernel, &reader->block, unpacked + panel->num_blocks * num_inputs / STEP * vectors);
         }
         panel->num_blocks++;
         if (panel->num_blocks == left) return;
         next_block(kernel, reader);
-        if (reader->block.num_inputs != num_inputs || (panel->num_blocks + 1) * num_inputs > BLOCK) return;
+        if (reader->block.num_inputs != num_inputs) return;
+        if ((panel->num_blocks + 1) * num_inputs > panel_inputs(kernel)) return;
     }
 }
 
 INLINE void strip_of_many_rows(const int kernel, float *sums, const quantized_weight *weight, const inputs *inputs,
-                               const uint8_t *strip, ptrdiff_t next_strip) {
-    ints unpacked[BLOCK / STEP * STEP_VECTORS] __attribute__((aligned(64)));
+                               const tables *tables, const uint8_t *strip, ptrdiff_t next_strip) {
+    ints memory[PANEL / STEP * STEP_VECTORS] __attribute__((aligned(64)));
     const int by_int8 = is_by_int8(kernel), by_tiles = uses_tiles(weight);
+    ints *const unpacked = (by_tiles ? kernel != INT8_BY_INT8 : is_unpacked_before(kernel)) ? memory : NULL;
 #ifdef HAS_TILES
     const int64_t inner = weight_rows(by_int8, weight), largest_chunk = by_tiles ? CHUNK_BY_TILES : CHUNK;
     int64_t shaped_for = 0;
@@ -668,7 +733,8 @@ INLINE void strip_of_many_rows(const int kernel, float *sums, const quantized_we
     const int64_t num_rows = inputs->num_rows, num_chunks = (num_rows + largest_chunk - 1) / largest_chunk;
     const int64_t chunk = (num_rows + num_chunks - 1) / num_chunks;
     memset(sums, 0, num_rows * STRIP * sizeof *sums);
-    strip_reader reader = read_strip(kernel, weight, inputs, strip, next_strip);
+    strip_reader reader;
+    read_strip(kernel, &reader, weight, inputs, tables, strip, next_strip);
     for (int64_t left = inputs->num_blocks; left > 0;) {
         panel panel;
         read_panel(kernel, &reader, left, unpacked, &panel);
@@ -682,8 +748,7 @@ INLINE void strip_of_many_rows(const int kernel, float *sums, const quantized_we
                 shaped_for = rows;
                 add_panel_by_tiles(by_int8, rows, chunk_sums, &panel, inner);
 #endif
-            } else if (by_int8) add_panel_by_int8(rows, chunk_sums, &panel);
-            else add_panel_by_float(rows, chunk_sums, &panel);
+            } else add_panel_of(kernel, rows, chunk_sums, &panel);
             panel.block.x += rows * inputs->row_bytes;
             panel.block.sums += rows * inputs->num_blocks;
             panel.block.starts += rows * inputs->num_blocks;
@@ -696,16 +761,16 @@ INLINE void strip_of_many_rows(const int kernel, float *sums, const quantized_we
 }
 
 #define FEW_ROWS_OF(rows) \
-    case rows: strip_of_few_rows(kernel, rows, sums, weight, inputs, strip, next_strip); break;
+    case rows: strip_of_few_rows(kernel, rows, sums, weight, inputs, tables, strip, next_strip); break;
 #define STRIP_BY(name, which)                                                                                \
-    static void name(float *sums, const quantized_weight *weight, const inputs *inputs, const uint8_t *strip, \
-                     ptrdiff_t next_strip) {                                                                 \
+    static void name(float *sums, const quantized_weight *weight, const inputs *inputs, const tables *tables, \
+                     const uint8_t *strip, ptrdiff_t next_strip) {                                           \
         const int kernel = which;                                                                            \
         const int64_t num_rows = inputs->num_rows;                                                           \
         switch (num_rows >= MIN_ROWS_FOR_TILES && uses_tiles(weight) ? MAX_ROWS : num_rows) {                \
             FEW_ROWS_OF(1) FEW_ROWS_OF(2) FEW_ROWS_OF(3) FEW_ROWS_OF(4)                                      \
             FEW_ROWS_OF(5) FEW_ROWS_OF(6) FEW_ROWS_OF(7) FEW_ROWS_OF(8)                                      \
-        default: strip_of_many_rows(kernel, sums, weight, inputs, strip, next_strip);                        \
+        default: strip_of_many_rows(kernel, sums, weight, inputs, tables, strip, next_strip);                \
         }                                                                                                    \
     }
 STRIP_BY(strip_of_int4_by_int8, INT4_BY_INT8)
@@ -719,7 +784,8 @@ STRIP_BY(strip_of_int6_by_float, INT6_BY_FLOAT)
 /* -- inputs ------------------------------------------------------------------------------------------------------- */
 
 INLINE int64_t num_blocks_of(const quantized_weight *weight) {
-    return weight->base.num_inputs / weight->group_size * ((weight->group_size + BLOCK - 1) / BLOCK);
+    const int64_t most = panel_inputs((int)weight->kernel);
+    return weight->base.num_inputs / weight->group_size * ((weight->group_size + most - 1) / most);
 }
 
 /* The bytes from one row to the next in the workspace. Rows whose distance is a power of two would compete for the same
@@ -739,9 +805,10 @@ static void reorder_row(const quantized_weight *weight, const scalar *x, scalar 
 
 /* Sum one row of x over each block. */
 static void sum_blocks(const quantized_weight *weight, const scalar *x, float *sums) {
+    const int64_t most = panel_inputs((int)weight->kernel);
     for (int64_t group = 0; group < weight->base.num_inputs; group += weight->group_size)
-        for (int64_t first = 0; first < weight->group_size; first += BLOCK, sums++) {
-            const int64_t left = weight->group_size - first, end = first + (left < BLOCK ? left : BLOCK);
+        for (int64_t first = 0; first < weight->group_size; first += most, sums++) {
+            const int64_t left = weight->group_size - first, end = first + (left < most ? left : most);
             floats sum = {};
             for (int64_t i = first; i < end; i += LANES) sum += load(x + group + i);
             *sums = sum_of_lanes(sum);
@@ -751,7 +818,7 @@ static void sum_blocks(const quantized_weight *weight, const scalar *x, float *s
 /* Quantize one row to int8, symmetrically; return its scale. x and `to` may begin at the same address, because what is
    read is wider than what is written. */
 static float quantize_row(const quantized_weight *weight, const scalar *x, int8_t *to, float *sums, int32_t *starts) {
-    const int64_t num_inputs = weight->base.num_inputs;
+    const int64_t num_inputs = weight->base.num_inputs, most = panel_inputs((int)weight->kernel);
     floats largest = {};
     for (int64_t i = 0; i < num_inputs; i += LANES) {
         const floats size = absolute(load(x + i));
@@ -759,8 +826,8 @@ static float quantize_row(const quantized_weight *weight, const scalar *x, int8_
     }
     const float limit = max_of_lanes(largest), inverse = limit > 1e-30f ? 127.0f / limit : 0.0f;
     for (int64_t group = 0; group < num_inputs; group += weight->group_size)
-        for (int64_t first = 0; first < weight->group_size; first += BLOCK, sums++, starts++) {
-            const int64_t left = weight->group_size - first, end = first + (left < BLOCK ? left : BLOCK);
+        for (int64_t first = 0; first < weight->group_size; first += most, sums++, starts++) {
+            const int64_t left = weight->group_size - first, end = first + (left < most ? left : most);
             ints sum = {};
             for (int64_t i = group + first; i < group + end; i += LANES) {
                 /* The lower bits of 1.5 * 2^23 plus a number are the nearest integer. */
@@ -815,6 +882,8 @@ static void multiply_strips_of_thread(const quantized_weight *quantized, const i
     float sums[MAX_ROWS * STRIP] __attribute__((aligned(64)));
     const prepared_weight *weight = &quantized->base;
     const strip_range strips = strips_of_thread(weight);
+    tables tables;
+    if (!is_by_int8((int)quantized->kernel)) tables = make_tables(quantized);
     for (int64_t i = strips.first; i < strips.end; i++) {
         const uint8_t *strip = weight->data + i * weight->strip_bytes;
         const uint8_t *next = strip_to_prefetch(weight, strips, i + 1);
@@ -823,13 +892,13 @@ static void multiply_strips_of_thread(const quantized_weight *quantized, const i
             for (int64_t byte = 0; byte < codes_ahead((int)quantized->kernel); byte += (int64_t)sizeof(ints))
                 prefetch(next + byte);
         switch (quantized->kernel) {
-        case INT4_BY_INT8: strip_of_int4_by_int8(sums, quantized, inputs, strip, next_strip); break;
-        case INT8_BY_INT8: strip_of_int8_by_int8(sums, quantized, inputs, strip, next_strip); break;
-        case INT4_BY_FLOAT: strip_of_int4_by_float(sums, quantized, inputs, strip, next_strip); break;
-        case INT8_BY_FLOAT: strip_of_int8_by_float(sums, quantized, inputs, strip, next_strip); break;
-        case FLOAT8_BY_FLOAT: strip_of_float8_by_float(sums, quantized, inputs, strip, next_strip); break;
-        case INT5_BY_FLOAT: strip_of_int5_by_float(sums, quantized, inputs, strip, next_strip); break;
-        case INT6_BY_FLOAT: strip_of_int6_by_float(sums, quantized, inputs, strip, next_strip); break;
+        case INT4_BY_INT8: strip_of_int4_by_int8(sums, quantized, inputs, &tables, strip, next_strip); break;
+        case INT8_BY_INT8: strip_of_int8_by_int8(sums, quantized, inputs, &tables, strip, next_strip); break;
+        case INT4_BY_FLOAT: strip_of_int4_by_float(sums, quantized, inputs, &tables, strip, next_strip); break;
+        case INT8_BY_FLOAT: strip_of_int8_by_float(sums, quantized, inputs, &tables, strip, next_strip); break;
+        case FLOAT8_BY_FLOAT: strip_of_float8_by_float(sums, quantized, inputs, &tables, strip, next_strip); break;
+        case INT5_BY_FLOAT: strip_of_int5_by_float(sums, quantized, inputs, &tables, strip, next_strip); break;
+        case INT6_BY_FLOAT: strip_of_int6_by_float(sums, quantized, inputs, &tables, strip, next_strip); break;
         }
         if (inputs->row_scales)
             for (int64_t row = 0; row < inputs->num_rows; row++)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workers.csrc.bindings import CPackedWeight, CPreparedWeight, CQuantizedWeight, CSideBySideWeight
 
-WORKSPACE_ROWS = 256  # MAX_ROWS in quantized_gemm.c, which multiplies more rows in parts of as many
+WORKSPACE_ROWS = 128  # MAX_ROWS in quantized_gemm.c, which multiplies more rows in parts of as many
 SCALAR_BYTES = 4  # of float32; bfloat16 takes half
 
 

@@ -93,6 +93,13 @@ def trial(url: str) -> Trial:
     return run(make_experiment(arguments, "burst"), "whole", None)
 
 
+def test_no_keep_alive_is_a_flag_that_the_summary_repeats() -> None:
+    for flags, keep_alive in ((), True), (("--no-keep-alive",), False):
+        arguments = make_parser("").parse_args(command_line("run", "http://127.0.0.1:1", Path(), *flags))
+        arguments.command = ""
+        assert make_experiment(arguments, "burst").target.keep_alive is keep_alive
+
+
 def replace_run(monkeypatch: pytest.MonkeyPatch, replacement: Callable[[Experiment, str, object], Trial]) -> None:
     for module in (run_module, find_max_module):
         monkeypatch.setattr(module, "run", replacement)

@@ -299,6 +299,47 @@ def test_a_connection_is_reused() -> None:
     run(main())
 
 
+def test_without_keep_alive_each_request_has_a_connection_of_its_own_and_says_so() -> None:
+    async def main() -> None:
+        server = Counting()
+        async with served(server) as url, pool_to(url, keep_alive=False) as pool:
+            for _ in range(3):
+                (asked,) = await ask(pool)
+                assert asked.outcome is None and asked.status == 200
+            assert len(server.peers) == 3 and all("\r\nConnection: close\r\n" in head for head in server.heads)
+        async with served(server) as url, pool_to(url, keep_alive=False, max_connections=2) as pool:
+            await ask(pool, 5)
+            assert len(server.peers) == 8, "those who wait for a connection get a new one, too"
+
+    run(main())
+
+
+def test_a_server_that_closes_without_saying_so_loses_no_request_without_keep_alive() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(STREAM + chunk(b"data: {}\n\n") + b"0\r\n\r\n")  # HTTP/1.1, so the connection seems to stay open
+        await writer.drain()
+        await reader.read(1)  # the client's next request, or its end
+
+    async def outcomes(pool: Pool) -> list[Outcome | None]:
+        found = []
+        for _ in range(2):
+            asked = Asked()
+            pool.send(asked)
+            await asked.ended.wait()
+            found.append(asked.outcome)
+        return found
+
+    async def main() -> None:
+        async with served(silent) as url:
+            async with pool_to(url) as pool:
+                assert await outcomes(pool) == [None, Outcome.CUT]
+            async with pool_to(url, keep_alive=False) as pool:
+                assert await outcomes(pool) == [None, None]
+
+    run(main())
+
+
 def test_a_connection_idle_for_long_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_pool, "MAX_IDLE_S", 0.02)
 

@@ -439,6 +439,24 @@ def test_a_batch_is_one_request_and_a_record_for_each_prompt() -> None:
     )
 
 
+def test_a_run_without_keep_alive_opens_a_connection_for_each_request() -> None:
+    num_connections = 0
+
+    async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        while True:
+            await read_request(reader)
+            reply = msgspec.json.encode({"generated_texts": ["abcd"], "usage": {"prompt_tokens": 1, "completion_tokens": 4}})
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(reply), reply))
+
+    plan = plan_of(*(Request(number, None, str(number), 4) for number in range(5)), num_clients=1)
+    for keep_alive, expected in ((True, 1), (False, 5)):
+        num_connections = 0
+        records = run_against(count, plan, ApiFormat.GENERATE, keep_alive=keep_alive)
+        assert outcomes(records) == [Outcome.OK] * 5 and num_connections == expected
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
