@@ -1,28 +1,32 @@
 """Time products with quantized weights on a CPU, beside bfloat16's and beside the time to read the weight.
 
-    python -m benchmarks.quantized_gemm [--shapes 4096x4096 576x1536] [--rows 1 8 32 512] [--threads 1]
+    python -m benchmarks.quantized_gemm [--shapes 4096x4096 576x1536] [--rows 1 8 32 512] [--threads 1] [--write]
 
 Weights are cold: each call multiplies by another copy, and all copies together are larger than the caches. All weights
 take turns, so that other programs on the machine delay them alike. Figures are medians, in microseconds; with one
 thread, of processor time. A plain read is the time of summing as many bytes up, which takes its turn, too. The error is
-the relative distance from exact multiplication by the same weight.
+the relative distance from exact multiplication by the same weight. `--write` writes the tables into
+docs/design/quantized-gemm.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.decode_steps import use_environment_of_workers
 from benchmarks.progress import tell
+from scripts.tables import with_table
 from tests.support.gguf_files import random_blocks
 from tests.support.quantized import FP4_LEVELS, NF4_LEVELS, random_matrix
 from workers.csrc.build import c_library
@@ -32,6 +36,8 @@ from workers.layers.skinny_gemm import SkinnyGemm
 from workers.quantization.ggml_blocks import unpack
 from workers.quantization.quantized_tensor import QuantizedTensor
 
+PAGE = Path(__file__).parents[1] / "docs" / "design" / "quantized-gemm.md"
+MAKER = "python -m benchmarks.quantized_gemm"
 SECONDS, MIN_ROUNDS = 0.3, 7  # of measuring one figure
 CACHE_BYTES = 96 << 20  # of all copies of a weight: more than the last cache
 FORMATS: dict[str, dict[str, object]] = {
@@ -105,35 +111,52 @@ def error(format_: Format, x: Tensor) -> float:
     return float((format_.weights[0].multiply(x).double() - exact).norm() / exact.norm())
 
 
+def measure(shape: str, memory: Tensor, clock: Callable[[], float], arguments: argparse.Namespace) -> list[str]:
+    """Measure all weights of a shape. Returns the lines of their table."""
+    num_outputs, num_inputs = map(int, shape.split("x"))
+    formats = list(make_formats((num_outputs, num_inputs), arguments.dtype, arguments.formats))
+    inputs = [torch.randn(rows, num_inputs).to(getattr(torch, arguments.dtype)) for rows in arguments.rows]
+    times = [
+        median_us([lambda _: memory.sum(), *(partial(multiply, each.weights, x) for each in formats)], clock)
+        for x in inputs
+    ]
+    bytes_per_us = memory.nbytes / times[0][0]
+    date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    heads = ["weight", "MB", "a plain read", *(f"{rows} rows" for rows in arguments.rows), "error, %"]
+    lines = [
+        "",
+        f"{num_outputs} outputs, {num_inputs} inputs, threads: {arguments.threads}, load {os.getloadavg()[0]:.1f}, on {date}:",
+        "",
+        f"| {' | '.join(heads)} |",
+        f"|---|{'---:|' * (len(heads) - 1)}",
+    ]
+    for format_, of_format in zip(formats, list(zip(*times, strict=True))[1:], strict=True):
+        cells = [f"{format_.num_bytes / 1e6:.1f}", f"{format_.num_bytes / bytes_per_us:.0f}"]
+        cells.extend(f"{us:.0f}" for us in of_format)
+        lines.append(f"| {format_.name} | {' | '.join(cells)} | {100 * error(format_, inputs[-1]):.2f} |")
+    return lines
+
+
 def main() -> None:
     use_environment_of_workers()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=["4096x4096", "576x1536"], help="outputs x inputs")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 512])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 9, 32, 512])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--formats", nargs="+", default=[*FORMATS, *GGUF_TYPES], choices=[*FORMATS, *GGUF_TYPES])
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/design/quantized-gemm.md")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     clock = time.thread_time if arguments.threads == 1 else time.perf_counter
-    memory = torch.ones(CACHE_BYTES // 4)
+    memory, lines = torch.ones(CACHE_BYTES // 4), []
     with torch.inference_mode():
         for shape in arguments.shapes:
-            num_outputs, num_inputs = map(int, shape.split("x"))
-            formats = list(make_formats((num_outputs, num_inputs), arguments.dtype, arguments.formats))
-            inputs = [torch.randn(rows, num_inputs).to(getattr(torch, arguments.dtype)) for rows in arguments.rows]
-            times = [
-                median_us([lambda _: memory.sum(), *(partial(multiply, each.weights, x) for each in formats)], clock)
-                for x in inputs
-            ]
-            bytes_per_us = memory.nbytes / times[0][0]
-            print(f"\n{shape}, {arguments.threads} threads, us a call; load {os.getloadavg()[0]:.1f}\n")
-            heads = ["weight", "MB", "a plain read", *(f"{rows} rows" for rows in arguments.rows), "error, %"]
-            print(f"| {' | '.join(heads)} |\n|---|{'---:|' * (len(heads) - 1)}")
-            for format_, of_format in zip(formats, list(zip(*times, strict=True))[1:], strict=True):
-                cells = [f"{format_.num_bytes / 1e6:.1f}", f"{format_.num_bytes / bytes_per_us:.0f}"]
-                cells.extend(f"{us:.0f}" for us in of_format)
-                tell(f"| {format_.name} | {' | '.join(cells)} | {100 * error(format_, inputs[-1]):.2f} |")
+            found = measure(shape, memory, clock, arguments)
+            tell("\n".join(found))
+            lines += found
+    if arguments.write:
+        PAGE.write_text(with_table(PAGE.read_text(), "quantized-gemm", iter([*lines, ""]), MAKER))
 
 
 if __name__ == "__main__":

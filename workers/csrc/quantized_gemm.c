@@ -50,10 +50,9 @@ enum { ROWS_OF_TWO_CHAINS = 4 };           /* see dot_by_float */
 enum { SCALARS = INT6_BY_FLOAT + 1 };      /* one more kernel: a panel of scalars */
 enum { MIN_PARALLEL_NUMBERS = 16384 };     /* as in layers.c */
 
-/* Codes are prefetched so many bytes before they are multiplied: what was fastest for eight bits, and for four. The strips
-   of a thread follow each other in memory, so this crosses from strip to strip. Prefetching a whole strip before, as
-   skinny_gemm.c does, takes a third longer with eight bits. Scales are prefetched a strip before. */
-enum { WIDE_CODES_AHEAD = 4096, NARROW_CODES_AHEAD = 16384 };
+/* Codes are prefetched so many bytes before they are multiplied. The strips of a thread follow each other in memory, so
+   this crosses from strip to strip. Scales are prefetched a strip before. */
+enum { CODES_AHEAD = 4096 };
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 8")
@@ -97,13 +96,15 @@ INLINE int span_of(const int kernel) { return is_narrow(kernel) ? LANES : STEP; 
 /* The bytes of a strip's codes of so many inputs, whole spans. */
 INLINE int64_t code_bytes(const int kernel, int64_t num_inputs) { return num_inputs * STRIP * bits_of(kernel) / 8; }
 
-INLINE int64_t codes_ahead(const int kernel) {
-    return bits_of(kernel) == 8 ? WIDE_CODES_AHEAD : NARROW_CODES_AHEAD;
-}
-
-/* Prefetch the lines that are `ahead` of a span's codes. */
-INLINE void prefetch_span(const int kernel, const uint8_t *codes, ptrdiff_t ahead) {
-    for (int i = 0; i < code_bytes(kernel, span_of(kernel)); i += (int)sizeof(ints)) prefetch(codes + ahead + i);
+/* Prefetch the lines that are `ahead` of a span's codes, for so many rows. With one or two rows, memory is waited for:
+   into the first-level cache, because there the requests for the second one are fewer at a time than the processor's own.
+   Codes of eight bits that are multiplied as they are follow each other so evenly that its own are enough. */
+INLINE void prefetch_span(const int kernel, const int num_rows, const uint8_t *codes, ptrdiff_t ahead) {
+    if (kernel == INT8_BY_INT8 && num_rows <= 4) return;
+    for (int i = 0; i < code_bytes(kernel, span_of(kernel)); i += (int)sizeof(ints)) {
+        if (num_rows <= 2) __builtin_prefetch(codes + ahead + i, 0, 3);
+        else prefetch(codes + ahead + i);
+    }
 }
 
 /* -- int8 products ------------------------------------------------------------------------------------------------ */
@@ -338,7 +339,7 @@ INLINE void dot_by_int8(const int kernel, const int num_rows, floats (*dots)[2],
     for (const uint8_t *end = x + block->num_inputs; x < end; x += steps * STEP) {
         UNROLLED for (int step = 0; step < steps; step++) {
             ints unpacked[2];
-            prefetch_span(kernel, codes, ahead);
+            prefetch_span(kernel, num_rows, codes, ahead);
             unpack_codes(kernel, codes, unpacked);
             UNROLLED ROWS(r) {
                 const int32_t four = *(const four_bytes *)(x + r * row_bytes + step * STEP);
@@ -366,7 +367,7 @@ INLINE void dot_by_float(const int kernel, const int num_rows, floats (*dots)[2]
         UNROLLED for (int step = 0; step < steps; step++) {
             ints unpacked[STEP_VECTORS];
             const uint8_t *const line = codes + step * STEP / span * code_bytes(kernel, span);
-            if (kernel != SCALARS && step * STEP % span == 0) prefetch_span(kernel, line, ahead);
+            if (kernel != SCALARS && step * STEP % span == 0) prefetch_span(kernel, num_rows, line, ahead);
             unpack_step(kernel, line, step % (span / STEP), &tables, unpacked);
             UNROLLED for (int p = 0; p < STEP / PACK; p++) {
                 UNROLLED ROWS(r) {
@@ -515,7 +516,7 @@ INLINE void read_strip(const int kernel, strip_reader *reader, const quantized_w
     reader->offsets = read_numbers(weight, weight->offset_type, offsets);
     reader->block = (block){.codes = strip, .x = inputs->x, .sums = inputs->block_sums, .starts = inputs->starts,
                             .row_bytes = inputs->row_bytes, .num_blocks = inputs->num_blocks,
-                            .ahead = codes_ahead(kernel), .has_offsets = weight->offset_type != NO_NUMBERS,
+                            .ahead = CODES_AHEAD, .has_offsets = weight->offset_type != NO_NUMBERS,
                             .tables = tables};
     begin_group(reader);
     reader->block.num_inputs = reader->group_left < panel_inputs(kernel) ? reader->group_left : panel_inputs(kernel);
@@ -684,7 +685,7 @@ INLINE void unpack_block(const int kernel, const block *block, ints *unpacked) {
     const uint8_t *codes = block->codes;
     const tables tables = is_by_int8(kernel) ? (struct tables){} : *block->tables;
     for (int64_t i = 0; i < block->num_inputs; i += span_of(kernel)) {
-        prefetch_span(kernel, codes, block->ahead);
+        prefetch_span(kernel, CHUNK, codes, block->ahead);
         UNROLLED for (int step = 0; step < span_of(kernel) / STEP; step++) {
             if (is_by_int8(kernel)) unpack_codes(kernel, codes, unpacked);
             else unpack_step(kernel, codes, step, &tables, unpacked);
@@ -889,7 +890,7 @@ static void multiply_strips_of_thread(const quantized_weight *quantized, const i
         const uint8_t *next = strip_to_prefetch(weight, strips, i + 1);
         const ptrdiff_t next_strip = next ? next - strip : 0;
         if (next && i + 1 == strips.end)
-            for (int64_t byte = 0; byte < codes_ahead((int)quantized->kernel); byte += (int64_t)sizeof(ints))
+            for (int64_t byte = 0; byte < CODES_AHEAD; byte += (int64_t)sizeof(ints))
                 prefetch(next + byte);
         switch (quantized->kernel) {
         case INT4_BY_INT8: strip_of_int4_by_int8(sums, quantized, inputs, &tables, strip, next_strip); break;

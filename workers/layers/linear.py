@@ -113,18 +113,25 @@ def pack_for_cpu(matrix: Tensor | QuantizedTensor, bias: Tensor | None) -> Weigh
 
 
 def prepare(method: LinearMethod, *linears: nn.Linear | QuantizedLinear) -> Weight:
-    """Prepare the weights of linear layers with the same input, side by side: as one matrix where they can be one."""
+    """Prepare the weights of linear layers with the same input, side by side: as one matrix where they can be one.
+
+    Several quantized layers are released as soon as their matrices are one, so that memory holds two copies at most.
+    """
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     assert len(biases) in (0, len(linears))
     bias = torch.cat(biases) if biases else None
     dense = [linear.weight.detach() for linear in linears if isinstance(linear, nn.Linear)]
-    quantized = [linear.matrix for linear in linears if isinstance(linear, QuantizedLinear)]
+    quantized = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
     if not quantized:
         return method(torch.cat(dense) if len(dense) > 1 else dense[0], bias)
-    stacked = None if dense else stack_outputs(quantized)
-    if stacked is not None:
-        return method(stacked, bias)
-    return SideBySideWeight([prepare(method, linear) for linear in linears])
+    if len(linears) == 1:  # not released: an embedding may look up rows in its matrix
+        return method(quantized[0].matrix, bias)
+    stacked = None if dense else stack_outputs([linear.matrix for linear in quantized])
+    if stacked is None:
+        return SideBySideWeight([prepare(method, linear) for linear in linears])
+    for linear in quantized:
+        linear.release()
+    return method(stacked, bias)
 
 
 class PackedLinear(nn.Module):

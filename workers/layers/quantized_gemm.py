@@ -7,6 +7,7 @@ second copy: steps of few tokens and prompts are multiplied from the same bytes.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from workers.csrc.build import LANES
 from workers.layers.cpu_weight import CpuWeight
 from workers.layers.linear import Weight
 from workers.layers.quantized_linear import DequantizingWeight
-from workers.quantization.quantized_tensor import QuantizedTensor, Scales
+from workers.quantization.quantized_tensor import QuantizedTensor, Scales, unpack_nibbles
 from workers.quantization.two_level_scales import TwoLevelScales
 
 # In the order of the enumerations in kernels.h.
@@ -35,6 +36,7 @@ MAX_ROWS_IN_ONE_CALL = 32  # of all layers; less than half of the self-check's t
 STEP = 4  # inputs that are unpacked together
 INT8_ZERO_POINT = 128  # codes that are multiplied by int8 are unsigned
 CACHE_LINE_BYTES = 64
+PIECE_CODES = 2**19  # that are arranged together
 
 
 class QuantizedGemm:
@@ -54,9 +56,9 @@ class QuantizedGemmWeight(CpuWeight):
     """A quantized weight, multiplied by C for steps of any size."""
 
     def __init__(self, library: ctypes.CDLL, matrix: QuantizedTensor, bias: Tensor | None) -> None:
-        codes = _store_codes(matrix)
+        codes = _code_layout(matrix)
         scales, offsets = _store_scales(matrix.scales), _store_offsets(matrix)
-        data = _whole_lines([codes.strips, *scales.strips, *offsets.strips])
+        data = _arrange(matrix, codes, [*scales.strips, *offsets.strips])
         super_block_groups = 1
         if isinstance(matrix.scales, TwoLevelScales):
             super_block_groups = matrix.scales.super_block_groups
@@ -92,11 +94,15 @@ class QuantizedGemmWeight(CpuWeight):
 
 
 @dataclass(frozen=True, slots=True)
-class _StoredCodes:
-    """The codes of a weight as a kernel reads them: uint8 [num_strips, bytes]."""
+class _CodeLayout:
+    """How a kernel reads codes: in so many bits, after `convert` has changed rows of them, uint8 [n, bytes].
+
+    The result of `convert` is uint8 [n, num_inputs]: each four inputs in the kernel's order.
+    """
 
     kernel: str
-    strips: Tensor
+    bits: int
+    convert: Callable[[Tensor], Tensor]
     zero_point: int = 0
 
 
@@ -108,26 +114,43 @@ class _StoredNumbers:
     strips: list[Tensor]
 
 
-def _store_codes(matrix: QuantizedTensor) -> _StoredCodes:
-    """Choose the kernel, and arrange the codes for it; see quantized_gemm.c."""
-    codes = matrix.codes.view(torch.uint8)
+def _code_layout(matrix: QuantizedTensor) -> _CodeLayout:
+    """Choose the kernel, and how codes are arranged for it; see quantized_gemm.c."""
     zero_point = _zero_point(matrix) if matrix.activations == "int8" else None
     if matrix.encoding == "int4":
-        low, high = codes & 0xF, codes >> 4
         if zero_point is not None:
-            codes = torch.stack([low, high], dim=-1)
-            return _StoredCodes("INT4_BY_INT8", _code_strips(codes, 4), zero_point)
-        codes = torch.cat([low.reshape(len(low), -1, 2), high.reshape(len(high), -1, 2)], dim=-1)  # as _in_pairs
-        return _StoredCodes("INT4_BY_FLOAT", _code_strips(codes, 4))
+            return _CodeLayout("INT4_BY_INT8", 4, unpack_nibbles, zero_point)
+        return _CodeLayout("INT4_BY_FLOAT", 4, lambda codes: _in_pairs(unpack_nibbles(codes)))
     if zero_point is not None:
-        return _StoredCodes("INT8_BY_INT8", _code_strips(codes ^ INT8_ZERO_POINT, 8), zero_point)
+        return _CodeLayout("INT8_BY_INT8", 8, lambda codes: codes ^ INT8_ZERO_POINT, zero_point)
     if matrix.encoding == "int8":
         lowest, highest = int(matrix.codes.min()), int(matrix.codes.max())
         if highest - lowest < 64:
             bits = 5 if highest - lowest < 32 else 6
-            from_zero = codes - lowest % 256  # of 256, as bytes are
-            return _StoredCodes(f"INT{bits}_BY_FLOAT", _code_strips(_in_pairs(from_zero), bits), -lowest)
-    return _StoredCodes(f"{matrix.encoding}_BY_FLOAT".upper(), _code_strips(_in_pairs(codes), 8))
+            from_zero = lowest % 256  # of 256, as bytes are
+            return _CodeLayout(f"INT{bits}_BY_FLOAT", bits, lambda codes: _in_pairs(codes - from_zero), -lowest)
+    return _CodeLayout(f"{matrix.encoding}_BY_FLOAT".upper(), 8, _in_pairs)
+
+
+def _arrange(matrix: QuantizedTensor, layout: _CodeLayout, numbers: list[Tensor]) -> Tensor:
+    """Return the strips, uint8 [num_strips, bytes]: codes, then scales and offsets, then zeros up to whole cache lines.
+
+    Some strips follow the others, so memory holds no further copy of the codes but that of a piece.
+    """
+    num_strips = -(-matrix.num_outputs // STRIP)
+    code_bytes = STRIP * matrix.num_inputs * layout.bits // 8
+    num_bytes = code_bytes + sum(part.shape[1] for part in numbers)
+    data = torch.empty(num_strips, num_bytes + -num_bytes % CACHE_LINE_BYTES, dtype=torch.uint8)
+    codes, at_once = matrix.codes.view(torch.uint8), max(1, PIECE_CODES // (STRIP * matrix.num_inputs))
+    for first in range(0, num_strips, at_once):
+        rows = codes[first * STRIP : (first + at_once) * STRIP]
+        data[first : first + at_once, :code_bytes] = _code_strips(layout.convert(rows), layout.bits)
+    end = code_bytes
+    for part in numbers:
+        data[:, end : end + part.shape[1]] = part
+        end += part.shape[1]
+    data[:, end:] = 0
+    return data
 
 
 def _zero_point(matrix: QuantizedTensor) -> int | None:
@@ -208,13 +231,6 @@ def _number_strips(*parts: Tensor) -> list[Tensor]:
 def _bytes_by_input(strips: Tensor) -> Tensor:
     """Return strips [num_strips, outputs, inputs] as bytes, ordered by input and then by output."""
     return strips.transpose(1, 2).contiguous().view(torch.uint8).flatten(1)
-
-
-def _whole_lines(parts: list[Tensor]) -> Tensor:
-    """Return the parts of each strip one after the other, and zeros up to whole cache lines."""
-    num_bytes = sum(part.shape[1] for part in parts)
-    padding = torch.zeros(len(parts[0]), -num_bytes % CACHE_LINE_BYTES, dtype=torch.uint8)
-    return torch.cat([*parts, padding], dim=1)
 
 
 def _strips(matrix: Tensor) -> Tensor:

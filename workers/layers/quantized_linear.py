@@ -6,6 +6,7 @@ computed with it. Afterwards replace_layers takes its weight and prepares it for
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +25,15 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.bias = bias
         self._matrix: QuantizedTensor | None = None
+        self._read: Callable[[], QuantizedTensor] | None = None
+        self.num_bytes, self.rounds_activations = 0, False
 
     @property
     def matrix(self) -> QuantizedTensor:
+        """The matrix, which may be read from the files for this call."""
         # Not called `weight`: transformers takes a module's weight for a parameter.
+        if self._matrix is None and self._read is not None:
+            return self._read()
         assert self._matrix is not None
         return self._matrix
 
@@ -36,22 +42,32 @@ class QuantizedLinear(nn.Module):
         """How many numbers the matrix stands for."""
         return self.in_features * self.out_features
 
-    def fill(self, matrix: QuantizedTensor) -> None:
-        """Set the matrix. A rank's part is smaller than the layer that was made."""
-        self._matrix = matrix
+    def fill(self, matrix: QuantizedTensor, read: Callable[[], QuantizedTensor] | None = None) -> None:
+        """Set the matrix. A rank's part is smaller than the layer that was made.
+
+        With `read`, which returns the same matrix, none is kept in memory: it is read again whenever it is needed.
+        """
+        self._matrix, self._read = (matrix, None) if read is None else (None, read)
+        self.num_bytes, self.rounds_activations = matrix.num_bytes, matrix.activations == "int8"
         self.out_features, self.in_features = matrix.num_outputs, matrix.num_inputs
 
+    def release(self) -> None:
+        """Forget the matrix, because a copy of it is prepared; the layer cannot be called any more."""
+        self._matrix = self._read = None
+
     def forward(self, x: Tensor) -> Tensor:
-        if self.matrix.activations == "int8":
+        if self.rounds_activations:
             x = round_rows_to_int8(x)
         return F.linear(x, self.matrix.dequantize(x.dtype), self.bias)
 
     def _apply(self, function: Any, recurse: bool = True) -> QuantizedLinear:
         """Move the matrix as nn.Module moves parameters. Its dtypes stay."""
         super()._apply(function, recurse)  # type: ignore[no-untyped-call]
-        if self._matrix is not None:
-            device = function(torch.empty(0, dtype=torch.uint8, device=self._matrix.codes.device)).device
-            self._matrix = self._matrix.to(device)
+        if self._matrix is not None or self._read is not None:
+            before = torch.device("cpu") if self._matrix is None else self._matrix.codes.device  # files are read there
+            device = function(torch.empty(0, dtype=torch.uint8, device=before)).device
+            if device != before:
+                self._matrix, self._read = self.matrix.to(device), None
         return self
 
 
@@ -75,11 +91,16 @@ class QuantizedEmbedding(nn.Module):
         return rows.dequantize(self._dtype).view(*token_ids.shape, self.embedding_dim)
 
 
+def _outside_of_files(tensor: Tensor) -> Tensor:
+    """Return a copy of what is part of a mapped file, which would be mapped as long as the tensor is in use."""
+    return tensor if tensor.untyped_storage().resizable() else tensor.clone()
+
+
 class DequantizingWeight:
     """A quantized weight that each multiplication dequantizes: slow, but correct on every device."""
 
     def __init__(self, weight: QuantizedTensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+        self._weight, self._bias = weight.map_rows(_outside_of_files), bias
 
     def multiply(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight.dequantize(x.dtype), self._bias)

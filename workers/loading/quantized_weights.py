@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from workers.quantization.formats.interface import WeightFormat
 from workers.quantization.quantized_tensor import QuantizedTensor
 
 log = logging.getLogger("servekit.worker")
+
+MOST_GROWTH = 1.1  # of a matrix that is kept in memory, beside its size in the files
 
 
 class QuantizedMatrices:
@@ -144,8 +147,27 @@ class QuantizedMatrices:
         # Between codes that stay, the C library does not give back what a matrix needed while it was read.
         with progress.over(f"reading weights: {self._format.name}", waiting, trim_heap) as counted:
             for name, module in counted:
-                prefix = self._prefix_of[name]
-                module.fill(cut(self._format.read(self._tensors(prefix), prefix), name))
+                read = partial(self._read, self._prefix_of[name], name, cut)
+                matrix = read()
+                module.fill(matrix, read if self._is_read_again(matrix, name) else None)
+
+    def _read(
+        self, prefix: str, name: str, cut: Callable[[QuantizedTensor, str], QuantizedTensor]
+    ) -> QuantizedTensor:
+        return cut(self._format.read(self._tensors(prefix), prefix), name)
+
+    def _is_read_again(self, matrix: QuantizedTensor, name: str) -> bool:
+        """Return whether the matrix is not kept until it is prepared: if it takes more memory than in the files.
+
+        Codes of five and six bits take a byte each until a kernel stores them in as many bits. All matrices like this
+        would be the peak of memory, so each is read twice more: for the self-check's sample, and when it is prepared.
+        """
+        is_looked_up = self._tied is not None and name == self._tied.head  # in each step, see QuantizedEmbedding
+        prefix = self._prefix_of[name]
+        num_outputs, num_inputs = self.shape_of(prefix)
+        share = matrix.num_outputs * matrix.num_inputs / (num_outputs * num_inputs)  # of this rank
+        num_file_bytes = share * sum(tensor.nbytes for tensor in self._tensors(prefix).values())
+        return not is_looked_up and matrix.num_bytes > MOST_GROWTH * num_file_bytes
 
     def shape_of(self, prefix: str) -> tuple[int, ...]:
         return self._format.check(self._tensors(prefix), prefix)
@@ -267,13 +289,13 @@ def num_quantized_parameters(model: nn.Module) -> int:
 
 def rounds_activations(model: nn.Module) -> bool:
     """Return whether the model has weights that are multiplied by activations of eight bits."""
-    return any(module.matrix.activations == "int8" for module in _quantized(model))
+    return any(module.rounds_activations for module in _quantized(model))
 
 
 def num_weight_bytes(model: nn.Module) -> int:
     """Return the bytes of the model's parameters and quantized matrices."""
     return sum(parameter.nbytes for parameter in model.parameters()) + sum(
-        module.matrix.num_bytes for module in _quantized(model)
+        module.num_bytes for module in _quantized(model)
     )
 
 

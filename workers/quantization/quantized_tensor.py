@@ -30,6 +30,7 @@ NF4_LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
+PIECE_NUMBERS = 2**20  # that a CPU dequantizes at a time
 _ENCODINGS: dict[torch.dtype, Encoding] = {
     torch.uint8: "int4",
     torch.int8: "int8",
@@ -114,7 +115,21 @@ class QuantizedTensor:
         return self.with_row_tensors(map(function, self.row_tensors()))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return W as numbers, computed in float32 and rounded to `dtype` once."""
+        """Return W as numbers, computed in float32 and rounded to `dtype` once.
+
+        On a CPU some rows follow the others: float32 copies of the whole matrix would be the peak of memory while a
+        model is loaded. On a GPU, where each piece would be further kernels, all rows are computed at once.
+        """
+        num_rows = max(1, PIECE_NUMBERS // self.num_inputs)
+        if self.codes.device.type != "cpu" or num_rows >= self.num_outputs:
+            return self._dequantize().to(dtype)
+        found = torch.empty(self.num_outputs, self.num_inputs, dtype=dtype)
+        for first in range(0, self.num_outputs, num_rows):
+            rows = slice(first, first + num_rows)
+            found[rows] = self.map_rows(lambda tensor, rows=rows: tensor[rows])._dequantize()  # type: ignore[misc]
+        return found
+
+    def _dequantize(self) -> Tensor:
         levels = self._levels().view(*self.scales.shape, self.group_size)
         matrix = levels.mul_(self.scales.float()[..., None])
         if self.offsets is not None:
@@ -124,7 +139,7 @@ class QuantizedTensor:
             ordered = torch.empty_like(matrix)
             ordered[:, self.input_order] = matrix
             matrix = ordered
-        return matrix.to(dtype)
+        return matrix
 
     def to(self, device: torch.device) -> QuantizedTensor:
         """Return the matrix on a device."""
