@@ -125,7 +125,8 @@ def measure(shape: str, memory: Tensor, clock: Callable[[], float], arguments: a
     heads = ["weight", "MB", "a plain read", *(f"{rows} rows" for rows in arguments.rows), "error, %"]
     lines = [
         "",
-        f"{num_outputs} outputs, {num_inputs} inputs, threads: {arguments.threads}, load {os.getloadavg()[0]:.1f}, on {date}:",
+        f"{num_outputs} outputs, {num_inputs} inputs, threads: {arguments.threads}, load {os.getloadavg()[0]:.1f}, on "
+        f"{date}:",
         "",
         f"| {' | '.join(heads)} |",
         f"|---|{'---:|' * (len(heads) - 1)}",

@@ -151,9 +151,7 @@ class QuantizedMatrices:
                 matrix = read()
                 module.fill(matrix, read if self._is_read_again(matrix, name) else None)
 
-    def _read(
-        self, prefix: str, name: str, cut: Callable[[QuantizedTensor, str], QuantizedTensor]
-    ) -> QuantizedTensor:
+    def _read(self, prefix: str, name: str, cut: Callable[[QuantizedTensor, str], QuantizedTensor]) -> QuantizedTensor:
         return cut(self._format.read(self._tensors(prefix), prefix), name)
 
     def _is_read_again(self, matrix: QuantizedTensor, name: str) -> bool:

@@ -447,7 +447,9 @@ def test_a_run_without_keep_alive_opens_a_connection_for_each_request() -> None:
         num_connections += 1
         while True:
             await read_request(reader)
-            reply = msgspec.json.encode({"generated_texts": ["abcd"], "usage": {"prompt_tokens": 1, "completion_tokens": 4}})
+            reply = msgspec.json.encode(
+                {"generated_texts": ["abcd"], "usage": {"prompt_tokens": 1, "completion_tokens": 4}}
+            )
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(reply), reply))
 
     plan = plan_of(*(Request(number, None, str(number), 4) for number in range(5)), num_clients=1)

@@ -52,7 +52,7 @@ SAFETENSORS = {
     "llm_int8": 8 + BY_ROW,
     "nf4": 4 + 32 / 64,
 }
-# Scales are bytes and float16 as in the files; docs/quantization.md has the types whose codes take more bits than there.
+# Scales are bytes and float16, as in the files. The codes of Q2_K and Q3_K take more bits than there.
 GGUF = {
     "Q4_0": 4 + 16 / 32,
     "IQ4_NL": 4 + 16 / 32,
