@@ -78,11 +78,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 9, 32])
     parser.add_argument("--context", type=int, default=64, help="tokens of each sequence")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     parser.add_argument("--write", action="store_true", help="write the table into docs/design/quantized-gemm.md")
     arguments = parser.parse_args()
     no_bars_in_files()
     with tempfile.TemporaryDirectory() as folder:
-        LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(folder)
+        shape = SHAPE | {"num_hidden_layers": arguments.layers}
+        LlamaConfig(**shape, architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(folder)
         models = {name: load(Path(folder), name) for name in arguments.formats}
     date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     heads = [
@@ -91,8 +93,8 @@ def main() -> None:
     ]
     lines = [
         "",
-        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {arguments.context} tokens of context, medians of "
-        f"{arguments.steps} steps, load {os.getloadavg()[0]:.1f}, on {date}.",
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {arguments.layers} layers, {arguments.context} tokens of context, "
+        f"medians of {arguments.steps} steps, load {os.getloadavg()[0]:.1f}, on {date}.",
         "",
         f"| {' | '.join(heads)} |",
         f"|---|{'---:|' * (len(heads) - 1)}",

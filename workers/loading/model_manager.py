@@ -155,6 +155,7 @@ class ModelManager:
         num_columns = sample.logits.shape[-1]
         if (stage is None or stage.is_last) and num_columns != info.vocab_size:
             raise refusal(architecture, f"its head returns {num_columns} logits for {info.vocab_size} tokens")
+        trim_heap()  # of the matrices that the sample's layers dequantized, before further ones are prepared
         shapes, params = [call.shape for call in recorded.calls], [call.params for call in recorded.calls]
         rounds = rounds_activations(model)
         # Fused layers keep norms and biases as they are.
