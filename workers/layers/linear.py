@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workers.device.heap import trim_heap
 from workers.layers.quantized_linear import DequantizingWeight, QuantizedLinear
 from workers.parallel.rank_group import RankGroup
 from workers.quantization.quantized_tensor import QuantizedTensor, stack_outputs
@@ -131,6 +132,7 @@ def prepare(method: LinearMethod, *linears: nn.Linear | QuantizedLinear) -> Weig
         return SideBySideWeight([prepare(method, linear) for linear in linears])
     for linear in quantized:
         linear.release()
+    trim_heap()
     return method(stacked, bias)
 
 

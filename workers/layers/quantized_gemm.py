@@ -16,6 +16,7 @@ from torch import Tensor
 
 from workers.csrc.bindings import STRIP, CPreparedWeight, CQuantizedWeight
 from workers.csrc.build import LANES
+from workers.device.heap import trim_heap
 from workers.layers.cpu_weight import CpuWeight
 from workers.layers.linear import Weight
 from workers.layers.quantized_linear import DequantizingWeight
@@ -49,7 +50,9 @@ class QuantizedGemm:
         """Arrange a weight for the C code; return one that dequantizes if its groups are not whole vectors."""
         if matrix.group_size % LANES:
             return DequantizingWeight(matrix, bias)
-        return QuantizedGemmWeight(self.library, matrix, bias)
+        weight = QuantizedGemmWeight(self.library, matrix, bias)
+        trim_heap()  # of what arranging it needed: the C library keeps that, and the next weight is of another size
+        return weight
 
 
 class QuantizedGemmWeight(CpuWeight):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workers.device.heap import trim_heap
 from workers.quantization.quantized_tensor import QuantizedTensor
 
 
@@ -58,7 +59,13 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.rounds_activations:
             x = round_rows_to_int8(x)
-        return F.linear(x, self.matrix.dequantize(x.dtype), self.bias)
+        products = []
+        for rows, part in self.matrix.pieces():
+            products.append(F.linear(x, part.dequantize(x.dtype), None if self.bias is None else self.bias[rows]))
+        if len(products) == 1:
+            return products[0]
+        trim_heap()  # or the C library would keep up to twice the largest piece that it ever gave back
+        return torch.cat(products, dim=-1)
 
     def _apply(self, function: Any, recurse: bool = True) -> QuantizedLinear:
         """Move the matrix as nn.Module moves parameters. Its dtypes stay."""

@@ -7,7 +7,7 @@ format is read into a QuantizedTensor, and layers and kernels do not depend on f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -30,7 +30,7 @@ NF4_LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-PIECE_NUMBERS = 2**20  # that a CPU dequantizes at a time
+PIECE_NUMBERS = 2**19  # that a CPU dequantizes at a time
 _ENCODINGS: dict[torch.dtype, Encoding] = {
     torch.uint8: "int4",
     torch.int8: "int8",
@@ -115,19 +115,31 @@ class QuantizedTensor:
         return self.with_row_tensors(map(function, self.row_tensors()))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return W as numbers, computed in float32 and rounded to `dtype` once.
+        """Return W as numbers, computed in float32 and rounded to `dtype` once."""
+        found = None
+        for rows, part in self.pieces():
+            numbers = part._dequantize().to(dtype)
+            if len(numbers) == self.num_outputs:
+                return numbers
+            if found is None:
+                found = torch.empty(self.num_outputs, self.num_inputs, dtype=dtype)
+            found[rows] = numbers
+        assert found is not None
+        return found
 
-        On a CPU some rows follow the others: float32 copies of the whole matrix would be the peak of memory while a
-        model is loaded. On a GPU, where each piece would be further kernels, all rows are computed at once.
+    def pieces(self) -> Iterator[tuple[slice, QuantizedTensor]]:
+        """Yield rows, and the part of the matrix that they are.
+
+        On a CPU they are few: dequantized copies of whole matrices would be the peak of memory while a model is loaded.
+        On a GPU, where each piece would be further kernels, they are all rows.
         """
         num_rows = max(1, PIECE_NUMBERS // self.num_inputs)
         if self.codes.device.type != "cpu" or num_rows >= self.num_outputs:
-            return self._dequantize().to(dtype)
-        found = torch.empty(self.num_outputs, self.num_inputs, dtype=dtype)
+            yield slice(0, self.num_outputs), self
+            return
         for first in range(0, self.num_outputs, num_rows):
             rows = slice(first, first + num_rows)
-            found[rows] = self.map_rows(lambda tensor, rows=rows: tensor[rows])._dequantize()  # type: ignore[misc]
-        return found
+            yield rows, self.with_row_tensors([tensor[rows] for tensor in self.row_tensors()])
 
     def _dequantize(self) -> Tensor:
         levels = self._levels().view(*self.scales.shape, self.group_size)
