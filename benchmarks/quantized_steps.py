@@ -93,8 +93,9 @@ def main() -> None:
     ]
     lines = [
         "",
-        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {arguments.layers} layers, {arguments.context} tokens of context, "
-        f"medians of {arguments.steps} steps, load {os.getloadavg()[0]:.1f}, on {date}.",
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {arguments.layers} layers, "
+        f"{arguments.context} tokens of context, medians of {arguments.steps} steps, "
+        f"load {os.getloadavg()[0]:.1f}, on {date}.",
         "",
         f"| {' | '.join(heads)} |",
         f"|---|{'---:|' * (len(heads) - 1)}",
