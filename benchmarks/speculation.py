@@ -46,7 +46,7 @@ from tests.support.server_process import serving
 
 MAKER = "python -m benchmarks.speculation"
 PAGE = Path(__file__).parents[1] / "docs" / "speculative_decoding.md"
-PROMPT_TOKENS, OUTPUT_TOKENS, EDIT_EVERY = 256, 128, 16
+PROMPT_TOKENS, EDIT_EVERY = 256, 16
 WORDS = ("boat", "mirror", "anya", "blue", "grace", "flag", "yellow", "river", "stone", "cold", "bread", "lamp", "wolf")
 OFF = "off"
 
@@ -96,13 +96,13 @@ def demo_tasks() -> dict[str, MakeBody]:
     return {"questions": question, "repeating": repeating, "random words": random_words}
 
 
-def copying_tasks() -> dict[str, MakeBody]:
+def copying_tasks(output_tokens: int) -> dict[str, MakeBody]:
     from benchmarks.copying_llama import order_of_tokens  # which imports torch
 
     order = order_of_tokens()
 
     def body(token_ids: list[int]) -> tuple[str, dict[str, Any]]:
-        fields = {"prompt": token_ids, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "add_special_tokens": False}
+        fields = {"prompt": token_ids, "max_tokens": output_tokens, "ignore_eos": True, "add_special_tokens": False}
         return "/v1/completions", fields
 
     def copying(chance: random.Random, edit_every: int = 0) -> tuple[str, dict[str, Any]]:
@@ -216,7 +216,10 @@ def measure(model: str, folder: Path, arguments: argparse.Namespace) -> Iterator
 
         tell("making the model of 0.4 billion weights")
         flags = ["--model", str(make_copying_llama(folder)), "--dtype", "bfloat16", "--max-model-len", "1024"]
-        tasks, name = copying_tasks(), "a Llama of 0.4 billion weights in bfloat16 whose answers are made to copy"
+        tasks, name = (
+            copying_tasks(arguments.output_tokens),
+            "a Llama of 0.4 billion weights in bfloat16 whose answers are made to copy",
+        )
     if arguments.tasks:
         tasks = {task: make for task, make in tasks.items() if task in arguments.tasks}
     sides = [Side(drafter) for drafter in (OFF, *arguments.drafters)]
@@ -266,6 +269,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests-per-client", type=int, default=2)
     parser.add_argument("--min-requests", type=int, default=4, help="of a round")
+    parser.add_argument("--output-tokens", type=int, default=128, help="of an answer of the second model")
     parser.add_argument("--serve", default="", help="further flags of servekit serve, separated by spaces")
     parser.add_argument("--folder", type=Path, help="where the model of 0.4 billion weights is kept")
     parser.add_argument("--write", action="store_true", help="write the tables into docs/speculative_decoding.md")
