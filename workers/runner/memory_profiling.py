@@ -117,18 +117,22 @@ def num_blocks_in(num_bytes: int, bytes_per_block: int) -> int:
 def largest_step(settings: LoadModel, max_model_len: int) -> tuple[StepPlan, int]:
     """Return a step that needs as much memory as any, and how many blocks it writes to.
 
-    Every slot samples, as many as the token budget allows: logits of many rows take the most memory.
+    Every slot samples, as many as the token budget allows, and with as many drafts: logits of many rows take the most
+    memory.
     """
+    most_rows = 1 + settings.speculative.max_drafts  # that a slot samples
     chunks, assignments, num_blocks = [], [], 0
     num_left = settings.max_num_batched_tokens
     sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, seed=0)
     for slot in range(settings.max_num_seqs):
-        # The first slots get long chunks, and the others a token each.
-        num_tokens = max(1, min(num_left - (settings.max_num_seqs - 1 - slot), max_model_len))
         if num_left <= 0:
             break
+        # The first slots get long chunks, and the others a token each with its drafts.
+        for_others = (settings.max_num_seqs - 1 - slot) * most_rows
+        num_tokens = min(max(min(most_rows, num_left), num_left - for_others), max_model_len)
+        num_drafts = num_tokens - 1 if num_tokens <= most_rows else 0
         blocks = tuple(range(num_blocks, num_blocks + -(-num_tokens // settings.block_size)))
-        chunks.append(ScheduledChunk(slot, 0, num_tokens, (0,) * num_tokens, blocks, samples=True))
+        chunks.append(ScheduledChunk(slot, 0, num_tokens, (0,) * num_tokens, blocks, True, num_drafts))
         assignments.append(SlotAssignment(slot=slot, sampling=sampling))
         num_blocks, num_left = num_blocks + len(blocks), num_left - num_tokens
     return StepPlan(0, 0, tuple(assignments), tuple(chunks)), num_blocks

@@ -139,6 +139,8 @@ class Speculator:
 
     def _resolved(self, chunk: ScheduledChunk, drafts: tuple[int, ...]) -> ScheduledChunk:
         progress, num_known = self._progress[chunk.slot], chunk.num_tokens - chunk.num_drafts
+        # The step that measures memory names its drafts, so that it has as many as a step can have.
+        drafts = chunk.token_ids[num_known : chunk.num_tokens] or drafts
         # Without a token to begin with, the manager's bound is as good as any position: nothing of it is used.
         is_exact = chunk.token_ids or progress.is_stalled
         start = chunk.start if is_exact else progress.num_tokens - 1

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.errors import ConfigError
 from servekit.protocol.messages import LoadModel
+from servekit.protocol.speculative_config import SpeculativeConfig
 from tests.support.inprocess import load
 from workers.runner import model_runner
 from workers.runner.memory_profiling import (
@@ -133,9 +134,26 @@ def test_largest_step_is_as_large_as_any(
 ) -> None:
     plan, num_blocks = largest_step(settings(max_num_seqs, max_num_batched_tokens, block_size), max_model_len)
     max_tokens = min(max_num_batched_tokens, max_num_seqs * max_model_len)
+    assert not any(chunk.num_drafts for chunk in plan.chunks)
     assert plan.num_tokens == max_tokens
     assert len(plan.chunks) == min(max_num_seqs, max_num_batched_tokens) and all(chunk.samples for chunk in plan.chunks)
     assert all(1 <= chunk.num_tokens <= max_model_len for chunk in plan.chunks)
     blocks = [block for chunk in plan.chunks for block in chunk.new_block_ids]
     assert sorted(blocks) == list(range(num_blocks))
     assert all(len(chunk.new_block_ids) * block_size >= chunk.num_tokens for chunk in plan.chunks)
+
+
+@given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 100), st.integers(1, 7))
+def test_largest_step_samples_as_many_rows_as_drafts_allow(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, max_drafts: int
+) -> None:
+    speculative = SpeculativeConfig("ngram", max_drafts=max_drafts)
+    limits = replace(settings(max_num_seqs, max_num_batched_tokens), speculative=speculative)
+    plan, _ = largest_step(limits, max_model_len)
+    assert plan.num_tokens == min(max_num_batched_tokens, max_num_seqs * max_model_len)
+    num_rows = sum(1 + chunk.num_drafts for chunk in plan.chunks)
+    # The chunks that hold the rest of the step's tokens have no drafts.
+    num_long = sum(chunk.num_tokens > 1 + max_drafts for chunk in plan.chunks)
+    assert num_rows >= sum(min(chunk.num_tokens, 1 + max_drafts) for chunk in plan.chunks) - num_long * max_drafts
+    assert all(chunk.num_drafts in (0, chunk.num_tokens - 1) for chunk in plan.chunks)
+    assert all(len(chunk.token_ids) == chunk.num_tokens <= max_model_len for chunk in plan.chunks)

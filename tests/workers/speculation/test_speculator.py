@@ -139,6 +139,14 @@ def test_drafts_may_come_with_a_known_token() -> None:
     assert plan.chunks == (ScheduledChunk(1, 3, 2, (20, 30), (), True, 1),)
 
 
+def test_drafts_that_a_plan_names_are_verified_as_they_are() -> None:
+    """So memory is measured with as many rows as a step can have, whatever the drafter makes."""
+    harness = Harness(30)
+    harness.begin()
+    plan, _ = harness.step(decode(3, 3, known=(20, 1, 2, 3)), drawn=(9, 9, 9, 9))
+    assert plan.chunks == (ScheduledChunk(1, 3, 4, (20, 1, 2, 3), (), True, 3),)
+
+
 def test_behind_a_deferred_token_nothing_is_drafted_or_learned_until_the_manager_sends_known_tokens() -> None:
     harness = Harness(30)
     harness.begin()
