@@ -13,23 +13,30 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from servekit.protocol.messages import LoadModel
 from servekit.protocol.speculative_config import SpeculativeConfig
 from servekit.scheduler.sequence import Sequence
-from tests.support.draft_heads import EAGLE_LAYERS, MTP_MODELS, add_mtp_layer, make_eagle3_head
+from tests.support.draft_heads import (
+    EAGLE_LAYERS,
+    MAX_DRAFTS,
+    MTP_MODELS,
+    add_mtp_layer,
+    make_eagle3_head,
+    settings_with_head,
+)
 from tests.support.inprocess import InProcessEngine, load
 from tests.support.tiny_models import _LLAMA_LIKE, ARCHITECTURES, make_model
 from workers.loading.model_manager import LoadedModel
+from workers.runner.model_runner import load as load_runner
 from workers.speculation.drafter import DraftRequest
-from workers.speculation.eagle import LoadedHead, load_eagle_head, load_mtp_layer
+from workers.speculation.eagle import EagleDrafter, LoadedHead, load_eagle_head, load_mtp_layer
 
-MAX_DRAFTS = 4
 # Several are computed in two chunks; see `serve`.
 PROMPTS = [list(range(3, 3 + length)) for length in (2, 19, 5)] + [[7, 7, 9] * 4, [11, 90, 30, 4, 66] * 5]
 EPSILON = 1e-5
@@ -63,22 +70,6 @@ def speculating(loaded: LoadedModel, head: LoadedHead, **options: Any) -> tuple[
 
     drafter.propose = watched  # type: ignore[method-assign]
     return engine, seen
-
-
-def settings_of(loaded: LoadedModel, path: str = "") -> LoadModel:
-    return LoadModel(
-        model_path=loaded.model.name_or_path,
-        dtype="auto",
-        device="cpu",
-        block_size=4,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        max_model_len=None,
-        num_kv_blocks=64,
-        kv_cache_memory_bytes=None,
-        gpu_memory_utilization=0.9,
-        speculative=SpeculativeConfig("eagle", path, MAX_DRAFTS),
-    )
 
 
 def serve(engine: InProcessEngine, max_tokens: int = 10) -> list[list[int]]:
@@ -159,7 +150,7 @@ def test_an_eagle3_head_drafts_what_it_drafts_without_a_cache(
     """Fused layers, scaled embeddings, and layers that drop keyword arguments."""
     model, loaded = make_model(tmp_path / "model", *ARCHITECTURES[name]), load(tmp_path / "model")
     tensors = make_eagle3_head(tmp_path / "head", model.config, **options)
-    head = load_eagle_head(loaded, settings_of(loaded, str(tmp_path / "head")))
+    head = load_eagle_head(loaded, settings_with_head(loaded, "eagle", str(tmp_path / "head")))
     naive = NaiveEagle3(tensors, model, norm_before_residual=options.get("norm_before_residual", False))
     check_drafts(loaded, head, naive.drafts)
 
@@ -230,7 +221,7 @@ def test_a_mtp_layer_drafts_what_it_drafts_without_a_cache(model_type: str, tmp_
     model = make_model(tmp_path, model_type, {**_LLAMA_LIKE, **MTP_MODELS[model_type]})
     naive = naive_mtp(model, add_mtp_layer(tmp_path))
     loaded = load(tmp_path)
-    check_drafts(loaded, load_mtp_layer(loaded, settings_of(loaded)), naive.drafts)
+    check_drafts(loaded, load_mtp_layer(loaded, settings_with_head(loaded, "mtp")), naive.drafts)
 
 
 def test_all_drafts_of_a_head_that_knows_the_model_are_accepted(tmp_path: Path) -> None:
@@ -249,7 +240,7 @@ def test_all_drafts_of_a_head_that_knows_the_model_are_accepted(tmp_path: Path) 
     tensors[f"{prefix}shared_head.norm.weight"].copy_(tensors["model.norm.weight"])
     save_file(tensors, file, metadata={"format": "pt"})
     loaded = load(tmp_path)
-    engine, seen = speculating(loaded, load_mtp_layer(loaded, settings_of(loaded)))
+    engine, seen = speculating(loaded, load_mtp_layer(loaded, settings_with_head(loaded, "mtp")))
     prompt, num_tokens = [5, 17, 40], 60
     sequence = engine.add(prompt, max_tokens=num_tokens, ignore_eos=True)
     engine.run()
@@ -266,7 +257,7 @@ def test_answers_are_the_same_under_preemption_and_ahead(options: dict[str, Any]
     model = make_model(tmp_path / "model", *ARCHITECTURES["llama"])
     loaded = load(tmp_path / "model")
     make_eagle3_head(tmp_path / "head", model.config)
-    head = load_eagle_head(loaded, settings_of(loaded, path=str(tmp_path / "head")))
+    head = load_eagle_head(loaded, settings_with_head(loaded, "eagle", str(tmp_path / "head")))
     engine, seen = speculating(loaded, head, **options)
     assert serve(engine) == serve(InProcessEngine(loaded)) and seen
 
@@ -275,7 +266,7 @@ def test_forks_and_hits_in_the_prefix_cache_change_no_token(tmp_path: Path) -> N
     model = make_model(tmp_path / "model", *ARCHITECTURES["qwen3"])
     loaded = load(tmp_path / "model")
     make_eagle3_head(tmp_path / "head", model.config)
-    head = load_eagle_head(loaded, settings_of(loaded, path=str(tmp_path / "head")))
+    head = load_eagle_head(loaded, settings_with_head(loaded, "eagle", str(tmp_path / "head")))
 
     def answers(engine: InProcessEngine) -> list[list[int]]:
         options = {"max_tokens": 10, "temperature": 1.0, "ignore_eos": True}
@@ -289,3 +280,16 @@ def test_forks_and_hits_in_the_prefix_cache_change_no_token(tmp_path: Path) -> N
     engine, seen = speculating(loaded, head)
     assert answers(engine) == answers(InProcessEngine(loaded))
     assert engine.num_copies and seen
+
+
+def test_a_worker_that_loads_a_head_counts_its_keys_and_values(tmp_path: Path) -> None:
+    """One layer of two heads of 16 numbers, beside the model's three layers of two heads of 8."""
+    model = make_model(tmp_path / "model", *ARCHITECTURES["llama"])
+    make_eagle3_head(tmp_path / "head", model.config)
+    settings = settings_with_head(load(tmp_path / "model"), "eagle", str(tmp_path / "head"))
+    without, _ = load_runner(replace(settings, speculative=SpeculativeConfig()), lambda _: None)
+    runner, _ = load_runner(settings, lambda _: None)
+    assert isinstance(runner.drafter, EagleDrafter)
+    if runner.attention.name == "torch":  # others round up
+        assert runner.kv_bytes_per_token - without.kv_bytes_per_token == 2 * 2 * 16 * 4
+    assert runner.kv_bytes_per_token > without.kv_bytes_per_token

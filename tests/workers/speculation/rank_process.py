@@ -1,0 +1,63 @@
+"""One of two ranks that answer prompts with drafts, and what it answered.
+
+`python -m tests.workers.speculation.rank_process RANK RENDEZVOUS OUTPUT METHOD MODEL [HEAD]`
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+
+from tests.support.draft_heads import MAX_DRAFTS, settings_with_head
+from tests.support.inprocess import InProcessEngine
+from tests.support.tiny_models import VOCAB_SIZE
+from tests.workers.parallel.rank_process import RanksEngine
+from tests.workers.test_token_identity import make_prompts
+from workers.loading.model_manager import ModelManager
+from workers.parallel.ranks import Ranks
+from workers.speculation.choose import load_drafter
+from workers.speculation.drafter import DraftRequest
+
+
+class Answered(msgspec.Struct):
+    """What a rank answered, and the drafts that it made by itself."""
+
+    answers: list[list[int]]
+    drafts: list[list[int]]
+
+
+def answer(engine: InProcessEngine) -> Answered:
+    """Answer the prompts, greedily and at random."""
+    drafts: list[list[int]] = []
+    drafter = engine.runner.drafter
+    if drafter is not None:
+        propose = drafter.propose
+
+        def watched(requests: list[DraftRequest]) -> list[tuple[int, ...]]:
+            proposed = propose(requests)
+            drafts.extend(map(list, proposed))
+            return proposed
+
+        drafter.propose = watched  # type: ignore[method-assign]
+    sampling = {"max_tokens": 8, "seed": 3, "ignore_eos": True}
+    prompts = make_prompts(VOCAB_SIZE)
+    sequences = [engine.add(prompt, temperature=0.7 * (i % 2), **sampling) for i, prompt in enumerate(prompts)]
+    engine.run()
+    return Answered([list(sequence.output_token_ids) for sequence in sequences], drafts)
+
+
+def main(rank: str, rendezvous: str, output: str, method: str, model: str, head: str = "") -> None:
+    """Answer the prompts together with the other rank, and write what was answered to the file `output`."""
+    torch.set_num_threads(1)
+    ranks = Ranks(int(rank), 2, 1, rendezvous, torch.device("cpu"))
+    loaded = ModelManager("cpu").load(Path(model), "float32", None, ranks=ranks)
+    drafter = load_drafter(loaded, settings_with_head(loaded, method, head))
+    engine = RanksEngine(loaded, ranks, num_blocks=200, max_drafts=MAX_DRAFTS, loaded_drafter=drafter)
+    Path(output).write_bytes(msgspec.msgpack.encode(answer(engine)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

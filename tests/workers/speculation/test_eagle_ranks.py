@@ -1,0 +1,40 @@
+"""Two ranks that draft with a head answer what one process answers without drafts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.support.draft_heads import MTP_MODELS, add_mtp_layer, make_eagle3_head
+from tests.support.inprocess import InProcessEngine, load
+from tests.support.tiny_models import _LLAMA_LIKE, WIDE_ARCHITECTURES, make_model
+from tests.workers.speculation.rank_process import Answered, answer
+
+pytestmark = pytest.mark.long  # two processes, and hundreds of messages between them
+
+TIMEOUT_S = 300
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_ranks_with_drafts_answer_what_one_process_answers(method: str, tmp_path: Path) -> None:
+    model, head = tmp_path / "model", tmp_path / "head"
+    if method == "eagle":
+        make_eagle3_head(head, make_model(model, *WIDE_ARCHITECTURES["llama_wide"]).config, draft_vocab_size=60)
+    else:
+        make_model(model, "glm4_moe", {**_LLAMA_LIKE, **MTP_MODELS["glm4_moe"]})
+        add_mtp_layer(model)
+    files = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    command = [sys.executable, "-m", "tests.workers.speculation.rank_process"]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "rendezvous"), str(file), method, str(model), str(head)])
+        for rank, file in enumerate(files)
+    ]
+    assert [process.wait(TIMEOUT_S) for process in processes] == [0, 0]
+    of_ranks = [msgspec.msgpack.decode(file.read_bytes(), type=Answered) for file in files]
+    alone = answer(InProcessEngine(load(model), num_blocks=200))
+    assert of_ranks[0].answers == of_ranks[1].answers == alone.answers
+    assert any(of_ranks[0].drafts)
