@@ -5,6 +5,7 @@ import { formatSeconds } from "./format.js";
 
 const MAX_CHARACTERS = 20_000; // on the page, of a single answer
 const MAX_CHARACTERS_OF_MANY = 4_000; // of each of several
+const MAX_REASONING_CHARACTERS = 2_000; // of each answer; this text is set anew at each change
 // Text is removed at the front in pieces of this size. If each new token removed some, all the text would move each time.
 const MIN_CUT = 1_000;
 const AT_END_TOLERANCE = 8; // CSS pixels from the end at which a scrolled box still follows new text
@@ -58,6 +59,7 @@ function showFigures(node, figures) {
 
 class AnswerCard {
 	text = "";
+	reasoning = ""; // the end of what the model wrote before its answer
 	ending = ""; // why the answer ended; empty while it streams
 	times = new TokenTimes();
 
@@ -71,7 +73,8 @@ class AnswerCard {
 		this.figures = createElement("div", { className: "figures" });
 		this.cutNote = createElement("p", { className: "cut" });
 		this.box = createUntrustedBox(`Answer ${this.#number}`.trim());
-		this.node = createElement("li", {}, this.figures, this.cutNote, this.box);
+		this.reasoningNote = createElement("p", { className: "reasoning", dir: "auto" });
+		this.node = createElement("li", {}, this.figures, this.reasoningNote, this.cutNote, this.box);
 	}
 
 	// Appends what is new. The text before it stays, and so does the user's selection.
@@ -84,6 +87,7 @@ class AnswerCard {
 			this.#numRemoved += numExcess;
 			this.cutNote.textContent = `The first ${this.#numRemoved} characters are not shown.`;
 		}
+		if (this.reasoning) this.reasoningNote.textContent = neutralize(this.reasoning);
 		const figures = this.times.figures();
 		if (this.#number) figures.unshift([this.#number]);
 		if (this.ending) figures.push([this.ending]);
@@ -118,11 +122,12 @@ export class AnswerList {
 		this.start(0);
 	}
 
-	append(index, text, numTokens, ending = "") {
+	append(index, text, numTokens, ending = "", reasoning = "") {
 		const card = this.#cards[index];
 		if (!card) throw new Error(`The server sent answer ${index + 1}, and ${this.#cards.length} were requested.`);
 		const timeMs = performance.now() - this.#startedMs;
 		card.text += text;
+		card.reasoning = (card.reasoning + reasoning).slice(-MAX_REASONING_CHARACTERS);
 		card.ending = ending;
 		card.times.add(numTokens, timeMs);
 		this.#allTimes.add(numTokens, timeMs);

@@ -131,7 +131,8 @@ export class Playground {
 		const numTokens = Math.max(numTokensBefore, chunk.usage?.completion_tokens ?? 0);
 		for (const choice of chunk.choices) {
 			const text = choice.text ?? choice.delta.content ?? "";
-			this.#answers.append(choice.index, text, numTokens - numTokensBefore, describeEnding(choice));
+			const reasoning = choice.delta?.reasoning_content ?? "";
+			this.#answers.append(choice.index, text, numTokens - numTokensBefore, describeEnding(choice), reasoning);
 			if (choice.finish_reason === "abort") throw new Error("The request's deadline passed before the answer ended.");
 		}
 		return numTokens;

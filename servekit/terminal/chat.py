@@ -48,6 +48,9 @@ def chat(url: str, api_key: str | None, system: str, sampling: Mapping[str, Any]
     return with_standard_streams(start)
 
 
+_DIM, _ITALIC = "\x1b[2m", "\x1b[3m"
+
+
 class Answer:
     """One answer: added to the conversation, printed as it arrives, and timed."""
 
@@ -59,6 +62,7 @@ class Answer:
         self._first_token_s = self._last_token_s = 0.0
         self._last_chunk = AnswerChunk("", 0)
         self.ends_in_newline = True
+        self._is_reasoning = False  # what was written last is reasoning
 
     async def run(self) -> None:
         """Receive the answer. Cancelling it closes the connection, which aborts the request. Raises RequestFailed."""
@@ -69,12 +73,22 @@ class Answer:
 
     def _receive(self, chunk: AnswerChunk) -> None:
         self._last_chunk = chunk
-        if not chunk.text:
+        if not chunk.text and not chunk.reasoning:
             return
         self._last_token_s = time.monotonic()
         self._first_token_s = self._first_token_s or self._last_token_s
-        self._conversation.add_to_answer(chunk.text)
-        text = safe_text(chunk.text)
+        if chunk.reasoning and sys.stdout.isatty():  # a program that reads a pipe wants the answer
+            _write(_styled(safe_text(chunk.reasoning), _ITALIC))
+            self.ends_in_newline, self._is_reasoning = False, True
+        if chunk.text:
+            self._receive_text(chunk.text)
+
+    def _receive_text(self, text: str) -> None:
+        if self._is_reasoning:
+            _write("\n\n")
+            self._is_reasoning = False
+        self._conversation.add_to_answer(text)
+        text = safe_text(text)
         _write(text)
         self.ends_in_newline = text.endswith("\n") if text else self.ends_in_newline
 
@@ -231,7 +245,11 @@ def _write(text: str) -> None:
 
 def _print_notice(text: str) -> None:
     """Print a message of the program itself, dimmed. A model's text cannot look like it: its escapes are removed."""
-    _write(f"[{text}]\n" if os.environ.get("NO_COLOR") else f"\x1b[2m[{text}]\x1b[0m\n")
+    _write(_styled(f"[{text}]", _DIM) + "\n")
+
+
+def _styled(text: str, style: str) -> str:
+    return text if os.environ.get("NO_COLOR") else f"{style}{text}\x1b[0m"
 
 
 def _ignore_notice(text: str) -> None:

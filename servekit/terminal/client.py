@@ -22,10 +22,12 @@ class AnswerChunk(Struct):
     text: str
     num_tokens: int  # of the answer up to this chunk
     finish_reason: str | None = None
+    reasoning: str = ""  # what the model writes before its answer
 
 
 class _Delta(Struct):
     content: str | None = None
+    reasoning_content: str | None = None
 
 
 class _Choice(Struct):
@@ -91,11 +93,11 @@ class Client(HttpClient):
                 if chunk.error is not None:
                     raise RequestFailed(f"the answer failed: {chunk.error.message}")
                 for choice in chunk.choices:
-                    text = choice.delta.content or ""
+                    text, reasoning = choice.delta.content or "", choice.delta.reasoning_content or ""
                     # Servers that send no usage usually send one token per chunk.
-                    num_tokens = chunk.usage.completion_tokens if chunk.usage else num_tokens + bool(text)
+                    num_tokens = chunk.usage.completion_tokens if chunk.usage else num_tokens + bool(text or reasoning)
                     is_complete = is_complete or choice.finish_reason is not None
-                    yield AnswerChunk(text, num_tokens, choice.finish_reason)
+                    yield AnswerChunk(text, num_tokens, choice.finish_reason, reasoning)
         if not is_complete:
             raise RequestFailed("the answer is incomplete: the server closed the connection")
 

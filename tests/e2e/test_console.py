@@ -420,6 +420,22 @@ def test_hostile_output_is_shown_as_text_only(server: ServerProcess, browser: Br
         assert page.title() == title
 
 
+def test_reasoning_is_shown_apart_from_the_answer_as_text_only(server: ServerProcess, page: Page) -> None:
+    open_at(page, server)
+    choose_chat(page)
+    reasoning = {"choices": [{"index": 0, "delta": {"reasoning_content": f"Hm <b>{HOSTILE[0]}"}}]}
+    page.route(re.compile("/v1/"), partial(fulfil, chunks=[reasoning, *chat_events("Yes.")]))
+    for _ in range(2):
+        with page.expect_request(re.compile("/v1/chat")) as request:
+            send(page, "Say something.")
+        wait_for_status(page, "Done.")
+        assert answer_texts(page) == ["Yes."]
+        assert (page.locator("#answers .reasoning").text_content() or "").startswith("Hm <b>")
+        assert page.locator("#answers .reasoning *").count() == 0
+    said = [message["content"] for message in request.value.post_data_json["messages"]]
+    assert said == ["Say something.", "Yes.", "Say something."], "the reasoning is not sent back"
+
+
 def test_end_of_a_very_long_answer_is_shown(server: ServerProcess, page: Page) -> None:
     open_at(page, server)
     pieces = [f"{number:09d}\n" for number in range(10_000)]

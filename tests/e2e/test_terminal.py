@@ -355,6 +355,21 @@ def test_hostile_answers_and_names_are_printed_as_plain_text(scripted: ScriptedS
         assert not [harm for harm in HARMFUL if harm in at.output]
 
 
+def test_reasoning_is_printed_apart_from_the_answer_and_is_not_sent_back(scripted: ScriptedServer) -> None:
+    hostile = f"Hm, {HOSTILE[0]}"
+    reasoning = event({"choices": [{"index": 0, "delta": {"reasoning_content": hostile}}]})
+    scripted.scripts[CHAT] = [[reasoning, piece("Yes."), DONE]]
+    with terminal("chat", scripted.url) as at:
+        for _ in range(2):
+            at.expect(PROMPT)
+            at.type("hello\r")
+            at.expect("Yes.")
+        at.expect(PROMPT)
+        quit_chat(at)
+        assert b"\x1b[3mHm, " in at.output and not [harm for harm in HARMFUL if harm in at.output]
+    assert scripted.chats()[-1] == ["user: hello", "assistant: Yes.", "user: hello"]
+
+
 # -- top ---------------------------------------------------------------------------------------------------------------
 
 
