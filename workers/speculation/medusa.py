@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from servekit.errors import ConfigError
 from servekit.protocol.messages import LoadModel, StepPlan
 from workers.batch import Batch
 from workers.device.memory import allocation_refused_as
+from workers.device.transfer import to_device
 from workers.loading.model_manager import LoadedModel
 from workers.speculation.drafter import Drafter, DraftRequest, HiddenStates, Target
 
@@ -70,7 +72,7 @@ class MedusaHeads:
 
     def make_drafter(self, target: Target) -> MedusaDrafter:
         """Return the drafter."""
-        return MedusaDrafter(self)
+        return MedusaDrafter(self, len(target.table.num_blocks))
 
 
 class MedusaDrafter(Drafter):
@@ -78,56 +80,52 @@ class MedusaDrafter(Drafter):
 
     hidden_states = HiddenStates()
 
-    def __init__(self, heads: MedusaHeads) -> None:
+    def __init__(self, heads: MedusaHeads, num_slots: int) -> None:
+        """Reserve the rows of all slots, so that what is kept has a bound."""
         self._heads = heads
-        self._rows: dict[int, _Rows] = {}  # by slot
+        self._rows_each = 1 + heads.num_heads
+        weights, _ = heads.blocks[0]
+        self._states = weights.new_zeros(num_slots * self._rows_each, weights.shape[-1])
+        self._known: dict[int, tuple[int, int]] = {}  # by slot: the position of the first row's token, number of rows
 
     def begin(self, plan: StepPlan) -> None:
         for assignment in plan.slot_assignments:
-            self._rows.pop(assignment.slot, None)
+            self._known.pop(assignment.slot, None)
 
     def propose(self, requests: list[DraftRequest]) -> list[tuple[int, ...]]:
         drafts: list[tuple[int, ...]] = [()] * len(requests)
-        places, states = [], []
+        places, cells = [], []
         for place, request in enumerate(requests):
             # Of the rows that the last step verified, the one that the newest token was chosen from.
-            state = self._state_before(request.slot, request.num_tokens - 1)
-            if state is not None:
+            first, num_rows = self._known.get(request.slot, (0, 0))
+            row = request.num_tokens - 1 - first
+            if 0 <= row < num_rows:
                 places.append(place)
-                states.append(state)
+                cells.append(request.slot * self._rows_each + row)
         if not places:
             return drafts
         num_heads = min(self._heads.num_heads, max(requests[place].max_drafts for place in places))
-        for place, tokens in zip(places, self._heads.likeliest(torch.stack(states), num_heads).tolist(), strict=True):
+        (indices,) = to_device([np.array(cells)], self._states.device)
+        guesses = self._heads.likeliest(self._states[indices], num_heads).tolist()
+        for place, tokens in zip(places, guesses, strict=True):
             drafts[place] = tuple(tokens[: requests[place].max_drafts])
         return drafts
 
     def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
         assert hidden_states is not None
-        known: dict[int, _Rows] = {}
-        for row, sampled in enumerate(batch.sampling):
-            first = known.get(sampled.slot)
-            if first is None:
-                known[sampled.slot] = _Rows(hidden_states, row, sampled.position, 1)
-            else:
-                known[sampled.slot] = first._replace(num_rows=sampled.position - first.position + 1)
-        self._rows.update(known)
-
-    def _state_before(self, slot: int, position: int) -> Tensor | None:
-        """Return the hidden state [size] that the token at `position` was chosen from; None if it is not known."""
-        rows = self._rows.get(slot)
-        if rows is None or not 0 <= position - rows.position < rows.num_rows:
-            return None
-        return rows.states[rows.first + position - rows.position]
-
-
-class _Rows(NamedTuple):
-    """The hidden states of consecutive positions of a slot: rows from `first` on of the states of a step."""
-
-    states: Tensor  # [num_sampled, size]
-    first: int
-    position: int  # of the token that was chosen from the first row
-    num_rows: int
+        firsts: dict[int, int] = {}
+        rows, cells = [], []
+        for index, sampled in enumerate(batch.sampling):
+            row = sampled.position - firsts.setdefault(sampled.slot, sampled.position)
+            # More rows than heads come only from drafts that were not made here. Behind them, there is one step without
+            # drafts.
+            if row < self._rows_each:
+                rows.append(index)
+                cells.append(sampled.slot * self._rows_each + row)
+                self._known[sampled.slot] = (sampled.position - row, row + 1)
+        if cells:
+            indices, targets = to_device([np.array(rows), np.array(cells)], self._states.device)
+            self._states.index_copy_(0, targets, hidden_states[indices])
 
 
 def load_medusa_heads(target: LoadedModel, settings: LoadModel) -> MedusaHeads:

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from servekit.errors import ConfigError
-from servekit.protocol.messages import LoadModel
+from servekit.protocol.messages import LoadModel, SlotAssignment, StepPlan
+from servekit.protocol.sampling_params import SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
 from tests.support.inprocess import InProcessEngine
 from tests.support.tiny_models import VOCAB_SIZE
@@ -142,7 +143,12 @@ def test_drafts_come_from_the_state_of_the_newest_token(tmp_path: Path) -> None:
 
 
 def test_a_slot_that_is_assigned_anew_has_no_state() -> None:
-    drafter = MedusaDrafter(MedusaHeads(((torch.zeros(2, 4, 4), torch.zeros(2, 1, 4)),), torch.zeros(2, 9, 4), None))
+    heads = MedusaHeads(((torch.zeros(2, 4, 4), torch.zeros(2, 1, 4)),), torch.zeros(2, 9, 4), None)
+    drafter = MedusaDrafter(heads, num_slots=4)
+    assert drafter.propose([DraftRequest(slot=3, num_tokens=5, max_drafts=2)]) == [()]
+    drafter._known[3] = (4, 1)
+    assert drafter.propose([DraftRequest(slot=3, num_tokens=5, max_drafts=2)]) == [(0, 0)]
+    drafter.begin(StepPlan(0, 0, (SlotAssignment(3, SamplingParams(max_tokens=1)),), ()))
     assert drafter.propose([DraftRequest(slot=3, num_tokens=5, max_drafts=2)]) == [()]
 
 
