@@ -13,14 +13,13 @@ from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.protocol.messages import LoadModel
 from servekit.protocol.speculative_config import DEFAULT_MAX_DRAFTS, SpeculativeConfig
 from servekit.scheduler.draft_length import NUM_LEVELS, DraftLengths
-from tests.support.inprocess import InProcessEngine
-from tests.workers.test_token_identity import prepared
+from tests.support.inprocess import InProcessEngine, load
 from workers.speculation.choose import load_drafter
 
-NUM_QUESTIONS = 24
+NUM_QUESTIONS = 8
 # What was measured, less the noise of so few questions.
-MIN_ACCEPTANCE = {"draft": 0.7, "medusa": 0.35}
-MAX_SHARE = {"draft": 0.2, "medusa": 0.1}  # of the model's bytes
+MIN_ACCEPTANCE = {"draft": 0.85}
+MAX_SHARE = {"draft": 0.2}  # of the model's bytes
 
 
 class MostDrafts(DraftLengths):
@@ -34,9 +33,9 @@ def num_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("method", ["draft", "medusa"])
+@pytest.mark.parametrize("method", ["draft"])
 def test_drafters_of_the_demo_model_are_small_and_mostly_right(method: str) -> None:
-    loaded, _ = prepared("demo")
+    loaded = load(DEMO_MODEL_PATH)
     max_drafts = DEFAULT_MAX_DRAFTS[method]
     config = SpeculativeConfig(method, max_drafts=max_drafts)
     directory = Path(config.directory(str(DEMO_MODEL_PATH)))
@@ -62,4 +61,4 @@ def test_drafters_of_the_demo_model_are_small_and_mostly_right(method: str) -> N
         answers.append([sequence.output_token_ids for sequence in sequences])
     assert answers[0] == answers[1]
     lengths = engine.manager.draft_lengths
-    assert lengths.num_accepted[0] > MIN_ACCEPTANCE[method] * lengths.num_drafted[0] > 30
+    assert lengths.num_accepted[0] > MIN_ACCEPTANCE[method] * lengths.num_drafted[0] > 10
