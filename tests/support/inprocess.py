@@ -8,6 +8,7 @@ from typing import Any
 
 from servekit.protocol.messages import LoadModel, StepPlan, TokenLogprobs
 from servekit.protocol.sampling_params import SamplingParams
+from servekit.protocol.speculative_config import SpeculativeConfig
 from servekit.scheduler.commands import AddSequence
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import Sequence
@@ -50,6 +51,7 @@ class InProcessEngine:
             kv_cache_memory_bytes=None,
             gpu_memory_utilization=0.9,
             kv_cache_dtype=kv_cache_dtype,
+            speculative=SpeculativeConfig("ngram", max_drafts=max_drafts) if max_drafts else SpeculativeConfig(),
         )
         self.runner = ModelRunner(loaded, settings, loaded_drafter)
         if drafter is not None:

@@ -18,15 +18,24 @@ MAX_SKIPPED = 32  # steps
 
 @dataclass(slots=True)
 class GroupBudget:
-    """The processor time of a request's answers: a burst, and a little for each token."""
+    """The processor time of a request's answers: a burst, and a little for each token.
+
+    What the masks behind drafts take is counted apart, so that drafts never end a request.
+    """
 
     used_s: float = 0.0
+    drafts_s: float = 0.0
     num_tokens: int = 0
 
     @property
     def limit_s(self) -> float:
         """What the tokens so far allow."""
         return BURST_S + TOKEN_S * self.num_tokens
+
+    @property
+    def allows_drafts(self) -> bool:
+        """Whether there is time left for the masks behind drafts."""
+        return self.used_s + self.drafts_s < self.limit_s
 
     @property
     def refusal(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import mmap
 import os
 import select
@@ -56,14 +57,16 @@ class MaskProcess:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         num_slots: int,
+        max_drafts: int = 0,
         for_slow_tenants: bool = False,
     ) -> None:
         self.incarnation = 0
         self._arguments = ["--tokenizer", str(tokenizer_file), "--vocab-size", str(vocab_size)]
         self._arguments += ["--eos-token-ids", *map(str, eos_token_ids)] if eos_token_ids else []
+        self._arguments += ["--max-drafts", str(max_drafts)]
         self._arguments += ["--for-slow-tenants"] if for_slow_tenants else []
-        num_words = mask_bytes(vocab_size) // 4
-        size = HEADER_BYTES + num_slots * 4 * num_words
+        shape = (num_slots, 1 + max_drafts, mask_bytes(vocab_size) // 4)
+        size = HEADER_BYTES + 4 * math.prod(shape)
         # Not a file in /dev/shm: containers may have none, or one that is full.
         self._masks_fd = os.memfd_create("servekit-masks")
         os.ftruncate(self._masks_fd, size)
@@ -71,12 +74,13 @@ class MaskProcess:
         self._shared = mmap.mmap(self._masks_fd, size)
         self._current = np.frombuffer(self._shared, dtype=np.int64, count=1)
         masks = np.frombuffer(self._shared, dtype=np.int32, offset=HEADER_BYTES)
-        self.masks: NDArray[np.int32] = masks.reshape(num_slots, num_words)
+        # By slot: the mask of the next token, and the masks of the tokens behind its drafts.
+        self.masks: NDArray[np.int32] = masks.reshape(shape)
         self._process: subprocess.Popen[bytes] | None = None
         self._asks: MessageSender[AskMasks]
         self._answers: MessageReceiver[FromMaskProcess]
         self._is_ready = False
-        self._due: set[int] = set()  # sequences whose masks are being computed
+        self._due: dict[int, int] = {}  # sequences whose masks are being computed, and the numbers of their last asks
         self._silent_s = 0.0  # while an answer is due, up to the last check
         self._checked_s = 0.0
         self._num_failed_starts = 0
@@ -140,13 +144,13 @@ class MaskProcess:
         """Send a message without waiting until the process reads it. `receive` reports the loss of the process."""
         if not self._due:
             self._end_silence()
-        self._due.update(ask.sequence for ask in message.asks)
+        self._due.update((ask.sequence, ask.number) for ask in message.asks)
         with contextlib.suppress(BrokenPipeError):
             self._asks.send_ready(message)
 
     def forget(self, sequence: int) -> None:
         """Stop expecting a mask of a sequence. The process drops the sequence when another one begins in its slot."""
-        self._due.discard(sequence)
+        self._due.pop(sequence, None)
 
     def receive(self, timeout_s: float) -> list[Mask] | Lost:
         """Wait for a mask for at most `timeout_s`. Returns the masks that have arrived, or the loss of the process."""
@@ -180,7 +184,9 @@ class MaskProcess:
                 self._num_failed_starts = 0
             else:
                 masks += message.masks
-        self._due.difference_update(mask.sequence for mask in masks)
+        for mask in masks:
+            if self._due.get(mask.sequence) == mask.number:
+                del self._due[mask.sequence]
         return masks
 
     def _end_silence(self) -> None:

@@ -23,7 +23,7 @@ from servekit.protocol.grammar_matcher import matcher_for
 from workers.grammar.budgets import GroupBudget, TenantUsage
 from workers.grammar.cache import CompiledGrammar, GrammarCache
 from workers.grammar.memory import allocated_bytes, return_freed_memory
-from workers.grammar.messages import Ask, AskMasks, Begin, Mask
+from workers.grammar.messages import Ask, AskMasks, Begin, Mask, num_common
 
 MAX_BYTES = 256 * 2**20  # of all grammars and matchers in a process
 MAX_GRAMMAR_BYTES = 128 * 2**20  # of one compiled grammar and its matchers
@@ -31,6 +31,8 @@ TRIM_BYTES = 32 * 2**20  # freed at once, so much is returned to the system
 SLICE_S = 0.002  # of work on one sequence, before another one is chosen; one mask or compilation is not divided
 # Shorter work cannot allocate more than some kilobytes. They are counted with the next piece of work that is measured.
 MEASURED_S = 20e-6
+# Tokens of a longer text that a grammar forces are not drafts: to find them takes 1 to 4 µs for each byte.
+MAX_FORCED_BYTES = 1024
 
 
 @dataclass(eq=False, slots=True)
@@ -43,8 +45,12 @@ class SequenceState:
     grammar: CompiledGrammar
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     num_consumed: int = 0  # by the grammar's matcher of this sequence, if there is one
-    is_waiting: bool = False  # for a mask
+    ask: Ask | None = None  # the last one; None before the first
+    is_waiting: bool = False  # for the answer to it
     is_slow: bool = False  # another process follows it, because its tenant is slow
+    is_masked: bool = False  # the mask of the next token is in the shared memory
+    masked_drafts: tuple[int, ...] = ()  # and those behind these drafts
+    forced: tuple[int, ...] = ()  # the tokens that the grammar forces next, if that is known
 
     @property
     def expected_s(self) -> float:
@@ -56,8 +62,9 @@ class GrammarMatchers:
     """All sequences of a worker that have a grammar.
 
     `accept` takes what a step asks for. `advance` does a piece of the work, for the tenant that has used least lately.
-    `masks_address` is that of the masks, of `mask_bytes` each, by slot. A tenant with a piece of work of more than
-    `max_piece_s` is slow: its sequences are given up here.
+    `masks_address` is that of the masks, of `mask_bytes` each: by slot one for the next token, and one behind each of
+    `max_drafts` drafts. A tenant with a piece of work of more than `max_piece_s` is slow: its sequences are given up
+    here.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class GrammarMatchers:
         tokenizer: LLTokenizer,
         masks_address: int,
         mask_bytes: int,
+        max_drafts: int = 0,
         clock: Callable[[], float] = time.monotonic,
         max_bytes: int = MAX_BYTES,
         max_grammar_bytes: int = MAX_GRAMMAR_BYTES,
@@ -73,6 +81,7 @@ class GrammarMatchers:
         self._tokenizer = tokenizer
         self._masks_address = masks_address
         self._mask_bytes = mask_bytes
+        self._max_drafts = max_drafts
         self._clock = clock
         self._max_bytes = max_bytes
         self._max_grammar_bytes = max_grammar_bytes
@@ -124,11 +133,17 @@ class GrammarMatchers:
             del self._group_sizes[sequence.group_id], self._groups[sequence.group_id]
 
     def _ask(self, ask: Ask) -> None:
-        sequence = self._sequences[ask.sequence]
-        sequence.token_ids.extend(ask.token_ids)
-        self._groups[sequence.group_id].num_tokens += len(ask.token_ids)
-        sequence.is_waiting = True
-        self._enqueue(sequence)
+        sequence, token_ids = self._sequences[ask.sequence], ask.token_ids
+        sequence.ask = ask
+        if token_ids:
+            sequence.token_ids.extend(token_ids)
+            self._groups[sequence.group_id].num_tokens += len(token_ids)
+            sequence.is_masked, sequence.masked_drafts = False, ()
+            is_as_forced = sequence.forced[: len(token_ids)] == token_ids
+            sequence.forced = sequence.forced[len(token_ids) :] if is_as_forced else ()
+        if not sequence.is_waiting:
+            sequence.is_waiting = True
+            self._enqueue(sequence)
 
     def _enqueue(self, sequence: SequenceState) -> None:
         self._num_asked += 1
@@ -161,9 +176,14 @@ class GrammarMatchers:
             return self._finish(sequence, refusal)
         is_done, error = self._work(sequence, grammar)
         used_s = self._read_used_s()
+        group.used_s += used_s
+        if is_done and self._max_drafts and used_s < SLICE_S and group.allows_drafts:
+            self._look_ahead(sequence, grammar)
+            drafts_s = self._read_used_s()
+            group.drafts_s += drafts_s
+            used_s += drafts_s
         if is_done:
             grammar.mask_s = (grammar.mask_s + used_s) / 2
-        group.used_s += used_s
         self._usage.charge(grammar.tenant, used_s, self._clock())
         if used_s > MEASURED_S:
             self._measure(grammar)
@@ -192,10 +212,14 @@ class GrammarMatchers:
             self._drop(grammar)
 
     def _finish(self, sequence: SequenceState, error: str = "") -> Mask:
+        ask = sequence.ask
+        assert ask is not None
         sequence.is_waiting = False
         if error:
             self._drop_matcher(sequence)
-        return Mask(sequence.number, error, sequence.is_slow)
+        forced, masked = sequence.forced[: self._max_drafts], sequence.masked_drafts
+        num_drafts = num_common(masked, ask.drafts or forced) if masked else 0
+        return Mask(sequence.number, error, sequence.is_slow, ask.number, num_drafts, forced)
 
     def _read_used_s(self) -> float:
         """Return the processor time since the last reading."""
@@ -207,6 +231,8 @@ class GrammarMatchers:
 
         Returns whether the mask is there, and an error.
         """
+        if sequence.is_masked:  # what was dropped is not made again for drafts
+            return True, ""
         root = grammar.root or matcher_for(grammar.text, self._tokenizer)
         is_new = grammar.root is None
         self._cache.use(grammar, root)
@@ -225,12 +251,49 @@ class GrammarMatchers:
             sequence.num_consumed += 1
             if not sequence.num_consumed % 16 and time.process_time() - self._used_s > SLICE_S:
                 return False, ""
-        address = self._masks_address + sequence.slot * self._mask_bytes
-        matcher.unsafe_compute_mask_ptr(address, self._mask_bytes)
-        grammar.num_masks += 1
+        self._compute_mask(sequence, matcher, 0)
         if not matcher.is_error():
+            sequence.is_masked = True
             return True, ""
         return False, self._failure(grammar, matcher)
+
+    def _compute_mask(self, sequence: SequenceState, matcher: LLMatcher, num_drafts: int) -> None:
+        """Write the mask of the token that comes next in the matcher, which has consumed this many drafts."""
+        row = sequence.slot * (1 + self._max_drafts) + num_drafts
+        matcher.unsafe_compute_mask_ptr(self._masks_address + row * self._mask_bytes, self._mask_bytes)
+        sequence.grammar.num_masks += 1
+
+    def _look_ahead(self, sequence: SequenceState, grammar: CompiledGrammar) -> None:
+        """Find the tokens that the grammar forces, and compute the masks behind drafts, within the slice of time.
+
+        The matcher consumes the drafts for that, and is rolled back. An error that a draft causes is no error of the
+        answer: the matcher is dropped, and made again from the answer's tokens.
+
+        Drafts must not make a grammar fail that would not fail without them. So there is no look ahead with the first
+        mask of a fresh lexer, which decides whether a grammar that is too large fails. And a grammar of more than half
+        of its bound has none, because it might be compiled again and again.
+        """
+        ask, matcher = sequence.ask, grammar.matchers.get(sequence.number)
+        assert ask is not None
+        if matcher is None or grammar.num_masks <= 1 or grammar.num_bytes > self._max_grammar_bytes // 2:
+            return
+        if not sequence.forced and 0 < len(matcher.compute_ff_bytes()) <= MAX_FORCED_BYTES:
+            sequence.forced = tuple(matcher.compute_ff_tokens())
+        drafts = ask.drafts[: self._max_drafts] or sequence.forced[: min(ask.num_forced, self._max_drafts)]
+        num_masked, num_consumed = num_common(sequence.masked_drafts, drafts), 0
+        while num_masked < len(drafts) and time.process_time() - self._used_s <= SLICE_S:
+            # A matcher that has stopped takes nothing but an end of sequence, which it cannot take back.
+            if matcher.is_stopped() or matcher.try_consume_tokens([drafts[num_consumed]]) != 1:
+                break
+            num_consumed += 1
+            if num_consumed > num_masked:  # the worker may be reading the masks that are there already
+                self._compute_mask(sequence, matcher, num_consumed)
+                if matcher.is_error():
+                    break
+                num_masked = num_consumed
+        sequence.masked_drafts = drafts[:num_masked]
+        if matcher.is_error() or (num_consumed and not matcher.rollback(num_consumed)):
+            self._drop_matcher(sequence)
 
     def _failure(self, grammar: CompiledGrammar, matcher: LLMatcher) -> str:
         """Return why a matcher failed; empty if that may be due to what other answers left in the shared lexer."""

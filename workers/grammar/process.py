@@ -18,8 +18,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llguidance import LLTokenizer
-
 from servekit.protocol.child_process import die_with_parent, ignore_signals, limit_address_space
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
 from servekit.protocol.grammar_matcher import grammar_tokenizer
@@ -44,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, required=True, help="the model's tokenizer.json")
     parser.add_argument("--vocab-size", type=int, required=True, help="number of the model's logits")
     parser.add_argument("--eos-token-ids", type=int, nargs="*", default=[])
+    parser.add_argument("--max-drafts", type=int, default=0, help="masks of a sequence behind its first one")
     parser.add_argument("--for-slow-tenants", action="store_true", help="a piece of work may take long")
     arguments = parser.parse_args(argv)
     die_with_parent(arguments.parent_pid)
@@ -61,23 +60,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(nowhere.fileno(), sys.stderr.fileno())  # where the library would write parts of grammars
     answers.send(Ready())
     with contextlib.suppress(EOFError, BrokenPipeError):
-        max_piece_s = float("inf") if arguments.for_slow_tenants else MAX_PIECE_S
-        serve(tokenizer, arguments.vocab_size, max_piece_s, mmap.mmap(arguments.masks_fd, 0), asks, answers)
+        shared = mmap.mmap(arguments.masks_fd, 0)
+        matchers = GrammarMatchers(
+            tokenizer,
+            ctypes.addressof(ctypes.c_char.from_buffer(shared)) + HEADER_BYTES,
+            mask_bytes(arguments.vocab_size),
+            max_drafts=arguments.max_drafts,
+            max_piece_s=float("inf") if arguments.for_slow_tenants else MAX_PIECE_S,
+        )
+        serve(matchers, ctypes.c_int64.from_buffer(shared), asks, answers)
     return 0
 
 
 def serve(
-    tokenizer: LLTokenizer,
-    vocab_size: int,
-    max_piece_s: float,
-    shared: mmap.mmap,
+    matchers: GrammarMatchers,
+    current: ctypes.c_int64,
     asks: MessageReceiver[AskMasks],
     answers: MessageSender[FromMaskProcess],
 ) -> None:
-    """Do the work of all sequences piece by piece. Raises EOFError and BrokenPipeError when the worker is gone."""
-    address = ctypes.addressof(ctypes.c_char.from_buffer(shared))
-    current = ctypes.c_int64.from_buffer(shared)
-    matchers = GrammarMatchers(tokenizer, address + HEADER_BYTES, mask_bytes(vocab_size), max_piece_s=max_piece_s)
+    """Do the work of all sequences piece by piece. Raises EOFError and BrokenPipeError when the worker is gone.
+
+    `current` is in the shared memory: the number of the sequence that is worked on, 0 for none.
+    """
     done: list[Mask] = []
     done_s = polled_s = 0.0  # when the first of them was; when the process looked for messages
     poll = select.poll()

@@ -198,7 +198,8 @@ class ModelRunner:
         # transformers takes a mask of four dimensions as it is. Without one it would look at the positions.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
         tokenizer_file = Path(settings.model_path) / "tokenizer.json"
-        self.grammars = GrammarMasks(tokenizer_file, loaded.info.vocab_size, loaded.info.eos_token_ids, num_slots)
+        info, max_drafts = loaded.info, settings.speculative.max_drafts
+        self.grammars = GrammarMasks(tokenizer_file, info.vocab_size, info.eos_token_ids, num_slots, max_drafts)
         self._speculator: Speculator | None = None
         self._hidden_states: LastHiddenStates | LayerTap | None = None
         if drafter is not None:
@@ -206,7 +207,7 @@ class ModelRunner:
 
     def speculate(self, drafter: Drafter) -> None:
         """Verify the drafts of this drafter from now on. No sequence has a slot yet."""
-        self._speculator = Speculator(drafter, self.table, self.loaded.info.vocab_size, self._group)
+        self._speculator = Speculator(drafter, self.grammars, self.table, self.loaded.info.vocab_size, self._group)
         wanted, decoder = drafter.hidden_states, self.loaded.decoder
         if wanted is not None and wanted.layers:
             num_layers = self.loaded.model.config.get_text_config().num_hidden_layers

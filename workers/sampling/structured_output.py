@@ -7,6 +7,9 @@ this step, and the manager plans its position again. So a grammar delays the oth
 
 A matcher's state is derived from the token table like everything else. The tokens to send are that of the step before
 or, after a preemption and for a new process, the whole answer so far.
+
+A sequence with drafts has a row for each, and needs a mask for each. A row behind a draft that the grammar forbids has
+none, as does one whose mask is late. There the sequence's span ends, and no row before it is deferred for that.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from workers.batch import SamplingRow, SlotTable
 from workers.device.transfer import DeviceEvent, to_device, to_host
 from workers.grammar.budgets import Lateness, SlowTenants
 from workers.grammar.client import Lost, MaskProcess, wait_for_any
-from workers.grammar.messages import Ask, AskMasks, Begin, Mask
+from workers.grammar.messages import Ask, AskMasks, Begin, Mask, num_common
 
 INFINITY = float("inf")
 # A step waits for masks for MIN_WAIT_S, or for WAIT_SHARE of the time until its forward pass ended, if that is longer.
@@ -48,8 +51,16 @@ class _GrammarState:
     process: MaskProcess
     incarnation: int = 0  # of the mask process that has the sequence; 0: none
     num_sent: int = 0  # tokens of the answer that were sent to this process
-    is_asked: bool = False  # a mask is being computed
-    is_ready: bool = False  # it is in the shared memory
+    # The mask of the token behind these was asked for, once, and a second time if there are drafts that the process did
+    # not get with the first ask.
+    first_ask: int = 1  # earlier ones were about earlier tokens
+    last_ask: int = 0
+    is_asked: bool = False  # the last ask is not answered
+    is_ready: bool = False  # the mask of the next token is in the shared memory
+    asked_drafts: tuple[int, ...] = ()
+    ready_drafts: tuple[int, ...] = ()  # the masks behind these drafts are in the shared memory, too
+    forced: tuple[int, ...] = ()  # tokens that the grammar forces behind those that were sent, as far as is known
+    num_planned: int = 0  # drafts that the last plan allowed
     # The row was deferred with this many tokens in its answer. Until it is planned again, rows that a plan ahead has
     # behind it have no valid token.
     deferred_at: int | None = None
@@ -60,22 +71,76 @@ class _GrammarState:
         if self.process is not process:
             self.process, self.incarnation = process, 0
 
+    def ask(self, token_ids: tuple[int, ...], drafts: tuple[int, ...]) -> Ask:
+        """Return what asks for the masks behind tokens that the process lacks, and behind drafts."""
+        self.last_ask += 1
+        if not (self.is_asked or self.is_ready):
+            self.first_ask = self.last_ask
+        self.is_asked = True
+        self.asked_drafts, self.ready_drafts = drafts, ()
+        if token_ids:
+            self.num_sent += len(token_ids)
+            is_as_forced = self.forced[: len(token_ids)] == token_ids
+            self.forced = self.forced[len(token_ids) :] if is_as_forced else ()
+        return Ask(self.number, token_ids, self.last_ask, drafts, self.num_planned)
+
+    @property
+    def has_process(self) -> bool:
+        """Whether the process that has the sequence is still there, as far as is known."""
+        return self.process.is_running and self.incarnation == self.process.incarnation
+
+    def lacks_masks(self, drafts: tuple[int, ...]) -> bool:
+        """Whether masks are to be asked for, given the drafts of a step."""
+        if not (self.is_asked or self.is_ready):
+            return True
+        if not drafts or self.asked_drafts or self.ready_drafts[: len(drafts)] == drafts:
+            return False
+        return self.has_process  # drafts alone are not worth a beginning in a new process
+
+    def use_masks(self, drafts: tuple[int, ...]) -> int:
+        """Return how many masks there are for a step with these drafts, and expect no more for it."""
+        num_masks = 1 + num_common(drafts, self.ready_drafts)
+        self.is_asked = self.is_ready = False
+        self.asked_drafts = self.ready_drafts = ()
+        self.first_ask = self.last_ask + 1
+        self.deferred_at = None
+        return num_masks
+
     def lacks_token(self, row: SamplingRow) -> bool:
         """Whether a position before the row's was deferred, so that a token before the row is missing."""
         return self.deferred_at is not None and row.num_outputs != self.deferred_at
 
 
+# A sequence, tokens of its answer that its process lacks, and drafts behind them.
+_Unsent = tuple[_GrammarState, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(slots=True, eq=False)
+class _SequenceRows:
+    """The rows of one sequence in a step: one, and one more for each draft."""
+
+    state: _GrammarState
+    first: int
+    num_rows: int = 1
+    drafts: tuple[int, ...] = ()  # once they are on the host
+    num_masked: int = 0  # rows whose masks were there
+
+    def span(self, sampled: list[int]) -> tuple[int, ...]:
+        """Return the token ids of the sequence, given those of all rows [num_rows]: one, and each accepted draft's."""
+        token_ids = tuple(sampled[self.first : self.first + self.num_masked])
+        return token_ids[: 1 + num_common(token_ids, self.drafts)]
+
+
 @dataclass(slots=True)
 class GrammarBatch:
-    """The grammar states of a step's rows, and the tokens that are to be sent to the mask process."""
+    """The rows of a step that have a grammar, and the tokens that are to be sent to the mask process."""
 
-    states: dict[int, _GrammarState]  # by row
-    unsent: list[tuple[_GrammarState, int]]  # states whose masks are to be asked for, and how many tokens to send
-    token_ids: Tensor | None  # [sum of these] int32, once `arrival` is complete; None if there are none
+    sequences: list[_SequenceRows]
+    unsent: list[tuple[_SequenceRows, int]]  # whose masks may have to be asked for, and how many tokens to send
+    token_ids: Tensor | None  # [sum of these and of drafts] int32, once `arrival` is complete; None if there are none
     arrival: DeviceEvent
     asked_s: float = 0.0
     awaited: list[_GrammarState] = field(default_factory=list)  # those whose masks the step waits for
-    masked: list[int] = field(default_factory=list)  # rows whose masks were there
 
     @property
     def is_waiting(self) -> bool:
@@ -89,14 +154,22 @@ class Constrained:
 
     logits: Tensor  # [num_rows, vocab_size]
     failures: tuple[tuple[int, str], ...] = ()  # (row, why its answer ends)
-    deferred: tuple[int, ...] = ()  # rows
+    deferred: tuple[int, ...] = ()  # rows; among them those behind drafts that have no mask
 
 
 class GrammarMasks:
     """The masks of the sequences in their slots."""
 
-    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...], num_slots: int) -> None:
-        model = (tokenizer_file, vocab_size, eos_token_ids, num_slots)
+    def __init__(
+        self,
+        tokenizer_file: Path,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        num_slots: int,
+        max_drafts: int = 0,
+    ) -> None:
+        model = (tokenizer_file, vocab_size, eos_token_ids, num_slots, max_drafts)
+        self._max_drafts = max_drafts
         self._process = MaskProcess(*model)
         self._slow_process = MaskProcess(*model, for_slow_tenants=True)  # started when there is such a tenant
         self._slow_tenants = SlowTenants()
@@ -129,34 +202,41 @@ class GrammarMasks:
         the tokens are those of the step before, which may still be computed: `constrain` asks as soon as they arrive,
         and the device computes this step's forward pass then.
         """
-        states = {
-            i: self._state(table.slot_assignments[row.slot], row.num_outputs)
-            for i, row in enumerate(rows)
-            if row.sampling.grammar is not None
-        }
-        # Each lacks one token, the newest, or after a preemption the whole answer.
-        unsent: list[tuple[_GrammarState, int]] = []
+        sequences: list[_SequenceRows] = []
+        for i, row in enumerate(rows):
+            if row.sampling.grammar is None:
+                continue
+            if sequences and sequences[-1].state.assignment.slot == row.slot:
+                sequences[-1].num_rows += 1
+            else:
+                sequences.append(_SequenceRows(self._state(table.slot_assignments[row.slot], row.num_outputs), i))
+        # Each lacks the newest tokens or, after a preemption, the whole answer.
+        unsent: list[tuple[_SequenceRows, int]] = []
         cells = []
         now_s = time.monotonic()
-        for i, state in states.items():
-            row = rows[i]
-            if state.is_asked or state.is_ready or state.error or state.lacks_token(row):
+        for each in sequences:
+            row, state, num_drafts, num_unsent = rows[each.first], each.state, each.num_rows - 1, 0
+            if state.error or state.lacks_token(row):
                 continue
-            if self._slow_tenants.is_slow(state.assignment.tenant, now_s):
-                state.move_to(self._slow_process)
-            if not state.process.ensure_started():
-                continue
-            if state.incarnation != state.process.incarnation:
-                state.num_sent = 0
-            num_unsent = max(0, row.num_outputs - state.num_sent)
+            if state.is_asked or state.is_ready:
+                if not num_drafts:
+                    continue
+            else:
+                if self._slow_tenants.is_slow(state.assignment.tenant, now_s):
+                    state.move_to(self._slow_process)
+                if not state.process.ensure_started():
+                    continue
+                if state.incarnation != state.process.incarnation:
+                    state.num_sent = 0
+                num_unsent = max(0, row.num_outputs - state.num_sent)
             end = row.slot * table.row_length + row.position
-            cells.append(np.arange(end - num_unsent, end))
-            unsent.append((state, num_unsent))
+            cells.append(np.arange(end - num_unsent, end + num_drafts))
+            unsent.append((each, num_unsent))
         token_ids = None
-        if any(num_unsent for _, num_unsent in unsent):
+        if any(len(each) for each in cells):
             (indices,) = to_device([np.concatenate(cells)], table.token_ids.device)
             token_ids = to_host(table.token_ids.index_select(0, indices))
-        batch = GrammarBatch(states, unsent, token_ids, DeviceEvent(table.token_ids.device))
+        batch = GrammarBatch(sequences, unsent, token_ids, DeviceEvent(table.token_ids.device))
         if table.token_ids.device.type == "cpu":
             self._ask(batch)
         return batch
@@ -165,16 +245,32 @@ class GrammarMasks:
         """Ask for the masks of the next step, given the token ids [num_rows] that this one has sampled on a CPU.
 
         Without it, the process would compute them beside the forward pass, which uses all cores. A mask is computed in
-        vain if the answer has ended. `begin` asks for the others.
+        vain if the answer has ended. `begin` asks for the others, and for those behind drafts.
         """
-        sampled = token_ids.tolist() if batch.masked else []
-        unsent: list[tuple[_GrammarState, tuple[int, ...]]] = []
-        for i in batch.masked:
-            state = batch.states[i]
-            is_up_to_date = state.num_sent == rows[i].num_outputs and state.incarnation == state.process.incarnation
-            if is_up_to_date and state.process.is_running:
-                unsent.append((state, (sampled[i],)))
+        masked = [each for each in batch.sequences if each.num_masked]
+        sampled = token_ids.tolist() if masked else []
+        unsent: list[_Unsent] = []
+        for each in masked:
+            state = each.state
+            is_up_to_date = state.num_sent == rows[each.first].num_outputs and state.has_process
+            if is_up_to_date:
+                unsent.append((state, each.span(sampled), ()))
         self._send(unsent)
+
+    def forced_tokens(self, assignment: SlotAssignment, num_outputs: int, max_drafts: int) -> tuple[int, ...]:
+        """Return tokens that a sequence's grammar forces behind `num_outputs` tokens of its answer, as far as known.
+
+        They are drafts for the slot's next chunk. Their text is certain, and how it is divided into tokens is not. The
+        masks behind them come with the answers of the mask process to later steps, if these are steps with drafts, too.
+        """
+        state = self._states.get(assignment.slot)
+        if state is None or state.assignment is not assignment:
+            return ()
+        state.num_planned = max_drafts
+        if state.is_asked:
+            self._receive(0.0)
+        first = num_outputs - state.num_sent
+        return state.forced[first : first + max_drafts] if first >= 0 else ()
 
     def _ask(self, batch: GrammarBatch) -> None:
         """Ask for the masks, once their tokens have arrived."""
@@ -182,10 +278,16 @@ class GrammarMasks:
             batch.arrival.wait()
         batch.asked_s = time.monotonic()
         token_ids = iter([] if batch.token_ids is None else batch.token_ids.tolist())
-        self._send([(state, tuple(islice(token_ids, num_unsent))) for state, num_unsent in batch.unsent])
+        asks = []
+        for each, num_unsent in batch.unsent:
+            newest = tuple(islice(token_ids, num_unsent))
+            each.drafts = tuple(islice(token_ids, each.num_rows - 1))[: self._max_drafts]
+            if each.state.lacks_masks(each.drafts):
+                asks.append((each.state, newest, each.drafts))
+        self._send(asks)
 
-    def _send(self, unsent: list[tuple[_GrammarState, tuple[int, ...]]]) -> None:
-        """Send each sequence's token ids to its process, and expect a mask for each."""
+    def _send(self, unsent: list[_Unsent]) -> None:
+        """Send each sequence's token ids to its process, and expect masks for each."""
         for process in (self._process, self._slow_process):
             if of_process := [each for each in unsent if each[0].process is process]:
                 process.ask(_message(of_process))
@@ -193,10 +295,11 @@ class GrammarMasks:
     def _wait(self, batch: GrammarBatch, num_rows: int, computed: DeviceEvent) -> None:
         """Wait a bounded time for the masks of a step. `computed` is complete after its forward pass."""
         self._receive(0.0)
-        asked = [state for state in batch.states.values() if state.is_asked]
-        if not asked:
+        waiting = [each for each in batch.sequences if each.state.is_asked]
+        if not waiting:
             return
-        if len(asked) == num_rows:  # no other row is delayed
+        asked = [each.state for each in waiting]
+        if sum(each.num_rows for each in waiting) == num_rows:  # no other row is delayed
             batch.awaited = asked
             self._wait_for(batch, computed, ALONE_SHARE)
             return
@@ -234,8 +337,13 @@ class GrammarMasks:
                     self._take(mask, state)
 
     def _take(self, mask: Mask, state: _GrammarState) -> None:
-        state.is_asked, state.error = False, mask.error
+        if mask.number < state.first_ask:  # it is about earlier tokens
+            return
+        state.error, state.forced = mask.error, mask.forced
         state.is_ready = not (mask.error or mask.is_slow)
+        if mask.number == state.last_ask or mask.is_slow:
+            state.is_asked = False
+            state.ready_drafts = (state.asked_drafts or mask.forced)[: mask.num_drafts]
         if mask.is_slow:
             self._slow_tenants.add(state.assignment.tenant, time.monotonic())
             state.move_to(self._slow_process)
@@ -273,27 +381,32 @@ class GrammarMasks:
         Called when the forward pass has been launched. Where a row's other parameters leave none of the tokens that its
         grammar allows, the grammar wins.
         """
-        if not grammars.states:
+        if not grammars.sequences:
             return Constrained(logits)
         if logits.device.type != "cpu":
             self._ask(grammars)
         self._wait(grammars, len(rows), DeviceEvent(logits.device))
         # One bit for each token that may come; other rows keep all of theirs.
-        bits = np.full((len(rows), self._process.masks.shape[1]), -1, dtype=np.int32)
-        failures, deferred = [], []
-        for i, state in grammars.states.items():
+        bits = np.full((len(rows), self._process.masks.shape[-1]), -1, dtype=np.int32)
+        masked: list[int] = []
+        failures: list[tuple[int, str]] = []
+        deferred: list[int] = []
+        for each in grammars.sequences:
+            state, first, end = each.state, each.first, each.first + each.num_rows
             error = state.error or ("" if state.is_ready else state.process.refusal)
             if error:
-                failures.append((i, error[:MAX_FAILURE_CHARACTERS]))
-            elif state.is_ready and not state.lacks_token(rows[i]):
-                bits[i] = state.process.masks[rows[i].slot]
-                state.is_ready, state.deferred_at = False, None
-                grammars.masked.append(i)
+                failures.append((first, error[:MAX_FAILURE_CHARACTERS]))
+                deferred += range(first + 1, end)
+            elif state.is_ready and not state.lacks_token(rows[first]):
+                each.num_masked = num_masked = state.use_masks(each.drafts)
+                bits[first : first + num_masked] = state.process.masks[rows[first].slot, :num_masked]
+                masked += range(first, first + num_masked)
+                deferred += range(first + num_masked, end)
             else:
                 if state.deferred_at is None:
-                    state.deferred_at = rows[i].num_outputs
-                deferred.append(i)
-        constrained = self._apply(bits, grammars.masked, logits, rows, in_place) if grammars.masked else logits
+                    state.deferred_at = rows[first].num_outputs
+                deferred += range(first, end)
+        constrained = self._apply(bits, masked, logits, rows, in_place) if masked else logits
         return Constrained(constrained, tuple(failures), tuple(deferred))
 
     def _apply(
@@ -327,11 +440,11 @@ class GrammarMasks:
         return state
 
 
-def _message(unsent: list[tuple[_GrammarState, tuple[int, ...]]]) -> AskMasks:
-    """Return the message that asks one process for masks, given the token ids that each sequence lacks there."""
+def _message(unsent: list[_Unsent]) -> AskMasks:
+    """Return the message that asks one process for masks."""
     begins, asks = [], []
     grammars: dict[str, int] = {}
-    for state, token_ids in unsent:
+    for state, token_ids, drafts in unsent:
         if state.incarnation != state.process.incarnation:
             assignment = state.assignment
             grammar = assignment.sampling.grammar
@@ -339,9 +452,7 @@ def _message(unsent: list[tuple[_GrammarState, tuple[int, ...]]]) -> AskMasks:
             index = grammars.setdefault(grammar, len(grammars))
             begins.append(Begin(state.number, assignment.slot, assignment.tenant, assignment.group_id, index))
             state.incarnation = state.process.incarnation
-        asks.append(Ask(state.number, token_ids))
-        state.num_sent += len(token_ids)
-        state.is_asked = True
+        asks.append(state.ask(token_ids, drafts))
     return AskMasks(tuple(asks), tuple(begins), tuple(grammars))
 
 

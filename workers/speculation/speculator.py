@@ -22,6 +22,7 @@ from torch import Tensor
 from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, StepResult
 from workers.batch import Batch, SlotTable
 from workers.parallel.rank_group import RankGroup
+from workers.sampling.structured_output import GrammarMasks
 from workers.speculation.acceptance import accept_drafts, drafts_of
 from workers.speculation.drafter import Drafter, DraftRequest
 
@@ -41,10 +42,14 @@ class _Progress:
     is_stalled: bool = False
 
     @property
-    def may_have_drafts(self) -> bool:
-        """Whether drafts can be verified. There is one mask for each row with a grammar, so only one position."""
-        is_constrained = self.assignment.sampling.grammar is not None or self.assignment.grammar is not None
-        return not (is_constrained or self.is_stalled)
+    def is_constrained(self) -> bool:
+        """Whether a grammar constrains the sequence. Only one of several ranks has the grammar's text."""
+        return self.assignment.sampling.grammar is not None or self.assignment.grammar is not None
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens of the answer."""
+        return self.num_tokens - self.assignment.prompt_length
 
 
 @dataclass(slots=True, eq=False)
@@ -61,9 +66,17 @@ class LaunchedStep:
 class Speculator:
     """Owns the drafts of a runner's steps, and what the host knows of the sequences in its slots."""
 
-    def __init__(self, drafter: Drafter, table: SlotTable, vocab_size: int, group: RankGroup | None = None) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        grammars: GrammarMasks,
+        table: SlotTable,
+        vocab_size: int,
+        group: RankGroup | None = None,
+    ) -> None:
         """`group` has the ranks that compute the same steps. All of them must verify the same drafts."""
         self.drafter = drafter
+        self._grammars = grammars
         self._table = table
         self._vocab_size = vocab_size
         self._group = group
@@ -94,7 +107,7 @@ class Speculator:
         if not self._in_flight:
             return False
         return any(
-            (chunk.num_drafts and self._progress[chunk.slot].may_have_drafts)
+            (chunk.num_drafts and self._may_have_drafts(self._progress[chunk.slot]))
             or (not chunk.token_ids and self._progress[chunk.slot].is_verifying)
             for chunk in plan.chunks
         )
@@ -112,16 +125,32 @@ class Speculator:
                 progress.is_verifying = progress.is_stalled = False
                 self.drafter.commit(chunk.slot, chunk.start, chunk.token_ids)
 
+    def _may_have_drafts(self, progress: _Progress) -> bool:
+        """Whether drafts can be verified. Only one of several ranks knows which masks of a grammar are late."""
+        return not (progress.is_stalled or (progress.is_constrained and self._group is not None))
+
     def _propose(self, plan: StepPlan) -> dict[int, tuple[int, ...]]:
-        """Return the drafts for each slot that has any."""
+        """Return the drafts for each slot that has any. The tokens that a grammar forces go before all others."""
+        forced: dict[int, tuple[int, ...]] = {}
         requests = []
         for chunk in plan.chunks:
             progress = self._progress[chunk.slot]
-            if chunk.num_drafts and progress.may_have_drafts:
-                # The token behind the last draft needs a cell, too.
-                num_wanted = min(chunk.num_drafts, self._table.row_length - 1 - progress.num_tokens)
-                if num_wanted > 0:
-                    requests.append(DraftRequest(chunk.slot, progress.num_tokens, num_wanted))
+            if not (chunk.num_drafts and self._may_have_drafts(progress)):
+                continue
+            # The token behind the last draft needs a cell, too.
+            num_wanted = min(chunk.num_drafts, self._table.row_length - 1 - progress.num_tokens)
+            if num_wanted <= 0:
+                continue
+            if progress.is_constrained:
+                assignment, num_outputs = progress.assignment, progress.num_outputs
+                if token_ids := self._grammars.forced_tokens(assignment, num_outputs, num_wanted):
+                    forced[chunk.slot] = self._usable(token_ids)
+                    continue
+            requests.append(DraftRequest(chunk.slot, progress.num_tokens, num_wanted))
+        return forced | self._drafted(requests)
+
+    def _drafted(self, requests: list[DraftRequest]) -> dict[int, tuple[int, ...]]:
+        """Return what the drafter proposes for each slot."""
         if not requests:
             return {}
         proposed = self.drafter.propose(requests)

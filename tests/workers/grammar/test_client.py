@@ -18,7 +18,7 @@ from servekit.request import GrammarKind
 from tests.support import proc
 from tests.workers.grammar.test_matchers import compiled
 from workers.grammar import client
-from workers.grammar.client import MAX_FAILED_STARTS, Lost, MaskProcess
+from workers.grammar.client import MAX_FAILED_STARTS, Lost, MaskProcess, wait_for_any
 from workers.grammar.messages import Ask, AskMasks, Begin, Mask
 
 LIMIT_S = 60.0
@@ -69,6 +69,35 @@ def test_masks_arrive_in_shared_memory_in_the_rows_of_their_slots(process: MaskP
     for slot, grammar in grammars.items():
         mask = process.masks[slot].tobytes()
         assert mask == matcher_for(grammar, known).compute_bitmask()[: len(mask)]  # which ends with an empty word
+
+
+def test_the_masks_behind_drafts_are_in_the_rows_of_the_slot() -> None:
+    process = MaskProcess(TOKENIZER, 2048, (2,), num_slots=4, max_drafts=3)
+    assert process.ensure_started() and process.masks.shape == (4, 4, 64)
+    grammar = grammar_of("[a-z]+[0-9]")
+    drafts = (70, 71)
+    begin = Begin(1, 2, "", 1, 0)
+    process.ask(AskMasks((Ask(1, (), 1),), (begin,), (grammar,)))
+    assert receive(process) == [Mask(1, number=1)]
+    process.ask(AskMasks((Ask(1, (72,), 2, drafts),)))
+    assert receive(process) == [Mask(1, number=2, num_drafts=2)]
+    alone = matcher_for(grammar, grammar_tokenizer(TOKENIZER, 2048, [2]))
+    for row, token_id in enumerate((72, *drafts)):
+        assert alone.consume_token(token_id)
+        assert process.masks[2, row].tobytes() == alone.compute_bitmask()[:256]
+    process.stop()
+
+
+def test_an_answer_to_an_earlier_ask_leaves_the_later_one_due(process: MaskProcess) -> None:
+    ask(process, 1, 0, grammar_of("a+"))
+    assert receive(process) == [Mask(1)]
+    process.ask(AskMasks((Ask(1, (), 6),)))
+    wait_for_any([process], LIMIT_S)  # the answer is there, and not read
+    os.kill(pid_of(process), signal.SIGSTOP)
+    process.ask(AskMasks((Ask(1, (), 7),)))
+    assert receive(process) == [Mask(1, number=6)] and process._due == {1: 7}
+    os.kill(pid_of(process), signal.SIGCONT)
+    assert receive(process) == [Mask(1, number=7)] and not process._due
 
 
 def test_a_killed_process_is_noticed_and_replaced_by_one_that_knows_nothing(process: MaskProcess) -> None:

@@ -19,7 +19,7 @@ from servekit.sandbox.jobs import CompileGrammar, Done
 from workers.grammar import matchers as matchers_module
 from workers.grammar.cache import CompiledGrammar
 from workers.grammar.matchers import GrammarMatchers
-from workers.grammar.messages import Ask, AskMasks, Begin, mask_bytes
+from workers.grammar.messages import Ask, AskMasks, Begin, Mask, mask_bytes
 
 VOCAB_SIZE = 2048
 NUM_SLOTS = 8
@@ -52,14 +52,16 @@ def hostile(tokenizer: LLTokenizer, number: int) -> str:
 class Process:
     """The mask process without a process: what it computes, and its memory for masks."""
 
-    def __init__(self, tokenizer: LLTokenizer, **limits: Any) -> None:
-        self.row_bytes = mask_bytes(VOCAB_SIZE)
-        self.shared = ctypes.create_string_buffer(NUM_SLOTS * self.row_bytes)
-        self.matchers = GrammarMatchers(tokenizer, ctypes.addressof(self.shared), self.row_bytes, **limits)
+    def __init__(self, tokenizer: LLTokenizer, max_drafts: int = 0, **limits: Any) -> None:
+        self.row_bytes, self.rows_of_slot = mask_bytes(VOCAB_SIZE), 1 + max_drafts
+        self.shared = ctypes.create_string_buffer(NUM_SLOTS * self.rows_of_slot * self.row_bytes)
+        address = ctypes.addressof(self.shared)
+        self.matchers = GrammarMatchers(tokenizer, address, self.row_bytes, max_drafts, **limits)
         self.slots: dict[int, int] = {}
         self.order: list[int] = []  # sequences, as their masks came
         self.errors: dict[int, str] = {}
         self.slow: set[int] = set()
+        self.answers: dict[int, Mask] = {}  # the last one of each sequence
 
     def begin(self, number: int, slot: int, grammar: str, tenant: str = "", group_id: int | None = None) -> None:
         self.slots[number] = slot
@@ -73,6 +75,7 @@ class Process:
         while (sequence := self.matchers.next_sequence()) is not None:
             if (mask := self.matchers.advance(sequence)) is not None:
                 self.order.append(mask.sequence)
+                self.answers[mask.sequence] = mask
                 if mask.error:
                     self.errors[mask.sequence] = mask.error
                 if mask.is_slow:
@@ -82,10 +85,25 @@ class Process:
         """Ask, work, and return the mask as a number; 0 for an error."""
         self.ask(number, *token_ids)
         self.work()
-        if number in self.errors:
-            return 0
-        begin = self.slots[number] * self.row_bytes
+        return 0 if number in self.errors else self.row(number, 0)
+
+    def row(self, number: int, num_drafts: int) -> int:
+        """Return the mask behind so many drafts as a number."""
+        begin = (self.slots[number] * self.rows_of_slot + num_drafts) * self.row_bytes
         return int.from_bytes(self.shared.raw[begin : begin + self.row_bytes], "little")
+
+    def ask_drafts(self, number: int, drafts: tuple[int, ...], num_forced: int = 0) -> Mask:
+        """Ask for masks behind drafts of the sequence's present position, work, and return the answer."""
+        self.matchers.accept(AskMasks((Ask(number, (), len(self.order), drafts, num_forced),)))
+        self.work()
+        assert self.answers[number].number == len(self.order) - 1
+        return self.answers[number]
+
+    def begin_second(self, number: int, slot: int, grammar: str) -> None:
+        """Begin a sequence whose grammar has computed masks before: the first mask has none behind drafts."""
+        self.begin(1000 + number, slot, grammar)
+        assert self.mask(1000 + number)
+        self.begin(number, slot, grammar)
 
 
 def grammars(process: Process) -> dict[tuple[str, str], CompiledGrammar]:
@@ -146,6 +164,171 @@ def test_masks_are_those_of_llguidance_also_where_lexers_are_replaced(
         if token_ids[-1] == 2:
             break
     assert not process.errors
+
+
+def masks_alone(grammar: str, tokenizer: LLTokenizer, token_ids: list[int], drafts: tuple[int, ...]) -> list[int]:
+    """Return llguidance's own masks, one behind each draft, as far as the drafts are allowed."""
+    alone, masks = matcher_for(grammar, tokenizer), []
+    for token_id in token_ids:
+        assert alone.consume_token(token_id)
+    for draft in drafts:
+        if not int.from_bytes(alone.compute_bitmask(), "little") >> draft & 1 or alone.is_stopped():
+            break
+        assert alone.consume_token(draft)
+        masks.append(int.from_bytes(alone.compute_bitmask(), "little"))
+    return masks
+
+
+@pytest.mark.parametrize(("kind", "text"), GRAMMARS)
+def test_masks_behind_drafts_are_those_behind_tokens(
+    kind: GrammarKind, text: str, tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some drafts continue the answer, until one is random. The masks behind them change no later mask."""
+    monkeypatch.setattr(matchers_module, "SLICE_S", 60.0)
+    grammar, max_drafts = compiled(tokenizer, kind, text), 4
+    process = Process(tokenizer, max_drafts)
+    process.begin_second(1, 0, grammar)
+    choose, anything = chooser(3), chooser(5)
+    token_ids: list[int] = []
+    num_allowed = num_cut = 0
+    for position in range(25):
+        mask = process.mask(1, *token_ids[-1:])
+        alone = matcher_for(grammar, tokenizer)
+        assert not token_ids or alone.consume_tokens(token_ids)
+        assert mask == int.from_bytes(alone.compute_bitmask(), "little"), "drafts changed a later mask"
+        for repetition in range(3):
+            drafts: list[int] = []
+            ahead = alone.deep_copy()
+            while len(drafts) < max_drafts + repetition and not ahead.is_stopped():
+                allowed = tokens_of(int.from_bytes(ahead.compute_bitmask(), "little"))
+                is_right = len(drafts) < (position + repetition) % (max_drafts + 1)
+                drafts.append(choose(allowed) if is_right else anything(list(range(3, VOCAB_SIZE))))
+                if drafts[-1] == 2 or not ahead.consume_token(drafts[-1]):
+                    break
+            answer = process.ask_drafts(1, tuple(drafts))
+            expected = masks_alone(grammar, tokenizer, token_ids, tuple(drafts[:max_drafts]))
+            if 2 in drafts:  # an end may or may not be looked behind
+                expected = expected[: answer.num_drafts]
+            assert answer.num_drafts == len(expected) and not answer.error
+            assert [process.row(1, 1 + index) for index in range(len(expected))] == expected
+            assert process.row(1, 0) == mask
+            num_allowed += len(expected)
+            num_cut += len(expected) < min(len(drafts), max_drafts)
+        token_ids.append(choose(tokens_of(mask)))
+        if token_ids[-1] == 2:
+            break
+    assert num_allowed > 10 and num_cut > 3, "too little was tested"
+
+
+def test_forced_tokens_are_those_of_llguidance_and_their_masks_are_there_if_they_are_wanted(
+    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matchers_module, "SLICE_S", 60.0)
+    schema = {"type": "object", "properties": {"a_long_name": {"enum": ["reddish", "green"]}, "b": {"const": "bbb"}}}
+    schema |= {"required": ["a_long_name", "b"], "additionalProperties": False}
+    grammar, max_drafts = compiled(tokenizer, GrammarKind.JSON_SCHEMA, json.dumps(schema)), 4
+    process = Process(tokenizer, max_drafts)
+    process.begin_second(1, 0, grammar)
+    choose, token_ids, num_forced = chooser(1), [], 0
+    while True:
+        mask, answer = process.mask(1, *token_ids[-1:]), process.answers[1]
+        alone = matcher_for(grammar, tokenizer)
+        assert not token_ids or alone.consume_tokens(token_ids)
+        forced = tuple(alone.compute_ff_tokens())[:max_drafts]
+        assert answer.forced == forced and answer.num_drafts == 0, "their masks were not wanted"
+        for wanted in (2, max_drafts):
+            answer = process.ask_drafts(1, (), num_forced=wanted)
+            expected = masks_alone(grammar, tokenizer, token_ids, forced[:wanted])
+            assert answer.num_drafts == len(expected) == len(forced[:wanted])
+            assert [process.row(1, 1 + index) for index in range(len(expected))] == expected
+        num_forced += bool(forced)
+        token_ids.append(forced[0] if forced else choose(tokens_of(mask)))
+        if token_ids[-1] == 2:
+            break
+    assert num_forced > 8
+
+
+def test_long_texts_that_are_forced_are_not_divided_into_tokens(tokenizer: LLTokenizer) -> None:
+    process = Process(tokenizer, 4)
+    for number, length in ((1, 100), (2, 10_000)):
+        text = json.dumps(["certainly " * (length // 10)])
+        process.begin_second(number, number, compiled(tokenizer, GrammarKind.CHOICE, text))
+        process.mask(number)
+    assert len(process.answers[1].forced) == 4 and not process.answers[2].forced
+
+
+def test_drafts_have_a_share_of_the_time_and_never_end_a_request(tokenizer: LLTokenizer) -> None:
+    process = Process(tokenizer, 4)
+    process.begin_second(1, 0, compiled(tokenizer, GrammarKind.REGEX, "[a-z]+"))
+    process.mask(1)
+    group = process.matchers._groups[1]
+    used_s = group.used_s
+    assert process.ask_drafts(1, (70, 71)).num_drafts == 2
+    assert group.drafts_s > 0
+    group.drafts_s = 60.0
+    assert process.ask_drafts(1, (72, 73)).num_drafts == 0
+    assert process.mask(1, 70) and not process.errors
+    assert group.used_s < used_s + 1.0
+
+
+def test_a_grammar_that_fails_behind_drafts_fails_where_it_fails_without_them(
+    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It becomes too ambiguous after some letters."""
+    monkeypatch.setattr(matchers_module, "SLICE_S", 60.0)
+    limits = grammar_matcher.LLParserLimits(step_max_items=1500, verbose_errors=False)
+    monkeypatch.setattr(grammar_matcher, "LIMITS", limits)
+    grammar = compiled(tokenizer, GrammarKind.EBNF, "start: s\ns: s s s | s s | /[a-z ]/ |")
+    letters = (70,) * 40
+    num_masks = []
+    for max_drafts in (0, 8):
+        process = Process(tokenizer, max_drafts)
+        process.begin_second(1, 0, grammar)
+        most_drafts = None
+        for position in range(len(letters)):
+            if not process.mask(1, *letters[max(0, position - 1) : position]):
+                break
+            if max_drafts:
+                answer = process.ask_drafts(1, letters[position:])
+                assert not answer.error
+                most_drafts = position + answer.num_drafts
+        num_masks.append(position)
+        assert process.errors
+    assert num_masks[0] == num_masks[1] == 1 + most_drafts, "drafts reached the failure, and did not cause it"
+
+
+def test_no_draft_is_looked_at_with_the_first_mask_or_where_memory_is_scarce(tokenizer: LLTokenizer) -> None:
+    """Otherwise drafts could end a grammar for its size, or have it compiled again and again."""
+    grammar = compiled(tokenizer, GrammarKind.REGEX, "[a-z]+")
+    process = Process(tokenizer, 4, max_grammar_bytes=2**30)
+    process.begin(1, 0, grammar)
+    process.mask(1)
+    assert process.ask_drafts(1, (70, 71)).num_drafts == 0
+    process.mask(1, 70)
+    assert process.ask_drafts(1, (70, 71)).num_drafts == 2
+    process.mask(1, 70)
+    process.matchers._max_grammar_bytes = 2 * grammars(process)["", grammar].num_bytes - 2
+    assert process.ask_drafts(1, (70, 71)).num_drafts == 0 and not process.errors
+
+
+def test_nothing_is_compiled_for_drafts_alone(tokenizer: LLTokenizer) -> None:
+    process = Process(tokenizer, 4)
+    grammar = compiled(tokenizer, GrammarKind.REGEX, "[a-z]+")
+    process.begin_second(1, 0, grammar)
+    mask = process.mask(1)
+    process.matchers._drop(grammars(process)["", grammar])
+    answer = process.ask_drafts(1, (70, 71))
+    assert answer.num_drafts == 0 and not answer.error and process.row(1, 0) == mask
+    assert grammars(process)["", grammar].root is None
+
+
+def test_asks_that_come_before_the_answer_are_answered_together(tokenizer: LLTokenizer) -> None:
+    process = Process(tokenizer, 4)
+    process.begin_second(1, 0, compiled(tokenizer, GrammarKind.REGEX, "[a-z]+"))
+    process.order.clear()
+    process.matchers.accept(AskMasks((Ask(1, (70,), 1), Ask(1, (), 2, (71, 72, 3)))))
+    process.work()
+    assert process.order == [1] and process.answers[1] == Mask(1, number=2, num_drafts=2)
 
 
 def test_hostile_grammars_stay_within_the_memory_of_all(tokenizer: LLTokenizer) -> None:

@@ -17,6 +17,8 @@ from tokenizers import AddedToken, Tokenizer
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.engine.tokenizer import load_tokenizer
 from servekit.protocol.grammar_matcher import grammar_tokenizer, matcher_for
+from servekit.protocol.messages import SlotAssignment
+from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GrammarKind
 from servekit.sandbox.compile_grammar import compile_grammar
 from servekit.sandbox.jobs import CompileGrammar, Done
@@ -30,6 +32,7 @@ from workers.runner import model_runner
 from workers.runner.oom_retry import MIN_TOKENS
 from workers.sampling import structured_output
 from workers.sampling.logprobs import sampled_logprobs
+from workers.sampling.structured_output import GrammarMasks
 
 TOKENIZER = load_tokenizer(DEMO_MODEL_PATH)
 PERSON: dict[str, Any] = {
@@ -260,7 +263,7 @@ def test_answers_of_a_tenant_that_becomes_slow_continue_in_the_other_process(dem
         wait_for_masks(engine)
         for state in states["a"] if becomes_slow else []:
             # As the process answers after a piece of work that took too long, which depends on the machine.
-            grammars._take(Mask(state.number, is_slow=True), state)
+            grammars._take(Mask(state.number, is_slow=True, number=state.last_ask), state)
         engine.run()
         assert engine.num_failures == 0
         if becomes_slow:
@@ -340,6 +343,47 @@ def test_requests_with_a_grammar_fail_where_the_mask_process_does_not_start(
     free = engine.add(prompt_of(2), max_tokens=10, ignore_eos=True)
     engine.run()
     assert constrained.finish_reason is FinishReason.ERROR and free.finish_reason is FinishReason.LENGTH
+
+
+def test_masks_are_used_for_the_tokens_and_drafts_that_they_were_computed_for() -> None:
+    masks = GrammarMasks(DEMO_MODEL_PATH / "tokenizer.json", 2048, (2,), num_slots=1, max_drafts=4)
+    state = masks._state(SlotAssignment(0, SamplingParams(max_tokens=9, grammar="")), 0)
+
+    def answer(number: int, num_drafts: int, forced: tuple[int, ...] = ()) -> None:
+        masks._take(Mask(state.number, number=number, num_drafts=num_drafts, forced=forced), state)
+
+    assert state.ask((), ()).number == 1
+    assert state.ask((), (10, 11)).number == 2
+    answer(1, 2, forced=(10, 20))  # the process has begun to replace the masks behind these
+    assert state.is_ready and state.is_asked and state.use_masks((10, 11)) == 1
+    answer(2, 2)
+    assert not state.is_ready, "it is about an earlier token"
+    for drafts, num_masks in (((30, 31, 32), 3), ((30, 40), 2), ((50,), 1), ((), 1)):
+        number = state.ask((7,), (30, 31, 32)).number
+        answer(number, 2)
+        assert state.is_ready and not state.is_asked and state.use_masks(drafts) == num_masks
+    number = state.ask((7,), ()).number
+    answer(number, 1, forced=(60, 61))
+    assert state.use_masks((60, 61)) == 2, "the mask behind the second one was not computed"
+
+
+def test_tokens_that_a_grammar_forces_remain_known_while_the_answer_has_them() -> None:
+    masks = GrammarMasks(DEMO_MODEL_PATH / "tokenizer.json", 2048, (2,), num_slots=1, max_drafts=4)
+    assignment = SlotAssignment(0, SamplingParams(max_tokens=9, grammar=""))
+    assert masks.forced_tokens(assignment, 0, 4) == ()
+    state = masks._state(assignment, 0)
+    masks._take(Mask(state.number, number=state.ask((), ()).number, forced=(60, 61, 62, 63)), state)
+    assert masks.forced_tokens(assignment, 0, 2) == (60, 61)
+    assert masks.forced_tokens(assignment, 1, 4) == (61, 62, 63)
+    state.use_masks(())
+    state.ask((60, 61), ())
+    state.is_asked = False
+    assert masks.forced_tokens(assignment, 2, 4) == (62, 63)
+    state.ask((5,), ())
+    state.is_asked = False
+    assert masks.forced_tokens(assignment, 3, 4) == (), "the answer has another token"
+    other = SlotAssignment(0, assignment.sampling)
+    assert masks.forced_tokens(other, 3, 4) == ()
 
 
 def test_step_after_the_end_of_an_answer_reports_no_failure(demo: LoadedModel) -> None:
