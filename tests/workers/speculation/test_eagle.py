@@ -20,6 +20,7 @@ from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
+from servekit.protocol.messages import StepPlan
 from servekit.protocol.speculative_config import SpeculativeConfig
 from servekit.scheduler.sequence import Sequence
 from tests.support.draft_heads import (
@@ -32,8 +33,12 @@ from tests.support.draft_heads import (
 )
 from tests.support.inprocess import InProcessEngine, load
 from tests.support.tiny_models import _LLAMA_LIKE, ARCHITECTURES, make_model
+from workers.batch import Batch
 from workers.loading.model_manager import LoadedModel
+from workers.runner.interface import OutOfMemory
+from workers.runner.model_runner import ModelRunner
 from workers.runner.model_runner import load as load_runner
+from workers.runner.oom_retry import MIN_TOKENS
 from workers.speculation.drafter import DraftRequest
 from workers.speculation.eagle import EagleDrafter, LoadedHead, load_eagle_head, load_mtp_layer
 
@@ -260,6 +265,33 @@ def test_answers_are_the_same_under_preemption_and_ahead(options: dict[str, Any]
     head = load_eagle_head(loaded, settings_with_head(loaded, "eagle", str(tmp_path / "head")))
     engine, seen = speculating(loaded, head, **options)
     assert serve(engine) == serve(InProcessEngine(loaded)) and seen
+
+
+def test_a_step_that_is_computed_in_parts_drafts_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(tmp_path / "model", *ARCHITECTURES["llama"])
+    loaded = load(tmp_path / "model")
+    tensors = make_eagle3_head(tmp_path / "head", model.config)
+    head = load_eagle_head(loaded, settings_with_head(loaded, "eagle", str(tmp_path / "head")))
+    naive = NaiveEagle3(tensors, model, norm_before_residual=False)
+    execute, num_refused = ModelRunner._execute, 0
+
+    def limited(self: ModelRunner, plan: StepPlan, batch: Batch) -> Any:
+        nonlocal num_refused
+        outputs = execute(self, plan, batch)  # what it computed is computed again
+        if len(batch.input_ids) > MIN_TOKENS:
+            num_refused += 1
+            raise OutOfMemory("as if")
+        return outputs
+
+    engine, seen = speculating(loaded, head)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "_execute", limited)
+        answers = serve(engine)
+    assert num_refused and answers == serve(InProcessEngine(loaded))
+    for each in seen[::3]:
+        if each.drafts:  # none where the newest token's row was in an earlier part
+            assert each.drafts == naive.drafts(each.token_ids, each.max_drafts), each
+    assert any(each.drafts for each in seen)
 
 
 def test_forks_and_hits_in_the_prefix_cache_change_no_token(tmp_path: Path) -> None:
