@@ -35,13 +35,24 @@ class FixedDrafter(Drafter):
         return [self.drafts] * len(requests)
 
 
+class ForcingGrammars:
+    """Grammars that force given tokens behind a number of tokens of the answer."""
+
+    def __init__(self) -> None:
+        self.forced: dict[int, tuple[int, ...]] = {}
+
+    def forced_tokens(self, assignment: SlotAssignment, num_outputs: int, max_drafts: int) -> tuple[int, ...]:
+        return self.forced.get(num_outputs, ())[:max_drafts]
+
+
 class Harness:
     """A speculator, and steps that sample what the test says."""
 
     def __init__(self, *drafts: int, max_length: int = 60, group: Any = None) -> None:
         self.drafter = FixedDrafter(*drafts)
         self.table = SlotTable(4, max_length, 64, 4, torch.device("cpu"))
-        self.speculator = Speculator(self.drafter, self.table, VOCAB_SIZE, group)
+        self.grammars: Any = ForcingGrammars()
+        self.speculator = Speculator(self.drafter, self.grammars, self.table, VOCAB_SIZE, group)
         self.num_steps = 0
 
     def launch(
@@ -168,9 +179,27 @@ def test_token_that_is_deferred_behind_accepted_drafts_is_met_again_at_the_first
     assert plan.chunks[0].start == 5
 
 
-def test_sequence_with_a_grammar_has_no_drafts() -> None:
-    harness = Harness(30)
-    harness.begin(sampling=SamplingParams(max_tokens=9, grammar="{}"))
+CONSTRAINED = SamplingParams(max_tokens=9, grammar="{}")
+
+
+def test_tokens_that_a_grammar_forces_go_before_those_of_the_drafter() -> None:
+    harness = Harness(30, 31, 32)
+    harness.grammars.forced = {1: (50, VOCAB_SIZE), 2: (60, 61, 62, 63)}
+    harness.begin(sampling=CONSTRAINED)
+    harness.begin(slot=2)
+    plan, _ = harness.step(decode(3, 3), decode(3, 3, slot=2), drawn=(9, 9, 9, 9, 9, 9))
+    assert [chunk.token_ids for chunk in plan.chunks] == [(20, 50), (20, 30, 31, 32)]
+    plan, _ = harness.step(decode(4, 3), drawn=(60, 9, 9, 9))
+    assert plan.chunks[0].token_ids == (9, 60, 61, 62)
+    plan, _ = harness.step(decode(6, 1), drawn=(9, 9))
+    assert plan.chunks[0].token_ids == (9, 30), "nothing is forced there"
+    assert [request.slot for request in harness.drafter.requests] == [2, 1]
+
+
+def test_sequence_with_a_grammar_has_no_drafts_where_there_are_several_ranks() -> None:
+    harness = Harness(30, group=RankZero(30))
+    harness.grammars.forced = {1: (50,)}
+    harness.begin(sampling=CONSTRAINED)
     plan, _ = harness.step(decode(3, 1), drawn=(9,))
     assert plan.chunks == (decode(3),)
 
