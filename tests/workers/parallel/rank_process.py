@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from servekit.errors import ConfigError
 from servekit.protocol.messages import StepResult
+from tests.support.drafters import RandomDrafter
 from tests.support.inprocess import InProcessEngine
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.workers.test_token_identity import make_prompts, serve_with_joins_and_leaves
@@ -38,13 +40,14 @@ class Served(msgspec.Struct):
     logits: list[list[float]] = []  # of the sample, by transformers' own layers
     answers: list[list[int]] = []
     again: list[list[int]] = []  # with prompts that are cached
+    drafted: list[list[int]] = []  # the same with drafts, of which each rank makes others; empty in a pipeline
     logprobs: list[list[float]] = []  # of each request: of prompt and answer, those of the likeliest tokens, too
 
 
 class RanksEngine(InProcessEngine):
     """An engine that launches each step when it is planned, and whose manager gets the result on every rank."""
 
-    def __init__(self, loaded: LoadedModel, ranks: Ranks, **settings: int) -> None:
+    def __init__(self, loaded: LoadedModel, ranks: Ranks, **settings: Any) -> None:
         num_stages = 1 if ranks.stage is None else ranks.stage.size
         super().__init__(loaded, **settings, pipeline_parallel_size=num_stages, max_steps_in_flight=num_stages + 1)
         self._launched: deque[Pending[StepResult]] = deque()
@@ -87,6 +90,12 @@ def serve(ranks: Ranks, directory: str) -> Served:
         again = [large.add(prompt, max_tokens=8, temperature=0.7, seed=3) for prompt in make_prompts(VOCAB_SIZE)]
         large.run()
     logprobs = logprobs_of(large)
+    drafted = []
+    if ranks.stage is None:
+        drafter = RandomDrafter(VOCAB_SIZE, seed=dist.get_rank())
+        drafting = RanksEngine(loaded, ranks, num_blocks=200, max_drafts=4, drafter=drafter)
+        drafted = [drafting.add(prompt, max_tokens=8, temperature=0.7, seed=3) for prompt in make_prompts(VOCAB_SIZE)]
+        drafting.run()
     return Served(
         decoder=type(loaded.decoder).__name__,
         num_layers=len(loaded.layers),
@@ -99,6 +108,7 @@ def serve(ranks: Ranks, directory: str) -> Served:
         logits=loaded.sample.logits.tolist(),
         answers=[sequence.output_token_ids for sequence in sequences],
         again=[sequence.output_token_ids for sequence in again],
+        drafted=[sequence.output_token_ids for sequence in drafted],
         logprobs=logprobs,
     )
 

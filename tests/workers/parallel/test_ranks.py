@@ -85,6 +85,7 @@ def test_ranks_compute_what_one_process_computes(sizes: tuple[int, int], served:
                 assert distance < 1e-5, f"{name}: logits differ by {distance:.2g}"
             assert rank.answers == prepared(name)[1]
             assert rank.again == sampled
+            assert rank.drafted == (sampled if sizes[1] == 1 else [])
             for ours, expected in zip(rank.logprobs, logprobs, strict=True):
                 assert ours == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
             assert rank.num_preemptions > 0

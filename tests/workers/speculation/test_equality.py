@@ -113,12 +113,12 @@ class EngineAhead(InProcessEngine):
         self.manager.check()
 
 
-# (blocks, block size, tokens a step, slots, steps in flight)
-SIZES = [(200, 4, 64, 8, 1), (200, 1, 24, 8, 2), (12, 4, 64, 6, 2), (11, 4, 7, 6, 1), (40, 16, 64, 3, 2)]
+Size = tuple[int, int, int, int, int]  # blocks, block size, tokens a step, slots, steps in flight
+SIZES: list[Size] = [(200, 4, 64, 8, 1), (200, 1, 24, 8, 2), (12, 4, 64, 6, 2), (11, 4, 7, 6, 1), (40, 16, 64, 3, 2)]
 
 
 def speculating(
-    name: str, drafter: str, size: tuple[int, int, int, int, int], engine: type[InProcessEngine] = InProcessEngine
+    name: str, drafter: str, size: Size, engine: type[InProcessEngine] = InProcessEngine
 ) -> InProcessEngine:
     num_blocks, block_size, num_tokens, num_slots, num_in_flight = size
     fields = {} if engine is EngineAhead else {"max_steps_in_flight": num_in_flight}
@@ -134,18 +134,17 @@ def speculating(
     )
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", [SIZES[1], SIZES[2]], ids=str)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("name", ["llama"])
-def test_answers_are_those_without_drafts(name: str, drafter: str, size: tuple[int, int, int, int, int]) -> None:
-    engine = speculating(name, drafter, size)
-    assert_alike(play(engine), expected(name))
+def test_answers_are_those_without_drafts(drafter: str, size: Size) -> None:
+    engine = speculating("llama", drafter, size)
+    assert_alike(play(engine), expected("llama"))
     assert sum(engine.manager.draft_lengths.num_drafted) > 0
     if size[0] < 20:
         assert engine.manager.num_preemptions > 0, "the pool was meant to be too small"
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", ["half right", "random"])
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "demo"])
 def test_answers_of_other_architectures_are_those_without_drafts(name: str, drafter: str) -> None:
     assert_alike(play(speculating(name, drafter, SIZES[2])), expected(name))
@@ -153,17 +152,17 @@ def test_answers_of_other_architectures_are_those_without_drafts(name: str, draf
 
 @pytest.mark.long
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ("llama", "gemma2", "gpt_oss")])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "demo"])
 def test_answers_of_every_architecture_are_those_without_drafts(name: str, drafter: str) -> None:
-    for size in SIZES:
+    """Each architecture with each drafter, in another size for each drafter; llama in all sizes."""
+    number = list(ARCHITECTURES).index(name) + list(DRAFTERS).index(drafter) if name in ARCHITECTURES else 0
+    for size in SIZES if name == "llama" else [SIZES[number % len(SIZES)]]:
         assert_alike(play(speculating(name, drafter, size)), expected(name))
 
 
-@pytest.mark.parametrize("size", [SIZES[0], SIZES[2]], ids=str)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_steps_that_are_launched_ahead_give_the_same(drafter: str, size: tuple[int, int, int, int, int]) -> None:
-    engine = speculating("llama", drafter, size, EngineAhead)
-    assert_alike(play(engine), expected("llama"))
+def test_steps_that_are_launched_ahead_give_the_same(drafter: str) -> None:
+    assert_alike(play(speculating("llama", drafter, SIZES[2], EngineAhead)), expected("llama"))
 
 
 def test_a_launch_waits_for_the_steps_before_it_only_if_it_has_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +247,7 @@ def test_forks_give_the_tokens_without_drafts(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [20, 16])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", ["right", "half right", "hostile"])
 def test_steps_that_do_not_fit_into_memory_give_the_same_in_parts(
     drafter: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
