@@ -77,7 +77,7 @@ class InputProcessor:
         self._model = model
         self._limits = limits
         self.chat_format = choose_chat_format(
-            template.source,
+            template.text,
             config.reasoning_parser,
             config.tool_call_parser,
             tokenizer.added_token_id,
@@ -131,7 +131,7 @@ class InputProcessor:
                 f"chat_template_kwargs must not contain {name!r}, which the server sets itself; leave it out",
                 param="chat_template_kwargs",
             )
-        source = template or self._template.source
+        source = template or (self._template.tool_use if tools else None) or self._template.source
         if source is None:
             raise InvalidRequest(
                 f"model {self._config.model_name!r} has no chat template; use /v1/completions, or start the server "

@@ -29,6 +29,12 @@ class ChatTemplate(msgspec.Struct, frozen=True):
 
     source: str | None  # None if the model has no template; a request may bring one if the operator allows it
     special_tokens: dict[str, str]
+    tool_use: str | None = None  # another one for conversations with tools, which some models have
+
+    @property
+    def text(self) -> str:
+        """All of it, in which markers may be looked for."""
+        return (self.source or "") + (self.tool_use or "")
 
 
 class _AddedToken(msgspec.Struct):
@@ -108,21 +114,20 @@ def find_chat_template(path: Path, override: str | None = None) -> ChatTemplate:
     file = path / "tokenizer_config.json"
     try:
         found = msgspec.json.decode(file.read_bytes(), type=_TokenizerConfig) if file.exists() else _TokenizerConfig()
-        source = Path(override).read_text() if override else _own_template(path, found)
+        named = {"default": Path(override).read_text()} if override else _own_templates(path, found)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ConfigError(f"cannot read the chat template in {override or file}: {error}") from None
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     tokens = {
         name: token if isinstance(token, str) else token.content for name in names if (token := getattr(found, name))
     }
-    return ChatTemplate(source, tokens)
+    return ChatTemplate(named.get("default"), tokens, named.get("tool_use"))
 
 
-def _own_template(path: Path, config: _TokenizerConfig) -> str | None:
-    """A separate file comes first, as in transformers. Of several templates in the configuration, use the default."""
+def _own_templates(path: Path, config: _TokenizerConfig) -> dict[str, str]:
+    """Return the model's templates by name. A separate file comes first, as in transformers."""
     if (file := path / "chat_template.jinja").exists():
-        return file.read_text()
+        return {"default": file.read_text()}
     if isinstance(config.chat_template, list):
-        named = {template.name: template.template for template in config.chat_template}
-        return named.get("default")
-    return config.chat_template
+        return {template.name: template.template for template in config.chat_template}
+    return {} if config.chat_template is None else {"default": config.chat_template}

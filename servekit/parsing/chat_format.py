@@ -226,12 +226,11 @@ class ChatFormat:
 
 
 def choose_chat_format(
-    template: str | None, reasoning: str, tools: str, token_id: TokenId, eos_token_ids: Sequence[int]
+    template: str, reasoning: str, tools: str, token_id: TokenId, eos_token_ids: Sequence[int]
 ) -> ChatFormat:
     """Return the formats with these names, or those that the template tells for the name `auto`."""
-    source = template or ""
-    reasoning = _reasoning_of(source) if reasoning == "auto" else reasoning
-    tools = _tools_of(source) if tools == "auto" else tools
+    reasoning = _reasoning_of(template) if reasoning == "auto" else reasoning
+    tools = _tools_of(template) if tools == "auto" else tools
     if reasoning == "openai_gptoss" or tools == "openai":
         return ChatFormat(HARMONY, HARMONY, token_id, eos_token_ids)
     return ChatFormat(REASONING_FORMATS.get(reasoning, NoReasoning()), TOOL_FORMATS.get(tools), token_id, eos_token_ids)

@@ -81,6 +81,20 @@ def test_structured_output(chat: ChatOpenAI, fields: dict[str, Any]) -> None:
     assert isinstance(answer, Animal)
 
 
+def test_tools(chat: ChatOpenAI) -> None:
+    demanded: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+    answer: Any = chat.bind_tools([Animal], **demanded).invoke(CAT)
+    (call,) = answer.tool_calls
+    assert call["name"] == "Animal" and Animal.model_validate(call["args"])
+    total: Any
+    total, *more = chat.bind_tools([Animal], **demanded).stream(CAT)
+    for chunk in more:
+        total = total + chunk
+    assert total.tool_calls[0]["args"] == call["args"] and len(more) > 5
+    found = chat.with_structured_output(Animal, method="function_calling").invoke(CAT)
+    assert isinstance(found, Animal)
+
+
 def test_a_prompt_that_is_too_long_is_known_as_such(chat: ChatOpenAI) -> None:
     """LangChain looks for what it knows in the *message*: `context_length_exceeded`, or "prompt is too long"."""
     with pytest.raises(ContextOverflowError):

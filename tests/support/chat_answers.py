@@ -20,7 +20,7 @@ TOOLS = ToolUse(tuple(map(Function, NAMES)))
 
 def chat_format(reasoning: str = "none", tools: str = "none", token_ids: dict[str, int] | None = None) -> ChatFormat:
     """Return the formats with these names, of a model with these added tokens."""
-    return choose_chat_format(None, reasoning, tools, (token_ids or {}).get, (2,))
+    return choose_chat_format("", reasoning, tools, (token_ids or {}).get, (2,))
 
 
 def answer_format(

@@ -31,7 +31,7 @@ def test_a_template_in_the_configuration_is_found_with_its_special_tokens(tmp_pa
 
 def test_the_default_one_of_several_templates_is_used(tmp_path: Path) -> None:
     tools, default = {"name": "tool_use", "template": "U"}, {"name": "default", "template": "D"}
-    assert find_chat_template(write(tmp_path, chat_template=[tools, default])) == ChatTemplate("D", {})
+    assert find_chat_template(write(tmp_path, chat_template=[tools, default])) == ChatTemplate("D", {}, "U")
     assert find_chat_template(write(tmp_path, chat_template=[tools])).source is None
 
 

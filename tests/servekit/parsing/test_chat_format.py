@@ -222,7 +222,7 @@ def test_markers_and_ids_are_those_of_the_formats() -> None:
 @pytest.mark.parametrize(
     ("template", "reasoning", "tools"),
     [
-        (None, "none", "none"),
+        ("", "none", "none"),
         ("{{ messages }}", "none", "none"),
         ("<tool_call>\\n{...}</tool_call> <think>", "qwen3", "hermes"),
         ("content.split('</think>')[-1] <｜tool▁calls▁begin｜> ```json", "qwen3", "deepseek_v3"),
@@ -235,9 +235,9 @@ def test_markers_and_ids_are_those_of_the_formats() -> None:
         ("[func_name1(params_name1=", "none", "pythonic"),
     ],
 )
-def test_the_template_tells_the_formats(template: str | None, reasoning: str, tools: str) -> None:
+def test_the_template_tells_the_formats(template: str, reasoning: str, tools: str) -> None:
     found = choose_chat_format(template, "auto", "auto", {}.get, ())
-    by_name = choose_chat_format(None, reasoning, tools, {}.get, ())
+    by_name = choose_chat_format("", reasoning, tools, {}.get, ())
     assert (found.reasoning, found.tools) == (by_name.reasoning, by_name.tools)
 
 
@@ -245,8 +245,8 @@ def test_harmony_is_both_or_neither() -> None:
     template = "<|start|>assistant<|channel|>analysis<|message|> to=functions.x"
     for source, reasoning, tools in (
         (template, "auto", "auto"),
-        (None, "openai_gptoss", "none"),
-        (None, "none", "openai"),
+        ("", "openai_gptoss", "none"),
+        ("", "none", "openai"),
     ):
         found = choose_chat_format(source, reasoning, tools, {}.get, ())
         assert found.reasoning is found.tools is HARMONY

@@ -72,7 +72,7 @@ def walk(
 @pytest.mark.parametrize("tools", [name for name in TOOL_FORMATS if name != "openai"])
 def test_demanded_calls_match_their_schemas(tools: str, model: LLTokenizer) -> None:
     decode = Tokenizer.from_file(str(FILE)).decode
-    wanted = choose_chat_format(None, "none", tools, {}.get, (EOS,)).for_answers("", USE, None, None)
+    wanted = choose_chat_format("", "none", tools, {}.get, (EOS,)).for_answers("", USE, None, None)
     assert wanted.grammar is not None
     names = set()
     for seed in range(6):
@@ -87,7 +87,7 @@ def test_demanded_calls_match_their_schemas(tools: str, model: LLTokenizer) -> N
 @pytest.mark.parametrize(("prompt", "begins"), [("<think>", True), ("", False)])
 def test_reasoning_is_bounded_and_the_content_matches_behind_it(prompt: str, begins: bool, model: LLTokenizer) -> None:
     schema = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(CITY), "response_format")
-    formats = choose_chat_format(None, "qwen3", "none", TOKENS.get, (EOS,))
+    formats = choose_chat_format("", "qwen3", "none", TOKENS.get, (EOS,))
     grammar = formats.for_answers(prompt, None, schema, 5).grammar
     assert grammar is not None
     lengths = set()
@@ -105,7 +105,7 @@ def test_reasoning_is_bounded_and_the_content_matches_behind_it(prompt: str, beg
 
 @pytest.mark.parametrize("prompt", ["<think>", ""])
 def test_reasoning_of_a_free_answer_is_bounded(prompt: str, model: LLTokenizer) -> None:
-    formats = choose_chat_format(None, "qwen3", "none", TOKENS.get, (EOS,))
+    formats = choose_chat_format("", "qwen3", "none", TOKENS.get, (EOS,))
     grammar = formats.for_answers(prompt, None, None, 3).grammar
     assert grammar is not None
     for seed in range(10):
@@ -114,7 +114,7 @@ def test_reasoning_of_a_free_answer_is_bounded(prompt: str, model: LLTokenizer) 
 
 
 def test_harmonys_grammars_compile(model: LLTokenizer) -> None:
-    formats = choose_chat_format(None, "openai_gptoss", "openai", TOKENS.get, (EOS,))
+    formats = choose_chat_format("", "openai_gptoss", "openai", TOKENS.get, (EOS,))
     schema = Grammar(GrammarKind.JSON, "", "response_format")
     for wanted in (formats.for_answers("", USE, None, 3), formats.for_answers("", None, schema, None)):
         assert wanted.grammar is not None and isinstance(compiled(wanted.grammar, model), Done)
@@ -125,7 +125,7 @@ def test_harmonys_grammars_compile(model: LLTokenizer) -> None:
 @pytest.mark.parametrize("reasoning", [name for name in REASONING_FORMATS if name != "openai_gptoss"])
 def test_a_grammar_follows_tags_that_are_text(reasoning: str, model: LLTokenizer) -> None:
     schema = Grammar(GrammarKind.CHOICE, '["yes", "no"]', "response_format")
-    formats = choose_chat_format(None, reasoning, "none", {}.get, (EOS,))
+    formats = choose_chat_format("", reasoning, "none", {}.get, (EOS,))
     tags: Any = REASONING_FORMATS[reasoning]
     grammar = formats.for_answers(tags.opening, None, schema, None).grammar
     assert grammar is not None
@@ -140,7 +140,7 @@ def test_a_grammar_follows_tags_that_are_text(reasoning: str, model: LLTokenizer
 
 def test_calls_with_a_strict_schema_may_follow_free_text(model: LLTokenizer) -> None:
     use = ToolUse((Function("get_weather", json.dumps(CITY), is_strict=True),), is_parallel=False)
-    grammar = choose_chat_format(None, "none", "hermes", TOKENS.get, (EOS,)).for_answers("", use, None, None).grammar
+    grammar = choose_chat_format("", "none", "hermes", TOKENS.get, (EOS,)).for_answers("", use, None, None).grammar
     assert grammar is not None
     decode = Tokenizer.from_file(str(FILE)).decode
     for seed in range(6):
@@ -154,7 +154,7 @@ def test_calls_with_a_strict_schema_may_follow_free_text(model: LLTokenizer) -> 
 @pytest.mark.parametrize("schema", [{"type": "array", "uniqueItems": True}, {"type": 5}])
 def test_the_part_that_cannot_be_compiled_is_named(schema: Any, model: LLTokenizer) -> None:
     use = ToolUse((Function("fine"), Function("odd", json.dumps(schema))), is_demanded=True)
-    grammar = choose_chat_format(None, "none", "hermes", {}.get, (EOS,)).for_answers("", use, None, None).grammar
+    grammar = choose_chat_format("", "none", "hermes", {}.get, (EOS,)).for_answers("", use, None, None).grammar
     assert grammar is not None
     outcome = compiled(grammar, model)
     assert isinstance(outcome, Refused) and outcome.message.startswith("the parameters of 'odd': ")

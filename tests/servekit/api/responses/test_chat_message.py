@@ -46,7 +46,7 @@ def deltas_of(text: str, reason: FinishReason, seed: int) -> list[TokenDelta]:
 def builder_of(parser: str = "hermes", **fields: Any) -> ChatResponseBuilder:
     body = {"messages": [{"role": "user"}], "stream": True, "stream_options": {"include_usage": True}, **fields}
     wanted = decode(json.dumps(body).encode(), ChatCompletionRequest)
-    answer_format = choose_chat_format(None, "qwen3", parser, {}.get, ()).for_answers("", wanted.tool_use(), None, None)
+    answer_format = choose_chat_format("", "qwen3", parser, {}.get, ()).for_answers("", wanted.tool_use(), None, None)
     state: Any = State()
     tokenizer: Any = Tokenizer
     return ChatResponseBuilder(wanted, state, tokenizer, "chatcmpl-1", "demo", answer_format)

@@ -122,7 +122,7 @@ def test_the_budget_has_two_names(fields: dict[str, Any], most: int | None) -> N
 
 def test_the_request_has_the_grammar_and_the_markers_of_its_answers() -> None:
     wanted = chat(tools=[ADD], tool_choice="required")
-    found = choose_chat_format(None, "none", "hermes", {}.get, ()).for_answers("", wanted.tool_use(), None, None)
+    found = choose_chat_format("", "none", "hermes", {}.get, ()).for_answers("", wanted.tool_use(), None, None)
     generation = wanted.to_generation_request("text", found)
     assert generation.grammar is found.grammar is not None
     assert generation.markers == ("<tool_call>", "</tool_call>")
