@@ -22,10 +22,12 @@ chat: $(TERMINAL)  ## talk to a server's model in the terminal; ARGS="http://HOS
 top: $(TERMINAL)  ## watch a server's scheduler in the terminal; ARGS="http://HOST:PORT"
 	@$(BIN)/servekit top $(ARGS)
 
-# One OpenMP thread per process: with more, the two processes compete for the two cores.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --no-loadscope-reorder
+# Three processes for two cores, because a third of the time tests wait: for servers, workers and timeouts. One OpenMP
+# thread per process: with more, processes compete for the cores. Compiled modules are kept whatever the environment says:
+# tests start hundreds of processes, and pytest takes half of the collection to rewrite the asserts of modules.
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --no-loadscope-reorder
 
-test: $(DEVELOPMENT)  ## run the tests, in two processes
+test: $(DEVELOPMENT)  ## run the tests, in three processes
 	$(TEST) --dist loadfile -m "not long" $(ARGS)
 
 test-long: $(DEVELOPMENT)  ## run the long tests: a million simulated steps, and faults injected into real servers
