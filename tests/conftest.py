@@ -14,8 +14,8 @@ TESTS = Path(__file__).parent
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
-# `make test` runs each file in one of three processes, these files first, then the others in the order of the folders. A
-# long file at the end would leave the other processes without work.
+# `make test` runs each file in one of three processes, these files first, then the others in the order of the folders.
+# A long file at the end would leave the other processes without work.
 LONG_FILES = (
     "e2e/test_process.py",
     "e2e/test_recovery.py",

@@ -7,7 +7,6 @@ that a client can repeat it to check an answer (docs/simulated_model.md).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate, chain, islice
 
@@ -94,7 +93,7 @@ class _Slot(Struct):
     tokens: dict[int, int] = field(default_factory=dict)  # by position, as in a worker's token table
     block_table: list[int] = field(default_factory=list)
     newest: int = -1  # the position of the newest known token
-    rejected: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_STEPS_BEHIND))  # drafts, by the newest steps
+    rejected: tuple[int, ...] = ()  # how many drafts each of the newest steps rejected, since the first one that did
     is_behind: bool = False  # its newest token was deferred
 
     def learn(self, start: int, token_ids: tuple[int, ...]) -> None:
@@ -102,7 +101,7 @@ class _Slot(Struct):
         self.tokens.update(enumerate(token_ids, start=start))
         self.newest = start + len(token_ids) - 1
         self.is_behind = False
-        self.rejected.clear()
+        self.rejected = ()
 
 
 class _Span(Struct, frozen=True, gc=False):
@@ -155,7 +154,10 @@ class SimulatedWorker:
                     deferred.append(len(spans))
                 spans.append(self._execute_behind(slot, chunk, plan.step_id))
                 continue
-            start = self._first_position(slot, chunk)
+            # The manager may not know of drafts that were rejected meanwhile: then the chunk begins earlier.
+            start = chunk.start if chunk.token_ids else slot.newest
+            if chunk.num_drafts or start != chunk.start:
+                self._check_drafts(slot, chunk, start)
             stop = start + chunk.num_tokens - chunk.num_drafts
             self._compute(slot, start, stop)
             if not chunk.samples:
@@ -168,7 +170,8 @@ class SimulatedWorker:
             token_ids = [self._sample(slot, stop)]
             if chunk.num_drafts:
                 token_ids += self._execute_drafts(slot, chunk.num_drafts, *drafts.get(chunk.slot, (0, 0)))
-            slot.rejected.append(chunk.num_drafts + 1 - len(token_ids))
+            if chunk.num_drafts or slot.rejected:
+                slot.rejected = (*slot.rejected, chunk.num_drafts + 1 - len(token_ids))[-MAX_STEPS_BEHIND:]
             spans.append(_Span(slot, stop, token_ids))
         token_ids = list(chain.from_iterable([span.token_ids for span in spans]))
         counts = [len(span.token_ids) for span in spans] if len(token_ids) > len(spans) else []
@@ -206,24 +209,19 @@ class SimulatedWorker:
         count = 1 if step_id % 2 else 1 + step_id // 2 % (1 + chunk.num_drafts)
         return _Span(slot, None, [GARBAGE] * count)
 
-    def _first_position(self, slot: _Slot, chunk: ScheduledChunk) -> int:
-        """Where a chunk really begins, which the manager may not know: behind drafts that were rejected meanwhile.
+    def _check_drafts(self, slot: _Slot, chunk: ScheduledChunk, start: int) -> None:
+        """Check a chunk with drafts, or behind drafts, which begins at `start`.
 
         Raises Violation if the plan is based on other rejections than those of the newest steps, or goes too far.
         """
-        start = chunk.start if chunk.token_ids else slot.newest
         if chunk.start != start and chunk.start - start not in accumulate(reversed(slot.rejected)):
             raise Violation(f"{chunk} is based on rejections that did not happen: its newest token is at {start}")
+        max_length = slot.assignment.prompt_length + slot.assignment.sampling.max_tokens
         bound, num_positions = chunk.start + chunk.num_tokens, len(slot.block_table) * self.block_size
-        if bound > num_positions:
-            raise Violation(f"{chunk} has {num_positions} positions in its blocks")
-        if chunk.num_drafts:
-            max_length = slot.assignment.prompt_length + slot.assignment.sampling.max_tokens
-            if bound >= max_length:
-                raise Violation(f"{chunk} computes drafts that its sequence of at most {max_length} tokens cannot have")
-            if num_positions >= max_length - 1 + self.block_size:
-                raise Violation(f"{chunk} has {num_positions} positions in its blocks, for at most {max_length} tokens")
-        return start
+        if chunk.num_drafts and bound >= max_length:
+            raise Violation(f"{chunk} computes drafts that its sequence of at most {max_length} tokens cannot have")
+        if bound > num_positions or (chunk.num_drafts and num_positions >= max_length - 1 + self.block_size):
+            raise Violation(f"{chunk} has {num_positions} positions in its blocks, for at most {max_length} tokens")
 
     def _compute(self, slot: _Slot, start: int, stop: int) -> None:
         """Compute the states of positions whose tokens are known."""

@@ -88,7 +88,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip("this processor has no AVX2")
     with pytest.MonkeyPatch.context() as patch:
         if PROCESSORS[name]:
-            patch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O1", *PROCESSORS[name]))
+            patch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O0", *PROCESSORS[name]))
             patch.setattr(compiling, "SOURCES", (EMULATED_TILES if "AMX" in name else "quantized_gemm.c",))
             patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         found = c_library.__wrapped__(dtype)
