@@ -125,14 +125,10 @@ class SlotTable:
         self.block_tables[chunk.slot, count : count + len(chunk.new_block_ids)] = chunk.new_block_ids
         self.num_blocks[chunk.slot] += len(chunk.new_block_ids)
 
-    def sampling_rows(self, chunk: ScheduledChunk) -> list[SamplingRow]:
-        """Return how the chunk's last logits are sampled, and with drafts those before each draft."""
-        assignment, stop = self.slot_assignments[chunk.slot], chunk.start + chunk.num_tokens + 1
-        sampling, slot, prompt_length = assignment.sampling, chunk.slot, assignment.prompt_length
-        return [
-            SamplingRow(sampling, position, slot, position - prompt_length)
-            for position in range(stop - 1 - chunk.num_drafts, stop)
-        ]
+    def sampling_row(self, chunk: ScheduledChunk, num_behind: int = 0) -> SamplingRow:
+        """Return how the chunk's logits are sampled, of its last position or of one with `num_behind` drafts behind."""
+        assignment, position = self.slot_assignments[chunk.slot], chunk.start + chunk.num_tokens - num_behind
+        return SamplingRow(assignment.sampling, position, chunk.slot, position - assignment.prompt_length)
 
     def prompt_logprobs_chunk(self, index: int, first: int, chunk: ScheduledChunk) -> PromptLogprobsChunk | None:
         """Return which prompt tokens the chunk's logits predict; None where no logprobs of them are asked for.
@@ -168,17 +164,19 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
     token_slots = slots.repeat(num_queries)
     blocks = table.block_tables[token_slots, positions // block_size]
     width = -(-int(num_keys.max()) // block_size)
-    sampling = [index for index, chunk in enumerate(plan.chunks) if chunk.samples]
-    num_rows = np.array([1 + plan.chunks[index].num_drafts for index in sampling], dtype=np.int64)
     # Of each sampled row: its chunk, and how many rows of that chunk are behind it.
-    sampled = np.array(sampling, dtype=np.int64).repeat(num_rows)
-    num_behind = (num_rows.cumsum() - 1).repeat(num_rows) - np.arange(len(sampled))
+    sampled = [index for index, chunk in enumerate(plan.chunks) if chunk.samples]
+    num_behind = [0] * len(sampled)
+    if len(positions) > len(plan.chunks) and any(chunk.num_drafts for chunk in plan.chunks):
+        rows = [(i, behind) for i in sampled for behind in range(plan.chunks[i].num_drafts, -1, -1)]
+        sampled, num_behind = [i for i, _ in rows], [behind for _, behind in rows]
+    behind_rows = np.array(num_behind, dtype=np.int64)
     cells, position_ids, logits_indices, sampled_cells, query_starts, lengths, block_table, slot_mapping = to_device(
         [
             token_slots * table.row_length + positions,
             positions,
-            ends[sampled] - 1 - num_behind,
-            (slots * table.row_length + num_keys)[sampled] - num_behind,
+            ends[sampled] - 1 - behind_rows,
+            (slots * table.row_length + num_keys)[sampled] - behind_rows,
             np.append(first, ends[-1]).astype(np.int32),
             num_keys.astype(np.int32),
             table.block_tables[slots, :width],
@@ -194,7 +192,7 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
         attention=attention,
         logits_indices=logits_indices,
         sampled_cells=sampled_cells,
-        sampling=[row for index in sampling for row in table.sampling_rows(plan.chunks[index])],
+        sampling=[table.sampling_row(plan.chunks[i], behind) for i, behind in zip(sampled, num_behind, strict=True)],
         prompt_logprobs=[chunk for chunk in prompts if chunk is not None],
         slots=slots,
     )
