@@ -38,10 +38,12 @@ def first_match(text: str, strings: tuple[str, ...]) -> tuple[int, str] | None:
 
 def live_prefix_length(text: str, strings: tuple[str, ...]) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of one of the strings."""
+    first_characters = {string[:1] for string in strings}
     for length in range(min(len(text), max(map(len, strings), default=1) - 1), 0, -1):
-        suffix = text[-length:]
-        if any(string.startswith(suffix) and len(string) > length for string in strings):
-            return length
+        if text[-length] in first_characters:  # of most text none is
+            suffix = text[-length:]
+            if any(string.startswith(suffix) and len(string) > length for string in strings):
+                return length
     return 0
 
 
