@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from train import MAX_GRADIENT
 
 HEADS = 4
-STEPS = 500
+STEPS = 400
 RATE = 0.002
 WEIGHTS = "medusa_lm_head.safetensors"
 

@@ -18,8 +18,8 @@ from workers.speculation.choose import load_drafter
 
 NUM_QUESTIONS = 8
 # What was measured, less the noise of so few questions.
-MIN_ACCEPTANCE = {"draft": 0.85}
-MAX_SHARE = {"draft": 0.2}  # of the model's bytes
+MIN_ACCEPTANCE = {"draft": 0.85, "medusa": 0.35}
+MAX_SHARE = {"draft": 0.2, "medusa": 0.1}  # of the model's bytes
 
 
 class MostDrafts(DraftLengths):
@@ -33,7 +33,7 @@ def num_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("method", ["draft"])
+@pytest.mark.parametrize("method", ["draft", "medusa"])
 def test_drafters_of_the_demo_model_are_small_and_mostly_right(method: str) -> None:
     loaded = load(DEMO_MODEL_PATH)
     max_drafts = DEFAULT_MAX_DRAFTS[method]
