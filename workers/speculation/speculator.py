@@ -6,8 +6,8 @@ sequence's newest token, and has the token ids of its drafts. From there on, dra
 
 On a CPU a step is complete before the next one begins, so everything is known. On a GPU, steps are launched ahead. A
 plan then waits for the steps before it if it has drafts, because they continue tokens that the host must know, or a
-sequence whose drafts are being verified. Other plans wait for nothing. A wait costs what the device idles until the
-next step is launched: drafting and preparing it, some 1 ms in a step that gives several tokens for one.
+sequence whose drafts are being verified. Other plans wait for nothing. After a wait, the device idles until the next
+step is drafted and launched.
 """
 
 from __future__ import annotations
