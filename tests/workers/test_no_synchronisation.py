@@ -219,7 +219,7 @@ def test_a_launch_does_not_wait_whatever_is_requested(
     assert bool(gpu.waits) == (name in MAY_WAIT)
 
 
-@pytest.mark.parametrize("name", ["everything"])
+@pytest.mark.parametrize("name", ["everything", GRAMMAR])
 @pytest.mark.parametrize("drafter", [NgramDrafter(), RandomDrafter(50)], ids=lambda drafter: type(drafter).__name__)
 def test_a_launch_with_drafts_waits_for_events_only_and_gives_the_same(
     drafter: Drafter, name: str, demo: LoadedModel, on_gpu: LoadedModel, gpu: SimulatedGpu
