@@ -139,8 +139,9 @@ class GrammarMatchers:
             sequence.token_ids.extend(token_ids)
             self._groups[sequence.group_id].num_tokens += len(token_ids)
             sequence.is_masked, sequence.masked_drafts = False, ()
-            is_as_forced = sequence.forced[: len(token_ids)] == token_ids
-            sequence.forced = sequence.forced[len(token_ids) :] if is_as_forced else ()
+            if sequence.forced:
+                is_as_forced = sequence.forced[: len(token_ids)] == token_ids
+                sequence.forced = sequence.forced[len(token_ids) :] if is_as_forced else ()
         if not sequence.is_waiting:
             sequence.is_waiting = True
             self._enqueue(sequence)

@@ -70,16 +70,14 @@ class _GrammarState:
         """Let another process follow the sequence, from its first token on."""
         if self.process is not process:
             self.process, self.incarnation = process, 0
+            self.first_ask = self.last_ask + 1
 
     def ask(self, token_ids: tuple[int, ...], drafts: tuple[int, ...]) -> Ask:
         """Return what asks for the masks behind tokens that the process lacks, and behind drafts."""
         self.last_ask += 1
-        if not (self.is_asked or self.is_ready):
-            self.first_ask = self.last_ask
-        self.is_asked = True
-        self.asked_drafts, self.ready_drafts = drafts, ()
-        if token_ids:
-            self.num_sent += len(token_ids)
+        self.is_asked, self.asked_drafts, self.ready_drafts = True, drafts, ()
+        self.num_sent += len(token_ids)
+        if self.forced:
             is_as_forced = self.forced[: len(token_ids)] == token_ids
             self.forced = self.forced[len(token_ids) :] if is_as_forced else ()
         return Ask(self.number, token_ids, self.last_ask, drafts, self.num_planned)
@@ -99,12 +97,9 @@ class _GrammarState:
 
     def use_masks(self, drafts: tuple[int, ...]) -> int:
         """Return how many masks there are for a step with these drafts, and expect no more for it."""
-        num_masks = 1 + num_common(drafts, self.ready_drafts)
         self.is_asked = self.is_ready = False
-        self.asked_drafts = self.ready_drafts = ()
-        self.first_ask = self.last_ask + 1
-        self.deferred_at = None
-        return num_masks
+        self.first_ask, self.deferred_at = self.last_ask + 1, None
+        return 1 + num_common(drafts, self.ready_drafts) if drafts else 1
 
     def lacks_token(self, row: SamplingRow) -> bool:
         """Whether a position before the row's was deferred, so that a token before the row is missing."""
@@ -127,6 +122,8 @@ class _SequenceRows:
 
     def span(self, sampled: list[int]) -> tuple[int, ...]:
         """Return the token ids of the sequence, given those of all rows [num_rows]: one, and each accepted draft's."""
+        if self.num_masked == 1:
+            return (sampled[self.first],)
         token_ids = tuple(sampled[self.first : self.first + self.num_masked])
         return token_ids[: 1 + num_common(token_ids, self.drafts)]
 
@@ -247,13 +244,12 @@ class GrammarMasks:
         Without it, the process would compute them beside the forward pass, which uses all cores. A mask is computed in
         vain if the answer has ended. `begin` asks for the others, and for those behind drafts.
         """
-        masked = [each for each in batch.sequences if each.num_masked]
-        sampled = token_ids.tolist() if masked else []
+        sampled = token_ids.tolist() if batch.sequences else []
         unsent: list[_Unsent] = []
-        for each in masked:
+        for each in batch.sequences:
             state = each.state
-            is_up_to_date = state.num_sent == rows[each.first].num_outputs and state.has_process
-            if is_up_to_date:
+            is_up_to_date = state.num_sent == rows[each.first].num_outputs
+            if each.num_masked and is_up_to_date and state.has_process:
                 unsent.append((state, each.span(sampled), ()))
         self._send(unsent)
 
@@ -343,7 +339,8 @@ class GrammarMasks:
         state.is_ready = not (mask.error or mask.is_slow)
         if mask.number == state.last_ask or mask.is_slow:
             state.is_asked = False
-            state.ready_drafts = (state.asked_drafts or mask.forced)[: mask.num_drafts]
+            if mask.num_drafts:
+                state.ready_drafts = (state.asked_drafts or mask.forced)[: mask.num_drafts]
         if mask.is_slow:
             self._slow_tenants.add(state.assignment.tenant, time.monotonic())
             state.move_to(self._slow_process)
@@ -392,20 +389,20 @@ class GrammarMasks:
         failures: list[tuple[int, str]] = []
         deferred: list[int] = []
         for each in grammars.sequences:
-            state, first, end = each.state, each.first, each.first + each.num_rows
+            state, first = each.state, each.first
             error = state.error or ("" if state.is_ready else state.process.refusal)
             if error:
                 failures.append((first, error[:MAX_FAILURE_CHARACTERS]))
-                deferred += range(first + 1, end)
             elif state.is_ready and not state.lacks_token(rows[first]):
-                each.num_masked = num_masked = state.use_masks(each.drafts)
-                bits[first : first + num_masked] = state.process.masks[rows[first].slot, :num_masked]
-                masked += range(first, first + num_masked)
-                deferred += range(first + num_masked, end)
+                each.num_masked = state.use_masks(each.drafts)
+                for number in range(each.num_masked):
+                    bits[first + number] = state.process.masks[rows[first].slot, number]
+                    masked.append(first + number)
             else:
                 if state.deferred_at is None:
                     state.deferred_at = rows[first].num_outputs
-                deferred += range(first, end)
+                deferred.append(first)
+            deferred += range(first + max(1, each.num_masked), first + each.num_rows)
         constrained = self._apply(bits, masked, logits, rows, in_place) if masked else logits
         return Constrained(constrained, tuple(failures), tuple(deferred))
 
