@@ -48,6 +48,7 @@ def gemm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O1", "-mno-amx-bf16", "-mno-amx-tile"))
+        patch.setattr(compiling, "SOURCES", ("skinny_gemm.c",))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         library = c_library.__wrapped__("bfloat16")
     if library is None:
