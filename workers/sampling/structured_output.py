@@ -402,7 +402,8 @@ class GrammarMasks:
                 if state.deferred_at is None:
                     state.deferred_at = rows[first].num_outputs
                 deferred.append(first)
-            deferred += range(first + max(1, each.num_masked), first + each.num_rows)
+            if each.num_rows > 1:
+                deferred += range(first + max(1, each.num_masked), first + each.num_rows)
         constrained = self._apply(bits, masked, logits, rows, in_place) if masked else logits
         return Constrained(constrained, tuple(failures), tuple(deferred))
 
