@@ -50,8 +50,8 @@ enum { ROWS_OF_TWO_CHAINS = 4 };           /* see dot_by_float */
 enum { SCALARS = INT6_BY_FLOAT + 1 };      /* one more kernel: a panel of scalars */
 enum { MIN_PARALLEL_NUMBERS = 16384 };     /* as in layers.c */
 
-/* Codes are prefetched so many bytes before they are multiplied. The strips of a thread follow each other in memory, so
-   this crosses from strip to strip. Scales are prefetched a strip before. */
+/* Codes are prefetched so many bytes before they are multiplied; at the end of a strip, those of the next strip. Scales
+   are prefetched a strip before. */
 enum { CODES_AHEAD = 4096 };
 
 #define INLINE static inline __attribute__((always_inline))
@@ -465,6 +465,7 @@ typedef struct {
     const quantized_weight *weight;
     number_reader scales, offsets;
     ptrdiff_t next_strip;     /* how far behind this strip the next one is */
+    const uint8_t *codes_end;
     int has_16_bits;          /* scales, and offsets if there are any, are float16 or bfloat16 */
     int64_t super_block_left; /* groups of the super-block after this one */
     int64_t group_left;       /* inputs of the group, from the block's first one on */
@@ -503,6 +504,12 @@ INLINE void begin_group(strip_reader *reader) {
     } else begin_group_of_any_type(reader);
 }
 
+/* How far behind the codes of this block are those that are prefetched: at the end of a strip, scales are between. */
+INLINE ptrdiff_t ahead_of_block(const int kernel, const strip_reader *reader) {
+    if (reader->block.codes + CODES_AHEAD < reader->codes_end) return CODES_AHEAD;
+    return CODES_AHEAD + reader->next_strip - code_bytes(kernel, reader->weight->base.num_inputs);
+}
+
 INLINE void read_strip(const int kernel, strip_reader *reader, const quantized_weight *weight, const inputs *inputs,
                        const tables *tables, const uint8_t *strip, ptrdiff_t next_strip) {
     const uint8_t *const scales = strip + code_bytes(kernel, weight->base.num_inputs);
@@ -516,8 +523,9 @@ INLINE void read_strip(const int kernel, strip_reader *reader, const quantized_w
     reader->offsets = read_numbers(weight, weight->offset_type, offsets);
     reader->block = (block){.codes = strip, .x = inputs->x, .sums = inputs->block_sums, .starts = inputs->starts,
                             .row_bytes = inputs->row_bytes, .num_blocks = inputs->num_blocks,
-                            .ahead = CODES_AHEAD, .has_offsets = weight->offset_type != NO_NUMBERS,
-                            .tables = tables};
+                            .has_offsets = weight->offset_type != NO_NUMBERS, .tables = tables};
+    reader->codes_end = scales;
+    reader->block.ahead = ahead_of_block(kernel, reader);
     begin_group(reader);
     reader->block.num_inputs = reader->group_left < panel_inputs(kernel) ? reader->group_left : panel_inputs(kernel);
 }
@@ -526,6 +534,7 @@ INLINE void read_strip(const int kernel, strip_reader *reader, const quantized_w
 INLINE void next_block(const int kernel, strip_reader *reader) {
     block *const block = &reader->block;
     block->codes += code_bytes(kernel, block->num_inputs);
+    block->ahead = ahead_of_block(kernel, reader);
     block->x += block->num_inputs * (is_by_int8(kernel) ? 1 : (int64_t)sizeof(scalar));
     block->sums += 1;
     block->starts += 1;
@@ -889,9 +898,6 @@ static void multiply_strips_of_thread(const quantized_weight *quantized, const i
         const uint8_t *strip = weight->data + i * weight->strip_bytes;
         const uint8_t *next = strip_to_prefetch(weight, strips, i + 1);
         const ptrdiff_t next_strip = next ? next - strip : 0;
-        if (next && i + 1 == strips.end)
-            for (int64_t byte = 0; byte < CODES_AHEAD; byte += (int64_t)sizeof(ints))
-                prefetch(next + byte);
         switch (quantized->kernel) {
         case INT4_BY_INT8: strip_of_int4_by_int8(sums, quantized, inputs, &tables, strip, next_strip); break;
         case INT8_BY_INT8: strip_of_int8_by_int8(sums, quantized, inputs, &tables, strip, next_strip); break;
