@@ -27,6 +27,7 @@ import pytest
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from tests.support import proc
+from tests.support.default_signals import heed_hangups
 from tests.support.raw_sockets import connect, post, read_answer
 from tests.support.server_process import ServerProcess, events, free_port, serving
 
@@ -78,7 +79,7 @@ def test_sighup_drains_the_server_unless_nohup_started_it(tmp_path: Path) -> Non
     for name, command in (("ends", serve), ("stays", ["nohup", *serve])):
         with (tmp_path / name).open("wb") as log:
             started[name] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_heed_hangups
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=heed_hangups
             )
     try:
         for name in started:
@@ -95,11 +96,6 @@ def test_sighup_drains_the_server_unless_nohup_started_it(tmp_path: Path) -> Non
         for process in started.values():
             process.kill()
             process.wait()
-
-
-def _heed_hangups() -> None:
-    """Undo nohup, which the tests may have inherited."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def test_workers_ignore_the_signals_that_a_supervisor_sends_to_every_process(streaming: Any) -> None:

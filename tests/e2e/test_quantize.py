@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
+from tests.support.default_signals import heed_interrupts
 from tests.support.quantize_command import demo_documents, dequantized, make_model_with_tokenizer, write_texts
 from tests.support.server_process import serving
 
@@ -64,7 +65,10 @@ def test_a_server_answers_as_the_dequantized_model(model: str, flags: list[str],
 def test_an_interrupt_leaves_nothing(sent: signal.Signals, texts: Path, tmp_path: Path) -> None:
     arguments = ["demo", str(tmp_path / "out"), "--method", "gptq", "--calibration", str(texts)]
     process = subprocess.Popen(
-        [*COMMAND, *arguments, "--num-samples", "100", "--max-length", "200"], stderr=subprocess.PIPE, text=True
+        [*COMMAND, *arguments, "--num-samples", "100", "--max-length", "200"],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
     )
     assert process.stderr is not None
     with process, process.stderr as lines:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from servekit.cli import main
+from tests.support.default_signals import heed_interrupts
 from tests.support.scripted_server import DONE, ScriptedServer, frame, piece, scripted_server
 from tests.support.server_process import ServerProcess, serving
 
@@ -56,7 +57,7 @@ def test_sigint_ends_a_chat_in_a_pipe_at_any_point(scripted: ScriptedServer, ask
     scripted.scripts[CHAT] = [[piece("yes"), DONE], [NEVER]]
     command = [sys.executable, "-m", "servekit", "chat", scripted.url]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, preexec_fn=_heed_interrupts) as process:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, preexec_fn=heed_interrupts) as process:
         assert process.stdin is not None and process.stdout is not None
         print("a", file=process.stdin, flush=True)
         assert process.stdout.readline() == "yes\n"
@@ -65,11 +66,6 @@ def test_sigint_ends_a_chat_in_a_pipe_at_any_point(scripted: ScriptedServer, ask
             scripted.wait_for(num_asked=2)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == -signal.SIGINT
-
-
-def _heed_interrupts() -> None:
-    """Undo what a shell does to a command in the background: it ignores SIGINT, and so does what it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("command", ["chat", "top"])

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from servekit.cli import main
 from servekit.terminal import chat, top  # noqa: F401  to have them imported before the fork
+from tests.support.default_signals import heed_hangups
 
 MAX_REQUEST_BYTES = 1 << 16
 
@@ -46,6 +47,7 @@ def _run(terminal: int, arguments: list[str], environment: dict[str, str]) -> No
         os.dup2(terminal, fd)
     os.close(terminal)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    heed_hangups()
     os.environ.clear()
     os.environ.update(environment)
     encoding = environment.get("PYTHONIOENCODING", "utf-8")

@@ -60,6 +60,11 @@ def test_a_draft_takes_its_own_time_and_is_no_prompt_token() -> None:
     assert model.duration_s(StepPlan(1, 1, (), (verifying,))) == pytest.approx(5e-3 + 3 * 7e-6)
 
 
+def test_without_times_for_tokens_a_prompt_takes_as_long_as_a_decode() -> None:
+    prompt = ScheduledChunk(0, 0, 100, tuple(range(100)), (), True)
+    assert parse_simulated("sim:step=5ms").duration_s(StepPlan(1, 1, (), (prompt,))) == 5e-3
+
+
 @pytest.mark.parametrize("acceptance", [0.0, 0.25, 0.7, 1.0])
 def test_each_draft_behind_accepted_ones_is_accepted_with_the_given_probability(acceptance: float) -> None:
     model, steps = parse_simulated(f"sim:instant,acceptance={acceptance}"), range(20_000)
