@@ -7,7 +7,7 @@ figure is the median of its rounds; a ratio is the median of the rounds' own rat
 the server without speculation. Client, servers and workers share the cores.
 
 - The demo model answers its own questions, repeats sentences, and continues random words at temperature 2, which gives
-  a text that nobody can guess. All other answers are greedy.
+  a text that cannot be predicted. All other answers are greedy.
 - `0.4b` is benchmarks/copying_llama.py: a model of that shape whose answers are known by construction. In `copying` an
   answer is a piece of the prompt, in `editing` the same with another token at every 16th place, and with `random
   tokens` nothing of it is in the prompt. So these rows show what prompt lookup gives if it is right or wrong: the time

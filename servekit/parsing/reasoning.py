@@ -58,7 +58,7 @@ class ReasoningFormat(Protocol):
 
 @dataclass(frozen=True)
 class NoReasoning:
-    """The model does not reason, or its reasoning is not told apart."""
+    """The model does not reason, or its reasoning is not separated."""
 
     markers: tuple[str, ...] = ()
 

@@ -36,7 +36,7 @@ class ServiceLag:
         self._spans = spans
 
     def accept(self, tenant: str, num_drafts: int) -> None:
-        """Count drafts that were accepted. Those that were rejected count for nobody."""
+        """Count drafts that were accepted. Rejected drafts count for no tenant."""
         self._service[tenant] += num_drafts
 
 

@@ -98,7 +98,7 @@ class SharedTurns:
             view.count(tenants[chunk.slot], chunk.num_tokens - chunk.num_drafts)
 
     def accept(self, index: int, tenant: str, num_drafts: int) -> None:
-        """Count drafts that were accepted. Those that were rejected count for nobody."""
+        """Count drafts that were accepted. Rejected drafts count for no tenant."""
         self._views[index].count(tenant, num_drafts)
 
     def exchanged(self) -> None:

@@ -14,6 +14,8 @@ from msgspec import Struct, field
 
 # A client that receives neither a token nor the end for this long counts as stuck.
 STUCK_S = 60.0
+# An answer that is sent whole shows nothing of its progress, and may live through the loss of several workers.
+WHOLE_STUCK_S = 3 * STUCK_S
 
 
 class End(StrEnum):
@@ -96,6 +98,8 @@ async def ask(
     """Send a request and read its answer, or disconnect after `leaves_after` tokens or `patience_s` seconds."""
     reply = Reply(started_s=time.monotonic())
     gives_up_s = reply.started_s + patience_s
+    is_stream = asked.path == "/generate_stream" or asked.body.get("stream", False)
+    stuck_s = STUCK_S if is_stream else WHOLE_STUCK_S
     try:
         reader, writer = await connections.take()
     except OSError:
@@ -103,12 +107,12 @@ async def ask(
         return reply
     is_clean = False
     try:
-        async with asyncio.timeout(min(STUCK_S, patience_s)) as deadline:
+        async with asyncio.timeout(min(stuck_s, patience_s)) as deadline:
 
             def token(now_s: float) -> None:
                 reply.token_times_s.append(now_s)
                 on_token(now_s)
-                deadline.reschedule(min(asyncio.get_running_loop().time() + STUCK_S, gives_up_s))
+                deadline.reschedule(min(asyncio.get_running_loop().time() + stuck_s, gives_up_s))
                 if len(reply.token_times_s) == leaves_after:
                     raise _ClientLeft
 

@@ -17,20 +17,11 @@ from workers.speculation.ngram import NgramDrafter
 def load_drafter(
     loaded: LoadedModel, settings: LoadModel, report_stage: Callable[[str], None] = lambda _: None
 ) -> LoadedDrafter | None:
-    """Return the drafter that `--speculative` names; None if speculation is off. Raises ConfigError.
-
-    In a pipeline the next step begins before the last stage has sampled. So it is not known by then which drafts are
-    accepted.
-    """
+    """Return the drafter that `--speculative` names; None if speculation is off. Raises ConfigError."""
     speculative = settings.speculative
     if not speculative.is_on:
         return None
-    if settings.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"--speculative {speculative.method} does not work with pipeline parallelism, and "
-            f"--pipeline-parallel-size is {settings.pipeline_parallel_size}; choose --speculative off, or divide the "
-            "model by --tensor-parallel-size"
-        )
+    assert settings.pipeline_parallel_size == 1, "the server refuses speculation in a pipeline"
     match speculative.method:
         case "ngram":
             return WithoutWeights(NgramDrafter)

@@ -292,7 +292,7 @@ class PromptTokensDetails(Struct):
 class CompletionTokensDetails(Struct):
     """Details of the answers' tokens; each is absent where there is nothing to tell."""
 
-    # drafts of speculative decoding, whoever made them, that are tokens of the answers
+    # drafts of speculative decoding that became tokens of the answers
     accepted_prediction_tokens: int | UnsetType = UNSET
     # other drafts that were verified; OpenAI bills these, here they cost nothing
     rejected_prediction_tokens: int | UnsetType = UNSET

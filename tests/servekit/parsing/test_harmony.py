@@ -1,4 +1,4 @@
-"""Messages in harmony's channels are told apart by their headers."""
+"""Messages in harmony's channels are recognized by their headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the log writer: nothing waits for whoever reads standard error, and no line is lost in silence."""
+"""Tests of the log writer: nothing waits for the reader of standard error, and no line is lost unreported."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_a_lead_for_what_others_compute_has_a_bound() -> None:
     assert counters(manager) == {"modest": 12, "flood": lead + 12}, "what is computed here is always counted"
 
 
-def test_while_nobody_waits_the_next_tenant_starts_level_with_those_that_are_served_elsewhere() -> None:
+def test_while_no_tenant_waits_the_next_one_starts_level_with_those_that_are_served_elsewhere() -> None:
     """It was idle, and gains nothing by it."""
     (manager,) = make_managers(1)
     manager.apply(ChargeElsewhere({"busy": 500, "other": 300}, 10_000))

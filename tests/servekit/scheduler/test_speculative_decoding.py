@@ -1,4 +1,4 @@
-"""Claims about drafts: whoever makes them, the answers are the same, and nobody waits for a guess."""
+"""Claims about drafts: with each drafter the answers are the same, and no sequence waits for a draft."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_prompts_go_before_drafts() -> None:
         assert [chunk.num_tokens for chunk in prefill] == [num_prefill_tokens]
 
 
-def test_nobody_is_preempted_for_a_draft() -> None:
+def test_no_sequence_is_preempted_for_a_draft() -> None:
     """All but two of the blocks are in use: two sequences get drafts up to the end of their blocks."""
     manager = make_manager(max_drafts=7, num_blocks=8, block_size=4, max_num_seqs=3, is_reckless=True)
     driver = Driver(manager)

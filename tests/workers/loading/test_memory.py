@@ -1,4 +1,8 @@
-"""Claims about the memory of a load: what remains is what codes and scales take, and the peak is one layer more."""
+"""Claims about the memory of a load: what remains is what codes and scales take, and the peak is one layer more.
+
+The peak also holds the matrix whose form is changed a second time. A thread samples the memory each millisecond, so it
+sees that moment in some runs only.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,7 @@ MATRICES = {
 NUM_WEIGHTS = NUM_LAYERS * sum(rows * columns for rows, columns in MATRICES.values())  # 91 million
 LAYER_BYTES = 2 * NUM_WEIGHTS // NUM_LAYERS  # in bfloat16, as the model computes
 PAGES_BYTES = 2**22  # the C library keeps some
+MATRIX_BYTES = 2 * HIDDEN * INNER  # the largest matrix in bfloat16
 BY_ROW = 32 / HIDDEN  # bits of a weight for a float32 scale of each row
 
 # Bits of a weight in memory, with its scales and zero points.
@@ -127,8 +132,8 @@ def check(held: int, peak: int, bits: float, least_bits: float | None = None) ->
     expected, least = (NUM_WEIGHTS * each / 8 for each in (bits, least_bits or bits))
     assert held < 1.03 * expected + PAGES_BYTES
     assert held > 0.97 * least - PAGES_BYTES, "some of the weights are not counted"
-    assert peak < expected + LAYER_BYTES + PAGES_BYTES, (
-        "while it is loaded, memory holds more than one layer in addition"
+    assert peak < expected + LAYER_BYTES + MATRIX_BYTES + PAGES_BYTES, (
+        "while it is loaded, memory holds more than one layer and one matrix in addition"
     )
 
 

@@ -46,12 +46,6 @@ def test_prompt_lookup_is_chosen_by_its_name() -> None:
     assert isinstance(chosen(replace(SETTINGS, speculative=NGRAM)).make_drafter(None), NgramDrafter)
 
 
-def test_pipeline_is_refused_with_what_to_do() -> None:
-    settings = replace(SETTINGS, speculative=NGRAM, pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"ngram does not work with pipeline .*-size is 2; choose --speculative off"):
-        chosen(settings)
-
-
 def test_unknown_drafter_is_refused() -> None:
     with pytest.raises(ConfigError, match="no such drafter"):
         chosen(replace(SETTINGS, speculative=SpeculativeConfig("tarot", max_drafts=4)))

@@ -1,4 +1,4 @@
-"""The contract of speculative decoding: whoever drafts, tokens and logprobs are those of a runner without drafts."""
+"""The contract of speculative decoding: with each drafter, tokens and logprobs are those of a runner without drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims about drafts under grammars: they change no token of an answer, whoever makes them and whatever fails."""
+"""Claims about drafts under grammars: they change no token of an answer, with each drafter and after each failure."""
 
 from __future__ import annotations
 
