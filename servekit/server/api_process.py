@@ -159,8 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     connected = socket.socket(fileno=arguments.connection_fd)
     listener = socket.socket(fileno=arguments.listener_fd)
     for each in (connected, listener):
-        # Otherwise the processes that this one starts have them, too: clients would wait at a socket that no process serves
-        # any more, and the engine process would not see the end of this process.
+        # Otherwise the processes that this one starts have them, too: clients would wait at a socket that no process
+        # serves any more, and the engine process would not see the end of this process.
         each.set_inheritable(False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(connected, listener))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from servekit.protocol.messages import LoadModel
 from servekit.protocol.speculative_config import SpeculativeConfig
+from tests.support.load_settings import load_settings
 from workers.loading.model_manager import LoadedModel
 
 MAX_DRAFTS = 4
@@ -44,19 +45,8 @@ MTP_MODELS: dict[str, dict[str, object]] = {  # by model type, beside the sizes 
 
 def settings_with_head(loaded: LoadedModel, method: str, path: str = "") -> LoadModel:
     """Return the settings of InProcessEngine with `--speculative METHOD:PATH`."""
-    return LoadModel(
-        model_path=loaded.model.name_or_path,
-        dtype="auto",
-        device="cpu",
-        block_size=4,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        max_model_len=None,
-        num_kv_blocks=64,
-        kv_cache_memory_bytes=None,
-        gpu_memory_utilization=0.9,
-        speculative=SpeculativeConfig(method, path, MAX_DRAFTS),
-    )
+    speculative = SpeculativeConfig(method, path, MAX_DRAFTS)
+    return load_settings(loaded.model.name_or_path, dtype="auto", speculative=speculative)
 
 
 def make_eagle3_head(

@@ -11,7 +11,7 @@ import torch
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.protocol.messages import PromptLogprobs, ScheduledChunk, StepPlan, StepResult, TokenLogprobs
 from tests.support.inprocess import InProcessEngine, load
-from workers.batch import Batch
+from tests.support.little_memory import LittleMemory
 from workers.loading.model_manager import LoadedModel
 from workers.runner import model_runner
 from workers.runner.interface import OutOfMemory
@@ -53,16 +53,6 @@ def played(loaded: LoadedModel) -> list[Any]:
 def test_step_in_parts_gives_the_same_as_at_once(
     demo: LoadedModel, at_once: list[Any], monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
-    forward = ModelRunner._forward
-    num_failures = 0
-
-    def with_little_memory(self: ModelRunner, batch: Batch, token_indices: torch.Tensor) -> torch.Tensor:
-        nonlocal num_failures
-        if len(batch.input_ids) > max_tokens:
-            num_failures += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return forward(self, batch, token_indices)
-
     num_releases = 0
 
     def release_memory() -> None:  # a garbage collection takes a tenth of a second here
@@ -70,9 +60,9 @@ def test_step_in_parts_gives_the_same_as_at_once(
         num_releases += 1
 
     monkeypatch.setattr(model_runner, "release_memory", release_memory)
-    monkeypatch.setattr(ModelRunner, "_forward", with_little_memory)
+    memory = LittleMemory(monkeypatch, max_tokens)
     in_parts = played(demo)
-    assert num_releases == num_failures > 0, "memory is released before each further attempt"
+    assert num_releases == memory.num_failures > 0, "memory is released before each further attempt"
     for (tokens, of_prompt, of_output), (same, also_of_prompt, also_of_output) in zip(at_once, in_parts, strict=True):
         assert tokens == same
         assert_alike(of_prompt, also_of_prompt)

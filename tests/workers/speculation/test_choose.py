@@ -13,22 +13,12 @@ from servekit.errors import ConfigError
 from servekit.protocol.messages import LoadModel, ScheduledChunk, SlotAssignment, StepPlan
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
+from tests.support.load_settings import load_settings
 from workers.runner.model_runner import load
 from workers.speculation.choose import load_drafter
 from workers.speculation.ngram import NgramDrafter
 
-SETTINGS = LoadModel(
-    model_path=str(DEMO_MODEL_PATH),
-    dtype="float32",
-    device="cpu",
-    block_size=16,
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    max_model_len=None,
-    num_kv_blocks=64,
-    kv_cache_memory_bytes=None,
-    gpu_memory_utilization=0.9,
-)
+SETTINGS = load_settings(str(DEMO_MODEL_PATH), block_size=16, max_num_seqs=4)
 NGRAM = SpeculativeConfig("ngram", max_drafts=4)
 
 

@@ -11,7 +11,6 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from servekit.errors import ConfigError
@@ -20,6 +19,7 @@ from servekit.protocol.speculative_config import SpeculativeConfig
 from servekit.scheduler.draft_length import NUM_LEVELS, DraftLengths
 from servekit.scheduler.sequence import Sequence
 from tests.support.inprocess import InProcessEngine, load
+from tests.support.load_settings import load_settings
 from tests.support.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_model
 from tests.workers.test_token_identity import make_prompts, prepared, serve_with_joins_and_leaves
 from workers.runner.model_runner import make_runner
@@ -32,20 +32,7 @@ SMALLER = {**ARCHITECTURES["llama"][1], "num_hidden_layers": 1, "hidden_size": 2
 
 
 def settings_for(target: Path, speculative: SpeculativeConfig, **fields: object) -> LoadModel:
-    settings = LoadModel(
-        model_path=str(target),
-        dtype="float32",
-        device="cpu",
-        block_size=4,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        max_model_len=None,
-        num_kv_blocks=None,
-        kv_cache_memory_bytes=None,
-        gpu_memory_utilization=0.9,
-        speculative=speculative,
-    )
-    return replace(settings, **fields)
+    return load_settings(str(target), speculative=speculative, **{"num_kv_blocks": None, **fields})
 
 
 @cache
@@ -253,8 +240,6 @@ def test_files_that_cannot_be_served_are_refused(target: Path, tmp_path: Path) -
     (draft / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
     with pytest.raises(ConfigError, match="--speculative draft: "):
         load_drafter(loaded, settings)
-    with pytest.raises(ConfigError, match="pipeline parallelism"):
-        load_drafter(loaded, replace(settings, pipeline_parallel_size=2))
 
 
 def test_weights_that_are_no_numbers_change_no_token(tmp_path: Path) -> None:

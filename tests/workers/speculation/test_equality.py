@@ -13,13 +13,13 @@ import torch
 from servekit.protocol.messages import StepResult
 from tests.support.drafters import HostileDrafter, OracleDrafter, RandomDrafter, WatchingDrafter
 from tests.support.inprocess import InProcessEngine
+from tests.support.little_memory import LittleMemory
 from tests.support.tiny_models import ARCHITECTURES, VOCAB_SIZE
 from tests.workers.test_token_identity import make_prompts, prepared
 from workers.batch import Batch
 from workers.loading.model_manager import LoadedModel
 from workers.runner import model_runner
 from workers.runner.interface import Pending
-from workers.runner.model_runner import ModelRunner
 from workers.speculation.drafter import Drafter, DraftRequest, HiddenStates
 from workers.speculation.ngram import NgramDrafter
 from workers.speculation.speculator import Speculator
@@ -251,21 +251,11 @@ def test_forks_give_the_tokens_without_drafts(drafter: str) -> None:
 def test_steps_that_do_not_fit_into_memory_give_the_same_in_parts(
     drafter: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = ModelRunner._forward
-    num_failures = 0
-
-    def with_little_memory(self: ModelRunner, batch: Batch, token_indices: torch.Tensor) -> torch.Tensor:
-        nonlocal num_failures
-        if len(batch.input_ids) > max_tokens:
-            num_failures += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return forward(self, batch, token_indices)
-
     answers = expected("llama")
     monkeypatch.setattr(model_runner, "release_memory", lambda: None)
-    monkeypatch.setattr(ModelRunner, "_forward", with_little_memory)
+    memory = LittleMemory(monkeypatch, max_tokens)
     assert_alike(play(speculating("llama", drafter, SIZES[0])), answers)
-    assert num_failures > 0
+    assert memory.num_failures > 0
 
 
 class StateReader(WatchingDrafter):

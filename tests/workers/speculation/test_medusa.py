@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from servekit.protocol.messages import LoadModel, SlotAssignment, StepPlan
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
 from tests.support.inprocess import InProcessEngine
+from tests.support.load_settings import load_settings
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.workers.test_token_identity import make_prompts, prepared, serve_with_joins_and_leaves
 from workers.speculation.choose import load_drafter
@@ -43,17 +43,9 @@ def tensors_of(
 
 
 def settings_for(path: Path) -> LoadModel:
-    return LoadModel(
-        model_path=str(prepared("llama")[0].model.name_or_path),
-        dtype="float32",
-        device="cpu",
-        block_size=4,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        max_model_len=None,
+    return load_settings(
+        str(prepared("llama")[0].model.name_or_path),
         num_kv_blocks=None,
-        kv_cache_memory_bytes=None,
-        gpu_memory_utilization=0.9,
         speculative=SpeculativeConfig("medusa", str(path), HEADS),
     )
 
@@ -191,8 +183,6 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "medusa_lm_head.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(ConfigError, match="can be read: "):
         load_drafter(loaded, settings)
-    with pytest.raises(ConfigError, match="pipeline parallelism"):
-        load_drafter(loaded, replace(settings, pipeline_parallel_size=2))
 
 
 class Bomb:
