@@ -1,6 +1,6 @@
 """Tokens per second, and processor time of each kind of process for a token, with 1, 2 and 4 API processes.
 
-    python -m benchmarks.api_processes [--processes 1 2 4] [--replicas 2] [--streams 256] [--tokens 200] [--rounds 3]
+    python -m benchmarks.api_processes [--processes 1 2 4] [--replicas 1] [--streams 256] [--tokens 200] [--rounds 3]
 
 The workers are simulated and take no time, so what is left is servekit itself, and the kernel. On a machine with few
 cores all processes compete, and the throughput says little. What a process takes for a token says more: if it takes T

@@ -1,19 +1,22 @@
-"""Requests of ordinary HTTP clients that offer another protocol, and must not fail."""
+"""Connections: many that send nothing, and those of ordinary HTTP clients that offer another protocol."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import shutil
 import subprocess
+from collections import Counter
 from random import Random
 
 from tests.torture.attacks.claims import Claim, Scenario, counts
-from tests.torture.attacks.requests import post_json
-from tests.torture.attacks.tenants import BYSTANDER_KEY, serving_tenants
+from tests.torture.attacks.requests import Answer, post_json
+from tests.torture.attacks.tenants import BYSTANDER_KEY, memory_mib, serving_tenants
 from tests.torture.report import BUILD
 from tests.torture.streams import RequestSpec
 
+NUM_IDLE = 5_000
 SHORT = RequestSpec("short", "/generate_stream", {"prompt": "a", "max_tokens": 4})
 UPGRADE = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA")
 
@@ -71,4 +74,33 @@ def _java(url: str, body: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
-SCENARIOS = [Scenario("upgrade", offered_upgrade)]
+def idle_connections(seconds: float, chance: Random) -> list[Claim]:
+    """Hold open many connections that send nothing, and ask beside them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with serving_tenants("idle", "--model", "sim:instant", "--header-timeout", "300") as server:
+        before_mib = sum(memory_mib(server).values())
+        num_open, answers = asyncio.run(_ask_beside_idle_connections(server.port))
+        more_mib = sum(memory_mib(server).values()) - before_mib
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    statuses = [answer.summary for answer in answers]
+    longest_s = max(answer.seconds for answer in answers)
+    return [
+        Claim(f"{NUM_IDLE:,} open connections", f"{num_open:,} open connections", num_open == NUM_IDLE),
+        Claim("each request beside them: 200", counts(Counter(statuses)), set(statuses) == {"200"}),
+        Claim("longest <= 0.5 s", f"longest {1000 * longest_s:.0f} ms", longest_s <= 0.5, is_timed=True),
+        Claim("memory <= +128 MiB", f"{more_mib:+.0f} MiB", more_mib <= 128),
+    ]
+
+
+async def _ask_beside_idle_connections(port: int) -> tuple[int, list[Answer]]:
+    """Return how many idle connections are open after all requests were answered, and the answers."""
+    idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(NUM_IDLE)]
+    answers = [await post_json(port, BYSTANDER_KEY, SHORT.path, SHORT.body) for _ in range(100)]
+    num_open = sum(not reader.at_eof() for reader, _ in idle)
+    for _, writer in idle:
+        writer.close()
+    return num_open, answers
+
+
+SCENARIOS = [Scenario("upgrade", offered_upgrade), Scenario("idle-connections", idle_connections)]

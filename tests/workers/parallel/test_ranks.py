@@ -23,7 +23,7 @@ RANKS = {
     (3, 1): ["llama", "gemma2", "w8a16_asymmetric"],
     (1, 2): ["llama_wide", "qwen3", "gemma2", "mixtral", "w4a16"],
     (1, 3): ["llama"],
-    (2, 2): ["llama_wide", "mixtral", "w4a16"],
+    (2, 2): ["llama_wide", "qwen3_wide", "gemma2", "mixtral", "w4a16"],
 }
 # Of each rank: key-value heads, rows of the vocabulary, layers. Where the number of ranks does not divide the two
 # key-value heads, a rank holds those that its queries use.
