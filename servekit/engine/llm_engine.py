@@ -77,7 +77,7 @@ class LLMEngine:
         count_refused = self.metrics.joins.refused
         self._worker_pool = None if config.listen_workers is None else WorkerPool(config, count_refused)
         self._registry = RequestRegistry()
-        self.replicas = Replicas(config.block_size, self._registry)
+        self.replicas = Replicas(config.block_size, self._registry, may_grow=config.listen_workers is not None)
         self._supervisor = ReplicaSupervisor(config, self.replicas, self._registry, self._worker_pool)
         self.profiling = Profiling(config, self.replicas.all[0].executor)
         self._queue_limits = QueueLimits(config)

@@ -31,9 +31,11 @@ SUSPECTS_WAIT_S = 60.0  # for a worker that joins in place of the one that they 
 class Replicas:
     """All replicas of one engine, and which of them has which sequence. Everything runs on the event loop's thread."""
 
-    def __init__(self, block_size: int, registry: RequestRegistry) -> None:
+    def __init__(self, block_size: int, registry: RequestRegistry, *, may_grow: bool = False) -> None:
+        """Begin without replicas. `may_grow` says that others may be added while there are sequences."""
         self.all: list[Replica] = []
         self._registry = registry
+        self._may_grow = may_grow
         self._router = Router(block_size)
         self._service_exchange = ServiceExchange()
 
@@ -110,6 +112,8 @@ class Replicas:
         Raises ContextTooLong if none can: the largest replica may have been given up since the request was checked.
         """
         if len(self.all) == 1:
+            if self._may_grow:
+                self._router.record(0, commands)  # what still waits when a replica is added moves there
             return self.all[0].core
         self.limits.check_fits(len(commands[0].prompt_token_ids), commands[0].sampling.max_tokens)
         return self._choose([each for each in self.all if not each.is_vacated], commands).core
@@ -122,7 +126,9 @@ class Replicas:
         route = self._router.route(commands)
         if route is not None:
             return self.all[route.replica_id]
-        return min(fitting, key=lambda each: (not each.is_ready, each.core.manager.num_waiting))
+        chosen = min(fitting, key=lambda each: (not each.is_ready, each.core.manager.num_waiting))
+        self._router.record(chosen.index, commands)
+        return chosen
 
     # -- moving -------------------------------------------------------------------------------------------------------
 

@@ -95,12 +95,7 @@ class Router:
         replicas = self._available()
         if not replicas:
             return None
-        prompt, num_tokens = leader.prompt_token_ids, len(leader.prompt_token_ids)
-        hashes: list[bytes] = []
-        if leader.sampling.prompt_logprobs is None:  # otherwise all positions must be computed
-            num_blocks = (num_tokens - 1) // self._block_size  # without the last token, whose logits are needed
-            hashes = [*leader.block_hashes[:num_blocks]]
-            continue_chain(hashes, leader.tenant, array("i", prompt), num_blocks, self._block_size)
+        num_tokens, hashes = len(leader.prompt_token_ids), self._hashes(leader)
         speeds = self._speeds(replicas)
         length = self._mean_length(replicas)
         choices: list[_Choice] = []
@@ -116,9 +111,27 @@ class Router:
         best = _best(choices)
         self._num_routes += 1
         best.replica.last_chosen = self._num_routes
-        ids = tuple(command.sequence_id for command in commands)
-        best.replica.add(RoutedPrompt(ids, hashes, num_tokens, best.num_found, leader.tenant))
+        best.replica.add(RoutedPrompt(_ids(commands), hashes, num_tokens, best.num_found, leader.tenant))
         return Route(best.replica.replica_id, best.num_cached * self._block_size, best.ttft_s)
+
+    def record(self, replica_id: int, commands: Sequence[AddSequence]) -> None:
+        """Note that the caller has chosen the replica for all answers to one prompt. `rebalance` may move them later.
+
+        The caller gives the commands to that replica's manager before it calls the router again.
+        """
+        leader, replica = commands[0], self.replicas[replica_id]
+        hashes = self._hashes(leader)
+        num_found = replica.num_found(hashes)
+        replica.add(RoutedPrompt(_ids(commands), hashes, len(leader.prompt_token_ids), num_found, leader.tenant))
+
+    def _hashes(self, leader: AddSequence) -> list[bytes]:
+        """Return the hashes of the prompt's blocks that may be found in a prefix cache."""
+        if leader.sampling.prompt_logprobs is not None:
+            return []  # all positions must be computed
+        num_blocks = (len(leader.prompt_token_ids) - 1) // self._block_size  # the logits of the last token are needed
+        hashes = [*leader.block_hashes[:num_blocks]]
+        continue_chain(hashes, leader.tenant, array("i", leader.prompt_token_ids), num_blocks, self._block_size)
+        return hashes
 
     def rebalance(self, max_moves: int) -> list[Move]:
         """Return all of `find_moves`."""
@@ -208,6 +221,10 @@ class Router:
         """Return the mean length of recent answers, in tokens. It is the same for all replicas: clients decide it."""
         known = [length for each in replicas if (length := each.manager.output_lengths.mean_length)]
         return sum(known) / len(known) if known else UNKNOWN_LENGTH
+
+
+def _ids(commands: Sequence[AddSequence]) -> tuple[int, ...]:
+    return tuple(command.sequence_id for command in commands)
 
 
 def _best(choices: Sequence[_Choice]) -> _Choice:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from servekit.protocol.sampling_params import SamplingParams
@@ -133,6 +134,35 @@ def test_a_server_that_restarts_finds_its_worker_again(service: Service) -> None
     service.server = service.start_server()
     service.server.wait_until_ready(ENOUGH_S)
     assert service.answers(lambda: None) == expected()
+
+
+@pytest.mark.long
+def test_a_worker_that_joins_takes_waiting_sequences_within_a_second(tmp_path: Path) -> None:
+    service = Service(tmp_path, "--data-parallel-size", "1", "--max-num-seqs", "4")
+
+    def stream(prompt: str) -> None:
+        with suppress(httpx2.HTTPError, AssertionError):  # the server ends before the answers
+            service.server.stream(prompt, max_tokens=400, ignore_eos=True)
+
+    def num_running(replica: int) -> float:
+        metrics = service.server.client.get("/metrics").text
+        found = re.search(rf'servekit_num_requests_running{{[^}}]*replica="{replica}"[^}}]*}} (\S+)', metrics)
+        return float(found[1]) if found else 0.0
+
+    with ThreadPoolExecutor(16) as threads:
+        try:
+            service.server.wait_until_ready(ENOUGH_S)
+            for number in range(16):
+                threads.submit(stream, f"What is {number} times {number}?")
+            service.wait_until(lambda: num_running(0) == 4)
+            service.add_worker()
+            service.wait_until(lambda: num_serving(service) == 2)
+            joined_s = time.monotonic()
+            service.wait_until(lambda: num_running(1) == 4)
+            assert time.monotonic() - joined_s < 1.0
+            assert num_running(0) == 4, "twelve wait: there is work for both"
+        finally:
+            service.end()
 
 
 @pytest.mark.long

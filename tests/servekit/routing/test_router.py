@@ -324,6 +324,21 @@ def test_nothing_moves_twice_and_nothing_moves_without_a_reason() -> None:
     assert num_moved > 20
 
 
+def test_what_the_caller_sent_to_a_replica_moves_like_what_the_router_sent() -> None:
+    """A replica is alone, so the caller needs no decision. Then another one joins."""
+    routed, recorded = measured_fleet(1), measured_fleet(1)
+    for number in range(10):
+        command = AddSequence(sequence_id=number, prompt_token_ids=prompt_of(number, 1000), sampling=SAMPLING)
+        recorded.router.record(0, [command])
+        recorded.managers[0].apply(command)
+        routed.send(command.prompt_token_ids)
+    for fleet in (routed, recorded):
+        fleet.join(1)
+    moves = routed.router.rebalance(10)
+    assert len(moves) >= 4
+    assert recorded.router.rebalance(10) == moves
+
+
 def test_one_replica_alone_has_nowhere_to_move_anything() -> None:
     fleet = measured_fleet(1)
     for number in range(10):
