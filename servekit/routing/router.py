@@ -256,15 +256,15 @@ def predicted_ttft_s(
     limit = max(1, min(manager.prefill_limiter.prefill_limit(), manager.step_token_limit - load.num_running))
     queue_s = load.num_prefill_tokens * (prefill_s + base_s / limit)
     own_s = num_missing * prefill_s + ceil(num_missing / limit) * base_s
-    # How many running sequences must end, and how often one does.
+    # How many sequences must end first, and how often one does.
+    answer_s = length * (base_s + prefill_s * min(limit, load.num_prefill_tokens))
     num_ends = load.num_waiting + load.num_running + num_sequences - config.max_num_seqs
+    if num_ends > 0:  # by then all slots are taken, also if none is yet
+        queue_s = max(queue_s, num_ends * answer_s / config.max_num_seqs)
     num_blocks = (load.num_queued_tokens + num_missing) / config.block_size - load.num_free_blocks
-    if num_blocks > 0 and load.num_leased_blocks:
-        num_ends = max(num_ends, ceil(num_blocks * load.num_running / load.num_leased_blocks))
-    if num_ends > 0 and load.num_running:
-        step_s = base_s + prefill_s * min(limit, load.num_prefill_tokens)
-        end_s = length * step_s / load.num_running
-        queue_s = max(queue_s, num_ends * end_s)
+    if num_blocks > 0 and load.num_running:
+        num_ends = ceil(num_blocks * load.num_running / load.num_leased_blocks)
+        queue_s = max(queue_s, num_ends * answer_s / load.num_running)
     return in_flight_s + queue_s + own_s
 
 

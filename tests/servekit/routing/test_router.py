@@ -339,6 +339,17 @@ def test_what_the_caller_sent_to_a_replica_moves_like_what_the_router_sent() -> 
     assert recorded.router.rebalance(10) == moves
 
 
+def test_a_replica_that_joins_gets_about_half_of_what_waits_for_slots() -> None:
+    """Prompts are short, so they wait for answers to end. The new replica has free slots, but not for all of them."""
+    fleet = measured_fleet(1, max_num_seqs=4)
+    for number in range(16):
+        fleet.send(prompt_of(number, 20))
+    fleet.step(0, 3)
+    assert (fleet.managers[0].num_running, fleet.managers[0].num_waiting) == (4, 12)
+    fleet.join(1)
+    assert 6 <= len(move(fleet, 12)) <= 9
+
+
 def test_one_replica_alone_has_nowhere_to_move_anything() -> None:
     fleet = measured_fleet(1)
     for number in range(10):
