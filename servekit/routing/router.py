@@ -262,7 +262,7 @@ def predicted_ttft_s(
     if num_ends > 0:  # by then all slots are taken, also if none is yet
         queue_s = max(queue_s, num_ends * answer_s / config.max_num_seqs)
     num_blocks = (load.num_queued_tokens + num_missing) / config.block_size - load.num_free_blocks
-    if num_blocks > 0 and load.num_running:
+    if num_blocks > 0 and load.num_running and load.num_leased_blocks:
         num_ends = ceil(num_blocks * load.num_running / load.num_leased_blocks)
         queue_s = max(queue_s, num_ends * answer_s / load.num_running)
     return in_flight_s + queue_s + own_s
