@@ -23,7 +23,9 @@ class Endpoint:
     handler: Callable[[Request], Awaitable[Response]]
     takes: tuple[Any, ...] = ()  # types of the JSON body, or for GET the type whose fields are query parameters
     gives: tuple[Any, ...] = ()  # types of the JSON answer
-    streams: tuple[Any, ...] = ()  # types of one server-sent event
+    streams: tuple[Any, ...] = ()  # types of one event of a stream
+    stream_media_type: str = "text/event-stream"
+    error: Any = None  # type of the body of an error; None: OpenAI's
     example: dict[str, Any] = field(default_factory=dict)
     not_in_query: tuple[str, ...] = ()  # fields of `takes` that a GET route refuses
     own_errors: tuple[type[ServekitError], ...] = ()  # errors that only this route returns

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from servekit.api.endpoint import Endpoint, caller_of, engine_of
 from servekit.api.refusal_rate_limit import RefusalRateLimit
-from servekit.api.responses.http import CLIENT_CLOSED_REQUEST, note_error_code, refuse, respond
+from servekit.api.responses.http import CLIENT_CLOSED_REQUEST, as_written_on, note_error_code, refuse, respond
 from servekit.errors import InternalError, QueueFull, RateLimited, ServekitError
 
 Handler = Callable[[Request, Exception], Awaitable[Response]]
@@ -64,7 +64,7 @@ def _refuse_route(request: Request, error: Exception, methods: dict[str, list[st
         message = f"there is no route {path}; {_suggestion(path, methods)}GET /docs describes all routes"
     note_error_code(request, code)
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-    response = respond(body, error.status_code)
+    response = respond(as_written_on(request.url.path, body), error.status_code)
     response.headers.update(error.headers or {})
     return response
 

@@ -23,6 +23,8 @@ from servekit.errors import RequestCrashesWorker, RequestTimeout, ServekitError
 # The status that nginx logs for a client that disconnected before its answer. It is never sent.
 CLIENT_CLOSED_REQUEST = 499
 
+OLLAMA_PATHS = "/api/"  # the beginning of all paths of Ollama's API
+
 # From this many tokens on, an answer is formatted in a thread: with top logprobs for each, it takes milliseconds.
 NUM_TOKENS_FOR_THREAD = 256
 
@@ -71,6 +73,14 @@ def error_body(error: ServekitError, in_tgi_format: bool = False) -> dict[str, A
     return body
 
 
+def as_written_on(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return an error as the API writes it that has this path. Ollama's clients read one text.
+
+    The path decides, because some errors come before the route: of the key, the host, or a route that is not there.
+    """
+    return {"error": body["error"]["message"]} if path.startswith(OLLAMA_PATHS) else body
+
+
 def use_tgi_errors(request: Request) -> None:
     """Write this request's errors so that TGI's clients understand them, too."""
     request.state.in_tgi_format = True
@@ -79,7 +89,7 @@ def use_tgi_errors(request: Request) -> None:
 def error_body_for(request: Request, error: ServekitError) -> dict[str, Any]:
     """Return the error in the format of the request's API, and note its code for the log."""
     note_error_code(request, error.answer_code)
-    return error_body(error, getattr(request.state, "in_tgi_format", False))
+    return as_written_on(request.url.path, error_body(error, getattr(request.state, "in_tgi_format", False)))
 
 
 def note_error_code(request: Request, code: str) -> None:

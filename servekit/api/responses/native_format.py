@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from servekit.api.responses.collect import Answer, new_id
 from servekit.api.responses.long_json import ItemList
-from servekit.api.responses.sse import event
+from servekit.api.responses.sse import SERVER_SENT_EVENTS, event
 from servekit.api.schemas.common_fields import Usage
 from servekit.api.schemas.native import (
     BasicGenerateResponse,
@@ -28,6 +28,7 @@ from servekit.protocol.messages import TokenLogprobs
 class NativeResponseBuilder:
     """Write one request's answer. `is_batch`: the answer is a list of texts, even if it has one."""
 
+    framing = SERVER_SENT_EVENTS
     end_of_stream = b""
 
     def __init__(

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from servekit.api.responses.chat_message import ChatMessageAnswer, ChatMessageReader, new_call_id
 from servekit.api.responses.collect import Answer
 from servekit.api.responses.long_json import ItemList
-from servekit.api.responses.sse import event
+from servekit.api.responses.sse import SERVER_SENT_EVENTS, event
 from servekit.api.schemas.openai import (
     ChatAnswer,
     ChatChoice,
@@ -53,6 +53,7 @@ class _Common:
     """What both builders share: the head of each object, usage, and the tokens of the prompts."""
 
     needs_tokens: bool  # whether single tokens are described, so that they must be kept
+    framing = SERVER_SENT_EVENTS
     end_of_stream = b"data: [DONE]\n\n"  # after an error, too
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Stream a request's answer as server-sent events, in one task.
+"""Stream a request's answer as server-sent events, or in another framing, in one task.
 
 sse-starlette runs four tasks for a stream: they write, ping, and wait for the disconnect and for the server's end. This
 response runs one. The protocol reports a disconnect by a callback, the engine fails open requests when it stops, and
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -38,9 +39,21 @@ def event(value: Any) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
 
 
-class EventFormat(Protocol):
-    """Write one request's tokens as server-sent events."""
+class Framing(NamedTuple):
+    """How a stream is divided into events."""
 
+    headers: list[tuple[bytes, bytes]]  # one list, shared by all streams
+    keep_alive: bytes  # sent while there are no tokens; clients ignore it
+    write_error: Callable[[Any], bytes]  # returns the event with the body of an error
+
+
+SERVER_SENT_EVENTS = Framing(HEADERS, COMMENT, event)
+
+
+class EventFormat(Protocol):
+    """Write one request's tokens as events."""
+
+    framing: Framing
     end_of_stream: bytes  # ends every stream, also one that failed
 
     def events(self, deltas: list[TokenDelta]) -> bytes:
@@ -77,15 +90,16 @@ class KeepAlive:
 
 
 class EventStream(Response):
-    """Send events as tokens arrive, and comments while there are none. If the request fails, the last event says why.
+    """Send events as tokens arrive, and keep-alives while there are none.
 
-    However the stream ends, even before its first event, the request's sequences are aborted.
+    If the request fails, the last event says why. However the stream ends, even before its first event, the request's
+    sequences are aborted.
     """
 
     def __init__(self, request: Request, state: RequestState, event_format: EventFormat) -> None:
         self.status_code = 200
         self.background = None
-        self.raw_headers = HEADERS  # one list shared by all streams
+        self.raw_headers = event_format.framing.headers
         self._request = request
         self._state = state
         self._format = event_format
@@ -99,7 +113,7 @@ class EventStream(Response):
                 if scope["method"] != "HEAD":  # which asks for the headers only
                     await self._stream(send)
             except ServekitError as error:
-                await _send(send, event(error_body_for(self._request, error)))
+                await _send(send, self._format.framing.write_error(error_body_for(self._request, error)))
             await _send(send, self._format.end_of_stream, more_body=False)
         except ClientDisconnect:
             pass  # there is no client to answer
@@ -111,11 +125,12 @@ class EventStream(Response):
         state, queue, to_events = self._state, self._state.queue, self._format.events
         num_unfinished = state.num_answers
         keep_alive: KeepAlive = self._request.app.state.keep_alive
+        nothing = self._format.framing.keep_alive
         keep_alive.note(queue)
         try:
             while num_unfinished:
                 deltas = await queue.get()
-                written = b"".join(map(to_events, split_into_events(deltas, state.interval))) if deltas else COMMENT
+                written = b"".join(map(to_events, split_into_events(deltas, state.interval))) if deltas else nothing
                 if written:
                     await _send(send, written)
                     keep_alive.note(queue)

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from servekit.api.responses.collect import Answer
 from servekit.api.responses.long_json import ItemList
-from servekit.api.responses.sse import event
+from servekit.api.responses.sse import SERVER_SENT_EVENTS, event
 from servekit.api.schemas.tgi import (
     TgiDetails,
     TgiPromptToken,
@@ -29,6 +29,7 @@ from servekit.engine.tokenizer import Tokenizer
 class TgiResponseBuilder:
     """Write one request's answer. `in_list`: POST / puts the object into a list, as TGI does."""
 
+    framing = SERVER_SENT_EVENTS
     end_of_stream = b""
 
     def __init__(self, body: TgiRequest, state: RequestState, tokenizer: Tokenizer, in_list: bool = False) -> None:

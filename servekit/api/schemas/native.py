@@ -68,6 +68,7 @@ class GenerateRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Annotated[Count | None, described("maximum length of the answer; default: what the context holds")] = (
         None
     )
+    max_new_tokens: Annotated[Count | None, described("another name of max_tokens")] = None
     n: Annotated[NumAnswers | None, described("number of answers to each prompt; the prompt is computed once")] = None
     best_of: Annotated[NumAnswers | None, described("number of answers to compute; the n likeliest are returned")] = (
         None
@@ -88,10 +89,14 @@ class GenerateRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
         else:
             assert isinstance(self.prompt, str)
             prompts = [Prompt(self.prompt, "prompt")]
+        if self.max_tokens is not None and self.max_new_tokens is not None:
+            raise InvalidRequest(
+                "max_tokens and max_new_tokens are two names of one parameter; send one of them", param="max_new_tokens"
+            )
         n = self.n or 1
         return GenerationRequest(
             prompts=prompts,
-            max_tokens=self.max_tokens,
+            max_tokens=self.max_new_tokens if self.max_tokens is None else self.max_tokens,
             grammar=None if self.grammar is None else self.grammar.to_grammar("grammar"),
             n=n,
             best_of=num_computed(self.best_of, n),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.support.asgi import ask, bearer, make_app, shared
@@ -38,3 +40,11 @@ async def test_wrong_method_names_the_supported_ones() -> None:
     answer = await ask(shared(), "DELETE", "/v1/completions", bearer("canary-key"))
     assert answer.status == 405 and answer.headers["allow"] == "POST"
     assert answer.error["message"] == "/v1/completions does not support DELETE; it supports POST"
+
+
+async def test_errors_below_ollamas_paths_are_one_text() -> None:
+    """Also those that come before any route: of a path that is not there, and of the key."""
+    unknown = await ask(make_app(), "POST", "/api/nothing")
+    assert unknown.status == 404 and json.loads(unknown.body)["error"].startswith("there is no route /api/nothing; ")
+    without_key = await ask(shared(), "POST", "/api/nothing")
+    assert without_key.status == 401 and "an API key is required" in json.loads(without_key.body)["error"]

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.responses.sse import EventStream
+from servekit.api.responses.sse import SERVER_SENT_EVENTS, EventStream
 from servekit.engine.client_queue import ClientQueue, TokenDelta
 from servekit.engine.request_state import RequestState
 from servekit.errors import WorkerLost
@@ -102,6 +102,7 @@ async def test_each_request_is_one_log_entry_with_caller_route_and_outcome(log: 
 class OneEvent:
     """Write any tokens as the same event."""
 
+    framing = SERVER_SENT_EVENTS
     end_of_stream = b"data: end\n\n"
 
     def events(self, _: list[TokenDelta]) -> bytes:

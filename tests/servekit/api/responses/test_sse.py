@@ -13,7 +13,7 @@ from starlette.types import Message, Scope
 from servekit.aio.single_waiter_event import SingleWaiterEvent
 from servekit.api.app import create_app
 from servekit.api.disconnect import Disconnect, disconnect_of
-from servekit.api.responses.sse import EventStream
+from servekit.api.responses.sse import SERVER_SENT_EVENTS, EventStream
 from servekit.config import ServeConfig
 from servekit.engine.client_queue import ClientQueue, TokenDelta
 from servekit.engine.llm_engine import LLMEngine
@@ -26,6 +26,7 @@ from tests.support.timing import until
 class CountingFormat:
     """Write each event as its number of deltas."""
 
+    framing = SERVER_SENT_EVENTS
     end_of_stream = b"end"
 
     def events(self, deltas: list[TokenDelta]) -> bytes:

@@ -202,6 +202,7 @@ APIS = {
             **COMMON,
             "prompt": ({"prompt": "b"}, {"prompts": [Prompt("b", "prompt")]}),
             "max_tokens": ({"max_tokens": 5}, {"max_tokens": 5}),
+            "max_new_tokens": ({"max_new_tokens": 5}, {"max_tokens": 5}),
             "n": ({"n": 3}, {"n": 3, "best_of": 3}),
             "best_of": ({"best_of": 4}, {"best_of": 4}),
             "logprobs": ({"logprobs": 2}, {"logprobs": 2}),
@@ -380,6 +381,7 @@ COMPLETIONS = "`/v1/completions`"
     ("api", "fields", "param"),
     [
         ("`/generate`", {"n": 3, "best_of": 2}, "best_of"),
+        ("`/generate`", {"max_tokens": 5, "max_new_tokens": 5}, "max_new_tokens"),
         ("`/generate`", {"stop": ["x"] * 17}, "stop"),
         (PARAMETERS, {"watermark": True}, "parameters.watermark"),
         (PARAMETERS, {"adapter_id": "lora"}, "parameters.adapter_id"),
