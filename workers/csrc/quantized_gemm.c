@@ -61,6 +61,7 @@ enum { CODES_AHEAD = 4096 };
 
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int16_t shorts __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int16_t words __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef int32_t four_bytes __attribute__((may_alias));
 
@@ -413,13 +414,18 @@ INLINE int64_t number_bytes(const quantized_weight *weight, int64_t type) {
     return num_groups * group_bytes(type) + num_super_blocks * group_bytes(AS_FLOAT16);
 }
 
+/* Sixteen signed bytes. In two conversions, because GCC 12 converts bytes to four times their size one by one. */
+INLINE ints load_bytes(const uint8_t *from) {
+    return __builtin_convertvector(__builtin_convertvector(*(const bytes *)from, words), ints);
+}
+
 /* The scales or offsets of half a strip; bytes are multiples of `factors`. */
 INLINE floats load_numbers(int64_t type, const uint8_t *from, floats factors) {
     if (type == AS_FLOAT32) return *(const floats *)from;
     if (type == AS_ONE_FLOAT32) return (floats){} + *(const float *)from;
     if (type == AS_MULTIPLES || type == AS_PRODUCTS)
-        return __builtin_convertvector(*(const bytes *)from, floats) * factors;
-    if (type == AS_EXPONENTS) return (floats)((__builtin_convertvector(*(const bytes *)from, ints) & 0xff) << 23);
+        return __builtin_convertvector(load_bytes(from), floats) * factors;
+    if (type == AS_EXPONENTS) return (floats)((load_bytes(from) & 0xff) << 23);
 #ifdef __AVX512F__
     if (type == AS_FLOAT16) return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 #endif
