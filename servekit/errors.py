@@ -7,6 +7,7 @@
     │  ├─ Unauthorized          401  there is no API key, or an unknown one
     │  ├─ Forbidden             403  the API key does not permit this
     │  ├─ ModelNotFound         404  the server has no model of that name
+    │  ├─ RequestNotFound       404  no unfinished request has this id
     │  ├─ RequestTimeout        408  the headers or the body did not arrive in time
     │  ├─ ProfilerRefuses       409  in servekit.engine.profiling: a recording is running already, or none is
     │  ├─ RequestTooLarge       413  the body is over the size limit
@@ -97,6 +98,13 @@ class ModelNotFound(RequestError):
 
     status = 404
     code = "model_not_found"
+
+
+class RequestNotFound(RequestError):
+    """The caller has no unfinished request with this id."""
+
+    status = 404
+    code = "request_not_found"
 
 
 class RequestTimeout(RequestError):

@@ -81,6 +81,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     stream_interval: int | None = None  # tokens of a sequence per event; None: the server's setting
     max_drafts: int | None = None  # that a step may verify for a sequence; None: the server's setting
     prediction: str | None = None  # a text that the answers may repeat
+    suffix: str | None = None  # a text that comes after the answers, which fill in what is before it
     markers: tuple[str, ...] = ()  # texts that stay in answers, even if they are special tokens
 
     @property

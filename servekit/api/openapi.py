@@ -23,6 +23,7 @@ from servekit.errors import (
     InvalidRequest,
     ModelNotFound,
     RequestError,
+    RequestNotFound,
     RequestTooLarge,
     ServekitError,
     UnsupportedEncoding,
@@ -37,7 +38,7 @@ _REFERENCE = "#/components/schemas/{name}"
 ERRORS_OF_FIELDS = (InvalidRequest, ContextTooLong, DeadlineExceeded)  # routes with a body or query parameters
 ERRORS_OF_BODIES = (ModelNotFound, RequestTooLarge, UnsupportedEncoding)
 ERRORS_OF_PATH_PARAMETERS = (ModelNotFound,)
-ERRORS_OF_ONE_ROUTE = (ProfilerRefuses,)
+ERRORS_OF_ONE_ROUTE = (ProfilerRefuses, RequestNotFound)
 
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "seconds to wait before the next try"}}
 ERROR_HEADERS = {

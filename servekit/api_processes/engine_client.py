@@ -253,6 +253,10 @@ class EngineClient:
         places.hand_over()
         return state
 
+    async def abort_request(self, tenant: str, request_id: str) -> int:
+        question_id = self.next_question_id()
+        return await self.ask(ms.AbortRequest(question_id=question_id, tenant=tenant, request_id=request_id), int)
+
     async def _send_prompts(self, number: int, prepared: list[PreparedPrompt]) -> None:
         num_tokens = 0
         for prompt in prepared:

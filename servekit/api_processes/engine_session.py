@@ -115,6 +115,9 @@ class EngineSession:
             ms.ReserveOfKey: self._reserve_of_key,
             ms.ReservePlaces: self._reserve_places,
             ms.Submit: self._submit,
+            ms.AbortRequest: lambda question: self._answer_later(
+                question, partial(self._engine.abort_request, question.tenant, question.request_id)
+            ),
             ms.ProbeReadiness: lambda question: self._answer_later(question, self._probe_readiness),
             ms.RenderMetrics: lambda question: self._answer_later(question, self._engine.render_metrics),
             ms.DescribeReplicas: lambda question: self._answer_later(question, self._engine.describe_replicas),

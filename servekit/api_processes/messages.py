@@ -324,6 +324,13 @@ class Submit(Question[None], frozen=True, tag=True, kw_only=True):
     request: int
 
 
+class AbortRequest(Question[int], frozen=True, tag=True, kw_only=True):
+    """End the unfinished sequences of a tenant's requests with this id. The answer is how many there were."""
+
+    tenant: str
+    request_id: str
+
+
 class ProbeReadiness(Question[bool], frozen=True, tag=True, kw_only=True):
     """Say whether the engine generates tokens."""
 
@@ -364,6 +371,7 @@ FromApiProcess = (
     | ReserveOfKey
     | ReservePlaces
     | Submit
+    | AbortRequest
     | ProbeReadiness
     | RenderMetrics
     | DescribeReplicas

@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from servekit.config import ServeConfig
 from servekit.engine.model_files import ChatTemplate
 from servekit.engine.tokenizer import Tokenizer, TooManyTokens
 from servekit.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, prompt_too_long
 from servekit.parsing.chat_format import choose_chat_format
+from servekit.parsing.fill_in_the_middle import choose_fill_format, end_token_ids
 from servekit.protocol.messages import ModelInfo
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest, Grammar, Prompt, Sampling
@@ -83,6 +85,7 @@ class InputProcessor:
             tokenizer.added_token_id,
             model.eos_token_ids,
         )
+        self.fill_format = choose_fill_format(tokenizer.added_token_id)  # None: the model cannot fill in text
         file = str(path / "tokenizer.json")
         timeout_s, memory_bytes = config.sandbox_timeout, config.sandbox_memory_bytes
         eos = map(str, model.eos_token_ids)
@@ -103,6 +106,10 @@ class InputProcessor:
         self._starting.cancel()
         await asyncio.gather(self._starting, return_exceptions=True)
         await self._sandbox.stop()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template.source is not None
 
     # -- chats --------------------------------------------------------------------------------------------------------
 
@@ -170,6 +177,7 @@ class InputProcessor:
     async def prepare(self, request: GenerationRequest, tenant: str) -> list[PreparedPrompt]:
         """Prepare all prompts of a request. Raises InvalidRequest or ContextTooLong."""
         self._check_options(request)
+        request = self._with_filled_prompts(request)
         limits = self._limits()  # for all of the request; the engine checks again when it is admitted
         prompts = await self._encode(request, tenant, limits)
         grammar = None if request.grammar is None else await self._compile(request.grammar, tenant)
@@ -188,6 +196,26 @@ class InputProcessor:
                 num_tokens = 0
         _check_logprobs(num_logprobs(request, prepared))
         return prepared
+
+    def _with_filled_prompts(self, request: GenerationRequest) -> GenerationRequest:
+        """Return the request with the text that comes after the answers as a part of its prompts."""
+        if request.suffix is None:
+            return request
+        fill_format, suffix = self.fill_format, request.suffix
+        if fill_format is None:
+            raise InvalidRequest(
+                "suffix: this model's tokenizer has no tokens for filling in text, such as <|fim_prefix|>; leave it "
+                "out, or serve a model that was trained for it",
+                param="suffix",
+            )
+        prompts = []
+        for prompt in request.prompts:
+            if not isinstance(prompt.content, str):
+                raise InvalidRequest("suffix needs a prompt of text; it has token ids", param="suffix")
+            prompts.append(replace(prompt, content=fill_format.prompt(prompt.content, suffix)))
+        ends = end_token_ids(self._tokenizer.added_token_id)
+        sampling = replace(request.sampling, stop_token_ids=[*(request.sampling.stop_token_ids or ()), *ends])
+        return replace(request, prompts=prompts, sampling=sampling)
 
     async def _check_vocabulary(self, token_ids: array[int], param: str) -> None:
         """Raise InvalidRequest for a token that the model does not have."""

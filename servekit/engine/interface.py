@@ -112,6 +112,9 @@ class Engine(Protocol):
         Raises RequestError or WorkerError.
         """
 
+    async def abort_request(self, tenant: str, request_id: str) -> int:
+        """End the unfinished sequences of a tenant's requests with this id; return how many there were."""
+
     def drain(self, admits_requests: bool = False) -> None:
         """Begin to drain: admitted requests continue, and new ones are rejected unless `admits_requests` is set."""
 

@@ -49,7 +49,7 @@ from servekit.protocol.messages import WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
 from servekit.request import GenerationRequest, Prompt, Sampling
-from servekit.scheduler.commands import AddSequence
+from servekit.scheduler.commands import AddSequence, Finish
 from servekit.scheduler.scheduler_config import SchedulerConfig, scheduler_config
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.shared_budget import SharedBudget
@@ -447,6 +447,19 @@ class LLMEngine:
         """End a request early. Does nothing if it has ended."""
         if self._output is not None:
             self.replicas.finish(self._output.abort(request, self._clock()))
+
+    async def abort_request(self, tenant: str, request_id: str) -> int:
+        """End the unfinished sequences of a tenant's requests with this id; return how many there were.
+
+        Their clients get the answers as far as they are, with the finish reason `abort`.
+        """
+        commands: list[Finish] = []
+        if self._output is not None:
+            for state in self._registry.find(tenant, request_id):
+                if state.caller is not PROBE_CALLER:
+                    commands += self._output.cancel(state, self._clock())
+        self.replicas.finish(commands)
+        return len(commands)
 
     async def _generate_token(self) -> None:
         """Generate one token as for a client, through the waiting queue."""

@@ -102,6 +102,15 @@ class OutputProcessor:
         """End the unfinished sequences of a request whose client no longer reads."""
         return [self._end(output, FinishReason.ABORT, now_s) for output in self._registry.unfinished(request)]
 
+    def cancel(self, request: RequestState, now_s: float) -> list[Finish]:
+        """End the unfinished sequences of a request whose client still reads, and deliver the text held back."""
+        commands = []
+        for output in self._registry.unfinished(request):
+            text = output.detokenizer.finish()
+            output.queue.put(TokenDelta(output.index, None, text, False, FinishReason.ABORT))
+            commands.append(self._end(output, FinishReason.ABORT, now_s))
+        return commands
+
     def fail_request_of(self, sequence_id: int, error: ServekitError, now_s: float) -> list[Finish]:
         """Report an error to the client of an unfinished sequence, and end all sequences of its request."""
         return self._fail(self._registry.unfinished_siblings(sequence_id), error, now_s)

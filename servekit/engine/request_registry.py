@@ -42,6 +42,12 @@ class RequestRegistry:
         """The unfinished sequences of a request."""
         return [output for output in request.outputs if output.sequence.sequence_id in self._outputs]
 
+    def find(self, tenant: str, request_id: str) -> list[RequestState]:
+        """The unfinished requests of a tenant with this id, which is the client's own and need not be unique."""
+        states = self._requests.values()
+        found = (each for each in states if each.caller.request_id == request_id and each.caller.tenant == tenant)
+        return list(dict.fromkeys(found))
+
     def remove(self, sequence_id: int) -> None:
         """Forget a sequence that has ended."""
         del self._outputs[sequence_id]

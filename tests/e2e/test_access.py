@@ -89,6 +89,27 @@ def test_prefix_cache_is_shared_within_a_tenant_only(locked: ServerProcess) -> N
     assert len(texts) == 1
 
 
+def test_a_request_is_aborted_by_its_own_tenant_only(locked: ServerProcess) -> None:
+    """The stream ends with what there is; for another tenant there is no such request."""
+    body = {"prompt": "Count to 20.", "max_tokens": 1500, "ignore_eos": True, "temperature": 1}
+    headers = {**bearer(KEY), "x-request-id": "to-be-aborted"}
+
+    def abort(key: str) -> Any:
+        return locked.client.post("/abort_request", json={"rid": "to-be-aborted"}, headers=bearer(key))
+
+    with locked.client.stream("POST", "/generate_stream", json=body, headers=headers) as response:
+        stream = events(response.iter_lines())
+        first = next(stream)
+        stranger = abort(OTHER)
+        assert stranger.status_code == 404 and stranger.json()["error"]["code"] == "request_not_found"
+        colleague = abort(SAME)
+        assert colleague.status_code == 200 and colleague.json() == {"num_aborted": 1}
+        *_, last = stream
+    assert last["finish_reason"] == "abort" and last["generated_text"].startswith(first["token"]["text"])
+    assert last["usage"]["completion_tokens"] < 1500
+    assert abort(KEY).status_code == 404, "it has ended"
+
+
 def test_request_with_a_foreign_host_header_is_refused(server: ServerProcess) -> None:
     """The page needs no preflight for such a request, and to its browser the answer would have its own origin."""
     simple = "\r\nContent-Type: text/plain\r\nConnection: close\r\nContent-Length: 32\r\n\r\n"

@@ -127,6 +127,18 @@ def series(text: str) -> set[str]:
     return {line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")}
 
 
+def test_a_request_is_aborted_through_any_process(two: ServerProcess) -> None:
+    body = {"prompt": SKY, "max_tokens": 1500, "ignore_eos": True, "temperature": 1}
+    for _ in range(4):  # a new connection each time, so that both processes get some
+        with two.client.stream("POST", "/generate_stream", json=body, headers={"x-request-id": "long"}) as response:
+            stream = events(response.iter_lines())
+            next(stream)
+            with new_client(two) as other:
+                assert other.post("/abort_request", json={"rid": "long"}).json() == {"num_aborted": 1}
+            *_, last = stream
+        assert last["finish_reason"] == "abort" and last["usage"]["completion_tokens"] < 1500
+
+
 def test_every_process_serves_the_metrics_of_the_server(two: ServerProcess) -> None:
     from_all(two, "POST", "/generate", json={"prompt": SKY, "max_tokens": 3})
     two.wait_until_at_rest()

@@ -1,4 +1,4 @@
-"""The native API: /generate, /generate_stream and /basic_generate.
+"""The native API: /generate, /generate_stream, /basic_generate and /abort_request.
 
 POST /generate and /generate_stream are shared with TGI's clients; routes/shared_paths.py chooses between the two.
 """
@@ -8,13 +8,20 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.endpoint import Endpoint, engine_of
+from servekit.api.endpoint import Endpoint, caller_of, engine_of
 from servekit.api.request_body import read
 from servekit.api.responses.generation import answer, submit
+from servekit.api.responses.http import respond
 from servekit.api.responses.native_format import BasicResponseBuilder, NativeResponseBuilder
 from servekit.api.schemas.json_body import decode_query
-from servekit.api.schemas.native import BasicGenerateResponse, GenerateRequest, StreamEvent
-from servekit.errors import InvalidRequest
+from servekit.api.schemas.native import (
+    AbortRequest,
+    AbortResponse,
+    BasicGenerateResponse,
+    GenerateRequest,
+    StreamEvent,
+)
+from servekit.errors import InvalidRequest, RequestNotFound
 
 EXAMPLE = {"prompt": "What color is the sky?", "max_tokens": 20}
 
@@ -55,6 +62,22 @@ async def basic_generate(request: Request) -> Response:
             )
     state = await submit(request, wanted.to_generation_request())
     return await answer(request, state, BasicResponseBuilder(state, engine_of(request).tokenizer), stream=False)
+
+
+async def abort_request(request: Request) -> Response:
+    """End a running or waiting request of the same tenant, of any API, by its id.
+
+    Its client gets the answer as far as it is, with the finish reason `abort`.
+    """
+    wanted = await read(request, AbortRequest)
+    wanted.check()
+    num_aborted = await engine_of(request).abort_request(caller_of(request).tenant, wanted.rid)
+    if not num_aborted:
+        raise RequestNotFound(
+            f"there is no unfinished request {wanted.rid!r} of this tenant; send the X-Request-Id of one that runs",
+            param="rid",
+        )
+    return respond(AbortResponse(num_aborted))
 
 
 async def _stream(request: Request, wanted: GenerateRequest, numbers_events: bool = False) -> Response:
@@ -101,5 +124,14 @@ ENDPOINTS: list[Endpoint] = [
         takes=(GenerateRequest,),
         gives=(BasicGenerateResponse,),
         example=EXAMPLE,
+    ),
+    Endpoint(
+        "POST",
+        "/abort_request",
+        abort_request,
+        takes=(AbortRequest,),
+        gives=(AbortResponse,),
+        own_errors=(RequestNotFound,),
+        example={"rid": "my-request"},
     ),
 ]

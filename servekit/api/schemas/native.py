@@ -110,6 +110,27 @@ class GenerateRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
         return self.prompts is None and (self.n or 1) == 1
 
 
+class AbortRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of /abort_request, as SGLang's clients send it."""
+
+    rid: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=64)],
+        described("id of the request: the header X-Request-Id that it was sent with, or answered with"),
+    ]
+    abort_all: Annotated[bool | None, described("refused if true: requests are aborted one by one")] = None
+
+    def check(self) -> None:
+        """Raise InvalidRequest for what is not supported."""
+        if self.abort_all:
+            raise InvalidRequest("abort_all is not supported; send the rid of each request", param="abort_all")
+
+
+class AbortResponse(Struct):
+    """How many answers were ended."""
+
+    num_aborted: int
+
+
 class TopToken(Struct):
     """One of the likeliest tokens at a position."""
 

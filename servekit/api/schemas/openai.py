@@ -1,7 +1,7 @@
 """Define OpenAI's wire format: /v1/completions, /v1/chat/completions and /v1/models, with vLLM's extensions.
 
 These routes ignore unknown fields, because clients and load tools send many. A known field that would change the answer
-and is not supported (`functions`, `suffix`) is refused.
+and is not supported (`functions`, `prompt_embeds`) is refused.
 """
 
 from __future__ import annotations
@@ -227,12 +227,15 @@ class CompletionRequest(OpenAIFields, kw_only=True):
     add_special_tokens: Annotated[
         bool | None, described("add the special tokens that the model expects around a text; default: true")
     ] = None
-    suffix: Annotated[str | None, described("refused: inserting text is not supported")] = None
+    suffix: Annotated[
+        str | None, described("text that comes after the answer, for models whose tokenizer has tokens for it")
+    ] = None
 
     def to_generation_request(self) -> GenerationRequest:
         """Return the request in the form that all APIs share. Raises InvalidRequest."""
-        if self.suffix:
-            raise InvalidRequest("suffix is not supported by this server; leave it out", param="suffix")
+        for name in ("echo", "truncate_prompt_tokens"):
+            if self.suffix and getattr(self, name):
+                raise InvalidRequest(f"suffix cannot be combined with {name}; leave one of them out", param="suffix")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest(
                 "max_tokens = 0 generates nothing; it is allowed only with echo, which returns the prompt",
@@ -254,6 +257,7 @@ class CompletionRequest(OpenAIFields, kw_only=True):
             max_tokens=16 if self.max_tokens is None else max(self.max_tokens, 1),
             best_of=best_of,
             logprobs=self.logprobs,
+            suffix=self.suffix or None,
             **shared,
         )
 

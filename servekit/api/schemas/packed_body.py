@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from servekit.api.schemas.json_body import MAX_BODY_DECODED_TWICE, decode, is_tgi_body
-from servekit.api.schemas.native import GenerateRequest
+from servekit.api.schemas.native import AbortRequest, GenerateRequest
 from servekit.api.schemas.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
 from servekit.api.schemas.tgi import TgiRequest, decode_tgi
 from servekit.api.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
@@ -30,13 +30,14 @@ LONG_CONTENT = 2**14  # characters of a message's content, from which on it is s
 
 # The fields of each kind of body that may be long, and what stands for them in the short rest.
 _LONG_FIELDS: dict[type[Struct], dict[str, Any]] = {
-    CompletionRequest: {"prompt": ""},
+    CompletionRequest: {"prompt": "", "suffix": ""},
     ChatCompletionRequest: {"messages": [ChatMessage(role="user")]},
     GenerateRequest: {"prompt": "", "prompts": [""]},
     TgiRequest: {"inputs": ""},
     TokenizeRequest: {"prompt": ""},
     TgiTokenizeRequest: {"inputs": ""},
     DetokenizeRequest: {"tokens": []},
+    AbortRequest: {},
 }
 TGI_KINDS = (TgiRequest, TgiTokenizeRequest)
 KINDS = {kind.__name__: kind for kind in _LONG_FIELDS}

@@ -73,6 +73,7 @@ FROM_API_PROCESS: list[Struct] = [
         caller=Caller("tenant", "id", -1),
     ),
     ms.Submit(question_id=1, request=3),
+    ms.AbortRequest(question_id=4, tenant="a", request_id="b"),
     ms.ProbeReadiness(question_id=1),
     ms.RenderMetrics(question_id=1),
     ms.DescribeReplicas(question_id=1),

@@ -6,6 +6,7 @@ import asyncio
 import gc
 from array import array
 from collections.abc import Awaitable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -148,3 +149,30 @@ async def test_the_beginning_of_a_prediction_is_encoded_if_drafts_can_be_looked_
     assert await prediction(wanted) == tuple(encoded[:MAX_PREDICTION_TOKENS])
     assert await prediction(replace(wanted, max_drafts=0)) == ()
     assert await prediction(replace(wanted, prediction=None)) == ()
+
+
+MARKS = {"<|system|>": "<fim_prefix>", "<|user|>": "<fim_suffix>", "<|assistant|>": "<fim_middle>", "<pad>": "<EOT>"}
+
+
+async def test_a_suffix_becomes_part_of_the_prompt_with_the_marks_of_the_model(
+    processor: InputProcessor, tmp_path: Path
+) -> None:
+    text = (DEMO_MODEL_PATH / "tokenizer.json").read_text()
+    for special, mark in MARKS.items():
+        text = text.replace(special, mark)
+    (tmp_path / "tokenizer.json").write_text(text)
+    tokenizer = load_tokenizer(tmp_path)
+    model, limits = processor._model, processor._limits
+    filling = InputProcessor(processor._config, tmp_path, tokenizer, processor._template, model, limits)
+    request = GenerationRequest(
+        prompts=[Prompt("one", "prompt")], sampling=Sampling(stop_token_ids=[9]), suffix="three", max_tokens=1
+    )
+    (prepared,) = await filling.prepare(request, "")
+    one, three = tokenizer.encode_blocking(["one", "three"], add_special_tokens=False)
+    assert list(prepared.token_ids) == [1, 3, *one, 4, *three, 5]
+    assert prepared.sampling[0].stop_token_ids == (9, 0), "the client's, and the end of the middle"
+    with pytest.raises(InvalidRequest, match="it has token ids"):
+        await filling.prepare(replace(request, prompts=[Prompt([5], "prompt")]), "")
+    with pytest.raises(InvalidRequest, match="no tokens for filling in text"):
+        await processor.prepare(request, "")
+    tokenizer.close()
