@@ -13,8 +13,15 @@ from servekit.api.body_decoder import BodyDecoder, error_of, unpack
 from servekit.api.endpoint import caller_of, engine_of
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.responses.http import use_tgi_errors
-from servekit.api.schemas.openai import ChatCompletionRequest
-from servekit.api.schemas.packed_body import KINDS, MAX_INLINE_BYTES, TGI_KINDS, Refusal, choose_kind, decode_kind
+from servekit.api.schemas.packed_body import (
+    KINDS,
+    MAX_INLINE_BYTES,
+    TGI_KINDS,
+    ChatBody,
+    Refusal,
+    choose_kind,
+    decode_kind,
+)
 from servekit.engine.caller import ANONYMOUS
 from servekit.engine.request_state import RequestState
 from servekit.errors import QueueFull, RequestTimeout, RequestTooLarge, UnsupportedEncoding
@@ -27,6 +34,7 @@ BODY_RETRY_AFTER_S = 5
 
 Body = TypeVar("Body", bound=Struct)
 TgiBody = TypeVar("TgiBody", bound=Struct)
+Chat = TypeVar("Chat", bound=ChatBody)
 
 
 class BodyBudget:
@@ -112,9 +120,13 @@ async def read(request: Request, kind: type[Body], tgi_kind: type[TgiBody] | Non
     return cast("Body | TgiBody", wanted)
 
 
-async def read_chat(request: Request) -> tuple[ChatCompletionRequest, list[dict[str, Any]] | None]:
-    """Return a chat, and the messages of a large one, which `conversation` would return for a small one."""
-    return await _read(request, [ChatCompletionRequest])
+async def read_chat(request: Request, kind: type[Chat]) -> tuple[Chat, list[dict[str, Any]]]:
+    """Return a chat, decoded and checked, and its conversation as chat templates expect it.
+
+    Raises InvalidRequest, and what `read_body` raises.
+    """
+    wanted, conversation = await _read(request, [kind])
+    return wanted, wanted.conversation() if conversation is None else conversation
 
 
 async def _read(request: Request, kinds: list[type[Struct]]) -> tuple[Any, list[dict[str, Any]] | None]:

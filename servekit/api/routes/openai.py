@@ -7,8 +7,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.endpoint import Endpoint, caller_of, engine_of
+from servekit.api.endpoint import Endpoint, engine_of
 from servekit.api.request_body import read, read_chat
+from servekit.api.responses.chat_submission import submit_chat
 from servekit.api.responses.collect import new_id
 from servekit.api.responses.generation import answer, submit
 from servekit.api.responses.http import respond
@@ -23,10 +24,7 @@ from servekit.api.schemas.openai import (
     ModelList,
 )
 from servekit.config import ServeConfig
-from servekit.engine.interface import Engine
 from servekit.errors import ModelNotFound
-from servekit.parsing.chat_format import AnswerFormat
-from servekit.request import GenerationRequest
 
 # Names that clients of one-model servers send: huggingface_hub sends "dummy", TGI's own clients "tgi".
 ANY_MODEL = ("", "dummy", "tgi")
@@ -45,52 +43,14 @@ async def completions(request: Request) -> Response:
 async def chat_completions(request: Request) -> Response:
     """Write the next message of a conversation, in OpenAI's format. The model's chat template formats the prompt."""
     engine = engine_of(request)
-    wanted, conversation = await read_chat(request)
+    wanted, conversation = await read_chat(request, ChatCompletionRequest)
     check_model(engine.config, wanted.model)
     wanted.check()
-    chat = _Chat(engine, caller_of(request).tenant, wanted, conversation)
-    state = await submit(request, wanted.to_generation_request(""), chat.render)
-    assert chat.answer_format is not None, "it was rendered"
+    state, answer_format = await submit_chat(request, wanted, conversation)
     builder = ChatResponseBuilder(
-        wanted, state, engine.tokenizer, new_id("chatcmpl"), engine.config.model_name, chat.answer_format
+        wanted, state, engine.tokenizer, new_id("chatcmpl"), engine.config.model_name, answer_format
     )
     return await answer(request, state, builder, bool(wanted.stream))
-
-
-class _Chat:
-    """One conversation. The end of its rendered text decides in which form the answer begins."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        tenant: str,
-        wanted: ChatCompletionRequest,
-        conversation: list[dict[str, Any]] | None,
-    ) -> None:
-        self._engine = engine
-        self._tenant = tenant
-        self._wanted = wanted
-        self._conversation = conversation
-        self._tool_use = wanted.tool_use()
-        self.answer_format: AnswerFormat | None = None
-
-    async def render(self) -> GenerationRequest:
-        """Return the request with the rendered conversation. Raises InvalidRequest."""
-        wanted, processor = self._wanted, self._engine.input_processor
-        processor.chat_format.check_tools(self._tool_use)
-        text = await processor.render_chat(
-            self._tenant,
-            wanted.conversation() if self._conversation is None else self._conversation,
-            wanted.chat_template,
-            wanted.template_variables(),
-            wanted.add_generation_prompt is not False,
-            bool(wanted.continue_final_message),
-            wanted.tools_for_template(),
-        )
-        self.answer_format = processor.chat_format.for_answers(
-            text, self._tool_use, wanted.grammar(), wanted.max_reasoning_tokens
-        )
-        return wanted.to_generation_request(text, self.answer_format)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

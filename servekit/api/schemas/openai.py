@@ -564,6 +564,10 @@ class ChatCompletionRequest(OpenAIFields, kw_only=True):
         """Return the messages as chat templates expect them. Raises InvalidRequest for images, audio and the like."""
         return [message.for_template(index) for index, message in enumerate(self.messages)]
 
+    def drop_conversation(self) -> None:
+        """Replace the messages by one that is short: what they say was taken out."""
+        self.messages = [ChatMessage(role="user")]
+
     def to_generation_request(self, rendered: str, answer_format: AnswerFormat | None = None) -> GenerationRequest:
         """Return the request in the form that all APIs share, for a rendered conversation. Raises InvalidRequest.
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from msgspec import Struct
 
 from servekit.api.schemas.json_body import MAX_BODY_DECODED_TWICE, decode, is_tgi_body
 from servekit.api.schemas.native import AbortRequest, GenerateRequest
-from servekit.api.schemas.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
+from servekit.api.schemas.openai import ChatCompletionRequest, CompletionRequest
 from servekit.api.schemas.tgi import TgiRequest, decode_tgi
 from servekit.api.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
 from servekit.errors import InvalidRequest, RequestError, prompt_too_long
@@ -31,7 +31,7 @@ LONG_CONTENT = 2**14  # characters of a message's content, from which on it is s
 # The fields of each kind of body that may be long, and what stands for them in the short rest.
 _LONG_FIELDS: dict[type[Struct], dict[str, Any]] = {
     CompletionRequest: {"prompt": "", "suffix": ""},
-    ChatCompletionRequest: {"messages": [ChatMessage(role="user")]},
+    ChatCompletionRequest: {},  # the conversation is sent apart
     GenerateRequest: {"prompt": "", "prompts": [""]},
     TgiRequest: {"inputs": ""},
     TokenizeRequest: {"prompt": ""},
@@ -41,6 +41,20 @@ _LONG_FIELDS: dict[type[Struct], dict[str, Any]] = {
 }
 TGI_KINDS = (TgiRequest, TgiTokenizeRequest)
 KINDS = {kind.__name__: kind for kind in _LONG_FIELDS}
+
+
+@runtime_checkable
+class ChatBody(Protocol):
+    """The body of a chat, in any wire format."""
+
+    def check(self) -> None:
+        """Raise InvalidRequest for what no type can express."""
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the messages as chat templates expect them. Raises InvalidRequest."""
+
+    def drop_conversation(self) -> None:
+        """Replace what `conversation` returns by something short."""
 
 
 class Text(Struct, tag=True):
@@ -134,17 +148,19 @@ def pack(job: DecodeBody) -> PackedBody | Refusal:
 
 def _pack(wanted: Any, max_prompt_tokens: int) -> PackedBody:
     kind, truncate = type(wanted), None
-    if isinstance(wanted, ChatCompletionRequest):
+    long: dict[str, Long] = {}
+    if isinstance(wanted, ChatBody):
         wanted.check()
+        long["conversation"] = _conversation(wanted)
+        wanted.drop_conversation()
     elif isinstance(wanted, CompletionRequest | GenerateRequest | TgiRequest):
         truncate = wanted.to_generation_request().truncate  # this checks what no type can express
-    long: dict[str, Long] = {}
     for name, placeholder in _LONG_FIELDS[kind].items():
         value = getattr(wanted, name)
         if value is not None:
             if isinstance(wanted, CompletionRequest):
                 value = _truncated(value, name, truncate, max_prompt_tokens)
-            long[name] = _conversation(wanted) if name == "messages" else _long(value)
+            long[name] = _long(value)
             setattr(wanted, name, placeholder)
     short = msgspec.json.encode(wanted)
     if len(short) > MAX_SHORT_BYTES:
@@ -192,10 +208,9 @@ def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def _conversation(wanted: ChatCompletionRequest) -> Conversation:
+def _conversation(wanted: ChatBody) -> Conversation:
     packed, long_contents = [], {}
-    for index, each in enumerate(wanted.messages):
-        message = each.for_template(index)
+    for index, message in enumerate(wanted.conversation()):
         if len(message["content"]) >= LONG_CONTENT:
             long_contents[index] = memoryview(_utf8(message["content"]))
             message["content"] = ""
