@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from servekit.api.schemas.native import GenerateRequest
+from servekit.api.schemas.ollama import OllamaOptions
 from servekit.api.schemas.openai import ChatCompletionRequest, CompletionRequest
 from servekit.api.schemas.tgi import TgiParameters
 from servekit.config import ServeConfig, settings
@@ -35,6 +36,7 @@ APIS: dict[str, tuple[type[msgspec.Struct], dict[str, str]]] = {
             "echo": "return_full_text",
         },
     ),
+    "Ollama's `options`": (OllamaOptions, {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}),
     "`/v1/completions`": (CompletionRequest, {"grammar": "structured_outputs"}),
     "`/v1/chat/completions`": (ChatCompletionRequest, {"grammar": "structured_outputs"}),
 }

@@ -26,7 +26,7 @@ from servekit.api.middleware.metrics import RequestMetrics
 from servekit.api.middleware.stack import add_access_layers
 from servekit.api.refusal_rate_limit import RefusalRateLimit
 from servekit.api.responses.sse import KeepAlive
-from servekit.api.routes import console, health, live, native, openai, profile, shared_paths, tgi, tokenize
+from servekit.api.routes import console, health, live, native, ollama, openai, profile, shared_paths, tgi, tokenize
 from servekit.config import ServeConfig
 from servekit.engine.interface import Engine
 from servekit.observability.request_trace import RequestTrace
@@ -36,6 +36,7 @@ ENDPOINTS: list[Endpoint] = [
     *native.ENDPOINTS,
     *tgi.ENDPOINTS,
     *openai.ENDPOINTS,
+    *ollama.ENDPOINTS,
     *tokenize.ENDPOINTS,
     *health.ENDPOINTS,
     *profile.ENDPOINTS,

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from servekit.api.schemas.json_body import MAX_BODY_DECODED_TWICE, decode, is_tgi_body
 from servekit.api.schemas.native import AbortRequest, GenerateRequest
+from servekit.api.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from servekit.api.schemas.openai import ChatCompletionRequest, CompletionRequest
 from servekit.api.schemas.tgi import TgiRequest, decode_tgi
 from servekit.api.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
@@ -38,6 +39,9 @@ _LONG_FIELDS: dict[type[Struct], dict[str, Any]] = {
     TgiTokenizeRequest: {"inputs": ""},
     DetokenizeRequest: {"tokens": []},
     AbortRequest: {},
+    OllamaChatRequest: {},
+    OllamaGenerateRequest: {"suffix": ""},
+    OllamaShowRequest: {},
 }
 TGI_KINDS = (TgiRequest, TgiTokenizeRequest)
 KINDS = {kind.__name__: kind for kind in _LONG_FIELDS}

@@ -15,6 +15,7 @@ from scripts import tables as documented
 from servekit.api.schemas import openai, tgi
 from servekit.api.schemas.json_body import MAX_JSON_DEPTH, decode, decode_query, encode, is_shallow, is_tgi_body
 from servekit.api.schemas.native import GenerateRequest
+from servekit.api.schemas.ollama import OllamaGenerateRequest, OllamaOptions
 from servekit.api.schemas.openai import ChatCompletionRequest, CompletionRequest
 from servekit.api.schemas.tgi import TgiParameters, TgiRequest, tgi_param
 from servekit.api.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
@@ -137,7 +138,8 @@ class Api(NamedTuple):
     minimum: Json
     fields: dict[str, tuple[Json, Json]]
     refused: tuple[str, ...] = ()  # fields that are known in order to be refused
-    is_inner: bool = False  # the fields stand in TGI's `parameters`
+    inner: str = ""  # the field of the body, of type `outer`, in which the fields stand
+    outer: Any = None
 
 
 SAMPLING: Json = {
@@ -231,7 +233,41 @@ APIS = {
             "grammar": ({"grammar": REGEX}, {"grammar": Grammar(GrammarKind.REGEX, "a+", "parameters.grammar")}),
         },
         refused=("adapter_id", "watermark"),
-        is_inner=True,
+        inner="parameters",
+        outer=TgiRequest,
+    ),
+    "Ollama's `options`": Api(
+        OllamaOptions,
+        {"model": "m", "prompt": "a"},
+        {
+            **COMMON,
+            "num_predict": ({"num_predict": 5}, {"max_tokens": 5}),
+            "repeat_penalty": ({"repeat_penalty": 1.4}, {"sampling.repetition_penalty": 1.4}),
+            "num_ctx": ({"num_ctx": 4096}, {}),
+            "tool_choice": ({"tool_choice": "none"}, {}),
+        },
+        refused=("mirostat",),
+        inner="options",
+        outer=OllamaGenerateRequest,
+    ),
+    "Ollama": Api(
+        OllamaGenerateRequest,
+        {"model": "m", "prompt": "a"},
+        {
+            "model": ({"model": "n"}, {}),
+            "prompt": ({"prompt": "b"}, {"prompts": [Prompt("b", "prompt")]}),
+            "suffix": ({"suffix": "b"}, {"suffix": "b"}),
+            "system": ({"system": "b"}, {}),  # what it says is rendered elsewhere
+            "options": ({"options": {"seed": 1}}, {"sampling.seed": 1}),
+            "format": ({"format": "json"}, {"grammar": Grammar(GrammarKind.JSON, "", "format")}),
+            "think": ({"think": "low"}, {}),
+            "stream": ({"stream": False}, {}),
+            "raw": ({"raw": True}, {}),
+            "logprobs": ({"logprobs": True}, {"logprobs": 0}),
+            "top_logprobs": ({"top_logprobs": 2}, {"logprobs": 2}),
+            "keep_alive": ({"keep_alive": "5m"}, {}),
+        },
+        refused=("images", "template", "context"),
     ),
     "TGI": Api(
         TgiRequest,
@@ -291,7 +327,10 @@ EVERY_FIELD = [(api, name) for api, case in APIS.items() for name in case.fields
 
 def ask(api: str, body: bytes) -> GenerationRequest:
     """Convert a body as the API's handler does, but without rendering its conversation."""
-    asked: Any = decode(body, TgiRequest if APIS[api].is_inner else APIS[api].kind)
+    asked: Any = decode(body, APIS[api].outer or APIS[api].kind)
+    if isinstance(asked, OllamaGenerateRequest):
+        asked.check()
+        return asked.to_generation_request(asked.conversation()[-1]["content"])
     if isinstance(asked, ChatCompletionRequest):
         asked.check()
         for index, message in enumerate(asked.messages):
@@ -306,7 +345,15 @@ def ask(api: str, body: bytes) -> GenerationRequest:
 
 def body_of(api: str, fields: Json) -> bytes:
     minimum = APIS[api].minimum
-    return json.dumps({**minimum, "parameters": fields} if APIS[api].is_inner else {**minimum, **fields}).encode()
+    return json.dumps({**minimum, APIS[api].inner: fields} if APIS[api].inner else {**minimum, **fields}).encode()
+
+
+def wrapped(api: str, fields: bytes) -> bytes:
+    """Put the fields into the body that they belong to."""
+    case = APIS[api]
+    if not case.inner:
+        return fields
+    return json.dumps(case.minimum).encode()[:-1] + b', "' + case.inner.encode() + b'": ' + fields + b"}"
 
 
 def flat(request: GenerationRequest) -> Json:
@@ -350,14 +397,14 @@ def test_null_prompt_is_refused() -> None:
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_unknown_fields_are_refused_by_native_and_tgi_and_ignored_by_v1(api: str) -> None:
+def test_unknown_fields_are_refused_by_native_and_tgi_and_ignored_by_others(api: str) -> None:
     body = body_of(api, {"temprature": [1]})
-    if api.startswith("`/v1"):
+    if api.startswith(("`/v1", "Ollama")):
         assert ask(api, body) == ask(api, body_of(api, {}))
     else:
         with pytest.raises(InvalidRequest, match="unknown field 'temprature'") as refusal:
             ask(api, body)
-        param = "parameters.temprature" if APIS[api].is_inner else "temprature"
+        param = "parameters.temprature" if APIS[api].inner else "temprature"
         assert (refusal.value.param, refusal.value.answer_code) == (param, "unknown_field")
 
 
@@ -375,6 +422,7 @@ def test_unknown_inner_field_error_lists_the_known_fields(api: str, where: str) 
 
 CHAT = "`/v1/chat/completions`"
 PARAMETERS = "TGI's `parameters`"
+OLLAMA = "Ollama"
 COMPLETIONS = "`/v1/completions`"
 
 
@@ -391,6 +439,13 @@ COMPLETIONS = "`/v1/completions`"
         ("TGI", {"inputs": 3}, "inputs"),
         ("TGI", {"options": 3}, "options"),
         (COMPLETIONS, {"suffix": "b", "echo": True}, "suffix"),
+        (OLLAMA, {"images": ["x"]}, "images"),
+        (OLLAMA, {"template": "x"}, "template"),
+        (OLLAMA, {"context": [1]}, "context"),
+        (OLLAMA, {"raw": True, "system": "x"}, "system"),
+        (OLLAMA, {"format": "xml"}, "format"),
+        (OLLAMA, {"options": {"mirostat": 1}}, "options.mirostat"),
+        (OLLAMA, {"options": {"num_predict": -3}}, "options.num_predict"),
         (COMPLETIONS, {"suffix": "b", "truncate_prompt_tokens": 5}, "suffix"),
         (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {"stream_options": {}}, "stream_options"),
@@ -820,7 +875,7 @@ def bodies(draw: st.DrawFn, api: str) -> bytes:
             value = value | draw(st.dictionaries(Text | st.just("unknown field"), Value, max_size=1))
         pairs.append((name, draw(Deep) if draw(st.integers(0, 15)) == 0 else json.dumps(value).encode()))
     inner = b"{" + b", ".join(json.dumps(name).encode() + b": " + value for name, value in pairs) + b"}"
-    body = b'{"inputs": "a", "parameters": ' + inner + b"}" if case.is_inner else inner
+    body = wrapped(api, inner)
     if draw(st.integers(0, 3)) == 0:
         place = draw(st.integers(0, len(body)))
         body = body[:place] + draw(st.binary(max_size=3) | st.just(b"\xff")) + body[place + draw(st.integers(0, 3)) :]
@@ -871,7 +926,7 @@ def test_client_text_in_errors_is_not_parsed_as_msgspecs(api: str, name: str, va
     body = json.dumps({name: 0}).encode().replace(b"0}", value + b"}")
     refusal = refusal_of(
         api,
-        b'{"inputs": "a", "parameters": ' + body + b"}" if APIS[api].is_inner else b'{"prompt": "a", ' + body[1:],
+        wrapped(api, body) if APIS[api].inner else b'{"prompt": "a", ' + body[1:],
     )
     assert refusal is not None
 

@@ -1,0 +1,267 @@
+"""Ollama's API: /api/chat, /api/generate, and what its clients ask about the served model.
+
+What manages models in Ollama is refused in words: this server has one model, which its command line names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servekit import __version__
+from servekit.api.endpoint import Endpoint, engine_of
+from servekit.api.request_body import read, read_chat
+from servekit.api.responses.chat_submission import Conversation, submit_chat
+from servekit.api.responses.generation import answer, submit
+from servekit.api.responses.http import OLLAMA_PATHS, respond
+from servekit.api.responses.ollama_format import AnswerKind, OllamaResponseBuilder, loaded, timestamp
+from servekit.api.routes.openai import check_model
+from servekit.api.schemas.ollama import (
+    OllamaChatRequest,
+    OllamaChatResponse,
+    OllamaError,
+    OllamaFields,
+    OllamaGenerateRequest,
+    OllamaGenerateResponse,
+    OllamaModel,
+    OllamaModelDetails,
+    OllamaModels,
+    OllamaShowRequest,
+    OllamaShowResponse,
+    OllamaVersion,
+)
+from servekit.engine.interface import Engine
+from servekit.errors import InvalidRequest
+from servekit.parsing.reasoning import NoReasoning
+from servekit.protocol.messages import WorkerReady
+
+# Clients compare it with the version that they need. This is the one whose API these routes follow.
+OLLAMA_VERSION = "0.13.0"
+NEVER = "9999-12-31T23:59:59Z"  # the served model stays loaded
+
+
+async def chat(request: Request) -> Response:
+    """Write the next message of a conversation, in Ollama's format: in lines of JSON, unless `stream` is false.
+
+    Without messages the answer is empty, because the model is loaded already.
+    """
+    wanted, conversation = await read_chat(request, OllamaChatRequest)
+    engine = _check(request, wanted)
+    wanted.check()
+    if not conversation:
+        return respond(loaded(OllamaChatResponse, engine.config.model_name))
+    return await _answer_chat(request, wanted, conversation, OllamaChatResponse)
+
+
+async def generate(request: Request) -> Response:
+    """Answer one prompt, in Ollama's format: in lines of JSON, unless `stream` is false.
+
+    The prompt is a message in the model's chat template, unless `raw` or a `suffix` is given. Without a prompt the
+    answer is empty, because the model is loaded already.
+    """
+    wanted, conversation = await read_chat(request, OllamaGenerateRequest)
+    engine = _check(request, wanted)
+    wanted.check()
+    prompt: str = conversation[-1]["content"]
+    if not prompt and not wanted.suffix:
+        return respond(loaded(OllamaGenerateResponse, engine.config.model_name))
+    if engine.input_processor.has_chat_template and not wanted.raw and not wanted.suffix:
+        return await _answer_chat(request, wanted, conversation, OllamaGenerateResponse)
+    state = await submit(request, wanted.to_generation_request(prompt))
+    name = engine.config.model_name
+    builder = OllamaResponseBuilder(OllamaGenerateResponse, state, engine.tokenizer, name, None, shows_thinking=False)
+    return await answer(request, state, builder, wanted.streams)
+
+
+async def _answer_chat(
+    request: Request,
+    wanted: OllamaChatRequest | OllamaGenerateRequest,
+    conversation: Conversation,
+    kind: AnswerKind,
+) -> Response:
+    engine = engine_of(request)
+    state, answer_format = await submit_chat(request, wanted.chat(), conversation)
+    name = engine.config.model_name
+    builder = OllamaResponseBuilder(kind, state, engine.tokenizer, name, answer_format, wanted.shows_thinking)
+    return await answer(request, state, builder, wanted.streams)
+
+
+def _check(request: Request, wanted: OllamaFields) -> Engine:
+    """Return the engine. Raises ModelNotFound for another model, and InvalidRequest for reasoning that it cannot do."""
+    engine = engine_of(request)
+    _check_name(engine, wanted.model)
+    if wanted.think and isinstance(engine.input_processor.chat_format.reasoning, NoReasoning):
+        raise InvalidRequest(
+            f"{engine.config.model_name!r} does not support thinking, as far as its chat template tells; leave think "
+            "out, or start the server with --reasoning-parser",
+            param="think",
+        )
+    return engine
+
+
+def _check_name(engine: Engine, name: str) -> None:
+    """Raise ModelNotFound if the name is not the served model's, with or without Ollama's default tag."""
+    check_model(engine.config, name if name == engine.config.model_name else name.removesuffix(":latest"))
+
+
+# -- the served model --------------------------------------------------------------------------------------------------
+
+
+async def version(_: Request) -> Response:
+    """Return the version of Ollama whose API this is, and servekit's own."""
+    return respond(OllamaVersion(OLLAMA_VERSION, __version__))
+
+
+async def tags(request: Request) -> Response:
+    """List the models: this server has one."""
+    model = _model(request)
+    model.modified_at = timestamp(request.app.state.created_s)
+    return respond(OllamaModels([model]))
+
+
+async def ps(request: Request) -> Response:
+    """List the models that are loaded: the served one, which stays loaded."""
+    engine, model = engine_of(request), _model(request)
+    model.expires_at = NEVER
+    model.size_vram = 0 if _worker(engine).device == "cpu" else model.size
+    model.context_length = engine.scheduler_config.max_total_tokens
+    return respond(OllamaModels([model]))
+
+
+async def show(request: Request) -> Response:
+    """Describe the served model: its size, its context, and whether it knows tools and reasoning."""
+    wanted = await read(request, OllamaShowRequest)
+    engine = engine_of(request)
+    _check_name(engine, wanted.model or wanted.name or "/")
+    model, chat_format = _worker(engine).model, engine.input_processor.chat_format
+    family = _family(model.architecture)
+    capabilities = {
+        "completion": True,
+        "tools": chat_format.tools is not None,
+        "thinking": not isinstance(chat_format.reasoning, NoReasoning),
+        "insert": engine.input_processor.fill_format is not None,
+    }
+    defaults = {
+        "temperature": model.default_temperature,
+        "top_k": model.default_top_k,
+        "top_p": model.default_top_p,
+    }
+    return respond(
+        OllamaShowResponse(
+            details=_details(engine),
+            model_info={
+                "general.architecture": family,
+                "general.basename": engine.config.model_name,
+                "general.parameter_count": model.num_parameters,
+                f"{family}.context_length": engine.scheduler_config.max_total_tokens,
+                f"{family}.vocab_size": model.vocab_size,
+            },
+            capabilities=[name for name, has in capabilities.items() if has],
+            parameters="\n".join(f"{name} {value}" for name, value in defaults.items()),
+            modified_at=timestamp(request.app.state.created_s),
+        )
+    )
+
+
+def _worker(engine: Engine) -> WorkerReady:
+    engine.scheduler_config  # noqa: B018 - raises WorkerNotReady while the model loads
+    assert engine.worker is not None
+    return engine.worker
+
+
+def _model(request: Request) -> OllamaModel:
+    engine = engine_of(request)
+    worker, name = _worker(engine), engine.config.model_name
+    digest = hashlib.sha256((worker.model.fingerprint or name).encode()).hexdigest()
+    size = worker.num_weight_bytes
+    return OllamaModel(name=name, model=name, size=size, digest=digest, details=_details(engine))
+
+
+def _details(engine: Engine) -> OllamaModelDetails:
+    worker = _worker(engine)
+    family = _family(worker.model.architecture)
+    return OllamaModelDetails(
+        format="gguf" if engine.config.model.endswith(".gguf") else "safetensors",
+        family=family,
+        families=[family],
+        parameter_size=_size(worker.model.num_parameters),
+        quantization_level=(worker.model.quantization or worker.dtype).upper(),
+    )
+
+
+def _family(architecture: str) -> str:
+    return architecture.removesuffix("ForCausalLM").lower()
+
+
+def _size(num_parameters: int) -> str:
+    return f"{num_parameters / 1e9:.1f}B" if num_parameters >= 1e9 else f"{num_parameters / 1e6:.1f}M"
+
+
+# -- what this server does not do --------------------------------------------------------------------------------------
+
+_ONE_MODEL = "this server has one model, which --model names when it starts"
+_TEXT_ONLY = "this server generates text; it computes no embeddings"
+REFUSED = (
+    ("POST", "pull", f"models are not pulled over the API: {_ONE_MODEL}"),
+    ("POST", "push", f"models are not pushed: {_ONE_MODEL}"),
+    ("POST", "create", f"models are not created over the API: {_ONE_MODEL}"),
+    ("POST", "copy", f"models are not copied: {_ONE_MODEL}; --served-model-name gives it another name"),
+    ("DELETE", "delete", f"models are not deleted over the API: {_ONE_MODEL}"),
+    ("POST", "embed", _TEXT_ONLY),
+    ("POST", "embeddings", _TEXT_ONLY),
+)
+
+
+def _refusing(name: str, reason: str) -> Callable[[Request], Awaitable[Response]]:
+    async def refuse(_: Request) -> Response:
+        raise InvalidRequest(reason, code="not_supported")
+
+    refuse.__name__, refuse.__doc__ = f"refuse_{name}", f"Refused: {reason}."
+    return refuse
+
+
+ENDPOINTS: list[Endpoint] = [
+    Endpoint(
+        "POST",
+        f"{OLLAMA_PATHS}chat",
+        chat,
+        takes=(OllamaChatRequest,),
+        gives=(OllamaChatResponse,),
+        streams=(OllamaChatResponse,),
+        stream_media_type="application/x-ndjson",
+        error=OllamaError,
+        example={"model": "demo", "messages": [{"role": "user", "content": "What color is the sky?"}]},
+    ),
+    Endpoint(
+        "POST",
+        f"{OLLAMA_PATHS}generate",
+        generate,
+        takes=(OllamaGenerateRequest,),
+        gives=(OllamaGenerateResponse,),
+        streams=(OllamaGenerateResponse,),
+        stream_media_type="application/x-ndjson",
+        error=OllamaError,
+        example={"model": "demo", "prompt": "What color is the sky?", "options": {"num_predict": 20}},
+    ),
+    Endpoint(
+        "POST",
+        f"{OLLAMA_PATHS}show",
+        show,
+        takes=(OllamaShowRequest,),
+        gives=(OllamaShowResponse,),
+        error=OllamaError,
+        example={"model": "demo"},
+    ),
+    Endpoint("GET", f"{OLLAMA_PATHS}tags", tags, gives=(OllamaModels,), error=OllamaError),
+    Endpoint("GET", f"{OLLAMA_PATHS}ps", ps, gives=(OllamaModels,), error=OllamaError),
+    Endpoint("GET", f"{OLLAMA_PATHS}version", version, gives=(OllamaVersion,), error=OllamaError),
+    *(
+        Endpoint(
+            method, f"{OLLAMA_PATHS}{name}", _refusing(name, reason), error=OllamaError, own_errors=(InvalidRequest,)
+        )
+        for method, name, reason in REFUSED
+    ),
+]
