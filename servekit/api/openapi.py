@@ -78,7 +78,7 @@ def document(endpoints: Sequence[Endpoint]) -> Json:
         "info": {
             "title": "servekit",
             "version": __version__,
-            "description": "One model behind three HTTP APIs: servekit's own, OpenAI's, and TGI's.",
+            "description": "One model behind several HTTP APIs: servekit's own, OpenAI's, TGI's and Ollama's.",
         },
         "paths": paths,
         "components": {"schemas": components},

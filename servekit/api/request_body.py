@@ -125,7 +125,7 @@ async def read_chat(request: Request, kind: type[Chat]) -> tuple[Chat, list[dict
 
     Raises InvalidRequest, and what `read_body` raises.
     """
-    wanted, conversation = await _read(request, [kind])
+    wanted, conversation = await _read(request, [cast("type[Struct]", kind)])
     return wanted, wanted.conversation() if conversation is None else conversation
 
 

@@ -136,13 +136,15 @@ class Answers:
             yield f"{status} as {kind} is not documented: {response.text[:200]}"
             return
         refusals = self._validators["400", "application/json"]
-        bodies = list(_events(response)) if kind == "text/event-stream" else [response.json()]
+        bodies = _bodies(kind, response)
         if not bodies:
             yield "a stream of nothing"
         for body in bodies:
             refusal = body.get("error") if isinstance(body, dict) else None
             used = validator if refusal is None else refusals
             yield from (f"{status}: {error.message[:200]} in {str(body)[:200]}" for error in used.iter_errors(body))
+            if isinstance(refusal, str):  # Ollama's form, which has no code
+                refusal = {"message": refusal, "code": "internal_error" if status == 500 else "overloaded"}
             if status >= 500 and (status, refusal["code"]) not in ALLOWED_ERRORS:
                 yield f"{status}: {refusal['message']}"
             if refusal is not None and refusal["code"] == "internal_error":
@@ -155,6 +157,15 @@ class Answers:
         for said in self._wrong[:MAX_EXAMPLES]:
             measured += f"<br>{said}"
         return Finding(f"{what}: answers that are not as documented", "0", measured, not self._wrong)
+
+
+def _bodies(kind: str, response: httpx2.Response) -> list[Any]:
+    """The JSON of an answer, or of each part of its stream."""
+    if kind == "text/event-stream":
+        return list(_events(response))
+    if kind == "application/x-ndjson":
+        return [json.loads(line) for line in response.text.split("\n") if line]
+    return [response.json()]
 
 
 def _events(response: httpx2.Response) -> Iterator[Any]:

@@ -15,12 +15,14 @@ from msgspec.structs import replace
 from servekit.api.body_decoder import error_of, unpack
 from servekit.api.schemas import packed_body
 from servekit.api.schemas.native import GenerateRequest
+from servekit.api.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest
 from servekit.api.schemas.openai import MAX_MESSAGES, ChatCompletionRequest, CompletionRequest
 from servekit.api.schemas.packed_body import (
     KINDS,
     MAX_INLINE_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_SHORT_BYTES,
+    ChatBody,
     DecodeBody,
     PackedBody,
     Refusal,
@@ -37,6 +39,8 @@ GENERATE: Kinds = [GenerateRequest, TgiRequest]
 TOKENIZE: Kinds = [TokenizeRequest, TgiTokenizeRequest]
 COMPLETION: Kinds = [CompletionRequest]
 CHAT: Kinds = [ChatCompletionRequest]
+OLLAMA_CHAT: Kinds = [OllamaChatRequest]
+OLLAMA_GENERATE: Kinds = [OllamaGenerateRequest]
 MAX_TOKENS = 2**21
 TEXT = '漢字, "quoted" and \\ escaped; 😀 ' * 4000
 
@@ -105,6 +109,28 @@ async def test_large_chat_has_the_conversation_that_a_small_one_has() -> None:
     assert wanted.chat_template_kwargs == {"a": [1]} and wanted.logprobs
 
 
+@pytest.mark.parametrize(
+    ("kinds", "body"),
+    [
+        (OLLAMA_CHAT, {"messages": [{"role": "user", "content": TEXT}, {"role": "assistant", "thinking": "a"}]}),
+        (OLLAMA_CHAT, {"options": {"seed": 3}}),
+        (OLLAMA_GENERATE, {"prompt": TEXT, "system": TEXT, "suffix": TEXT, "options": {"stop": ["a"]}}),
+        (OLLAMA_GENERATE, {"raw": True}),
+    ],
+)
+async def test_ollamas_large_bodies_have_the_conversation_that_small_ones_have(
+    kinds: Kinds, body: dict[str, Any]
+) -> None:
+    text = encoded({"model": "m", **body}, kinds)
+    packed = decoded_here(text, kinds, MAX_TOKENS)
+    assert isinstance(packed, PackedBody) and len(packed.short) < MAX_INLINE_BYTES
+    wanted, conversation = await unpack(packed)
+    expected = decode_kind(text, kinds[0])
+    assert conversation == expected.conversation()
+    expected.drop_conversation()
+    assert wanted == expected
+
+
 INVALID: list[tuple[Kinds, dict[str, Any]]] = [
     (COMPLETION, {"prompt": [[1]] * 100_000}),
     (COMPLETION, {"prompt": ["a", 1]}),
@@ -115,6 +141,8 @@ INVALID: list[tuple[Kinds, dict[str, Any]]] = [
     (CHAT, {"messages": [{"role": "u"}] * (MAX_MESSAGES + 1)}),
     (CHAT, {"messages": [{"role": "u"}], "tools": [[]] * 10_000}),
     (CHAT, {"messages": [{"role": "u", "content": [{"type": "image_url"}]}]}),
+    (OLLAMA_CHAT, {"model": "m", "messages": [{"role": "u", "images": [""]}]}),
+    (OLLAMA_GENERATE, {"model": "m", "prompt": TEXT, "template": "x"}),
     (GENERATE, {"prompts": [""] * 100_000}),
     (GENERATE, {"prompt": "a", "promt": "b"}),
     (GENERATE, {"inputs": ["a"] * 100_000}),
@@ -128,7 +156,7 @@ async def test_large_body_is_refused_as_a_small_one_is(kinds: Kinds, body: dict[
     text = encoded(body, kinds)
     try:
         wanted = decode_kind(text, choose_kind(text, kinds))
-        if isinstance(wanted, ChatCompletionRequest):
+        if isinstance(wanted, ChatBody):
             wanted.check()
             wanted.conversation()
         else:
