@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable
 
+from servekit.api.schemas.common_fields import Usage
 from servekit.engine.client_queue import TokenDelta
 from servekit.engine.request_state import RequestState
 from servekit.scheduler.sequence import FinishReason
@@ -78,6 +79,16 @@ async def collect(state: RequestState, make_answer: Callable[[int], Answer]) -> 
         for candidates in prompts:
             candidates.sort(key=lambda answer: answer.mean_logprob, reverse=True)
     return prompts
+
+
+def usage_of(state: RequestState, completion_tokens: int) -> Usage:
+    """Return the number of tokens that a request has used, with this many in the answers that it returns."""
+    prompt_tokens = state.num_prompt_tokens
+    usage = Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, state.num_cached_tokens)
+    if state.num_drafted_tokens:
+        usage.drafted_tokens = state.num_drafted_tokens
+        usage.accepted_tokens = state.num_accepted_tokens
+    return usage
 
 
 def split_into_events(deltas: list[TokenDelta], interval: int) -> list[list[TokenDelta]]:

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from msgspec import UNSET, UnsetType
 
-from servekit.api.responses.collect import Answer, new_id
+from servekit.api.responses.collect import Answer, new_id, usage_of
 from servekit.api.responses.long_json import ItemList
 from servekit.api.responses.sse import SERVER_SENT_EVENTS, event
-from servekit.api.schemas.common_fields import Usage
 from servekit.api.schemas.native import (
     BasicGenerateResponse,
     BatchGenerateResponse,
@@ -51,7 +50,7 @@ class NativeResponseBuilder:
     def response(self, prompts: list[list[Answer]], items: ItemList) -> GenerateResponse | BatchGenerateResponse:
         request = self._state.request
         answers = [answer for answers in prompts for answer in answers[: request.n]]
-        usage = self._usage(sum(answer.num_tokens for answers in prompts for answer in answers))
+        usage = usage_of(self._state, sum(answer.num_tokens for answers in prompts for answer in answers))
         # One list for each answer, and one for each prompt; each is made when it is encoded.
         tokens = (items(map(self._generated_token, answer.tokens)) for answer in answers)
         prompt_tokens = (items(self._prompt_tokens(index)) for index in range(len(prompts)))
@@ -98,18 +97,9 @@ class NativeResponseBuilder:
             written.id = new_id("gen")
             written.finish_reason = answer.finish_reason
             written.stop_reason = answer.stop_reason
-            written.usage = self._usage(answer.num_tokens)
+            written.usage = usage_of(self._state, answer.num_tokens)
             written.metrics = self._metrics(answer.index)
         return written
-
-    def _usage(self, completion_tokens: int) -> Usage:
-        prompt_tokens = self._state.num_prompt_tokens
-        total_tokens = prompt_tokens + completion_tokens
-        usage = Usage(prompt_tokens, completion_tokens, total_tokens, self._state.num_cached_tokens)
-        if self._state.num_drafted_tokens:
-            usage.drafted_tokens = self._state.num_drafted_tokens
-            usage.accepted_tokens = self._state.num_accepted_tokens
-        return usage
 
     def _metrics(self, index: int) -> RequestMetrics | UnsetType:
         """Return the times of the sequence at `index`, or UNSET if it ended before its first token."""

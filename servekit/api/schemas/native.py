@@ -60,15 +60,12 @@ class GrammarField(Struct, kw_only=True, forbid_unknown_fields=True):
         )
 
 
-class GenerateRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
-    """The body of /generate and /generate_stream. `prompt` is one text, `prompts` a list of them."""
+class GenerationFields(CommonFields, kw_only=True):
+    """How to answer a prompt: the fields of /generate, and of `servekit.SamplingParams`."""
 
-    prompt: str | None = None
-    prompts: Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
     max_tokens: Annotated[Count | None, described("maximum length of the answer; default: what the context holds")] = (
         None
     )
-    max_new_tokens: Annotated[Count | None, described("another name of max_tokens")] = None
     n: Annotated[NumAnswers | None, described("number of answers to each prompt; the prompt is computed once")] = None
     best_of: Annotated[NumAnswers | None, described("number of answers to compute; the n likeliest are returned")] = (
         None
@@ -78,6 +75,28 @@ class GenerateRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     ] = None
     prompt_logprobs: Annotated[NumLogprobs | None, described("the same for the tokens of the prompt")] = None
     grammar: Annotated[GrammarField | None, described("grammar that the answer must match")] = None
+
+    def answering(self, prompts: list[Prompt]) -> GenerationRequest:
+        """Return a request for answers to these prompts, in the form that all APIs share. Raises InvalidRequest."""
+        n = self.n or 1
+        return GenerationRequest(
+            prompts=prompts,
+            max_tokens=self.max_tokens,
+            grammar=None if self.grammar is None else self.grammar.to_grammar("grammar"),
+            n=n,
+            best_of=num_computed(self.best_of, n),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            **self.common(),
+        )
+
+
+class GenerateRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    """The body of /generate and /generate_stream. `prompt` is one text, `prompts` a list of them."""
+
+    prompt: str | None = None
+    prompts: Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
+    max_new_tokens: Annotated[Count | None, described("another name of max_tokens")] = None
     stream: Annotated[bool | None, described("send the answer as server-sent events")] = None
 
     def to_generation_request(self) -> GenerationRequest:
@@ -89,21 +108,14 @@ class GenerateRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
         else:
             assert isinstance(self.prompt, str)
             prompts = [Prompt(self.prompt, "prompt")]
-        if self.max_tokens is not None and self.max_new_tokens is not None:
+        request = self.answering(prompts)
+        if self.max_new_tokens is None:
+            return request
+        if self.max_tokens is not None:
             raise InvalidRequest(
                 "max_tokens and max_new_tokens are two names of one parameter; send one of them", param="max_new_tokens"
             )
-        n = self.n or 1
-        return GenerationRequest(
-            prompts=prompts,
-            max_tokens=self.max_new_tokens if self.max_tokens is None else self.max_tokens,
-            grammar=None if self.grammar is None else self.grammar.to_grammar("grammar"),
-            n=n,
-            best_of=num_computed(self.best_of, n),
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-            **self.common(),
-        )
+        return msgspec.structs.replace(request, max_tokens=self.max_new_tokens)
 
     @property
     def gives_one_text(self) -> bool:
