@@ -1,8 +1,8 @@
 """The engine inside a Python program, without HTTP: `LLM`, `AsyncLLM` and what they take and give.
 
 May import the schemas and the collectors of servekit.api, engine, and everything below it. From the bottom up:
-settings, sampling_params, prompts, conversation and progress; outputs; async_llm, which runs an engine on the caller's event
-loop; event_loop_thread; llm, which runs an AsyncLLM on a thread of its own.
+settings, sampling_params, prompts, conversation and progress; outputs; async_llm, which runs an engine on the event
+loop of its caller; event_loop_thread; llm, which runs an AsyncLLM on a thread of its own.
 """
 
 from servekit.embedded.async_llm import AsyncLLM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from servekit.embedded.outputs import OutputReader, RequestOutput
 from servekit.embedded.prompts import PromptInput, to_prompt
 from servekit.embedded.sampling_params import SamplingParams
 from servekit.embedded.settings import embedded_config
-from servekit.engine.caller import Caller
+from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.llm_engine import LLMEngine
 from servekit.engine.request_state import RequestState
 from servekit.errors import InvalidRequest, QueueFull, WorkerNotReady
@@ -27,24 +27,6 @@ from servekit.request import GenerationRequest
 DEFAULT_PARAMS = SamplingParams()
 FULL_QUEUE_INTERVAL_S = 0.02  # how soon a request that found the queue full tries again
 WHOLE_ANSWER = 4096  # tokens of an event, where only the last event is wanted
-
-
-class _Aborted(Exception):
-    """`abort` was called for the request."""
-
-
-class _Request:
-    """One request, from the call to its last output."""
-
-    def __init__(self) -> None:
-        self.state: RequestState | None = None  # when it is admitted
-        self.is_aborted = False
-
-    def abort(self) -> None:
-        self.is_aborted = True
-        if self.state is not None:
-            self.state.abort()
-            self.state.queue.fail(_Aborted())
 
 
 class AsyncLLM:
@@ -63,7 +45,7 @@ class AsyncLLM:
         self._engine: LLMEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
-        self._requests: dict[str, _Request] = {}
+        self._is_aborted: dict[str, bool] = {}  # by request id, of the requests that have not ended
         self._full_queue = asyncio.Lock()  # held by the request that waits for room; the others wait behind it
 
     async def __aenter__(self) -> Self:
@@ -103,7 +85,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         stream: bool = True,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the answers to one prompt as they grow; without `stream`, once when all have ended.
 
         Each output has all text so far, and in `delta` what is new. The last one has `finished` set. With `best_of`
@@ -121,7 +103,7 @@ class AsyncLLM:
         *,
         stream: bool = True,
         **options: Any,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the next message of a conversation as it grows; like `generate`.
 
         `messages` and `options` are as in /v1/chat/completions: tools, tool_choice, parallel_tool_calls,
@@ -131,10 +113,10 @@ class AsyncLLM:
         return self._outputs(request, Conversation(messages, options), request_id, stream)
 
     async def abort(self, request_id: str) -> None:
-        """End a request that runs: its last output comes next, with the finish reason `abort`. Ignores unknown ids."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            request.abort()
+        """End a request: its next output is the last one, with the finish reason `abort`. Ignores unknown ids."""
+        if request_id in self._is_aborted:
+            self._is_aborted[request_id] = True
+            await self._running().abort_request(ANONYMOUS.tenant, request_id)
 
     @property
     def max_concurrency(self) -> int:
@@ -145,34 +127,30 @@ class AsyncLLM:
 
     async def _outputs(
         self, wanted: GenerationRequest, conversation: Conversation | None, request_id: str | None, stream: bool
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         self._running()
         request_id = request_id or f"req-{secrets.token_hex(8)}"
-        if request_id in self._requests:
+        if request_id in self._is_aborted:
             raise InvalidRequest(f"request_id = {request_id!r} is that of a request that runs; choose another one")
         if not stream:
             wanted = replace(wanted, stream_interval=WHOLE_ANSWER)  # nobody is woken for what nobody reads
-        request = self._requests[request_id] = _Request()
+        self._is_aborted[request_id] = False
         try:
             state, answer_format = await self._submit(wanted, conversation, Caller(request_id=request_id))
-            request.state = state
-            if request.is_aborted:  # while it was prepared
-                request.abort()
             try:
+                if self._is_aborted[request_id]:  # while it was prepared
+                    await self.abort(request_id)
                 reader = OutputReader(request_id, state, self._running().tokenizer, answer_format)
                 streams = stream and wanted.best_of == wanted.n
                 while not reader.is_finished:
-                    try:
-                        reader.add(await state.queue.get())
-                    except _Aborted:
-                        reader.abort()
+                    reader.add(await state.queue.get())
                     if streams or reader.is_finished:
                         yield reader.output()
             finally:
                 state.abort()
                 state.release_result()
         finally:
-            del self._requests[request_id]
+            del self._is_aborted[request_id]
 
     async def _submit(
         self, wanted: GenerationRequest, conversation: Conversation | None, caller: Caller

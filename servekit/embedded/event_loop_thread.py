@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -47,7 +48,7 @@ class EventLoopThread:
             await self._at_close()
         # The runner cancels all calls that are left.
 
-    def call(self, coroutine: Coroutine[Any, Any, Result], on_tick: Callable[[], None] | None = None) -> Result:
+    def call(self, coroutine: Coroutine[Any, Any, Result], on_tick: Callable[[], None] = lambda: None) -> Result:
         """Run a coroutine on the loop, and return its result. `on_tick` is called in this thread while it runs.
 
         If this thread is interrupted, as by Ctrl-C, the coroutine is cancelled, and this waits until it has ended.
@@ -68,12 +69,14 @@ class EventLoopThread:
             raise LoopClosed from None
         try:
             while not outcome.done():
-                concurrent.futures.wait([outcome], timeout=TICK_S if on_tick is not None else None)
-                if on_tick is not None:
-                    on_tick()
+                concurrent.futures.wait([outcome], timeout=TICK_S)
+                on_tick()
+                if not self._thread.is_alive() and not outcome.done():
+                    raise LoopClosed  # the coroutine came after the runner had cancelled the others
         except BaseException:
-            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
-            concurrent.futures.wait([outcome], timeout=CANCEL_TIMEOUT_S)
+            with contextlib.suppress(RuntimeError):  # it is closed
+                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+                concurrent.futures.wait([outcome], timeout=CANCEL_TIMEOUT_S)
             raise
         return outcome.result()
 

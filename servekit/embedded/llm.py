@@ -113,7 +113,7 @@ class LLM:
             self._call(batch.run(self._llm), lambda: show(batch.num_done, batch.num_tokens))
         return batch.outputs
 
-    def _call(self, coroutine: Coroutine[Any, Any, None], on_tick: Callable[[], None] | None = None) -> None:
+    def _call(self, coroutine: Coroutine[Any, Any, None], on_tick: Callable[[], None] = lambda: None) -> None:
         try:
             self._thread.call(coroutine, on_tick)
         except LoopClosed:

@@ -15,7 +15,6 @@ from servekit.engine.request_state import RequestState
 from servekit.engine.tokenizer import Tokenizer
 from servekit.parsing.chat_format import AnswerFormat
 from servekit.protocol.messages import TokenLogprobs
-from servekit.scheduler.sequence import FinishReason
 
 
 class Logprob(Struct, frozen=True):
@@ -95,14 +94,14 @@ class _AnswerReader:
             self._logprobs.append(logprobs_of(delta.token_id, delta.logprobs, self._tokenizer))
             self._cumulative_logprob += delta.logprobs.logprob
 
-    def output(self, index: int, is_aborted: bool) -> CompletionOutput:
+    def output(self, index: int) -> CompletionOutput:
         answer = self.answer
         text, reasoning, calls = answer.text, "", []
         if isinstance(answer, ChatMessageAnswer):
             text, reasoning = answer.content, answer.reasoning
             calls = answer.tool_calls() if answer.is_finished else []
         delta, self._num_characters = text[self._num_characters :], len(text)
-        reason = answer.finish_reason if answer.is_finished else FinishReason.ABORT if is_aborted else None
+        reason = answer.finish_reason if answer.is_finished else None
         return CompletionOutput(
             index=index,
             text=text,
@@ -131,20 +130,15 @@ class OutputReader:
             _AnswerReader(index, tokenizer, wants_logprobs, answer_format) for index in range(state.num_answers)
         ]
         self._num_unfinished = len(self._answers)
-        self._is_aborted = False
 
     @property
     def is_finished(self) -> bool:
-        return self._is_aborted or self._num_unfinished == 0
+        return self._num_unfinished == 0
 
     def add(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
             self._answers[delta.index].add(delta)
             self._num_unfinished -= delta.finish_reason is not None
-
-    def abort(self) -> None:
-        """No more deltas come."""
-        self._is_aborted = True
 
     def output(self) -> RequestOutput:
         """Return what there is so far."""
@@ -157,7 +151,7 @@ class OutputReader:
             prompt=prompt if isinstance(prompt, str) else None,
             packed_prompt_token_ids=self._state.prompt_token_ids(0),
             prompt_logprobs=self._prompt_logprobs(),
-            outputs=[each.output(index, self._is_aborted) for index, each in enumerate(answers)],
+            outputs=[each.output(index) for index, each in enumerate(answers)],
             finished=self.is_finished,
             usage=usage_of(self._state, sum(each.answer.num_tokens for each in answers)),
         )
