@@ -64,10 +64,19 @@ def test_a_program_that_is_pasted_prints_what_its_comments_say(server: ServerPro
 
 def test_every_api_has_an_example_to_paste() -> None:
     pages = [page for page, _, _ in requests()]
-    for page in ("README.md", "tutorial.md", "native.md", "tgi.md", "openai.md", "structured_output.md", "tools.md"):
+    for page in (
+        "README.md",
+        "tutorial.md",
+        "native.md",
+        "tgi.md",
+        "openai.md",
+        "ollama.md",
+        "structured_output.md",
+        "tools.md",
+    ):
         assert page in pages
     assert {page for page, _ in programs()} == {
-        *("README.md", "python.md", "tgi.md", "openai.md", "simulated_model.md", "tools.md")
+        *("README.md", "python.md", "tgi.md", "openai.md", "ollama.md", "simulated_model.md", "tools.md")
     }
 
 

@@ -54,8 +54,8 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(self.body)["error"]
-        return told
+        told: dict[str, Any] | str = json.loads(self.body)["error"]
+        return {"message": told, "code": ""} if isinstance(told, str) else told  # Ollama's form is a text
 
 
 def make_app(**settings: Any) -> Starlette:

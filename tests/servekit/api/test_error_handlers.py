@@ -15,11 +15,11 @@ from tests.support.asgi import ask, bearer, make_app, shared
         ("/v1/chat/completion", "did you mean POST /v1/chat/completions"),
         ("/chat/completions", "did you mean POST /v1/chat/completions"),
         ("/completions", "POST /v1/completions"),
-        ("/v1/generate", "GET/POST /generate"),
+        ("/v1/generate", "POST /generate"),
         ("/v1/model", "GET /v1/models"),
         ("/Health", "GET /health"),
         ("/healthz", "GET /health"),
-        ("/generate/", "GET/POST /generate"),
+        ("/generate/", "POST /generate"),
     ],
 )
 async def test_unknown_path_names_the_nearest_routes(path: str, suggestion: str) -> None:
