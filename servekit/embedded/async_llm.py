@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
-import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -46,6 +46,7 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
         self._is_aborted: dict[str, bool] = {}  # by request id, of the requests that have not ended
+        self._numbers = itertools.count()
         self._full_queue = asyncio.Lock()  # held by the request that waits for room; the others wait behind it
 
     async def __aenter__(self) -> Self:
@@ -129,7 +130,7 @@ class AsyncLLM:
         self, wanted: GenerationRequest, conversation: Conversation | None, request_id: str | None, stream: bool
     ) -> AsyncGenerator[RequestOutput, None]:
         self._running()
-        request_id = request_id or f"req-{secrets.token_hex(8)}"
+        request_id = request_id or f"req-{next(self._numbers)}"
         if request_id in self._is_aborted:
             raise InvalidRequest(f"request_id = {request_id!r} is that of a request that runs; choose another one")
         if not stream:
