@@ -19,6 +19,7 @@ import pytest
 from tests.support import proc
 
 TIMEOUT_S = 120
+MARK = "TEST_OF_EMBEDDED"
 BEGIN = """
 import asyncio, os, signal, sys, threading, time
 from servekit import LLM, AsyncLLM, SamplingParams
@@ -34,13 +35,12 @@ class Program:
     """A Python program, and all processes that it starts."""
 
     def __init__(self, folder: Path, text: str) -> None:
-        self.mark = f"SERVEKIT_TEST_MARK={uuid.uuid4().hex}"
+        self._mark = uuid.uuid4().hex
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
         file = folder / "program.py"
         file.write_text(BEGIN + text)
-        name, value = self.mark.split("=")
-        environment = {**os.environ, name: value, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, MARK: self._mark, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             [sys.executable, str(file)], stdout=pipe, stderr=pipe, text=True, env=environment, cwd=folder
@@ -58,8 +58,7 @@ class Program:
 
     def pids(self) -> list[int]:
         """Return all living processes of the program."""
-        marked = [pid for pid in proc.all_pids() if self.mark.encode() in _environment(pid)]
-        return [pid for pid in marked if proc.is_alive(pid)]
+        return proc.with_variable(MARK, self._mark)
 
     def check_nothing_is_left(self) -> None:
         deadline_s = time.monotonic() + TIMEOUT_S
@@ -75,13 +74,6 @@ class Program:
         ]
         listening = {f"socket:[{each[9]}]" for each in fields if each[3] == "0A"}
         return [pid for pid in self.pids() if listening & set(proc.open_files(pid))]
-
-
-def _environment(pid: int) -> bytes:
-    try:
-        return proc.read_bytes(pid, "environ")
-    except PermissionError:
-        return b""
 
 
 def test_a_thousand_prompts_in_a_with_block(tmp_path: Path) -> None:

@@ -36,6 +36,16 @@ def is_alive(pid: int) -> bool:
     return read(pid, "stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])
 
 
+def with_variable(name: str, value: str) -> list[int]:
+    """Return the living processes that were started with this variable: children inherit it from their parents."""
+    found, entry = [], f"{name}={value}\0".encode()
+    for pid in all_pids():
+        with suppress(PermissionError):  # of another user, or of the system
+            if entry in read_bytes(pid, "environ") and is_alive(pid):
+                found.append(pid)
+    return found
+
+
 def wait_until_gone(*pids: int, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while alive := [pid for pid in pids if is_alive(pid)]:
