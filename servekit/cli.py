@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from servekit import __version__
+from servekit.batches.store import BatchStore
 from servekit.config import (
     ENVIRONMENT_PREFIX,
     SECRETS,
@@ -390,6 +391,8 @@ def _serve(arguments: dict[str, str]) -> int:
     config = _configure(arguments)
     if config.cache_dir is not None:
         use_cache_directory(config.cache_dir, os.environ)
+    if config.batch_dir is not None:
+        BatchStore(config.batch_dir).close()  # so that a wrong directory ends the start, before any process is started
     if not is_simulated(config.model):
         check_temporary_directory()
     # Imported here, so that `--help` and errors in flags do not wait for the import.

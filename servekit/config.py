@@ -360,6 +360,27 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             "engine process; with 1, the engine process does that itself",
         ),
     ] = 1
+    batch_dir: Annotated[
+        str | None,
+        Meta(
+            description="directory on a local disk for the files and batches of /v1/files and /v1/batches "
+            "(docs/batches.md); without it these routes are off"
+        ),
+    ] = None
+    batch_concurrency: Annotated[
+        int, Meta(ge=1, le=4096, description="maximum lines of all batches that are computed at the same time")
+    ] = 16
+    batch_max_file_bytes: Annotated[
+        Positive, Meta(description="maximum size of a file that is uploaded for a batch, in bytes")
+    ] = 200 * 2**20
+    batch_max_total_bytes: Annotated[
+        Positive,
+        Meta(description="maximum bytes of all files and answers in --batch-dir; one tenant may have half of it"),
+    ] = 20 * 2**30
+    batch_retention: Annotated[
+        float,
+        Meta(gt=0.0, le=365 * 86400.0, description="seconds after which files and ended batches are deleted"),
+    ] = 30 * 86400.0
     ui: Annotated[bool, Meta(description="serve the web console at / and /ui and its live data at /ui/events")] = True
     journal: Annotated[
         str | None,

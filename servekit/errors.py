@@ -8,6 +8,7 @@
     │  ├─ Forbidden             403  the API key does not permit this
     │  ├─ ModelNotFound         404  the server has no model of that name
     │  ├─ RequestNotFound       404  no unfinished request has this id
+    │  ├─ ObjectNotFound        404  the tenant has no file or batch of that id
     │  ├─ RequestTimeout        408  the headers or the body did not arrive in time
     │  ├─ ProfilerRefuses       409  in servekit.engine.profiling: a recording is running already, or none is
     │  ├─ RequestTooLarge       413  the body is over the size limit
@@ -26,6 +27,7 @@
     │  ├─ HandshakeFailed       503  in servekit.protocol.handshake: a worker and a server do not accept each other
     │  └─ RequestCrashesWorker  500  workers ended repeatedly while they computed this request
     ├─ SandboxUnavailable    503  the process that renders chats and compiles grammars failed twice
+    ├─ StorageFailed         507  files and batches cannot be written, or have no room left
     ├─ ConfigError           a setting is wrong, or does not fit the model; the process exits with code 2
     ├─ RequestFailed         in servekit.client: a server refused a request of one of our clients, or did not answer
     ├─ StandardStreamFailed  in servekit.terminal: standard input or output cannot be used
@@ -105,6 +107,13 @@ class RequestNotFound(RequestError):
 
     status = 404
     code = "request_not_found"
+
+
+class ObjectNotFound(RequestError):
+    """There is no file or batch of this id, or it belongs to another tenant."""
+
+    status = 404
+    code = "not_found"
 
 
 class RequestTimeout(RequestError):
@@ -225,6 +234,13 @@ class SandboxUnavailable(ServekitError):
 
     status = 503
     code = "sandbox_unavailable"
+
+
+class StorageFailed(ServekitError):
+    """Files and batches cannot be written, because the disk or the tenant's share of the storage is full."""
+
+    status = 507
+    code = "storage_full"
 
 
 class ConfigError(ServekitError):

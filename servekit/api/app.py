@@ -18,6 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from servekit.api import docs_page, openapi
 from servekit.api.auth.keys import Key, Keyring, parse_api_key
+from servekit.api.batch_runner import BatchRunner
+from servekit.api.batch_storage import BatchStorage
 from servekit.api.body_decoder import BodyDecoder
 from servekit.api.endpoint import Endpoint
 from servekit.api.error_handlers import exception_handlers
@@ -25,11 +27,26 @@ from servekit.api.key_accounts import KeyAccounts, LocalKeyAccounts
 from servekit.api.middleware.metrics import RequestMetrics
 from servekit.api.middleware.stack import add_access_layers
 from servekit.api.refusal_rate_limit import RefusalRateLimit
+from servekit.api.request_body import BodyBudget
 from servekit.api.responses.sse import KeepAlive
-from servekit.api.routes import console, health, live, native, ollama, openai, profile, shared_paths, tgi, tokenize
+from servekit.api.routes import (
+    batches,
+    console,
+    files,
+    health,
+    live,
+    native,
+    ollama,
+    openai,
+    profile,
+    shared_paths,
+    tgi,
+    tokenize,
+)
 from servekit.config import ServeConfig
 from servekit.engine.interface import Engine
 from servekit.observability.request_trace import RequestTrace
+from servekit.shared_budget import SharedBudget
 
 ENDPOINTS: list[Endpoint] = [
     *shared_paths.ENDPOINTS,
@@ -37,6 +54,8 @@ ENDPOINTS: list[Endpoint] = [
     *tgi.ENDPOINTS,
     *openai.ENDPOINTS,
     *ollama.ENDPOINTS,
+    *files.ENDPOINTS,
+    *batches.ENDPOINTS,
     *tokenize.ENDPOINTS,
     *health.ENDPOINTS,
     *profile.ENDPOINTS,
@@ -78,10 +97,18 @@ def create_app(
     app.state.feed = live.Feed(engine)
     app.state.keyring = keyring
     app.state.created_s = int(time.time()) if created_s is None else created_s  # `created` of the model at /v1/models
+    # With several API processes, each has its part of the memory for request bodies.
+    bodies = BodyBudget(app.build_middleware_stack(), config.max_total_body_bytes // config.api_processes)
+    app.state.uploads = SharedBudget(files.MAX_UPLOADS)
+    app.state.batch_endpoints = tuple(endpoint.path for endpoint in endpoints if endpoint.in_batches)
+    app.state.batch_storage = app.state.batch_runner = None
+    if config.batch_dir is not None:
+        app.state.batch_storage = storage = BatchStorage(config)
+        app.state.batch_runner = BatchRunner(engine, keyring, storage, bodies, {"app": app})
     # These layers are outside Starlette's own middleware, so that its 404 and 500 answers pass through them, too.
     app.middleware_stack = RequestMetrics(
         add_access_layers(
-            app.build_middleware_stack(),
+            bodies,
             config,
             keyring,
             accounts or LocalKeyAccounts(),
@@ -93,6 +120,21 @@ def create_app(
         record,
     )
     return app
+
+
+async def start(app: Starlette) -> None:
+    """Start what works beside the requests: the process that decodes large bodies, and the batches."""
+    await app.state.body_decoder.start()
+    if app.state.batch_runner is not None:
+        app.state.batch_runner.start()
+
+
+async def stop(app: Starlette) -> None:
+    """End it, before the engine stops. What batches have not answered is left for the next start."""
+    if app.state.batch_runner is not None:
+        await app.state.batch_runner.stop()
+        app.state.batch_storage.stop()
+    await app.state.body_decoder.stop()
 
 
 class _Handler:

@@ -29,6 +29,8 @@ class Endpoint:
     example: dict[str, Any] = field(default_factory=dict)
     not_in_query: tuple[str, ...] = ()  # fields of `takes` that a GET route refuses
     own_errors: tuple[type[ServekitError], ...] = ()  # errors that only this route returns
+    form: dict[str, str] = field(default_factory=dict)  # of a body that is a form: its fields, and what they take
+    in_batches: bool = False  # the requests of a batch may be for this route
     is_public: bool = False  # needs no API key, and accepts any Host header: for health probes
 
 

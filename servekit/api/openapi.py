@@ -22,6 +22,7 @@ from servekit.errors import (
     InternalError,
     InvalidRequest,
     ModelNotFound,
+    ObjectNotFound,
     RequestError,
     RequestNotFound,
     RequestTooLarge,
@@ -38,7 +39,7 @@ _REFERENCE = "#/components/schemas/{name}"
 ERRORS_OF_FIELDS = (InvalidRequest, ContextTooLong, DeadlineExceeded)  # routes with a body or query parameters
 ERRORS_OF_BODIES = (ModelNotFound, RequestTooLarge, UnsupportedEncoding)
 ERRORS_OF_PATH_PARAMETERS = (ModelNotFound,)
-ERRORS_OF_ONE_ROUTE = (ProfilerRefuses, RequestNotFound)
+ERRORS_OF_ONE_ROUTE = (ProfilerRefuses, RequestNotFound, ObjectNotFound)
 
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "seconds to wait before the next try"}}
 ERROR_HEADERS = {
@@ -101,6 +102,10 @@ def _operation(endpoint: Endpoint, components: Json) -> Json:
             for field, schema in fields.items()
             if field not in endpoint.not_in_query
         ]
+    elif endpoint.form:
+        fields = {name: {"type": "string", "description": meaning} for name, meaning in endpoint.form.items()}
+        schema = {"type": "object", "properties": fields, "required": list(fields)}
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
     elif endpoint.takes:
         content = {"schema": _any_of(endpoint.takes), "example": endpoint.example}
         operation["requestBody"] = {"required": True, "content": {"application/json": content}}
@@ -153,13 +158,16 @@ def _errors_of(endpoint: Endpoint) -> Iterator[type[ServekitError]]:
     expected = set(endpoint.own_errors)
     if endpoint.takes:
         expected.update(ERRORS_OF_FIELDS)
-    if endpoint.takes and endpoint.method == "POST":
+    if endpoint.form:
+        expected.update(ERRORS_OF_FIELDS)
+    if (endpoint.takes or endpoint.form) and endpoint.method == "POST":
         expected.update(ERRORS_OF_BODIES)
     if "{" in endpoint.path:
         expected.update(ERRORS_OF_PATH_PARAMETERS)
     for error in (*_leaves(RequestError), *_leaves(WorkerError), InternalError):
         if error not in of_some_routes or error in expected:
             yield error
+    yield from expected - {*_leaves(RequestError)}
 
 
 def _leaves(kind: type[ServekitError]) -> Iterator[type[ServekitError]]:

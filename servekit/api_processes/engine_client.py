@@ -125,6 +125,10 @@ class EngineClient:
         return self._status.is_healthy and self.now() - self._heard_s < ms.SILENCE_TIMEOUT_S
 
     @property
+    def has_free_slots(self) -> bool:
+        return self._status.has_free_slots
+
+    @property
     def worker(self) -> WorkerReady | None:
         return self._status.worker
 

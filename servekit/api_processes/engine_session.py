@@ -54,7 +54,7 @@ class SharedEngine:
         limits: SchedulerConfig | None = None
         with contextlib.suppress(ServekitError):  # the engine does not run
             limits = engine.scheduler_config
-        return ms.EngineStatus(state, engine.stage, engine.is_healthy, engine.worker, limits)
+        return ms.EngineStatus(state, engine.stage, engine.is_healthy, engine.worker, limits, engine.has_free_slots)
 
     async def probe_readiness(self) -> bool:
         """Whether the engine generates tokens, and all API processes could serve them."""

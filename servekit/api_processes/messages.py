@@ -88,6 +88,7 @@ class EngineStatus(Struct, frozen=True, tag=True):
     is_healthy: bool
     worker: WorkerReady | None = None  # another one, when its replica was given up and a worker has joined
     limits: SchedulerConfig | None = None  # they change with the workers; None while the engine does not run
+    has_free_slots: bool = True
 
 
 class ReplaceKeys(Struct, frozen=True, tag=True):

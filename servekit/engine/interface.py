@@ -67,6 +67,10 @@ class Engine(Protocol):
         """False if only a new process can help."""
 
     @property
+    def has_free_slots(self) -> bool:
+        """Whether a slot would be free if all waiting sequences had theirs. If not, what is not urgent should wait."""
+
+    @property
     def worker(self) -> WorkerReady | None:
         """What the first worker reported; None until it is ready."""
 

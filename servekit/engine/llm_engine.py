@@ -114,6 +114,11 @@ class LLMEngine:
         return "serving" if self.replicas.num_ready else self.replicas.stage
 
     @property
+    def has_free_slots(self) -> bool:
+        """Whether a slot would be free if all waiting sequences had theirs."""
+        return self.replicas.has_free_slots
+
+    @property
     def worker(self) -> WorkerReady | None:
         """What the first worker reported; None until it is ready."""
         return self.replicas.all[0].worker

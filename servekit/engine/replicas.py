@@ -84,6 +84,14 @@ class Replicas:
         return sum(core.manager.num_waiting for core in self.cores)
 
     @property
+    def has_free_slots(self) -> bool:
+        """Whether the replicas with a worker have more slots than there are sequences, running and waiting."""
+        managers = [core.manager for core in self.cores]
+        num_sequences = sum(manager.num_running + manager.num_waiting for manager in managers)
+        slots = (replica.core.manager.config.max_num_seqs for replica in self.all if replica.is_ready)
+        return num_sequences < sum(slots)
+
+    @property
     def queued(self) -> QueuedCounts:
         """What is queued at all replicas."""
         cores = self.cores

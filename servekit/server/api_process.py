@@ -18,6 +18,7 @@ import uvloop
 from msgspec import Struct
 from starlette.applications import Starlette
 
+from servekit.api import app as api
 from servekit.api.app import create_app, replace_keys
 from servekit.api_processes import messages as ms
 from servekit.api_processes.engine_client import EngineClient
@@ -87,7 +88,7 @@ class ApiProcess:
             for task in (*tasks, self._loading):
                 if task is not None:
                     task.cancel()
-            await self._app.state.body_decoder.stop()
+            await api.stop(self._app)
             await client.stop()
             if tracing is not None:
                 await tracing.close()
@@ -118,7 +119,7 @@ class ApiProcess:
         assert self._connection is not None and self._server is not None
         try:
             await self._client.load(loaded)
-            await self._app.state.body_decoder.start()
+            await api.start(self._app)
         except Exception as error:
             if not isinstance(error, ServekitError):
                 log.exception("an API process cannot serve")

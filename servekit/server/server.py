@@ -16,8 +16,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from servekit import __version__
+from servekit.api import app as api
 from servekit.api.app import create_app, replace_keys
-from servekit.api.body_decoder import BodyDecoder
 from servekit.config import ServeConfig
 from servekit.engine.interface import Engine
 from servekit.engine.llm_engine import LLMEngine
@@ -55,7 +55,7 @@ async def _serve(config: ServeConfig) -> int:
     if config.api_keys_file is not None or not is_ignored:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, server, reload)
     http = asyncio.create_task(server.serve(sockets=[listener]))
-    supervisor = asyncio.create_task(_supervise(engine, app.state.body_decoder, server, listener))
+    supervisor = asyncio.create_task(_supervise(engine, app, server, listener))
     with watching(engine, reload):
         try:
             await http
@@ -63,7 +63,7 @@ async def _serve(config: ServeConfig) -> int:
             ignore_signals()  # uvicorn has removed its handlers, and the server is ending already
             supervisor.cancel()
             await asyncio.wait([supervisor])
-            await app.state.body_decoder.stop()
+            await api.stop(app)
             await engine.stop(graceful=not server.force_exit)
             if tracing is not None:
                 await tracing.close()
@@ -73,11 +73,11 @@ async def _serve(config: ServeConfig) -> int:
     return 0
 
 
-async def _supervise(engine: LLMEngine, body_decoder: BodyDecoder, server: Server, listener: socket.socket) -> None:
+async def _supervise(engine: LLMEngine, app: Starlette, server: Server, listener: socket.socket) -> None:
     """Start the engine and listen, and end the server when the engine fails. Raises the engine's failure."""
 
     async def begin() -> str:
-        await body_decoder.start()
+        await api.start(app)
         await server.listen()
         return url(listener)
 

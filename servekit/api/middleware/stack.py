@@ -5,7 +5,7 @@
     HostCheck        refuses requests whose Host header names another server
     CORSMiddleware   Starlette's: answers the preflight requests of browsers, which carry no key
     Authentication   refuses requests without a valid key, or over the limits of their key
-    BodyBudget       bounds the memory of all request bodies together
+    BodyBudget       bounds the memory of all request bodies together; the lines of batches enter here
     Starlette        internal errors (500), the routes, and 404 and 405 where there is none
 
 All layers are plain ASGI and pass each message on at once. Middleware that runs handlers in tasks of its own, such as
@@ -25,7 +25,6 @@ from servekit.api.key_accounts import KeyAccounts
 from servekit.api.middleware.authentication import Authentication
 from servekit.api.middleware.host_check import HostCheck, own_hosts
 from servekit.api.middleware.request_log import RequestLog
-from servekit.api.request_body import BodyBudget
 from servekit.config import ServeConfig
 from servekit.errors import ConfigError
 
@@ -40,20 +39,18 @@ def add_access_layers(
     public_routes: Set[tuple[str, str]],
     is_open: Callable[[Scope], bool],
 ) -> ASGIApp:
-    """Return the application inside the layers from RequestLog to BodyBudget that the settings ask for.
+    """Return the application inside the layers from RequestLog to Authentication that the settings ask for.
 
     `public_routes`, (method, path) pairs, need no key and accept any Host header. `is_open` recognizes requests that
-    need no key but must use a name of this server: the console's files. With several API processes, each has its part
-    of the memory for request bodies. Raises ConfigError.
+    need no key but must use a name of this server: the console's files. Raises ConfigError.
     """
-    app = BodyBudget(app, config.max_total_body_bytes // config.api_processes)
     if keyring.keys:
         app = Authentication(app, keyring, accounts, public_routes, is_open)
     if config.cors_origins is not None:
         app = CORSMiddleware(
             app,
             allow_origins=_parse_origins(config.cors_origins),
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),  # client libraries send many headers of their own
             expose_headers=("X-Request-Id", "Retry-After", "X-Should-Retry"),
         )

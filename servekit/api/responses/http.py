@@ -18,7 +18,7 @@ from servekit.api.endpoint import engine_of
 from servekit.api.responses.long_json import ItemList, LongJson
 from servekit.api.schemas.json_body import encode
 from servekit.api.schemas.tgi import ERROR_TYPES, tgi_param
-from servekit.errors import RequestCrashesWorker, RequestTimeout, ServekitError
+from servekit.errors import RequestCrashesWorker, RequestTimeout, ServekitError, StorageFailed
 
 # The status that nginx logs for a client that disconnected before its answer. It is never sent.
 CLIENT_CLOSED_REQUEST = 499
@@ -106,7 +106,7 @@ def refuse(request: Request, error: ServekitError) -> Response:
         response.headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, RequestTimeout):
         response.headers["Connection"] = "close"  # the rest of the body is not expected to arrive
-    if isinstance(error, RequestCrashesWorker):
+    if isinstance(error, RequestCrashesWorker | StorageFailed):
         response.headers["X-Should-Retry"] = "false"  # else OpenAI's clients retry twice
     return response
 

@@ -96,6 +96,7 @@ ENDPOINTS: list[Endpoint] = [
         gives=(CompletionResponse,),
         streams=(CompletionResponse,),
         example={"prompt": "What color is the sky?", "max_tokens": 20},
+        in_batches=True,
     ),
     Endpoint(
         "POST",
@@ -105,6 +106,7 @@ ENDPOINTS: list[Endpoint] = [
         gives=(ChatCompletionResponse,),
         streams=(ChatCompletionChunk,),
         example=_CHAT,
+        in_batches=True,
     ),
     Endpoint("GET", "/v1/models", models, gives=(ModelList,)),
     Endpoint("GET", "/v1/models/{model:path}", model, gives=(Model,)),
