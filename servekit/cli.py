@@ -1,4 +1,4 @@
-"""Parse the command line of `servekit serve | top | chat | eval | quantize | replay | version` and run the command."""
+"""Parse the command line of `servekit serve | top | chat | eval | batch | quantize | replay | version` and run it."""
 
 from __future__ import annotations
 
@@ -107,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         flag = "--" + name.replace("_", "-")
         chat.add_argument(flag, metavar=name.rpartition("_")[2].upper(), type=kind, help=meaning)
     _add_eval_parser(commands)
+    _add_batch_parser(commands)
     _add_quantize_parser(commands)
     replay = commands.add_parser(
         "replay",
@@ -158,6 +159,27 @@ def _add_eval_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     add("--judge-model", metavar="NAME", help="name of the judge's model")
     add("--judge-api-key", metavar="KEY", help="API key for the judge; other users do not see SERVEKIT_JUDGE_API_KEY")
     add("--output", metavar="FILE", type=Path, help="also write the result, as JSON (.json) or Markdown (.md)")
+
+
+def _add_batch_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "batch",
+        help="answer a file of requests",
+        description="Send each request of FILE, a file as OpenAI's Batch API takes it, to the server at --url, or to "
+        "one of MODEL that is started for it, and write the answers to a file. If it is interrupted, the same command "
+        "continues: requests with an answer are not sent again.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("file", metavar="FILE", type=Path, help='JSON lines with "custom_id", "url" and "body"')
+    add(
+        "--output", metavar="FILE", type=Path, help="file of the answers (default: FILE with the ending .answers.jsonl)"
+    )
+    add("--url", help="address of a server; any server with OpenAI's API (default: http://127.0.0.1:8000)")
+    add("--model", metavar="MODEL", help="model to serve for this, in the place of --url, as servekit serve takes it")
+    add("--api-key", metavar="KEY", help="API key for the server; other users do not see SERVEKIT_API_KEY")
+    add("--concurrency", metavar="NUM", type=_positive, help="requests at a time (default: 16)")
 
 
 def _add_quantize_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -322,6 +344,14 @@ def _eval(arguments: dict[str, Any]) -> int:
     return 1 if report.losses else 0
 
 
+def _batch(arguments: dict[str, Any]) -> int:
+    with _terminal_packages("batch"):
+        from servekit.terminal.batch import BatchSettings, answer_file
+
+    arguments["api_key"] = _api_key({"api_key": arguments.get("api_key")})
+    return answer_file(BatchSettings(**arguments))
+
+
 def _quantize(arguments: dict[str, Any]) -> int:
     """Check the arguments, find the model, and become the process that quantizes it, because this one has no torch."""
     from servekit.engine.model_files import find_model
@@ -431,6 +461,7 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "top": _top,
     "chat": _chat,
     "eval": _eval,
+    "batch": _batch,
     "quantize": _quantize,
     "replay": _replay,
     "version": _version,

@@ -97,6 +97,19 @@ class HttpClient:
         headers = {"Content-Type": "application/json"}
         return await self._whole("POST", path, kind, max_bytes, content=msgspec.json.encode(body), headers=headers)
 
+    async def exchange(self, path: str, content: bytes, max_bytes: int) -> tuple[int, bytes, str | None]:
+        """Return the answer to a POST of JSON, whatever its status: that, the body, and the header Retry-After.
+
+        Raises RequestFailed if there is none.
+        """
+        headers = {"Content-Type": "application/json"}
+        with self._explaining_failures():
+            async with self._http.stream("POST", path, content=content, headers=headers) as response:
+                body = await _read_body(response, max_bytes)
+        if len(body) > max_bytes:
+            raise RequestFailed(f"the answer to {self.url}{path} is longer than {max_bytes:,} bytes", is_permanent=True)
+        return response.status_code, body, response.headers.get("Retry-After")
+
     async def _whole(self, method: str, path: str, kind: type[T], max_bytes: int, **options: Any) -> T:
         async with self.open_answer(method, path, **options) as response:
             body = await _read_body(response, max_bytes)

@@ -10,6 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 from tokenizers import Tokenizer
 
+from servekit.client.served_model import served
 from servekit.errors import ConfigError
 from servekit.evaluation.comparison import compare
 from servekit.evaluation.judge import MAX_TOKENS, Judgement, Verdict, judgement, messages, verdict
@@ -18,7 +19,6 @@ from servekit.evaluation.model_client import ModelClient, in_order
 from servekit.evaluation.perplexity import TextScore, TokenScore, Window, parse_documents, windows
 from servekit.evaluation.questions import Question, as_chats, evenly, parse_questions
 from servekit.evaluation.report import Report
-from servekit.evaluation.served_model import served
 from servekit.evaluation.statistics import MIN_BLOCKS
 
 DEMO = "demo"

@@ -1,4 +1,4 @@
-"""Serve a model for an evaluation: `servekit serve` as a child process, which ends with the evaluation."""
+"""Serve a model for one of our clients: `servekit serve` as a child process, which ends with the client's work."""
 
 from __future__ import annotations
 
