@@ -329,7 +329,9 @@ class BatchStore:
     def _add_result(self, batch: BatchRecord, result: LineResult) -> None:
         values = (result.batch_id, result.is_error, result.line, result.content)
         added = self._database.execute(
-            "INSERT OR IGNORE INTO result (batch_id, is_error, line, content) VALUES (?, ?, ?, ?)", values
+            "INSERT INTO result (batch_id, is_error, line, content) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT (batch_id, line) DO NOTHING",
+            values,
         ).rowcount
         if added:
             batch.num_completed += not result.is_error
