@@ -56,5 +56,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with the demo model, for every test that does not end it."""
-    with serving(log=tmp_path_factory.mktemp("server") / "log") as server:
+    folder = tmp_path_factory.mktemp("server")
+    with serving("--batch-dir", str(folder / "batches"), log=folder / "log") as server:
         yield server

@@ -76,7 +76,7 @@ def test_every_api_has_an_example_to_paste() -> None:
     ):
         assert page in pages
     assert {page for page, _ in programs()} == {
-        *("README.md", "python.md", "tgi.md", "openai.md", "ollama.md", "simulated_model.md", "tools.md")
+        *("README.md", "batches.md", "python.md", "tgi.md", "openai.md", "ollama.md", "simulated_model.md", "tools.md")
     }
 
 

@@ -59,7 +59,11 @@ def test_the_drawing_shows_every_error_of_the_tree_with_its_status() -> None:
     for name, (parent, status) in shown.items():
         assert parent == real[name][0], name
         assert status in (None, real[name][1]), name
-        is_answered = parent in ("RequestError", "WorkerError") or name in ("SandboxUnavailable", "InternalError")
+        is_answered = parent in ("RequestError", "WorkerError") or name in (
+            "SandboxUnavailable",
+            "StorageFailed",
+            "InternalError",
+        )
         assert (status is not None) == is_answered, name
 
 
