@@ -129,7 +129,7 @@ async def read_chat(request: Request, kind: type[Chat]) -> tuple[Chat, list[dict
     return wanted, wanted.conversation() if conversation is None else conversation
 
 
-async def _read(request: Request, kinds: list[type[Struct]]) -> tuple[Any, list[dict[str, Any]] | None]:
+async def _read(request: Request, kinds: list[type[Any]]) -> tuple[Any, list[dict[str, Any]] | None]:
     body = await read_body(request)
     if len(body) <= MAX_INLINE_BYTES:
         small = bytes(body)
