@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from servekit.api.schemas.anthropic import MessagesRequest
 from servekit.api.schemas.native import GenerateRequest
 from servekit.api.schemas.ollama import OllamaOptions
 from servekit.api.schemas.openai import ChatCompletionRequest, CompletionRequest
@@ -39,8 +40,9 @@ APIS: dict[str, tuple[type[msgspec.Struct], dict[str, str]]] = {
     "Ollama's `options`": (OllamaOptions, {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}),
     "`/v1/completions`": (CompletionRequest, {"grammar": "structured_outputs"}),
     "`/v1/chat/completions`": (ChatCompletionRequest, {"grammar": "structured_outputs"}),
+    "`/v1/messages`": (MessagesRequest, {}),
 }
-NOT_PARAMETERS = {"prompt", "prompts", "messages", "model"}
+NOT_PARAMETERS = {"prompt", "prompts", "messages", "system", "model"}
 
 
 def settings_table() -> Iterator[str]:

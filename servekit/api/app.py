@@ -30,6 +30,7 @@ from servekit.api.refusal_rate_limit import RefusalRateLimit
 from servekit.api.request_body import BodyBudget
 from servekit.api.responses.sse import KeepAlive
 from servekit.api.routes import (
+    anthropic,
     batches,
     console,
     files,
@@ -56,6 +57,7 @@ ENDPOINTS: list[Endpoint] = [
     *ollama.ENDPOINTS,
     *files.ENDPOINTS,
     *batches.ENDPOINTS,
+    *anthropic.ENDPOINTS,
     *tokenize.ENDPOINTS,
     *health.ENDPOINTS,
     *profile.ENDPOINTS,

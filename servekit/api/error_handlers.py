@@ -64,7 +64,7 @@ def _refuse_route(request: Request, error: Exception, methods: dict[str, list[st
         message = f"there is no route {path}; {_suggestion(path, methods)}GET /docs describes all routes"
     note_error_code(request, code)
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-    response = respond(as_written_on(request.url.path, body), error.status_code)
+    response = respond(as_written_on(request.url.path, body, error.status_code), error.status_code)
     response.headers.update(error.headers or {})
     return response
 

@@ -147,6 +147,10 @@ class ChatFormat:
         self._token_id = token_id
         self._eos_token_ids = eos_token_ids
 
+    @property
+    def has_reasoning(self) -> bool:
+        return not isinstance(self.reasoning, NoReasoning)
+
     def check_tools(self, use: ToolUse | None) -> None:
         """Raise InvalidRequest if the model cannot choose by itself to call a function. `for_answers` does so, too."""
         if use is not None and not use.is_demanded and self.tools is None:

@@ -106,5 +106,5 @@ def split_into_events(deltas: list[TokenDelta], interval: int) -> list[list[Toke
     return events
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{secrets.token_hex(12)}"
+def new_id(prefix: str, separator: str = "-") -> str:
+    return f"{prefix}{separator}{secrets.token_hex(12)}"

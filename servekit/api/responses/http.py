@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from servekit.api.endpoint import engine_of
 from servekit.api.responses.long_json import ItemList, LongJson
+from servekit.api.schemas.anthropic import error_type
 from servekit.api.schemas.json_body import encode
 from servekit.api.schemas.tgi import ERROR_TYPES, tgi_param
 from servekit.errors import RequestCrashesWorker, RequestTimeout, ServekitError, StorageFailed
@@ -24,6 +25,7 @@ from servekit.errors import RequestCrashesWorker, RequestTimeout, ServekitError,
 CLIENT_CLOSED_REQUEST = 499
 
 OLLAMA_PATHS = "/api/"  # the beginning of all paths of Ollama's API
+ANTHROPIC_PATHS = "/v1/messages"  # and of Anthropic's
 
 # From this many tokens on, an answer is formatted in a thread: with top logprobs for each, it takes milliseconds.
 NUM_TOKENS_FOR_THREAD = 256
@@ -73,12 +75,16 @@ def error_body(error: ServekitError, in_tgi_format: bool = False) -> dict[str, A
     return body
 
 
-def as_written_on(path: str, body: dict[str, Any]) -> dict[str, Any]:
+def as_written_on(path: str, body: dict[str, Any], status: int) -> dict[str, Any]:
     """Return an error as the API writes it that has this path. Ollama's clients read one text.
 
     The path decides, because some errors come before the route: of the key, the host, or a route that is not there.
     """
-    return {"error": body["error"]["message"]} if path.startswith(OLLAMA_PATHS) else body
+    if path.startswith(OLLAMA_PATHS):
+        return {"error": body["error"]["message"]}
+    if path.startswith(ANTHROPIC_PATHS):
+        return {"type": "error", "error": body["error"] | {"type": error_type(status, body["error"]["type"])}}
+    return body
 
 
 def use_tgi_errors(request: Request) -> None:
@@ -89,7 +95,8 @@ def use_tgi_errors(request: Request) -> None:
 def error_body_for(request: Request, error: ServekitError) -> dict[str, Any]:
     """Return the error in the format of the request's API, and note its code for the log."""
     note_error_code(request, error.answer_code)
-    return as_written_on(request.url.path, error_body(error, getattr(request.state, "in_tgi_format", False)))
+    body = error_body(error, getattr(request.state, "in_tgi_format", False))
+    return as_written_on(request.url.path, body, error.status)
 
 
 def note_error_code(request: Request, code: str) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -37,6 +38,11 @@ COMMENT = b": keep-alive\n\n"
 def event(value: Any) -> bytes:
     """Return one server-sent event with the value as JSON."""
     return b"data: " + encode(value) + b"\n\n"
+
+
+def named_event(value: Struct) -> bytes:
+    """Return one server-sent event, named by the Struct's tag, which is its type."""
+    return b"event: " + str(value.__struct_config__.tag).encode() + b"\n" + event(value)
 
 
 class Framing(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -23,6 +23,7 @@ from servekit.api.schemas.tokens import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from servekit.engine.interface import Engine
 from servekit.engine.tokenizer import MAX_SPANS, TooManyTokens
 from servekit.errors import InvalidRequest, QueueFull
 
@@ -38,13 +39,7 @@ async def tokenize(request: Request, wanted: TokenizeRequest) -> Response:
     engine = engine_of(request)
     check_model(engine.config, wanted.model)
     tenant, special = caller_of(request).tenant, wanted.add_special_tokens is not False
-    engine.input_processor.check_text(wanted.prompt, "prompt")
-    engine.tokenizer.check_queue(tenant, wanted.prompt)
-    try:
-        encoding = engine.tokenizer.encode(tenant, [wanted.prompt], special, MAX_TOKENS)
-        (token_ids,) = await _in_time(encoding)
-    except TooManyTokens as error:
-        raise _too_many_tokens(error, MAX_TOKENS, "prompt") from None
+    token_ids = await encode_text(engine, tenant, wanted.prompt, special, "prompt")
     limit, decode_one = engine.scheduler_config.max_total_tokens, engine.tokenizer.decode
 
     def response(items: ItemList) -> TokenizeResponse:
@@ -96,6 +91,17 @@ async def detokenize(request: Request) -> Response:
         lambda _: DetokenizeResponse(text.decode("utf-8", "replace")),
         len(wanted.tokens),
     )
+
+
+async def encode_text(engine: Engine, tenant: str, text: str, add_special_tokens: bool, param: str) -> Sequence[int]:
+    """Return the token ids of a text that a request sent. Raises InvalidRequest, or QueueFull if it takes too long."""
+    engine.input_processor.check_text(text, param)
+    engine.tokenizer.check_queue(tenant, text)
+    try:
+        (token_ids,) = await _in_time(engine.tokenizer.encode(tenant, [text], add_special_tokens, MAX_TOKENS))
+    except TooManyTokens as error:
+        raise _too_many_tokens(error, MAX_TOKENS, param) from None
+    return token_ids
 
 
 async def _in_time(encoding: Awaitable[Result]) -> Result:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 from msgspec import Struct
 
+from servekit.api.schemas.anthropic import CountTokensRequest, MessagesRequest
 from servekit.api.schemas.json_body import MAX_BODY_DECODED_TWICE, decode, is_tgi_body
 from servekit.api.schemas.native import AbortRequest, GenerateRequest
 from servekit.api.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
@@ -32,13 +33,15 @@ LONG_CONTENT = 2**14  # characters of a message's content, from which on it is s
 # The fields of each kind of body that may be long, and what stands for them in the short rest.
 _LONG_FIELDS: dict[type[Struct], dict[str, Any]] = {
     CompletionRequest: {"prompt": "", "suffix": ""},
-    ChatCompletionRequest: {},  # the conversation is sent apart
     GenerateRequest: {"prompt": "", "prompts": [""]},
     TgiRequest: {"inputs": ""},
     TokenizeRequest: {"prompt": ""},
     TgiTokenizeRequest: {"inputs": ""},
     DetokenizeRequest: {"tokens": []},
     AbortRequest: {},
+    ChatCompletionRequest: {},  # of chats, the conversation is sent apart
+    MessagesRequest: {},
+    CountTokensRequest: {},
     OllamaChatRequest: {},
     OllamaGenerateRequest: {"suffix": ""},
     OllamaShowRequest: {},

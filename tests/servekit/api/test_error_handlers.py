@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support.asgi import ask, bearer, make_app, shared
+from tests.support.asgi import KEY, ask, bearer, make_app, shared
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,15 @@ async def test_errors_below_ollamas_paths_are_one_text() -> None:
     assert unknown.status == 404 and json.loads(unknown.body)["error"].startswith("there is no route /api/nothing; ")
     without_key = await ask(shared(), "POST", "/api/nothing")
     assert without_key.status == 401 and "an API key is required" in json.loads(without_key.body)["error"]
+
+
+async def test_errors_below_anthropics_paths_are_of_its_kinds() -> None:
+    unknown = await ask(make_app(), "POST", "/v1/messages/batches")
+    told = json.loads(unknown.body)
+    assert (unknown.status, told["type"], told["error"]["type"]) == (404, "error", "not_found_error")
+    assert told["error"]["message"].startswith("there is no route /v1/messages/batches; ")
+    without_key = await ask(shared(), "POST", "/v1/messages")
+    assert json.loads(without_key.body)["error"]["type"] == "authentication_error"
+    bad = await ask(shared(), "POST", "/v1/messages", ("x-api-key", KEY), body=b"{}")
+    told = json.loads(bad.body)["error"]
+    assert (bad.status, told["type"], told["param"]) == (400, "invalid_request_error", "messages")

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from servekit.api.body_decoder import error_of, unpack
 from servekit.api.schemas import packed_body
+from servekit.api.schemas.anthropic import MessagesRequest
 from servekit.api.schemas.native import GenerateRequest
 from servekit.api.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest
 from servekit.api.schemas.openai import MAX_MESSAGES, ChatCompletionRequest, CompletionRequest
@@ -41,6 +42,7 @@ COMPLETION: Kinds = [CompletionRequest]
 CHAT: Kinds = [ChatCompletionRequest]
 OLLAMA_CHAT: Kinds = [OllamaChatRequest]
 OLLAMA_GENERATE: Kinds = [OllamaGenerateRequest]
+ANTHROPIC: Kinds = [MessagesRequest]
 MAX_TOKENS = 2**21
 TEXT = '漢字, "quoted" and \\ escaped; 😀 ' * 4000
 
@@ -129,6 +131,17 @@ async def test_ollamas_large_bodies_have_the_conversation_that_small_ones_have(
     assert conversation == expected.conversation()
     expected.drop_conversation()
     assert wanted == expected
+
+
+async def test_a_large_body_of_anthropics_is_the_chat_of_a_small_one() -> None:
+    messages = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": [{"type": "text", "text": TEXT}]}]
+    text = encoded({"messages": messages, "system": TEXT, "max_tokens": 5, "tools": [{"name": "look"}]}, ANTHROPIC)
+    packed = decoded_here(text, ANTHROPIC, MAX_TOKENS)
+    assert isinstance(packed, PackedBody) and len(packed.short) < 2000
+    wanted, conversation = await unpack(packed)
+    expected = decode_kind(text, MessagesRequest)
+    assert conversation == expected.conversation() and len(conversation) == 3
+    assert wanted.to_chat() == expected.to_chat() and wanted.to_chat().continue_final_message
 
 
 INVALID: list[tuple[Kinds, dict[str, Any]]] = [

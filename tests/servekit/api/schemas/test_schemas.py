@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from scripts import tables as documented
 from servekit.api.schemas import openai, tgi
+from servekit.api.schemas.anthropic import CountTokensRequest, MessagesRequest
 from servekit.api.schemas.json_body import MAX_JSON_DEPTH, decode, decode_query, encode, is_shallow, is_tgi_body
 from servekit.api.schemas.native import GenerateRequest
 from servekit.api.schemas.ollama import OllamaGenerateRequest, OllamaOptions
 from servekit.api.schemas.openai import ChatCompletionRequest, CompletionRequest
+from servekit.api.schemas.packed_body import ChatBody
 from servekit.api.schemas.tgi import TgiParameters, TgiRequest, tgi_param
 from servekit.api.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
 from servekit.errors import InvalidRequest
@@ -196,6 +198,19 @@ OPENAI: dict[str, tuple[Json, Json]] = {
 }
 TOOL: Json = {"type": "function", "function": {"name": "look"}}
 REFUSED_BY_OPENAIS = ("use_beam_search", "prompt_embeds", "logits_processors")
+OUTPUT_FORMAT: Json = {"type": "json_schema", "schema": {"type": "object"}}
+MATCHES: Json = {"grammar": Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}', "response_format.json_schema.schema")}
+CHAT_OF_ANTHROPIC: dict[str, tuple[Json, Json]] = {
+    "messages": ({"messages": [{"role": "assistant", "content": []}]}, {}),
+    "model": ({"model": "m"}, {}),
+    "system": ({"system": "s"}, {}),
+    "tools": ({"tools": [{"name": "look"}]}, {}),
+    "tool_choice": ({"tools": [{"name": "look"}], "tool_choice": {"type": "any"}}, {}),
+    "thinking": ({"thinking": {"type": "enabled", "budget_tokens": 5}}, {}),
+    "output_config": ({"output_config": {"effort": "low", "format": OUTPUT_FORMAT}}, MATCHES),
+    "output_format": ({"output_format": OUTPUT_FORMAT}, MATCHES),
+    "chat_template_kwargs": ({"chat_template_kwargs": {"x": 1}}, {}),
+}
 APIS = {
     "`/generate`": Api(
         GenerateRequest,
@@ -321,6 +336,24 @@ APIS = {
         },
         refused=("functions", "function_call", *REFUSED_BY_OPENAIS),
     ),
+    "`/v1/messages`": Api(
+        MessagesRequest,
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5},
+        {
+            **COMMON,
+            **CHAT_OF_ANTHROPIC,
+            "max_tokens": ({"max_tokens": 6}, {"max_tokens": 6}),
+            "stream": ({"stream": True}, {}),
+            "stop_sequences": ({"stop_sequences": ["x"]}, {"sampling.stop": ["x"]}),
+        },
+        refused=("mcp_servers", "container"),
+    ),
+    "`/v1/messages/count_tokens`": Api(
+        CountTokensRequest,
+        {"messages": [{"role": "user", "content": "a"}]},
+        {**COMMON, **CHAT_OF_ANTHROPIC},
+        refused=("mcp_servers", "container"),
+    ),
 }
 EVERY_FIELD = [(api, name) for api, case in APIS.items() for name in case.fields]
 
@@ -331,10 +364,11 @@ def ask(api: str, body: bytes) -> GenerationRequest:
     if isinstance(asked, OllamaGenerateRequest):
         asked.check()
         return asked.to_generation_request(asked.conversation()[-1]["content"])
-    if isinstance(asked, ChatCompletionRequest):
+    if isinstance(asked, ChatBody):
         asked.check()
-        for index, message in enumerate(asked.messages):
-            message.for_template(index)
+        asked.conversation()
+    if isinstance(asked, CountTokensRequest):
+        asked = asked.to_chat()
     request: GenerationRequest = (
         asked.to_generation_request("rendered")
         if isinstance(asked, ChatCompletionRequest)
