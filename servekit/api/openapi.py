@@ -79,7 +79,7 @@ def document(endpoints: Sequence[Endpoint]) -> Json:
         "info": {
             "title": "servekit",
             "version": __version__,
-            "description": "One model behind several HTTP APIs: servekit's own, OpenAI's, TGI's and Ollama's.",
+            "description": "One model behind the HTTP APIs of servekit, OpenAI, Anthropic, TGI and Ollama.",
         },
         "paths": paths,
         "components": {"schemas": components},

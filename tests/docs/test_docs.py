@@ -71,12 +71,23 @@ def test_every_api_has_an_example_to_paste() -> None:
         "tgi.md",
         "openai.md",
         "ollama.md",
+        "anthropic.md",
         "structured_output.md",
         "tools.md",
     ):
         assert page in pages
     assert {page for page, _ in programs()} == {
-        *("README.md", "batches.md", "python.md", "tgi.md", "openai.md", "ollama.md", "simulated_model.md", "tools.md")
+        *(
+            "README.md",
+            "anthropic.md",
+            "batches.md",
+            "python.md",
+            "tgi.md",
+            "openai.md",
+            "ollama.md",
+            "simulated_model.md",
+            "tools.md",
+        )
     }
 
 

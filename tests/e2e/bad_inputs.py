@@ -58,9 +58,10 @@ TGI = Api("/", {"inputs": CANARY, "parameters": {"max_new_tokens": 1}}, "paramet
 TGI_STREAM = Api("/generate_stream", {"inputs": CANARY, "parameters": {"max_new_tokens": 1}}, "parameters")
 COMPLETIONS = Api("/v1/completions", {"prompt": CANARY, "max_tokens": 1})
 CHAT = Api("/v1/chat/completions", {"messages": [{"role": "user", "content": CANARY}], "max_tokens": 1})
+MESSAGES = Api("/v1/messages", {"messages": [{"role": "user", "content": CANARY}], "max_tokens": 1})
 TOKENIZE = Api("/tokenize", {"prompt": CANARY})
 DETOKENIZE = Api("/detokenize", {"tokens": [1]})
-APIS = [NATIVE, STREAM, BASIC, TGI, TGI_STREAM, COMPLETIONS, CHAT]
+APIS = [NATIVE, STREAM, BASIC, TGI, TGI_STREAM, COMPLETIONS, CHAT, MESSAGES]
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
@@ -103,6 +104,7 @@ OWN_INTEGERS = {
         "prompt_logprobs": (-1, 21),
         "truncate_prompt_tokens": (0, INT31),
     },
+    MESSAGES: {"max_tokens": (0, 2049)},
     CHAT: {
         "max_tokens": (0, 2049),
         "max_completion_tokens": (0, 2049),

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from servekit.api.responses.http import ANTHROPIC_PATHS
 from tests.e2e.bad_inputs import CANARY, GROUPS, BadInput
 from tests.support.server_process import ServerProcess
 
@@ -33,6 +34,14 @@ class ErrorDetail(Struct, forbid_unknown_fields=True):
 class Refusal(Struct, forbid_unknown_fields=True):
     error: ErrorDetail
     error_type: Literal["validation"] | UnsetType = UNSET
+
+
+class AnthropicErrorDetail(ErrorDetail):
+    type: Literal["invalid_request_error", "not_found_error", "request_too_large"]  # type: ignore[assignment]
+
+
+class AnthropicRefusal(Struct, forbid_unknown_fields=True, tag="error"):
+    error: AnthropicErrorDetail
 
 
 def ask(server: ServerProcess, case: BadInput) -> tuple[httpx2.Response, float]:
@@ -57,7 +66,9 @@ def complaints(server: ServerProcess, case: BadInput) -> Iterator[str]:
 
 def is_refusal(response: httpx2.Response) -> bool:
     try:
-        msgspec.json.decode(response.content, type=Refusal)
+        msgspec.json.decode(
+            response.content, type=AnthropicRefusal if response.url.path.startswith(ANTHROPIC_PATHS) else Refusal
+        )
     except msgspec.DecodeError:
         return False
     return response.headers["content-type"] == "application/json" and len(response.content) <= MAX_ANSWER_BYTES

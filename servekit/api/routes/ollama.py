@@ -35,7 +35,6 @@ from servekit.api.schemas.ollama import (
 )
 from servekit.engine.interface import Engine
 from servekit.errors import InvalidRequest
-from servekit.parsing.reasoning import NoReasoning
 from servekit.protocol.messages import WorkerReady
 
 # Clients compare it with the version that they need. This is the one whose API these routes follow.
@@ -93,7 +92,7 @@ def _check(request: Request, wanted: OllamaFields) -> Engine:
     """Return the engine. Raises ModelNotFound for another model, and InvalidRequest for reasoning that it cannot do."""
     engine = engine_of(request)
     _check_name(engine, wanted.model)
-    if wanted.think and isinstance(engine.input_processor.chat_format.reasoning, NoReasoning):
+    if wanted.think and not engine.input_processor.chat_format.has_reasoning:
         raise InvalidRequest(
             f"{engine.config.model_name!r} does not support thinking, as far as its chat template tells; leave think "
             "out, or start the server with --reasoning-parser",
@@ -141,7 +140,7 @@ async def show(request: Request) -> Response:
     capabilities = {
         "completion": True,
         "tools": chat_format.tools is not None,
-        "thinking": not isinstance(chat_format.reasoning, NoReasoning),
+        "thinking": chat_format.has_reasoning,
         "insert": engine.input_processor.fill_format is not None,
     }
     defaults = {

@@ -64,7 +64,8 @@ def test_errors_share_the_schema_of_their_api_and_overload_has_retry_after() -> 
         for status, response in operation["responses"].items():
             assert response["description"]
             if status != "200" and "content" in response:
-                schema = "/OllamaError" if path.startswith("/api/") else "/ErrorResponse"
+                own = {"api": "/OllamaError", "v1/messages": "/AnthropicError"}
+                schema = next((own[each] for each in own if path.startswith(f"/{each}")), "/ErrorResponse")
                 assert response["content"]["application/json"]["schema"]["$ref"].endswith(schema), path
                 assert ("Retry-After" in response.get("headers", {})) == (status in ("429", "503"))
 
