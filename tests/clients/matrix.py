@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -160,6 +161,20 @@ def _streamed_events(clients: Clients) -> bool:
         return "content.delta" in kinds and stream.get_final_completion().choices[0].message.content == BLUE
 
 
+def _batch_of_one(clients: Clients) -> bool:
+    """Whether a batch with one line is answered. It runs when nothing else does."""
+    api = clients.openai
+    question = {"custom_id": "sky", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": USER}}
+    file = api.files.create(file=("requests.jsonl", json.dumps(question).encode()), purpose="batch")
+    batch = api.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    deadline_s = time.monotonic() + 60
+    while batch.status in ("validating", "in_progress", "finalizing"):
+        assert time.monotonic() < deadline_s, batch
+        time.sleep(0.1)
+        batch = api.batches.retrieve(batch.id)
+    return BLUE in api.files.content(batch.output_file_id or "").text
+
+
 CURL = [
     Call("curl", "`POST /generate`", lambda c: c.curl("/generate", {"prompt": SKY})["generated_text"] == f" {BLUE}"),
     Call(
@@ -295,6 +310,9 @@ OPENAI = [
         "`with_raw_response`",
         lambda c: c.openai.completions.with_raw_response.create(model="demo", prompt=SKY).parse().choices,
     ),
+    Call("openai", "`files.create`, `batches.create`, `batches.retrieve`, `files.content`", _batch_of_one),
+    Call("openai", "`files.list`", lambda c: c.openai.files.list().data),
+    Call("openai", "`batches.list`", lambda c: c.openai.batches.list().data),
     Call("openai", "`AsyncOpenAI`", lambda c: asyncio.run(_ask_openai(c.url))),
     Call(
         "openai",
@@ -728,7 +746,7 @@ def main() -> None:
     broken = []
     with (
         tempfile.TemporaryDirectory() as directory,
-        serving(log=Path(directory) / "log") as server,
+        serving("--batch-dir", directory, log=Path(directory) / "log") as server,
         ExitStack() as stack,
     ):
         clients = Clients(server.url, stack)

@@ -8,12 +8,13 @@ from contextlib import ExitStack
 import pytest
 
 from tests.clients.matrix import CALLS, MISSING, PAGE, Call, Clients, Missing, page_with_tables
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import serving
 
 
 @pytest.fixture(scope="module")
-def clients(server: ServerProcess) -> Iterator[Clients]:
-    with ExitStack() as stack:
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
+    folder = tmp_path_factory.mktemp("matrix")
+    with serving("--batch-dir", str(folder), log=folder / "log") as server, ExitStack() as stack:
         yield Clients(server.url, stack)
 
 
