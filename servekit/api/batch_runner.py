@@ -24,7 +24,7 @@ from servekit.api.auth.keys import Keyring
 from servekit.api.batch_storage import BatchStorage
 from servekit.api.schemas.json_body import encode
 from servekit.batches.lines import LineReader, RequestLine, check_lines
-from servekit.batches.records import BatchRecord, End, LineResult
+from servekit.batches.records import BatchRecord, End, LineError, LineResult
 from servekit.batches.store import OwnerLock
 from servekit.engine.caller import Caller
 from servekit.engine.interface import Engine
@@ -42,6 +42,7 @@ UPLOAD_MAX_AGE_S = 6 * 3600.0  # content without an entry is of an upload that w
 MAX_RUNNING = 64  # batches that are worked on at the same time; one of each tenant
 MIN_FREE_BYTES = 2**20  # that a tenant must be allowed to store, for its batches to run
 LOWEST_PRIORITY = 1000
+MAX_ANSWERS = 8  # that one line may ask for: prompts times n
 RETRIED = (429, 499, 503)  # statuses of a server that is busy, has lost its worker, or shuts down
 
 _UNFINISHED: dict[End, tuple[str, str]] = {
@@ -56,7 +57,7 @@ class _Response(Struct):
     body: Raw
 
 
-class _LineError(Struct):
+class _Unanswered(Struct):
     code: str
     message: str
 
@@ -67,7 +68,7 @@ class _OutputLine(Struct):
     id: str
     custom_id: str
     response: _Response | None
-    error: _LineError | None
+    error: _Unanswered | None
 
 
 class _Work(Struct):
@@ -111,6 +112,7 @@ class BatchRunner:
             self._main.cancel()
             await asyncio.wait([self._main])
             await self._stop_work(list(self._work))
+            await self._results.stop()
         self._lock.release()
 
     def wake(self) -> None:
@@ -227,6 +229,8 @@ class BatchRunner:
         path = self._store.path_of(batch.input_file_id)
         try:
             num_lines, errors = await asyncio.to_thread(check_lines, path, batch.endpoint)
+        except FileNotFoundError:  # somebody has removed it from the folder
+            num_lines, errors = 0, [LineError("file_not_found", f"the content of {batch.input_file_id} is missing")]
         except OSError as error:
             raise self._store.failure(error) from None
         await self._storage.call(self._store.begin, batch.id, num_lines, errors, self._storage.now_s())
@@ -250,10 +254,11 @@ class BatchRunner:
         """End a batch, with an error for each line that has no answer."""
         code, message = _UNFINISHED[end]
         answered = await self._storage.call(self._store.answered_lines, batch.id)
-        if batch.num_lines:  # its file was checked
+        # Its file was checked, and nobody has removed it from the folder.
+        if batch.num_lines and self._store.path_of(batch.input_file_id).exists():
             with await self._open(batch, answered) as reader:
                 while lines := await asyncio.to_thread(reader.read):
-                    results = [_result(batch, number, line, None, _LineError(code, message)) for number, line in lines]
+                    results = [_result(batch, number, line, None, _Unanswered(code, message)) for number, line in lines]
                     await self._storage.call(self._store.add_results, results)
         await self._end(batch, end)
 
@@ -291,7 +296,7 @@ class BatchRunner:
         """Return the application's answer: its status, its Retry-After and its body."""
         request = bytes(line.body)
         path = line.url.encode()
-        caller = Caller(tenant=batch.tenant, request_id=request_id, min_priority=LOWEST_PRIORITY)
+        caller = Caller(batch.tenant, request_id, LOWEST_PRIORITY, MAX_ANSWERS)
         scope = {
             **self._app_scope,
             "type": "http",
@@ -340,7 +345,7 @@ def new_file_id() -> str:
 
 
 def _result(
-    batch: BatchRecord, number: int, line: RequestLine, response: _Response | None, error: _LineError | None
+    batch: BatchRecord, number: int, line: RequestLine, response: _Response | None, error: _Unanswered | None
 ) -> LineResult:
     content = encode(_OutputLine(f"batch_req_{secrets.token_hex(12)}", line.custom_id, response, error)) + b"\n"
     return LineResult(batch.id, number, content, response is None or response.status_code != 200)
@@ -361,6 +366,12 @@ class _ResultWriter:
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_all(), name="batch results")
         await written
+
+    async def stop(self) -> None:
+        """Finish the transaction that has begun. Those who wait for another one are gone."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=RETRY_S)
+            self._writing.cancel()
 
     async def _write_all(self) -> None:
         while self._pending:

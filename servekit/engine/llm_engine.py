@@ -326,6 +326,11 @@ class LLMEngine:
         """
         if self._rejects_requests:
             raise shutting_down()
+        if caller.max_answers is not None and request.num_sequences > caller.max_answers:
+            raise InvalidRequest(
+                f"the request asks for {request.num_sequences} answers (prompts times n, or best_of); one line of a "
+                f"batch may ask for {caller.max_answers}; divide it among several lines"
+            )
         self._check_outage()
         replicas = self._running_replicas
         return self._queue_limits.reserve(request, caller.tenant, replicas.num_waiting, replicas.queued, self._clock())

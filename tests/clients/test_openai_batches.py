@@ -91,6 +91,7 @@ def test_a_batch_of_chats_has_wrong_requests_in_its_error_file(client: OpenAI) -
     lines = [
         {"custom_id": "right", "method": "POST", "url": "/v1/chat/completions", "body": chat},
         {"custom_id": "wrong", "method": "POST", "url": "/v1/chat/completions", "body": {**chat, "max_tokens": -1}},
+        {"custom_id": "many", "method": "POST", "url": "/v1/chat/completions", "body": {**chat, "n": 9}},
         {"custom_id": "model", "method": "POST", "url": "/v1/chat/completions", "body": {**chat, "model": "gpt-9"}},
     ]
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
@@ -98,7 +99,11 @@ def test_a_batch_of_chats_has_wrong_requests_in_its_error_file(client: OpenAI) -
     (right,) = output(client, batch.output_file_id)
     assert right["response"]["body"]["choices"][0]["message"]["content"] == answer_to("user: hi\nassistant: ", 4)
     failed = {line["custom_id"]: line["response"] for line in output(client, batch.error_file_id)}
-    assert {name: response["status_code"] for name, response in failed.items()} == {"wrong": 400, "model": 404}
+    assert {name: response["status_code"] for name, response in failed.items()} == {
+        "wrong": 400,
+        "many": 400,
+        "model": 404,
+    }
     assert failed["model"]["body"]["error"]["code"] == "model_not_found"
 
 

@@ -298,6 +298,21 @@ async def test_a_wrong_file_fails_its_batch_and_no_line_is_asked(tmp_path: Path)
         assert made.app.asked == []
 
 
+async def test_a_batch_whose_file_was_removed_ends_all_the_same(tmp_path: Path) -> None:
+    async with service(tmp_path) as made:
+        missing = made.create(3)
+        made.store.path_of("file-0").unlink()
+        made.start()
+        assert [error.code for error in (await made.ended(missing)).errors] == ["file_not_found"]
+        made.engine.has_free_slots = False
+        begun = made.create(3)
+        await made.wait(lambda: made.store.batch("", begun).status == "in_progress")  # type: ignore[union-attr]
+        made.store.path_of("file-1").unlink()
+        await made.storage.call(made.store.cancel, "", begun, 1)
+        made.runner.wake()
+        assert (await made.ended(begun)).status == "cancelled"
+
+
 async def test_answers_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with service(tmp_path, batch_concurrency=2) as made:
         failures = 3

@@ -27,6 +27,16 @@ def test_answers_to_one_prompt_go_to_one_replica_and_prompts_are_spread() -> Non
         assert sum({first, first + 1, first + 2} <= set(ids) for ids in fleet.ids()) == 1
 
 
+def test_slots_are_free_until_as_many_sequences_wait_or_run() -> None:
+    fleet = Fleet(64, 64)
+    num_slots = sum(replica.core.manager.config.max_num_seqs for replica in fleet.replicas.all)
+    for _ in range(num_slots - 1):
+        fleet.add()
+    assert fleet.replicas.has_free_slots
+    fleet.add()
+    assert not fleet.replicas.has_free_slots
+
+
 async def test_replicas_that_share_tenants_learn_what_the_others_computed() -> None:
     fleet = Fleet(64, 64, scheduling_policy="fair")
     for _ in range(6):
