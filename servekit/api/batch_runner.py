@@ -28,6 +28,7 @@ from servekit.batches.records import BatchRecord, End, LineError, LineResult
 from servekit.batches.store import OwnerLock
 from servekit.engine.caller import Caller
 from servekit.engine.interface import Engine
+from servekit.engine.request_state import RequestState
 from servekit.errors import InternalError, StorageFailed
 from servekit.protocol.logging import fields
 
@@ -35,6 +36,7 @@ log = logging.getLogger("servekit")
 
 POLL_S = 1.0  # how soon a batch is noticed that another process has created or cancelled
 ROOM_POLL_S = 0.02  # how soon a line begins when a slot is free
+BEGIN_POLL_S = 0.002  # how soon it is noticed that a line's prompt is computed
 RETRY_S = 5.0  # after a failure of the disk, or of a batch
 MAX_RETRY_AFTER_S = 10.0
 SWEEP_INTERVAL_S = 600.0
@@ -281,22 +283,43 @@ class BatchRunner:
     async def _answer(self, batch: BatchRecord, number: int, line: RequestLine) -> None:
         """Answer a line, and return when the answer is on disk."""
         while True:
+            request_id = secrets.token_hex(16)
             async with self._beginning:
                 while self._engine.state != "ready" or not self._engine.has_free_slots:  # noqa: ASYNC110
                     await asyncio.sleep(ROOM_POLL_S)
-            request_id = secrets.token_hex(16)
-            status, retry_after_s, body = await self._ask(batch, line, request_id)
+                asking = await self._begin(batch, line, request_id)
+            status, retry_after_s, body = await asking
             if status not in RETRIED:
                 break
             await asyncio.sleep(min(retry_after_s, MAX_RETRY_AFTER_S))
         response = _Response(status, request_id, Raw(body))
         await self._results.write(_result(batch, number, line, response, None))
 
-    async def _ask(self, batch: BatchRecord, line: RequestLine, request_id: str) -> tuple[int, float, bytes]:
+    async def _begin(
+        self, batch: BatchRecord, line: RequestLine, request_id: str
+    ) -> asyncio.Task[tuple[int, float, bytes]]:
+        """Begin to ask, and return when the prompt is computed.
+
+        Until then no other line begins. So whatever else comes finds one line's prompt before it, and not those of many.
+        """
+        state: dict[str, Any] = {}
+        asking = asyncio.create_task(self._ask(batch, line, request_id, state), name="line of a batch")
+        try:
+            while not asking.done() and not _has_token(state):  # noqa: ASYNC110
+                await asyncio.sleep(BEGIN_POLL_S)
+        except asyncio.CancelledError:
+            asking.cancel()
+            await asyncio.wait([asking])
+            raise
+        return asking
+
+    async def _ask(
+        self, batch: BatchRecord, line: RequestLine, request_id: str, state: dict[str, Any]
+    ) -> tuple[int, float, bytes]:
         """Return the application's answer: its status, its Retry-After and its body."""
         request = bytes(line.body)
         path = line.url.encode()
-        caller = Caller(batch.tenant, request_id, LOWEST_PRIORITY, MAX_ANSWERS)
+        state["caller"] = Caller(batch.tenant, request_id, LOWEST_PRIORITY, MAX_ANSWERS)
         scope = {
             **self._app_scope,
             "type": "http",
@@ -310,7 +333,7 @@ class BatchRunner:
             "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(request))],
             "server": None,
             "client": None,
-            "state": {"caller": caller},
+            "state": state,
         }
         to_receive: list[Message] = [{"type": "http.request", "body": request, "more_body": False}]
         started: list[Message] = []
@@ -337,6 +360,12 @@ class BatchRunner:
             return 500, 0.0, encode({"error": {"message": failed.message, "type": failed.type, "code": failed.code}})
         headers = dict(started[0]["headers"])
         return started[0]["status"], float(headers.get(b"retry-after", 1)), b"".join(parts)
+
+
+def _has_token(state: dict[str, Any]) -> bool:
+    """Return whether the request with this state has been given a token."""
+    request_state: RequestState | None = state.get("request_state")
+    return request_state is not None and request_state.num_generated_tokens > 0
 
 
 def new_file_id() -> str:

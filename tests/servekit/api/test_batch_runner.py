@@ -44,6 +44,8 @@ class App:
         self.most_running = 0
         self.may_answer = asyncio.Event()
         self.may_answer.set()
+        self.may_begin = asyncio.Event()  # else no prompt is computed
+        self.may_begin.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = json.loads((await receive())["body"])
@@ -52,7 +54,8 @@ class App:
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:
-            await asyncio.sleep(0)
+            await self.may_begin.wait()
+            scope["state"]["request_state"] = SimpleNamespace(num_generated_tokens=1)
             await self.may_answer.wait()
         finally:
             self.num_running -= 1
@@ -170,6 +173,32 @@ async def test_no_line_begins_while_the_server_has_something_else_to_do(tmp_path
         assert made.app.asked == []
         made.engine.state = "ready"
         assert (await made.ended(batch_id)).num_completed == 2
+
+
+async def test_no_line_begins_before_the_prompt_of_the_last_one_is_computed(tmp_path: Path) -> None:
+    async with service(tmp_path, batch_concurrency=8) as made:
+        batch_id = made.create(4)
+        made.app.may_begin.clear()
+        made.app.may_answer.clear()
+        made.start()
+        await made.wait(lambda: made.app.num_running == 1)
+        await asyncio.sleep(0.05)
+        assert made.app.asked == ["1"]
+        made.app.may_begin.set()
+        await made.wait(lambda: made.app.num_running == 4)
+        made.app.may_answer.set()
+        assert (await made.ended(batch_id)).num_completed == 4
+
+
+async def test_a_line_that_waits_for_its_prompt_can_be_cancelled(tmp_path: Path) -> None:
+    async with service(tmp_path) as made:
+        batch_id = made.create(4)
+        made.app.may_begin.clear()
+        made.start()
+        await made.wait(lambda: made.app.num_running == 1)
+        await made.storage.call(made.store.cancel, "", batch_id, 1)
+        made.runner.wake()
+        assert (await made.ended(batch_id)).status == "cancelled" and made.app.num_running == 0
 
 
 async def test_what_was_answered_before_a_stop_is_not_asked_again(tmp_path: Path) -> None:
