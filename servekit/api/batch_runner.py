@@ -300,7 +300,7 @@ class BatchRunner:
     ) -> asyncio.Task[tuple[int, float, bytes]]:
         """Begin to ask, and return when the prompt is computed.
 
-        Until then no other line begins. So whatever else comes finds one line's prompt before it, and not those of many.
+        Until then no other line begins. So whatever else comes finds one line's prompt before it, not those of many.
         """
         state: dict[str, Any] = {}
         asking = asyncio.create_task(self._ask(batch, line, request_id, state), name="line of a batch")
