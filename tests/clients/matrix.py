@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import httpx2
+from anthropic import Anthropic
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from langchain_openai import ChatOpenAI
 from langchain_openai import OpenAI as LangChainOpenAI
@@ -64,6 +65,7 @@ class Clients:
         self.http = stack.enter_context(httpx2.Client(base_url=url, timeout=60))
         self.openai = stack.enter_context(OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60))
         self.hf = stack.enter_context(InferenceClient(url, timeout=60))
+        self.anthropic = stack.enter_context(Anthropic(base_url=url, api_key="any", max_retries=0, timeout=60))
         self.ollama = stack.enter_context(Ollama(url, timeout=60))
         settings: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": SecretStr("any"), "model": "demo"}
         settings |= {"max_retries": 0, "temperature": 0, "http_client": stack.enter_context(httpx2.Client(timeout=60))}
@@ -95,6 +97,10 @@ class Clients:
 
     def chat(self, **fields: Any) -> Any:
         return self.openai.chat.completions.create(model="demo", messages=fields.pop("messages", USER), **fields)
+
+    def message(self, **fields: Any) -> Any:
+        fields = {"model": "demo", "max_tokens": 60, "messages": USER, **fields}
+        return self.anthropic.messages.create(**fields)
 
     def complete(self, **fields: Any) -> Any:
         return self.openai.completions.create(model="demo", prompt=fields.pop("prompt", SKY), **fields)
@@ -148,6 +154,11 @@ async def _ask_hugging_face(url: str) -> bool:
 async def _ask_ollama(url: str) -> bool:
     async with AsyncOllama(url, timeout=60) as client:
         return (await client.chat("demo", USER)).message.content == BLUE
+
+
+def _anthropic_stream(clients: Clients) -> str:
+    with clients.anthropic.messages.stream(model="demo", max_tokens=20, messages=USER) as stream:
+        return "".join(stream.text_stream)
 
 
 def _parsed(clients: Clients) -> Any:
@@ -478,6 +489,54 @@ OLLAMA = [
     Call("ollama", "`delete`", lambda c: c.ollama.delete("demo"), "this server has one model"),
     Call("ollama", "`embed`", lambda c: c.ollama.embed("demo", "a"), "computes no embeddings"),
 ]
+ANTHROPIC_TOOLS: Any = {
+    "tools": [{"name": "count_legs", "input_schema": SCHEMA}],
+    "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+}
+ANTHROPIC = [
+    Call("anthropic", "`messages.create`", lambda c: c.message().content[0].text == BLUE),
+    Call("anthropic", "`messages.create`, `system`", lambda c: c.message(system="You are terse.").usage.output_tokens),
+    Call(
+        "anthropic",
+        "`messages.create`, `stop_sequences`",
+        lambda c: c.message(stop_sequences=["blue"]).stop_reason == "stop_sequence",
+    ),
+    Call("anthropic", "`messages.create`, `max_tokens`", lambda c: c.message(max_tokens=2).stop_reason == "max_tokens"),
+    Call(
+        "anthropic",
+        "`messages.create`, `stream`",
+        lambda c: (
+            {event.type for event in c.message(stream=True)} > {"message_start", "content_block_delta", "message_stop"}
+        ),
+    ),
+    Call("anthropic", "`messages.stream`", lambda c: _anthropic_stream(c) == BLUE),
+    Call(
+        "anthropic",
+        "`messages.create`, `tools`, demanded",
+        lambda c: c.message(**ANTHROPIC_TOOLS).content[0].name == "count_legs",
+    ),
+    Call(
+        "anthropic",
+        "`messages.count_tokens`",
+        lambda c: c.anthropic.messages.count_tokens(model="demo", messages=USER).input_tokens == 10,
+    ),
+    Call("anthropic", "`messages.create`, another model", lambda c: c.message(model="claude-9"), "does not exist"),
+    Call(
+        "anthropic",
+        "`messages.create`, an image",
+        lambda c: c.message(
+            messages=[
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+                    ],
+                }
+            ]
+        ),
+        "image",
+    ),
+]
 # lm-eval itself needs 600 MB of packages. These are the bodies that it sends; tests/clients/test_lm_eval.py runs it.
 LM_EVAL = [
     Call(
@@ -523,7 +582,7 @@ LM_EVAL = [
         ),
     ),
 ]
-CALLS = [*CURL, *TGI, *OPENAI, *HUGGING_FACE, *LANGCHAIN, *OLLAMA, *LM_EVAL]
+CALLS = [*CURL, *TGI, *OPENAI, *HUGGING_FACE, *LANGCHAIN, *OLLAMA, *ANTHROPIC, *LM_EVAL]
 
 
 class Missing(NamedTuple):
@@ -542,6 +601,7 @@ class Missing(NamedTuple):
 
 
 CHAT = "/v1/chat/completions"
+IMAGE = [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}]
 _ONE_MODEL = "A server has one model, and its operator chooses it. Run one server for each model."
 _ONLY_TEXT = "The models that are served read and write text."
 _NO_EMBEDDINGS = "Only the next token is computed. Use a server for embeddings, such as text-embeddings-inference."
@@ -666,6 +726,14 @@ MISSING = [
         {"inputs": "a", "parameters": {"adapter_id": "a"}},
         "no adapters",
         "Adapters are not supported. Merge one into the weights.",
+    ),
+    Missing(
+        "Anthropic",
+        "images and documents in messages",
+        "/v1/messages",
+        {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": IMAGE}]},
+        "text",
+        _ONLY_TEXT,
     ),
     Missing(
         "Ollama",
