@@ -16,6 +16,7 @@ from servekit.api.schemas.anthropic import MessagesRequest
 from servekit.api.schemas.native import GenerateRequest
 from servekit.api.schemas.ollama import OllamaOptions
 from servekit.api.schemas.openai import ChatCompletionRequest, CompletionRequest
+from servekit.api.schemas.responses_api import ResponsesRequest
 from servekit.api.schemas.tgi import TgiParameters
 from servekit.config import ServeConfig, settings
 from servekit.observability.journal import Journal, JournalCollector
@@ -40,9 +41,10 @@ APIS: dict[str, tuple[type[msgspec.Struct], dict[str, str]]] = {
     "Ollama's `options`": (OllamaOptions, {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}),
     "`/v1/completions`": (CompletionRequest, {"grammar": "structured_outputs"}),
     "`/v1/chat/completions`": (ChatCompletionRequest, {"grammar": "structured_outputs"}),
+    "`/v1/responses`": (ResponsesRequest, {"max_completion_tokens": "max_output_tokens"}),
     "`/v1/messages`": (MessagesRequest, {}),
 }
-NOT_PARAMETERS = {"prompt", "prompts", "messages", "system", "model"}
+NOT_PARAMETERS = {"prompt", "prompts", "messages", "system", "input", "instructions", "model"}
 
 
 def settings_table() -> Iterator[str]:

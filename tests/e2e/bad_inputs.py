@@ -58,10 +58,11 @@ TGI = Api("/", {"inputs": CANARY, "parameters": {"max_new_tokens": 1}}, "paramet
 TGI_STREAM = Api("/generate_stream", {"inputs": CANARY, "parameters": {"max_new_tokens": 1}}, "parameters")
 COMPLETIONS = Api("/v1/completions", {"prompt": CANARY, "max_tokens": 1})
 CHAT = Api("/v1/chat/completions", {"messages": [{"role": "user", "content": CANARY}], "max_tokens": 1})
+RESPONSES = Api("/v1/responses", {"input": CANARY, "max_output_tokens": 1})
 MESSAGES = Api("/v1/messages", {"messages": [{"role": "user", "content": CANARY}], "max_tokens": 1})
 TOKENIZE = Api("/tokenize", {"prompt": CANARY})
 DETOKENIZE = Api("/detokenize", {"tokens": [1]})
-APIS = [NATIVE, STREAM, BASIC, TGI, TGI_STREAM, COMPLETIONS, CHAT, MESSAGES]
+APIS = [NATIVE, STREAM, BASIC, TGI, TGI_STREAM, COMPLETIONS, CHAT, RESPONSES, MESSAGES]
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
@@ -104,6 +105,7 @@ OWN_INTEGERS = {
         "prompt_logprobs": (-1, 21),
         "truncate_prompt_tokens": (0, INT31),
     },
+    RESPONSES: {"max_output_tokens": (0, 2049)},
     MESSAGES: {"max_tokens": (0, 2049)},
     CHAT: {
         "max_tokens": (0, 2049),

@@ -19,6 +19,7 @@ from servekit.api.schemas.json_body import MAX_BODY_DECODED_TWICE, decode, is_tg
 from servekit.api.schemas.native import AbortRequest, GenerateRequest
 from servekit.api.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from servekit.api.schemas.openai import ChatCompletionRequest, CompletionRequest
+from servekit.api.schemas.responses_api import ResponsesRequest
 from servekit.api.schemas.tgi import TgiRequest, decode_tgi
 from servekit.api.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
 from servekit.errors import InvalidRequest, RequestError, prompt_too_long
@@ -42,6 +43,7 @@ _LONG_FIELDS: dict[type[Struct], dict[str, Any]] = {
     ChatCompletionRequest: {},  # of chats, the conversation is sent apart
     MessagesRequest: {},
     CountTokensRequest: {},
+    ResponsesRequest: {},
     OllamaChatRequest: {},
     OllamaGenerateRequest: {"suffix": ""},
     OllamaShowRequest: {},

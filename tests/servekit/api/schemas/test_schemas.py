@@ -19,6 +19,7 @@ from servekit.api.schemas.native import GenerateRequest
 from servekit.api.schemas.ollama import OllamaGenerateRequest, OllamaOptions
 from servekit.api.schemas.openai import ChatCompletionRequest, CompletionRequest
 from servekit.api.schemas.packed_body import ChatBody
+from servekit.api.schemas.responses_api import ResponsesRequest
 from servekit.api.schemas.tgi import TgiParameters, TgiRequest, tgi_param
 from servekit.api.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
 from servekit.errors import InvalidRequest
@@ -336,6 +337,29 @@ APIS = {
         },
         refused=("functions", "function_call", *REFUSED_BY_OPENAIS),
     ),
+    "`/v1/responses`": Api(
+        ResponsesRequest,
+        {"input": "a"},
+        {
+            **COMMON,
+            "input": ({"input": [{"role": "user"}]}, {}),
+            "model": ({"model": "m"}, {}),
+            "instructions": ({"instructions": "s"}, {}),
+            "max_output_tokens": ({"max_output_tokens": 5}, {"max_tokens": 5}),
+            "stream": ({"stream": True}, {}),
+            "text": ({"text": {"format": OUTPUT_FORMAT}}, MATCHES),
+            "tools": ({"tools": [{"type": "function", "name": "look"}]}, {}),
+            "tool_choice": ({"tools": [{"type": "function", "name": "look"}], "tool_choice": "required"}, {}),
+            "parallel_tool_calls": ({"parallel_tool_calls": False}, {}),
+            "reasoning": ({"reasoning": {"effort": "low"}}, {}),
+            "thinking_token_budget": ({"thinking_token_budget": 5}, {}),
+            "chat_template_kwargs": ({"chat_template_kwargs": {"x": 1}}, {}),
+            "metadata": ({"metadata": {"a": "b"}}, {}),
+            "store": ({"store": True}, {}),
+            "truncation": ({"truncation": "disabled"}, {}),
+        },
+        refused=("top_logprobs", "previous_response_id", "conversation", "background", "prompt"),
+    ),
     "`/v1/messages`": Api(
         MessagesRequest,
         {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5},
@@ -367,7 +391,7 @@ def ask(api: str, body: bytes) -> GenerationRequest:
     if isinstance(asked, ChatBody):
         asked.check()
         asked.conversation()
-    if isinstance(asked, CountTokensRequest):
+    if isinstance(asked, CountTokensRequest | ResponsesRequest):
         asked = asked.to_chat()
     request: GenerationRequest = (
         asked.to_generation_request("rendered")
