@@ -72,12 +72,14 @@ def test_every_api_has_an_example_to_paste() -> None:
         "openai.md",
         "ollama.md",
         "anthropic.md",
+        "responses.md",
         "structured_output.md",
         "tools.md",
     ):
         assert page in pages
     assert {page for page, _ in programs()} == {
         *(
+            "responses.md",
             "README.md",
             "anthropic.md",
             "batches.md",

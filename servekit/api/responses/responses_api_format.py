@@ -131,7 +131,7 @@ class ResponsesBuilder:
 
     def _failure(self, body: Any) -> bytes:
         """Return the events of a stream that fails, given OpenAI's error object."""
-        error = ResponsesFailure(body["error"]["code"], body["error"]["message"])
+        error = ResponsesFailure("server_error", body["error"]["message"])  # clients know a few codes of OpenAI's only
         failed = ResponseFailed(response=replace(self._beginning, status="failed", error=error))
         return b"".join(map(self._numbered, [*self._first_events(), failed]))
 

@@ -193,7 +193,7 @@ class ResponsesRequest(CommonFields, kw_only=True):
             max_completion_tokens=self.max_output_tokens,
             tools=[_tool(tool) for tool in self.tools or ()],
             parallel_tool_calls=self.parallel_tool_calls,
-            reasoning_effort=self.reasoning and self.reasoning.effort,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             thinking_token_budget=self.thinking_token_budget,
             chat_template_kwargs=self.chat_template_kwargs,
             **{name: getattr(self, name) for name in CommonFields.__struct_fields__},

@@ -31,6 +31,7 @@ from servekit.api.schemas.packed_body import (
     decode_kind,
     pack,
 )
+from servekit.api.schemas.responses_api import ResponsesRequest
 from servekit.api.schemas.tgi import TgiRequest
 from servekit.api.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
 from servekit.errors import RequestError
@@ -42,6 +43,7 @@ COMPLETION: Kinds = [CompletionRequest]
 CHAT: Kinds = [ChatCompletionRequest]
 OLLAMA_CHAT: Kinds = [OllamaChatRequest]
 OLLAMA_GENERATE: Kinds = [OllamaGenerateRequest]
+RESPONSES: Kinds = [ResponsesRequest]
 ANTHROPIC: Kinds = [MessagesRequest]
 MAX_TOKENS = 2**21
 TEXT = '漢字, "quoted" and \\ escaped; 😀 ' * 4000
@@ -142,6 +144,17 @@ async def test_a_large_body_of_anthropics_is_the_chat_of_a_small_one() -> None:
     expected = decode_kind(text, MessagesRequest)
     assert conversation == expected.conversation() and len(conversation) == 3
     assert wanted.to_chat() == expected.to_chat() and wanted.to_chat().continue_final_message
+
+
+async def test_a_large_response_is_the_chat_of_a_small_one() -> None:
+    for asked in (TEXT, [{"role": "user", "content": [{"type": "input_text", "text": TEXT}]}]):
+        text = encoded({"input": asked, "instructions": TEXT, "metadata": {"a": "b"}}, RESPONSES)
+        packed = decoded_here(text, RESPONSES, MAX_TOKENS)
+        assert isinstance(packed, PackedBody) and len(packed.short) < 2000
+        wanted, conversation = await unpack(packed)
+        expected = decode_kind(text, ResponsesRequest)
+        assert conversation == expected.conversation() and wanted.to_chat() == expected.to_chat()
+        assert wanted.metadata == {"a": "b"}
 
 
 INVALID: list[tuple[Kinds, dict[str, Any]]] = [
