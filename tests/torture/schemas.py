@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import quote
 
@@ -43,7 +44,7 @@ def run(cases_per_endpoint: int, seed: int = 0) -> list[Finding]:
     """Test each endpoint; the same seed sends the same requests."""
     BUILD.mkdir(parents=True, exist_ok=True)
     log = BUILD / "schemas.log"
-    with serving(*TINY, log=log) as server:
+    with TemporaryDirectory() as folder, serving(*TINY, "--batch-dir", folder, log=log) as server:
         findings = list(_fuzz(server, cases_per_endpoint, seed))
         server.wait_until_at_rest()
     _, found, traceback = log.read_text().partition("Traceback")
@@ -56,6 +57,8 @@ def _fuzz(server: ServerProcess, cases_per_endpoint: int, seed: int) -> Iterator
         operation = result.ok()
         if not (operation.body or operation.query):
             continue
+        if any(body.media_type == "multipart/form-data" for body in operation.body):
+            continue  # tests/servekit/api/test_multipart.py has forms of all kinds
         answers = Answers(api, api["paths"][operation.path][operation.method])
         started_s = time.monotonic()
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):

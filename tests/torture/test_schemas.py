@@ -12,5 +12,5 @@ pytestmark = pytest.mark.long
 
 def test_answers_to_generated_requests_are_as_documented() -> None:
     findings = run(20)
-    assert len(findings) == 10, "each route with a body or a query, and the log"
+    assert len(findings) >= 19, "each route with a body or a query, and the log"
     assert all(finding.is_kept for finding in findings), table(findings)
