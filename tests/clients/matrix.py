@@ -45,6 +45,7 @@ SCHEMA: dict[str, Any] = {
 }
 JSON_SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA}}
 TOOL: Any = {"type": "function", "function": {"name": "count_legs", "parameters": SCHEMA}}
+RESPONSES_TOOL: Any = {"type": "function", "name": "count_legs", "parameters": SCHEMA, "strict": True}
 DEMANDED: Any = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
 PICTURE: list[Any] = [
     {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}
@@ -97,6 +98,9 @@ class Clients:
 
     def chat(self, **fields: Any) -> Any:
         return self.openai.chat.completions.create(model="demo", messages=fields.pop("messages", USER), **fields)
+
+    def respond(self, **fields: Any) -> Any:
+        return self.openai.responses.create(model="demo", input=SKY, store=False, **fields)
 
     def message(self, **fields: Any) -> Any:
         fields = {"model": "demo", "max_tokens": 60, "messages": USER, **fields}
@@ -313,6 +317,17 @@ OPENAI = [
     Call("openai", "`chat.completions.create`, an image", lambda c: c.chat(messages=PICTURE), "supports text only"),
     Call("openai", "`chat.completions.parse`", _parsed),
     Call("openai", "`chat.completions.stream`", _streamed_events),
+    Call("openai", "`responses.create`", lambda c: c.respond().output_text == BLUE),
+    Call(
+        "openai",
+        "`responses.create`, `stream`",
+        lambda c: "".join(x.delta for x in c.respond(stream=True) if x.type == "response.output_text.delta") == BLUE,
+    ),
+    Call(
+        "openai",
+        "`responses.create`, `tools`, demanded",
+        lambda c: c.respond(tools=[RESPONSES_TOOL], tool_choice="required", parallel_tool_calls=False).output[0].name,
+    ),
     Call("openai", "`models.list`", lambda c: [model.id for model in c.openai.models.list()] == ["demo"]),
     Call("openai", "`models.retrieve`", lambda c: c.openai.models.retrieve("demo").owned_by == "servekit"),
     Call("openai", "`models.retrieve`, another model", lambda c: c.openai.models.retrieve("gpt-5"), "does not exist"),
@@ -732,7 +747,7 @@ MISSING = [
         "images and documents in messages",
         "/v1/messages",
         {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": IMAGE}]},
-        "text",
+        "supports text only",
         _ONLY_TEXT,
     ),
     Missing(
