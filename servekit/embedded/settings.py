@@ -17,6 +17,7 @@ SERVER_SETTINGS = frozenset(
         *("api_key", "api_keys_file", "max_connections", "max_header_bytes", "max_body_bytes", "max_total_body_bytes"),
         *("header_timeout", "body_timeout", "send_timeout", "keep_alive_timeout", "sse_keep_alive_interval"),
         *("shutdown_timeout", "otlp_endpoint", "profile", "log_format"),
+        *("batch_dir", "batch_concurrency", "batch_max_file_bytes", "batch_max_total_bytes", "batch_retention"),
     }
 )
 # The workers write to the standard error of the program. Their messages at level info are for operators of a server.
