@@ -53,6 +53,11 @@ def test_why_an_answer_ends(client: Anthropic) -> None:
     assert stopped.content[0].text.strip() == "The sky"
 
 
+def test_a_model_that_does_not_reason_uses_nothing_of_its_budget(client: Anthropic) -> None:
+    message = ask(client, thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=1500)
+    assert [block.type for block in message.content] == ["text"]
+
+
 def test_a_last_message_of_the_assistant_is_continued(client: Anthropic) -> None:
     message = ask(client, [*QUESTION, {"role": "assistant", "content": "The sky"}])
     assert message.content[0].text == " is blue."

@@ -403,3 +403,8 @@ def test_events_of_an_answer_are_what_clients_get() -> None:
         "content": "Hi",
         "calls": [("add", "{}")],
     }
+
+
+def test_a_model_reasons_if_its_template_tells_so() -> None:
+    for template, reasons in (("<think>", True), ("[THINK]", True), ("{{ messages }}", False)):
+        assert choose_chat_format(template, "auto", "auto", {}.get, ()).has_reasoning is reasons
