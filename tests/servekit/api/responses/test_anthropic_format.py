@@ -14,8 +14,10 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from servekit.api.responses.anthropic_format import SIGNATURE, AnthropicResponseBuilder
+from servekit.api.responses.http import as_written_on, error_body
 from servekit.api.responses.message_blocks import BlockAnswer
 from servekit.api.schemas.json_body import encode
+from servekit.errors import WorkerNotReady
 from servekit.parsing.chat_format import Function, ToolUse, choose_chat_format
 from servekit.scheduler.sequence import FinishReason
 from tests.servekit.api.responses.test_chat_message import CALLS, State, deltas_of
@@ -107,3 +109,11 @@ def test_cached_tokens_are_counted_apart() -> None:
         answer.add((delta,))
     usage = made.response([[answer]], list).usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (2, 5, answer.num_tokens)
+
+
+def test_a_stream_that_fails_says_why_in_an_event_of_its_own() -> None:
+    body = as_written_on("/v1/messages", error_body(WorkerNotReady("The worker ended.")), 503)
+    name, _, line = builder().framing.write_error(body).decode().strip().partition("\n")
+    told = json.loads(line.removeprefix("data: "))
+    assert (name, told["type"]) == ("event: error", "error")
+    assert (told["error"]["type"], told["error"]["message"]) == ("api_error", "The worker ended.")
