@@ -16,7 +16,9 @@ SOURCES = sorted([*ROOT.glob("servekit/**/*.py"), *ROOT.glob("workers/**/*.py")]
 WALL_CLOCK_CALLS = {
     "servekit/api/app.py": {"time.time"},
     "servekit/api/batch_storage.py": {"time.time"},
+    "servekit/api/responses/ollama_format.py": {"time.time"},
     "servekit/api/responses/openai_format.py": {"time.time"},
+    "servekit/api/responses/responses_api_format.py": {"time.time"},
     "servekit/protocol/logging.py": {"time.localtime"},
     "servekit/server/engine_process.py": {"time.time"},
     "servekit/observability/tracing.py": {"time.time_ns"},
