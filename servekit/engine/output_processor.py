@@ -133,4 +133,4 @@ class OutputProcessor:
                 observer.sequence_ended(
                     sequence, reason, output.num_tokens, output.first_token_s, output.last_token_s, now_s
                 )
-        return Finish(sequence.sequence_id, reason)
+        return Finish(sequence.sequence_id, reason, output.num_tokens)

@@ -71,6 +71,8 @@ class Finish(Operation[bool], frozen=True, tag="finish"):
 
     sequence_id: int
     reason: FinishReason
+    # How many tokens its client got: with drafts, a span may have tokens behind a stop string. None for all.
+    num_output_tokens: int | None = None
 
 
 class Withdraw(Operation[list[AddSequence]], frozen=True, tag="withdraw"):

@@ -69,13 +69,14 @@ class OutputLengthPredictor:
             return self._block_size
         return self._sums[first] / (len(self._lengths) - first) - num_outputs
 
-    def record_end(self, sequence: Sequence) -> None:
-        """Learn from a sequence that came to its own end."""
+    def record_end(self, sequence: Sequence, num_output_tokens: int | None = None) -> None:
+        """Learn from a sequence that came to its own end, with all its tokens or the first `num_output_tokens`."""
+        length = sequence.num_output_tokens if num_output_tokens is None else num_output_tokens
         self.safety_factor = max(1.0, self.safety_factor * self.RECOVERY)
         weight = 1.0 - self.MEAN_DECAY if self.mean_length else 1.0
-        self.mean_length += weight * (sequence.num_output_tokens - self.mean_length)
+        self.mean_length += weight * (length - self.mean_length)
         if not sequence.has_length_bound:
-            self._recent.append(sequence.num_output_tokens)
+            self._recent.append(length)
             self._update()
 
     def _update(self) -> None:

@@ -132,6 +132,7 @@ class FinishRecord(Struct, frozen=True, array_like=True, tag=4):
     sequence_id: int
     reason: FinishReason
     hashes: bytes
+    num_output_tokens: int | None = None
 
 
 class RestartRecord(Struct, frozen=True, array_like=True, tag=5):
@@ -382,7 +383,7 @@ class RecordEncoder:
                     command.max_drafts,
                 )
             case Finish():
-                return FinishRecord(command.sequence_id, command.reason, hashes)
+                return FinishRecord(command.sequence_id, command.reason, hashes, command.num_output_tokens)
             case Withdraw():
                 return WithdrawRecord([each.sequence_id for each in outcome or ()], hashes)
             case ChargeElsewhere():
@@ -489,7 +490,9 @@ class Replayer:
                 expired = [each.sequence_id for each in manager.expire(record.now_s)]
                 self._compare("expired sequences", record.sequence_ids, expired)
             case FinishRecord():
-                self._compare("finished", True, manager.finish(record.sequence_id, record.reason))
+                self._compare(
+                    "finished", True, manager.finish(record.sequence_id, record.reason, record.num_output_tokens)
+                )
             case WithdrawRecord():
                 withdrawn = [each.sequence_id for each in manager.withdraw(record.sequence_ids)]
                 self._compare("withdrawn sequences", record.sequence_ids, withdrawn)

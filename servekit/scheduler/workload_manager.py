@@ -190,7 +190,7 @@ class WorkloadManager:
             case AddSequence():
                 outcome = self.add(command)
             case Finish():
-                outcome = self.finish(command.sequence_id, command.reason)
+                outcome = self.finish(command.sequence_id, command.reason, command.num_output_tokens)
             case Withdraw():
                 outcome = self.withdraw(command.sequence_ids)
             case ChargeElsewhere():
@@ -299,17 +299,17 @@ class WorkloadManager:
             self._settle(self._in_flight.popleft(), now_s, tokens)
         return tokens
 
-    def finish(self, sequence_id: int, reason: FinishReason) -> bool:
+    def finish(self, sequence_id: int, reason: FinishReason, num_output_tokens: int | None = None) -> bool:
         """End a sequence, whatever its state, and release all it holds. False if it had ended before or never existed.
 
-        Idempotent.
+        Idempotent. `num_output_tokens` is the length of the answer, where the sequence has tokens behind its end.
         """
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             return False
         sequence.finish_reason = reason
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.output_lengths.record_end(sequence)
+            self.output_lengths.record_end(sequence, num_output_tokens)
         self._remove(sequence)
         return True
 

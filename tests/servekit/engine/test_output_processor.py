@@ -97,7 +97,7 @@ async def test_a_stop_string_ends_the_sequence_and_later_tokens_of_the_commit_ar
     outputs = Outputs()
     request = outputs.add(5, stop=("bc",))
     commands = outputs.feed(request, "abcd", 2.0, FinishReason.LENGTH)
-    assert commands == [Finish(5, FinishReason.STOP)] and not outputs.registry.outputs
+    assert commands == [Finish(5, FinishReason.STOP, 3)] and not outputs.registry.outputs
     deltas = await request.queue.get()
     assert "".join(delta.text for delta in deltas) == "a" and len(deltas) == 3
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, "bc")
@@ -112,7 +112,7 @@ async def test_only_tokens_that_the_client_got_are_counted() -> None:
     sequence.token_ids.extend(b"abcdef")
     sequence.num_drafted_tokens, sequence.num_accepted_tokens = 7, 5
     tokens = [SequenceToken(sequence, token_id, None) for token_id in b"abcdef"]
-    assert outputs.processor.process(tokens, 2.0) == ([Finish(5, FinishReason.STOP)], 3)
+    assert outputs.processor.process(tokens, 2.0) == ([Finish(5, FinishReason.STOP, 3)], 3)
     assert outputs.recorder.lengths == [3]
     assert request.num_generated_tokens == 3
     assert (request.num_drafted_tokens, request.num_accepted_tokens) == (7, 3)
@@ -125,7 +125,7 @@ async def test_an_answer_whose_key_may_have_no_more_tokens_ends_by_length_with_i
     tokens_left = iter([True, True, False])
     request.outputs[0].count_token = lambda: next(tokens_left)
     commands = outputs.feed(request, "abcd", 2.0)
-    assert commands == [Finish(5, FinishReason.LENGTH)] and not outputs.registry.outputs
+    assert commands == [Finish(5, FinishReason.LENGTH, 3)] and not outputs.registry.outputs
     deltas = await request.queue.get()
     assert "".join(delta.text for delta in deltas) == "abc" and len(deltas) == 3
     assert deltas[-1].finish_reason is FinishReason.LENGTH
@@ -155,7 +155,7 @@ async def test_a_failed_grammar_is_an_error_of_its_request_only() -> None:
     outputs = Outputs()
     failing, other = outputs.add(0), outputs.add(1)
     token = SequenceToken(failing.outputs[0].sequence, 0, FinishReason.ERROR, failure="too ambiguous")
-    assert outputs.processor.process([token], 2.0) == ([Finish(0, FinishReason.ERROR)], 0)
+    assert outputs.processor.process([token], 2.0) == ([Finish(0, FinishReason.ERROR, 0)], 0)
     with pytest.raises(InvalidRequest, match="could not follow its grammar: too ambiguous"):
         await failing.queue.get()
     outputs.feed(other, "a", 3.0)
@@ -167,7 +167,7 @@ async def test_a_failure_ends_all_siblings_and_no_other_request() -> None:
     request, other = outputs.add(0, n=3), outputs.add(3)
     outputs.feed(request, "a", 2.0, FinishReason.LENGTH)  # the first sibling has ended already
     commands = outputs.processor.fail_request_of(1, WorkerLost("lost"), 3.0)
-    assert commands == [Finish(1, FinishReason.ERROR), Finish(2, FinishReason.ERROR)]
+    assert commands == [Finish(1, FinishReason.ERROR, 0), Finish(2, FinishReason.ERROR, 0)]
     assert await text_of(request) == "a"
     with pytest.raises(WorkerLost):
         await request.queue.get()

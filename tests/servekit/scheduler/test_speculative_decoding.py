@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from servekit.errors import WorkerLost
 from servekit.protocol.messages import ScheduledChunk, StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.scheduler.commands import AddSequence
+from servekit.scheduler.commands import AddSequence, Finish
 from servekit.scheduler.sequence import FinishReason
 from servekit.scheduler.step import SequenceToken
 from servekit.scheduler.workload_manager import WorkloadManager
@@ -113,6 +113,17 @@ def test_drafts_are_counted_by_their_position() -> None:
     assert manager.draft_lengths.num_accepted == [2, 1, 0]
     assert (sequence.num_drafted_tokens, sequence.num_accepted_tokens) == (6, 3)
     assert sequence.num_output_tokens == 1 + 3 + 2
+
+
+def test_tokens_behind_a_stop_string_are_not_learned_as_the_length_of_an_answer() -> None:
+    manager = make_manager(max_drafts=3)
+    driver = Driver(manager)
+    sequence = add_sequence(manager, 0, max_tokens=40, ignore_eos=True)
+    driver.step({})
+    driver.step(ALL_RIGHT)
+    assert sequence.num_output_tokens == 5
+    assert manager.apply(Finish(0, FinishReason.STOP, 2))
+    assert manager.output_lengths.mean_length == 2
 
 
 def test_what_is_rejected_is_scheduled_again_from_the_newest_token() -> None:
