@@ -15,7 +15,7 @@ from scripts import tables as documented
 from servekit.api.schemas import openai, tgi
 from servekit.api.schemas.anthropic import CountTokensRequest, MessagesRequest
 from servekit.api.schemas.json_body import MAX_JSON_DEPTH, decode, decode_query, encode, is_shallow, is_tgi_body
-from servekit.api.schemas.native import GenerateRequest
+from servekit.api.schemas.native import AbortRequest, GenerateRequest
 from servekit.api.schemas.ollama import OllamaGenerateRequest, OllamaOptions
 from servekit.api.schemas.openai import ChatCompletionRequest, CompletionRequest
 from servekit.api.schemas.packed_body import ChatBody
@@ -1065,3 +1065,10 @@ def test_an_invalid_body_of_no_other_task_is_refused_for_what_is_wrong_with_it()
     with pytest.raises(InvalidRequest) as refusal:
         tgi.decode_tgi(b'{"inputs": "a", "parameters": {"max_new_tokens": "four"}}')
     assert refusal.value.param == "parameters.max_new_tokens"
+
+
+def test_all_requests_cannot_be_aborted_at_once() -> None:
+    AbortRequest(rid="mine", abort_all=False).check()
+    with pytest.raises(InvalidRequest, match="send the rid of each request") as raised:
+        AbortRequest(rid="mine", abort_all=True).check()
+    assert raised.value.param == "abort_all"
