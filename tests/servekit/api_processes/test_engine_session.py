@@ -56,7 +56,7 @@ class Engine:
         self.limits: SchedulerConfig | None = None
         self.num_places = self.num_results = self.num_looks = 0
         self.is_full = False
-        self.is_ready = True
+        self.is_ready = self.has_free_slots = True
         self.admits = asyncio.Event()
         self.admits.set()
         self.states: list[RequestState] = []
