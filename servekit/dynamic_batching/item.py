@@ -1,0 +1,48 @@
+"""One item of a prediction, from its arrival to its answer: a text, a pair of texts, or an image."""
+
+from __future__ import annotations
+
+from enum import Enum
+from math import inf
+
+from msgspec import Struct
+
+from servekit.protocol.prediction import padded_length
+
+NEVER = inf  # the deadline of items without one
+PRIORITY_LEVEL_S = 10.0  # a priority level is worth that much waiting, and no more: ageing, without a clock
+
+
+class ItemStatus(Enum):
+    """Where an item is. It may go from in flight to waiting again, when its worker is lost."""
+
+    WAITING = "waiting"
+    IN_FLIGHT = "in flight"
+    DONE = "done"  # answered, aborted, expired or failed
+
+
+class Item(Struct, eq=False):
+    """What the batcher knows of an item. Only the batcher changes `status` and `num_crashes`."""
+
+    item_id: int  # ascends with the arrival
+    length: int  # in tokens; for an image, the patches that it becomes
+    arrival_s: float
+    tenant: str = ""
+    priority: int = 0  # lower is more urgent
+    deadline_s: float = NEVER
+    status: ItemStatus = ItemStatus.WAITING
+    num_crashes: int = 0  # workers that were lost while they had this item
+
+    @property
+    def cost(self) -> int:
+        """Tokens that the item takes of a batch, with its padding."""
+        return padded_length(self.length)
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Its place among the items of its tenant: lower is computed first."""
+        return self.arrival_s + self.priority * PRIORITY_LEVEL_S, self.item_id
+
+    @property
+    def is_alive(self) -> bool:
+        return self.status is not ItemStatus.DONE
