@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -10,6 +11,9 @@ from typing import TypeVar
 from servekit.aio.round_robin_semaphore import RoundRobinSemaphore
 
 Result = TypeVar("Result")
+
+
+POLL_S = 0.002
 
 
 class ExecutorShutDown(Exception):
@@ -24,7 +28,12 @@ class RoundRobinExecutor:
     """
 
     def __init__(self, name: str, num_threads: int, max_submitted: int, max_per_tenant: int) -> None:
-        self._threads = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix=name)
+        self._begun: list[threading.Thread] = []
+        self._threads = ThreadPoolExecutor(
+            max_workers=num_threads,
+            thread_name_prefix=name,
+            initializer=lambda: self._begun.append(threading.current_thread()),
+        )
         self._places = RoundRobinSemaphore(max_submitted, max_per_tenant)
 
     def num_waiting(self, tenant: str) -> int:
@@ -47,3 +56,12 @@ class RoundRobinExecutor:
     def shutdown(self) -> None:
         """Cancel what no thread has begun. Calls that wait for their turn raise ExecutorShutDown then."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def wait_ended(self, timeout_s: float) -> bool:
+        """Wait, after `shutdown`, until no thread is left. Return whether none is."""
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while any(thread.is_alive() for thread in self._begun):
+            if asyncio.get_running_loop().time() > deadline_s:
+                return False
+            await asyncio.sleep(POLL_S)
+        return True

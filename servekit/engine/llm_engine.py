@@ -289,6 +289,7 @@ class LLMEngine:
             await self._input_processor.stop()
         if self._tokenizer is not None:
             self._tokenizer.close()
+            await self._tokenizer.wait_closed()
         for journal in self._journals:
             await run_in_daemon_thread(Journal.close, journal)
 

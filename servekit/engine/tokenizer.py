@@ -29,6 +29,7 @@ Result = TypeVar("Result")
 
 LONG_TEXT = 2**15  # characters; texts of this length and more are encoded in threads of their own
 MAX_LONG_WAITING = 16  # of one tenant; `check_queue` refuses more
+CLOSE_TIMEOUT_S = 1.0  # for threads to end; only a text of megabytes takes longer
 TOKENS_PER_SLICE = 2**15
 MAX_SPANS = 2**17  # tokens with positions; making more of them holds the interpreter's lock for long
 
@@ -179,6 +180,11 @@ class Tokenizer:
     def close(self) -> None:
         self._threads.shutdown()
         self._threads_for_long.shutdown()
+
+    async def wait_closed(self) -> None:
+        """Wait, after `close`, until its threads have ended; for a moment only, if they work on a long text."""
+        for threads in (self._threads, self._threads_for_long):
+            await threads.wait_ended(CLOSE_TIMEOUT_S)
 
     def _without_doubled_start(self, token_ids: list[int]) -> list[int]:
         """Drop a repeated start token: a prompt that a chat template rendered contains one already."""

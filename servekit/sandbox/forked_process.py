@@ -9,12 +9,12 @@ import os
 import socket
 import sys
 import time
-from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from servekit.aio.child_process import ChildProcess
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.protocol.frames import HEADER_BYTES, frame_length
 from servekit.sandbox.jobs import (
@@ -54,7 +54,7 @@ class OutcomeTooLarge(Exception):
 class ForkedProcess:
     """A process that runs one job after the other. Only `ForkServer` makes and ends them."""
 
-    def __init__(self, pid: int, channel: socket.socket, fork_server: Process) -> None:
+    def __init__(self, pid: int, channel: socket.socket, fork_server: ChildProcess) -> None:
         self.pid = pid
         self.channel = channel
         self.fork_server = fork_server
@@ -112,7 +112,7 @@ class ForkServer:
 
     def __init__(self, arguments: list[str], memory_bytes: int) -> None:
         self._arguments = [*arguments, "--memory-bytes", str(memory_bytes), "--parent-pid", str(os.getpid())]
-        self._process: Process | None = None
+        self._process: ChildProcess | None = None
         self._control: socket.socket | None = None
         self._lock = asyncio.Lock()  # held by the task that talks to the process
         self._is_stopped = False
@@ -184,13 +184,9 @@ class ForkServer:
         try:
             # numpy, which transformers imports, would start a thread for each core.
             environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-            self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=theirs.fileno(), stdout=DEVNULL, stderr=DEVNULL, start_new_session=True, env=environment
-            )
+            self._process = ChildProcess(command, theirs.fileno(), environment)
         finally:
             theirs.close()
-        if self._is_stopped:  # while it was created
-            self._kill()
         watching = asyncio.create_task(_kill_if_stopped(self._process))
         try:
             answer = await self._receive(START_TIMEOUT_S)
@@ -242,14 +238,13 @@ class ForkServer:
             await process.wait()
 
 
-async def _kill_if_stopped(process: Process) -> None:
+async def _kill_if_stopped(process: ChildProcess) -> None:
     """Kill a process that gets no processor time while it starts, so that it is started again."""
     last_s = -1.0
     while (used_s := _cpu_s(process.pid)) > last_s:
         last_s = used_s
         await asyncio.sleep(STALLED_START_S)
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
+    process.kill()
 
 
 def _cpu_s(pid: int) -> float:

@@ -88,6 +88,7 @@ say("closed", threading.active_count())
     )
     code, output, errors = program.end()
     assert (code, output.split("\n")[:3]) == (0, ["1000 True", "closed 1", ""]), errors
+    assert "child process" not in errors, "asyncio warns of processes whose exit code something else has taken"
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -221,12 +222,12 @@ async def test_a_process_that_cannot_be_forked_is_the_servers_error_and_no_place
 async def test_a_fork_server_that_cannot_be_started_is_started_for_the_next_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def create(*_: object, **__: object) -> None:
+    def create(*_: object, **__: object) -> None:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     sandbox = Sandbox(ARGUMENTS, timeout_s=1.0, memory_bytes=2**27)
     num_descriptors = len(proc.open_files(os.getpid()))
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+    monkeypatch.setattr(subprocess, "Popen", create)
     async with asyncio.timeout(60):
         for number in range(NUM_QUICK):
             with pytest.raises(SandboxUnavailable, match="Resource temporarily unavailable"):
