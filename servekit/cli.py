@@ -1,4 +1,4 @@
-"""Parse the command line of `servekit serve | top | chat | eval | batch | quantize | replay | version` and run it."""
+"""Parse the command line of `servekit serve | top | chat | eval | batch | quantize | replay | lab` and run it."""
 
 from __future__ import annotations
 
@@ -117,7 +117,48 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     replay.add_argument("file", metavar="FILE", type=Path, help="a journal file; each file is replayed by itself")
+    _add_lab_parser(commands)
     return parser
+
+
+def _add_lab_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "lab",
+        help="compare ways of batching on one workload",
+        description="Play one workload with batching one by one, static, dynamic and continuous, without and with "
+        "chunked prefill, in virtual time, and print the figures of each. With an ABLATION, change one thing instead: "
+        "kv-cache, chunks, block-size, prefix-cache, memory or batch-size.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("ablation", nargs="?", metavar="ABLATION", help="the experiment, in the place of the comparison of modes")
+    add("--workload", metavar="NAME", help="textbook, chat or documents (default: chat)")
+    add("--requests", metavar="NUM", type=_positive, help="requests of the workload (default: 64; of textbook: 8)")
+    add("--seed", metavar="NUM", type=_whole, help="seed of lengths and arrivals (default: 0)")
+    add("--load", metavar="SHARE", type=_share, help="arrivals, as a share of what continuous batching can serve")
+    add("--modes", metavar="NAMES", type=_names, help="modes to play, separated by commas (default: all)")
+    add("--model", metavar="MODEL", help="sim:SPEC (docs/simulated_model.md); with --real a model (default: demo)")
+    add("--real", action="store_true", help="also play each mode with a real model in a worker process")
+    add("--slots", metavar="NUM", type=_positive, help="requests that run at a time (default: 8)")
+    add("--kv-tokens", metavar="NUM", type=_positive, help="tokens that the KV cache holds (default: 4096)")
+    add("--max-model-len", metavar="NUM", type=_positive, help="longest sequence (default: 1024; with --real 512)")
+    add("--block-size", metavar="NUM", type=_positive, help="tokens of a KV block (default: 16)")
+    add("--chunk-tokens", metavar="NUM", type=_positive, help="tokens of a step, with chunked prefill (default: 64)")
+    add(
+        "--max-delay-ms",
+        metavar="MS",
+        type=_share,
+        help="how long dynamic batching waits for a full batch (default: 100)",
+    )
+    add("--paged", action=argparse.BooleanOptionalAction, help="KV memory in pages, or in one piece (default: pages)")
+    add("--prefix-cache", action=argparse.BooleanOptionalAction, help="reuse KV of equal prompts (default: yes)")
+    add("--out", metavar="DIR", type=Path, help="also write the timelines as a page: DIR/lab.html")
+    add("--json", dest="as_json", action="store_true", help="print JSON in the place of tables")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
 
 
 def _add_eval_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -369,6 +410,12 @@ def _quantize(arguments: dict[str, Any]) -> int:
     os.execve(sys.executable, command, worker_environment())  # noqa: S606  # our own interpreter, without a shell
 
 
+def _lab(arguments: dict[str, Any]) -> int:
+    from servekit.laboratory.command import LabOptions, lab
+
+    return lab(LabOptions(**arguments))
+
+
 def _replay(arguments: dict[str, Any]) -> int:
     from servekit.observability.journal import journal_paths
 
@@ -464,6 +511,7 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "batch": _batch,
     "quantize": _quantize,
     "replay": _replay,
+    "lab": _lab,
     "version": _version,
 }
 

@@ -40,6 +40,7 @@ from servekit.scheduler.recording import (
     RecordEncoder,
     ReplayDifferenceError,
     Replayer,
+    ReplayWatcher,
 )
 from servekit.scheduler.scheduler_config import SchedulerConfig
 
@@ -269,13 +270,13 @@ class ReplayResult(Struct, frozen=True):
     difference: ReplayDifferenceError | None
 
 
-def replay_journal(path: Path) -> ReplayResult:
+def replay_journal(path: Path, watcher: ReplayWatcher | None = None) -> ReplayResult:
     """Replay a file up to its end or to the first difference. Raises ConfigError if it is not a journal."""
     try:
         with path.open("rb") as file:
             frames = _Frames(path, file)
             header = frames.header()
-            replayer = Replayer(header.config)
+            replayer = Replayer(header.config, watcher=watcher)
             difference = None
             try:
                 for record in frames.records():

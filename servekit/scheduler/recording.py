@@ -57,7 +57,8 @@ from servekit.scheduler.crash_quarantine import CrashRecord
 from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.prefix_cache import chain_hash
 from servekit.scheduler.scheduler_config import SchedulerConfig
-from servekit.scheduler.sequence import FinishReason, Progress
+from servekit.scheduler.sequence import FinishReason, Progress, Sequence
+from servekit.scheduler.step import SequenceToken
 from servekit.scheduler.workload_manager import WorkloadManager
 
 HASH_BYTES = 8  # of a block, and of a long column of a plan
@@ -425,6 +426,19 @@ class ReplayDifferenceError(Exception):
         self.got = got
 
 
+class ReplayWatcher(Protocol):
+    """Sees what a replayed manager does."""
+
+    def added(self, manager: WorkloadManager, sequence: Sequence) -> None:
+        """A sequence was added."""
+
+    def planned(self, manager: WorkloadManager, plan: StepPlan, now_s: float) -> None:
+        """A step was planned."""
+
+    def committed(self, manager: WorkloadManager, tokens: list[SequenceToken], now_s: float) -> None:
+        """A result was committed, with these tokens."""
+
+
 class Replayer:
     """Applies records to a manager of its own. Each method that applies raises ReplayDifferenceError."""
 
@@ -432,9 +446,11 @@ class Replayer:
         self,
         config: SchedulerConfig,
         make_predictor: Callable[[int], OutputLengthPredictor] = OutputLengthPredictor,
+        watcher: ReplayWatcher | None = None,
     ) -> None:
         self._config = config
         self._make_predictor = make_predictor
+        self._watcher = watcher
         self._hashes: list[bytes] = []  # recorded with the current command, the next one last
         self._step_id = 0
         self.manager = WorkloadManager(config, make_predictor(config.block_size), self._next_hash)
@@ -480,12 +496,19 @@ class Replayer:
                 # An Expire without effect is not recorded, but always comes before a Plan.
                 self._compare("expired sequences", [], [each.sequence_id for each in manager.expire(record.now_s)])
                 self._step_id = manager.next_step_id
-                self._compare_plan(record.columns, manager.plan(record.now_s))
+                plan = manager.plan(record.now_s)
+                self._compare_plan(record.columns, plan)
+                if self._watcher is not None and plan is not None:
+                    self._watcher.planned(manager, plan, record.now_s)
             case CommitRecord():
-                manager.commit(replay_result(record.result), record.now_s)
+                tokens = manager.commit(replay_result(record.result), record.now_s)
+                if self._watcher is not None:
+                    self._watcher.committed(manager, tokens, record.now_s)
             case AddRecord():
                 self.num_sequences += 1
-                manager.add(_add_command(record))
+                sequence = manager.add(_add_command(record))
+                if self._watcher is not None:
+                    self._watcher.added(manager, sequence)
             case ExpireRecord():
                 expired = [each.sequence_id for each in manager.expire(record.now_s)]
                 self._compare("expired sequences", record.sequence_ids, expired)

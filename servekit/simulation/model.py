@@ -33,6 +33,7 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
     prefill_s: float = 0.0  # for each token of a chunk but the last
     decode_s: float = 0.0  # for each chunk
     context_s: float = 0.0  # for each token before a chunk, whose KV must be read
+    attention_s: float = 0.0  # for each token of a chunk and each token that it attends to, in chunks of several tokens
     draft_s: float = 0.0  # for each draft that is verified
     load_s: float = 0.0  # until the worker is ready
     acceptance: float = 0.7  # of a draft behind accepted ones, with speculative decoding
@@ -43,6 +44,8 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         duration_s = self.step_s + self.decode_s * num_chunks
         if self.context_s:
             duration_s += self.context_s * sum(chunk.start for chunk in plan.chunks)
+        if self.attention_s:
+            duration_s += self.attention_s * num_attention_pairs(plan)
         if self.prefill_s or self.draft_s:
             num_drafts = sum(chunk.num_drafts for chunk in plan.chunks)
             duration_s += self.prefill_s * (plan.num_tokens - num_chunks - num_drafts) + self.draft_s * num_drafts
@@ -52,6 +55,13 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         """How many drafts of a sequence a step accepts, as if by chance: n or more with probability acceptance^n."""
         chance = hash((step_id, slot)) % 2**20 / 2**20
         return sum(chance < self.acceptance**number for number in range(1, num_drafts + 1))
+
+
+def num_attention_pairs(plan: StepPlan) -> float:
+    """How many pairs of a token and one that it attends to a step has, in chunks of several tokens."""
+    return sum(
+        chunk.num_tokens * (chunk.start + 0.5 * chunk.num_tokens) for chunk in plan.chunks if chunk.num_tokens > 1
+    )
 
 
 # Llama-3.1-8B in bfloat16 on one H100. Its 16 GB of weights are read in 5.1 ms, as measured with CUDA graphs; 60 % of

@@ -1,0 +1,69 @@
+"""The figures of a run: throughput, latencies, idle slots, unused memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from msgspec import Struct
+
+from servekit.laboratory.timeline import RequestTimeline, Timeline
+
+
+class Summary(Struct, frozen=True, kw_only=True):
+    """The figures of one run. Times are in seconds, shares from 0 to 1."""
+
+    num_requests: int
+    num_output_tokens: int
+    duration_s: float  # from the first arrival to the last token
+    tokens_per_s: float
+    # The same until the last request has a slot: after that there is nothing left to fill free slots with.
+    tokens_per_s_while_waiting: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    itl_p50_s: float
+    itl_p99_s: float
+    idle_slot_share: float  # of the slots' time
+    unused_memory_share: float  # of the places in the KV cache that running sequences held
+    cached_prompt_share: float  # of the prompts' tokens
+    num_steps: int
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value that this share of all values does not exceed: the nearest rank. 0 without values."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+def summarise(timeline: Timeline, num_slots: int) -> Summary:
+    """Compute the figures of a run in which every answer has ended."""
+    requests = sorted(timeline.requests.values(), key=lambda request: request.arrival_s)
+    began_s = requests[0].arrival_s
+    duration_s = max(request.ended_s for request in requests) - began_s
+    num_tokens = sum(len(request.token_times_s) for request in requests)
+    gaps = [later - sooner for request in requests for sooner, later in pairwise(request.token_times_s)]
+    ttft = [request.token_times_s[0] - request.arrival_s for request in requests]
+    busy_s = sum(request.ended_s - _admitted_s(request) for request in requests)
+    filled_s = max(map(_admitted_s, requests)) - began_s
+    num_early = sum(at_s <= began_s + filled_s for request in requests for at_s in request.token_times_s)
+    reserved = sum(step.num_reserved_tokens * (step.done_s - step.began_s) for step in timeline.steps)
+    unused = sum(step.num_unused_tokens * (step.done_s - step.began_s) for step in timeline.steps)
+    num_prompt_tokens = sum(request.num_prompt_tokens for request in requests)
+    return Summary(
+        num_requests=len(requests),
+        num_output_tokens=num_tokens,
+        duration_s=duration_s,
+        tokens_per_s=num_tokens / duration_s if duration_s else 0.0,
+        tokens_per_s_while_waiting=num_early / filled_s if filled_s > 0 else 0.0,
+        ttft_p50_s=percentile(ttft, 0.5),
+        ttft_p99_s=percentile(ttft, 0.99),
+        itl_p50_s=percentile(gaps, 0.5),
+        itl_p99_s=percentile(gaps, 0.99),
+        idle_slot_share=1.0 - busy_s / (num_slots * duration_s) if duration_s else 0.0,
+        unused_memory_share=unused / reserved if reserved else 0.0,
+        cached_prompt_share=sum(request.num_cached_tokens for request in requests) / num_prompt_tokens,
+        num_steps=len(timeline.steps),
+    )
+
+
+def _admitted_s(request: RequestTimeline) -> float:
+    assert request.admitted_s is not None, "every answer has ended, so every request had a slot"
+    return request.admitted_s

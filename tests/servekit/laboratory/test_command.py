@@ -1,0 +1,76 @@
+"""Claims about `servekit lab`: what it prints, refuses and writes, and that a real engine does what virtual time says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from servekit.cli import main
+from servekit.laboratory.ablation import ABLATIONS
+from servekit.laboratory.batching import MODES
+from servekit.laboratory.command import LabOptions, lab
+
+
+def test_it_prints_one_row_for_each_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "--workload", "textbook"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("|")}
+    assert list(rows)[2:] == list(MODES) and "| 170 " in " ".join(rows["static"].split())
+    assert "800" in lines[-2]
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_each_experiment_prints_a_table(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", name, "--requests", "16"]) == 0
+    assert capsys.readouterr().out.count("\n|") >= 4
+
+
+def test_json_has_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "--json", "--modes", "static,chunked", "--requests", "16"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["mode"] for run in runs] == ["static", "chunked"] and runs[0]["summary"]["num_requests"] == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--modes", "batched"], "one-by-one, static"),
+        (["speed"], "kv-cache, chunks"),
+        (["--workload", "mail"], "textbook, chat"),
+        (["--model", "demo"], "--real"),
+        (["--max-model-len", "100"], "at least as many"),
+        (["--no-paged", "--kv-tokens", "2", "--block-size", "1", "--max-model-len", "1024", "--slots", "0"], "0"),
+        (["--out", "/dev/null/x"], "--out"),
+    ],
+)
+def test_a_wrong_argument_is_refused_in_words(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["lab", "--requests", "16", *arguments])
+    except SystemExit as ended:  # by argparse
+        code = ended.code if isinstance(ended.code, int) else 1
+    assert code == 2 and words in capsys.readouterr().err
+
+
+def test_the_page_has_all_runs_and_no_address(tmp_path: Path) -> None:
+    assert lab(LabOptions(requests=16, out=tmp_path)) == 0
+    page = (tmp_path / "lab.html").read_text()
+    assert all(f'"name":"{mode}"' in page for mode in MODES)
+    assert "http" not in page.replace("http://www.w3.org/", "").replace("http-equiv", ""), "it needs no other file"
+
+
+def test_a_real_engine_serves_all_requests_with_the_steps_of_virtual_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the simulated model behind the real engine, whose steps take 5 ms."""
+    modes = ("static", "chunked")
+    options = LabOptions(real=True, model="sim:step=5ms", modes=modes, requests=16, as_json=True)
+    assert lab(options) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [(run["mode"], run["how"]) for run in runs] == [(mode, how) for mode in modes for how in ("real", "virtual")]
+    for real, virtual in (runs[:2], runs[2:]):
+        assert real["summary"]["num_output_tokens"] == virtual["summary"]["num_output_tokens"]
+        assert real["summary"]["tokens_per_s"] > 0 and real["summary"]["num_requests"] == 16
+    static, chunked = runs[0]["summary"], runs[2]["summary"]
+    assert chunked["idle_slot_share"] < static["idle_slot_share"]
