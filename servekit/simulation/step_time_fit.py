@@ -79,13 +79,13 @@ def _fit(work: NDArray[np.float64], seconds: NDArray[np.float64], expected: NDAr
     scales = np.maximum(np.abs(rows).max(axis=0), 1e-300)  # the columns differ by many orders of magnitude
     rows /= scales
     kept = [column for column in range(work.shape[1]) if rows[:, column].any()]
-    times = np.zeros(work.shape[1])
-    while kept:
+    while True:  # a single time is never negative: all work and all durations are positive
         solution = np.linalg.lstsq(rows[:, kept], wanted, rcond=1e-9)[0]
         if (solution >= 0.0).all():
-            times[kept] = solution / scales[kept]
             break
         del kept[int(solution.argmin())]
+    times = np.zeros(work.shape[1])
+    times[kept] = solution / scales[kept]
     return times
 
 

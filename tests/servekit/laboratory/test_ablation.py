@@ -29,6 +29,16 @@ def test_without_a_kv_cache_the_time_of_an_answer_grows_with_its_square() -> Non
     assert runs["200 tokens, without"].duration_s == pytest.approx(sum(range(32, 232)) * 1e-3)
 
 
+def test_answers_that_do_not_fit_into_the_context_are_left_out() -> None:
+    cases = ABLATIONS["kv-cache"].cases(make_workload("chat", 1, 0, 1.0), LabSettings(max_model_len=100))
+    assert [case.label for case in cases[::2]] == ["1 tokens, with", "25 tokens, with", "50 tokens, with"]
+
+
+def test_the_knee_is_the_last_run_if_every_one_gains() -> None:
+    runs = list(play("batch-size", model="sim:step=4ms", num_requests=128).values())
+    assert knee(runs) == len(runs) - 1
+
+
 def test_larger_chunks_trade_inter_token_latency_for_first_tokens() -> None:
     runs = list(play("chunks", "documents").values())
     assert runs[0].itl_p99_s < runs[-1].itl_p99_s and runs[0].ttft_p99_s > runs[-1].ttft_p99_s

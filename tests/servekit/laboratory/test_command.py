@@ -1,4 +1,4 @@
-"""Claims about `servekit lab`: what it prints, refuses and writes, and that a real engine does what virtual time says."""
+"""Claims about `servekit lab`: what it prints, refuses and writes, and what a real engine does with it."""
 
 from __future__ import annotations
 
@@ -74,3 +74,10 @@ def test_a_real_engine_serves_all_requests_with_the_steps_of_virtual_time(capsys
         assert real["summary"]["tokens_per_s"] > 0 and real["summary"]["num_requests"] == 16
     static, chunked = runs[0]["summary"], runs[2]["summary"]
     assert chunked["idle_slot_share"] < static["idle_slot_share"]
+
+
+def test_the_table_in_the_documentation_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "--workload", "textbook", "--requests", "256"]) == 0
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    page = (Path(__file__).parents[3] / "docs" / "laboratory.md").read_text()
+    assert "\n".join(table) in page

@@ -17,9 +17,7 @@ def steps(rng: random.Random, num_steps: int = 400) -> list[MeasuredStep]:
     """Steps of one to eight decodes, half of them with a chunk of a prompt, that take what MODEL says."""
     made = []
     for step_id in range(num_steps):
-        chunks = [
-            ScheduledChunk(slot, rng.randrange(1, 2000), 1, (), (), True) for slot in range(rng.randrange(1, 9))
-        ]
+        chunks = [ScheduledChunk(slot, rng.randrange(1, 2000), 1, (), (), True) for slot in range(rng.randrange(1, 9))]
         if rng.random() < 0.5:
             chunks.append(ScheduledChunk(9, rng.randrange(2000), rng.randrange(2, 500), (), (), False))
         plan = StepPlan(0, step_id, (), tuple(chunks))
