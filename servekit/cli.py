@@ -1,4 +1,4 @@
-"""Parse the command line of `servekit serve | top | chat | eval | batch | quantize | replay | lab` and run it."""
+"""Parse the command line of servekit: `serve`, `doctor`, its clients and its tools; and run it."""
 
 from __future__ import annotations
 
@@ -86,14 +86,18 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    serve.add_argument("positional_model", nargs="?", metavar="MODEL", help=settings()[0].description)
-    serve.add_argument("--config", metavar="FILE", help="TOML file with settings; the names are those of the flags")
-    for setting in settings():
-        if setting.is_switch:
-            serve.add_argument(setting.flag, help=_help(setting), action=argparse.BooleanOptionalAction)
-            continue
-        # The value stays a string here: `load_config` validates the values of all four sources alike.
-        serve.add_argument(setting.flag, metavar=_metavar(setting), help=_help(setting), dest=setting.name)
+    _add_settings(serve)
+    doctor = commands.add_parser(
+        "doctor",
+        help="look at the machine, and say what is broken or will be slow",
+        description="Look at this machine and the model, and say what is broken or will be slow, why, and what to do. "
+        "It takes all settings of servekit serve, so write the command of the server with doctor in place of serve. "
+        "Exit with 1 if something is broken.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    doctor.add_argument("--json", action="store_true", default=False, help="print a JSON object for programs")
+    _add_settings(doctor)
     top = _client_parser(commands, "top", "watch a server's scheduler in the terminal")
     top.description = (
         "Watch a server's scheduler in the terminal; q quits. If the output is not a terminal, print one frame as text."
@@ -117,6 +121,12 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     replay.add_argument("file", metavar="FILE", type=Path, help="a journal file; each file is replayed by itself")
+    completion = commands.add_parser(
+        "completion",
+        help="print the shell's completion of these commands",
+        description="Print a script that completes the commands and flags of servekit in a shell (docs/terminal.md).",
+    )
+    completion.add_argument("shell", choices=SHELLS, help="the shell")
     _add_lab_parser(commands)
     return parser
 
@@ -159,6 +169,18 @@ def _add_lab_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL, --config and a flag for each setting of the server."""
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=settings()[0].description)
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings; the names are those of the flags")
+    for setting in settings():
+        if setting.is_switch:
+            parser.add_argument(setting.flag, help=_help(setting), action=argparse.BooleanOptionalAction)
+            continue
+        # The value stays a string here: `load_config` validates the values of all four sources alike.
+        parser.add_argument(setting.flag, metavar=_metavar(setting), help=_help(setting), dest=setting.name)
 
 
 def _add_eval_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -339,7 +361,7 @@ def _help(setting: Setting) -> str:
 
 
 def _explain_unknown(command: str, argument: str) -> str:
-    if command != "serve":
+    if command not in ("serve", "doctor"):
         return f"unknown argument {argument!r}; see `servekit {command} --help`"
     flags = [flag for setting in settings() for flag in (setting.flag, setting.flag.replace("--", "--no-", 1))]
     return f"unknown argument {argument!r}; {advice(argument.partition('=')[0], flags)}"
@@ -440,6 +462,8 @@ def _replay_file(path: Path) -> int:
     return 0
 
 
+SHELLS = ("bash", "zsh", "fish")  # that `servekit completion` knows
+
 # What the `terminal` extra of pyproject.toml installs.
 TERMINAL_PACKAGES = frozenset({"httpx2", "prompt_toolkit", "rich"})
 
@@ -480,6 +504,23 @@ def _serve(arguments: dict[str, str]) -> int:
     return serve(config)
 
 
+def _doctor(arguments: dict[str, Any]) -> int:
+    as_json_object = arguments.pop("json")
+    config = _configure(arguments)
+    if config.cache_dir is not None:
+        use_cache_directory(config.cache_dir, os.environ)
+    from servekit.doctor.command import doctor
+
+    return doctor(config, as_json_object)
+
+
+def _completion(arguments: dict[str, str]) -> int:
+    from servekit.completion import completion_script
+
+    print(completion_script(_parser(), arguments["shell"]))
+    return 0
+
+
 def _configure(arguments: dict[str, str]) -> ServeConfig:
     if (model := arguments.pop("positional_model", None)) is not None:
         if model in ("true", "false") and any(isinstance(value, bool) for value in arguments.values()):
@@ -505,6 +546,7 @@ def _configure(arguments: dict[str, str]) -> ServeConfig:
 
 _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "serve": _serve,
+    "doctor": _doctor,
     "top": _top,
     "chat": _chat,
     "eval": _eval,
@@ -512,6 +554,7 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "quantize": _quantize,
     "replay": _replay,
     "lab": _lab,
+    "completion": _completion,
     "version": _version,
 }
 

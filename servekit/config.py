@@ -427,6 +427,11 @@ class Setting(Struct, frozen=True):
         return isinstance(self.default, bool)
 
     @property
+    def choices(self) -> list[str]:
+        """The names that it takes, if it takes no other values."""
+        return self.accepts.removeprefix("one of ").split(", ") if self.accepts.startswith("one of ") else []
+
+    @property
     def environment_name(self) -> str:
         return ENVIRONMENT_PREFIX + self.name.upper()
 

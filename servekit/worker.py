@@ -1,7 +1,8 @@
 """`python -m servekit.worker`: run a model worker that joins a server.
 
 A server starts the workers for its own devices itself: with this command, too, and two pipes as open file descriptors.
-`servekit quantize` becomes this command, too. Torch is imported only after the arguments have been checked.
+`servekit quantize` becomes this command, too, and `servekit doctor` asks it what it finds on the machine. Torch is
+imported only after the arguments have been checked.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("--task-fd", "--result-fd", "--parent-pid"):  # of a server that starts it
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--quantize", metavar="JOB", help=argparse.SUPPRESS)  # of `servekit quantize`
+    parser.add_argument("--facts", action="store_true", help=argparse.SUPPRESS)  # of `servekit doctor`
     arguments = parser.parse_args(argv)
+    if arguments.facts:
+        return write_facts(arguments.model)
     if arguments.quantize is not None:
         return quantize(arguments.quantize)
     is_child = arguments.task_fd is not None
@@ -155,6 +159,20 @@ def quantize(job: str) -> int:
     except ConfigError as error:
         write_line(f"servekit: {escaped(error.message)}")
         return 2
+    return 0
+
+
+def write_facts(model: str | None) -> int:
+    """Write what this process finds on the machine and in the directory `model`, as JSON. Returns the exit code."""
+    try:
+        check_workers_package()
+    except ConfigError as error:
+        write_line(f"servekit: {escaped(error.message)}")
+        return 2
+
+    from workers.inspection import worker_facts
+
+    sys.stdout.buffer.write(msgspec.json.encode(worker_facts(model)) + b"\n")
     return 0
 
 

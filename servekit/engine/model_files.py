@@ -56,8 +56,15 @@ class _TokenizerConfig(msgspec.Struct):
     unk_token: str | _AddedToken | None = None
 
 
-def find_model(model: str) -> Path:
-    """Return the directory of a model; download it if necessary. Raises ConfigError."""
+class ModelNotHere(ConfigError):
+    """The model is named by an id of Hugging Face, and has not been downloaded to this machine."""
+
+
+def find_model(model: str, *, may_download: bool = True) -> Path:
+    """Return the directory of a model; download it if necessary. Raises ConfigError.
+
+    Raises ModelNotHere for a model that would have to be downloaded, and must not be.
+    """
     if model == DEMO_MODEL:
         return DEMO_MODEL_PATH
     if is_simulated(model):
@@ -66,14 +73,18 @@ def find_model(model: str) -> Path:
     if Path(model).is_dir():
         return _model_in(Path(model).resolve())
     if model.endswith(".gguf"):
-        return directory_of(_find_gguf(model))
+        return directory_of(_find_gguf(model, may_download))
     if Path(model).is_file():
         raise ConfigError(
             f"model {model!r} is a file; give a GGUF file, or the directory with config.json and *.safetensors"
         )
     if model.startswith((".", "/", "~")):
         raise ConfigError(f"model {model!r}: there is no such directory")
-    return _download(model, lambda: snapshot_download(model, allow_patterns=DOWNLOADED))
+    return _download(
+        model,
+        lambda: snapshot_download(model, allow_patterns=DOWNLOADED, local_files_only=not may_download),
+        may_download,
+    )
 
 
 def _model_in(path: Path) -> Path:
@@ -87,7 +98,7 @@ def _model_in(path: Path) -> Path:
     return directory_of(files[0])
 
 
-def _find_gguf(model: str) -> Path:
+def _find_gguf(model: str, may_download: bool) -> Path:
     """Return the path of a GGUF file; download it if the name is that of a file in a repository of Hugging Face."""
     parts = model.split("/")
     if Path(model).is_file():
@@ -95,17 +106,20 @@ def _find_gguf(model: str) -> Path:
     if len(parts) < 3 or parts[0] in ("", ".", "..", "~"):
         raise ConfigError(f"model {model!r}: there is no such file")
     repository, name = "/".join(parts[:2]), "/".join(parts[2:])
-    return _download(model, lambda: hf_hub_download(repository, name))
+    return _download(model, lambda: hf_hub_download(repository, name, local_files_only=not may_download), may_download)
 
 
-def _download(model: str, download: Callable[[], str]) -> Path:
-    """Download what `model` names, and return the path. Raises ConfigError."""
-    log.info("downloading %s from Hugging Face", model)
+def _download(model: str, download: Callable[[], str], may_download: bool) -> Path:
+    """Download what `model` names, or find what was downloaded before, and return the path. Raises ConfigError."""
+    if may_download:
+        log.info("downloading %s from Hugging Face", model)
     try:
         return Path(download())
     except HFValidationError as error:
         raise ConfigError(f"model {model!r} is neither a directory nor a Hugging Face id: {error}") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        if not may_download:
+            raise ModelNotHere(f"model {model!r} is not a local directory, and has not been downloaded") from None
         raise ConfigError(f"model {model!r} is not a local directory, and could not be downloaded: {error}") from None
 
 

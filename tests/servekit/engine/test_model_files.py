@@ -102,7 +102,8 @@ def test_a_file_that_is_no_model_is_refused_with_what_to_give_instead(
 def test_a_gguf_file_of_a_repository_is_downloaded_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     downloaded: list[tuple[str, str]] = []
 
-    def download(repository: str, name: str) -> str:
+    def download(repository: str, name: str, *, local_files_only: bool) -> str:
+        assert not local_files_only
         downloaded.append((repository, name))
         return str(tmp_path / "model.gguf")
 
