@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     completion = commands.add_parser(
         "completion",
         help="print the shell's completion of these commands",
-        description="Print a script that completes the commands and flags of servekit in a shell (docs/terminal.md).",
+        description="Print a script that completes servekit's command line in a shell (docs/installation.md).",
     )
     completion.add_argument("shell", choices=SHELLS, help="the shell")
     _add_lab_parser(commands)

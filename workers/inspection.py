@@ -6,7 +6,6 @@ at the start of a worker: only that shows that the compiler and the cache folder
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import logging
 from collections import Counter
@@ -78,11 +77,10 @@ def _gpu(index: int) -> GpuFacts:
 
 
 def _version_of(package: str) -> str | None:
-    """Return the version of a package that can be imported, or None."""
+    """Return the version of an installed package, or None."""
     try:
-        importlib.import_module(package)
         return importlib.metadata.version(package)
-    except Exception:  # packages of compiled code fail in many ways where they do not fit to torch
+    except importlib.metadata.PackageNotFoundError:
         return None
 
 

@@ -26,7 +26,7 @@ class TorchFacts(Struct, frozen=True, kw_only=True):
     multiplies_bfloat16: bool  # the processor has instructions for it
     gpus: tuple[GpuFacts, ...] = ()
     gpu_problem: str | None = None  # why CUDA does not start, in torch's words
-    triton: str | None = None  # its version, or None if it cannot be imported
+    triton: str | None = None  # its version, or None if it is not installed
     flash_attn: str | None = None
 
 
