@@ -69,11 +69,6 @@ def test_the_table_of_errors_has_exactly_the_codes_of_the_source() -> None:
     assert explained == codes_in_the_source()
 
 
-def test_the_image_is_built_from_all_packages_of_the_wheel() -> None:
-    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert set(re.findall(r"^COPY (\w+) \1$", IMAGE, re.MULTILINE)) == set(wheel["packages"])
-
-
 def test_the_dashboard_file_is_up_to_date() -> None:
     assert dashboard.FILE.read_text() == dashboard.text(), "python scripts/dashboard.py updates it"
 
