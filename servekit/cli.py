@@ -28,7 +28,7 @@ from servekit.config import (
     settings,
 )
 from servekit.errors import ConfigError, ServekitError
-from servekit.protocol.logging import logs_json, write_line
+from servekit.protocol.logging import configure_logging, logs_json, write_line
 from servekit.protocol.quantization_job import GROUP_SIZE, METHODS, SCHEMES, QuantizationJob
 from servekit.server.cache_directory import check_temporary_directory, use_cache_directory
 from servekit.simulation.model import is_simulated
@@ -113,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_eval_parser(commands)
     _add_batch_parser(commands)
     _add_quantize_parser(commands)
+    _add_convert_parser(commands)
     replay = commands.add_parser(
         "replay",
         help="repeat the decisions of a server from its journal",
@@ -291,6 +292,21 @@ def _add_quantize_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
     )
 
 
+def _add_convert_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="write a model with pickled weights (pytorch_model.bin) as safetensors",
+        description="Write a model with pickled weights (pytorch_model.bin) as safetensors, which servekit serve "
+        "reads. The files are read in a process that unpickles weights only, and may neither use the network nor write "
+        "to other directories.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="directory or Hugging Face id of the model (org/name, or org/name@revision)")
+    add("output", metavar="OUT", type=Path, help="directory of the new checkpoint; it must not exist, or be empty")
+    add("--revision", metavar="REVISION", help="branch, tag or commit of the model's repository; by default main")
+
+
 def _positive(text: str) -> int:
     """Parse a whole number above 0. Raises ArgumentTypeError."""
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**31):
@@ -438,6 +454,14 @@ def _lab(arguments: dict[str, Any]) -> int:
     return lab(LabOptions(**arguments))
 
 
+def _convert(arguments: dict[str, Any]) -> int:
+    from servekit.engine.convert_command import convert_model
+
+    configure_logging("info")
+    convert_model(arguments["model"], arguments["output"], arguments["revision"])
+    return 0
+
+
 def _replay(arguments: dict[str, Any]) -> int:
     from servekit.observability.journal import journal_paths
 
@@ -552,6 +576,7 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "eval": _eval,
     "batch": _batch,
     "quantize": _quantize,
+    "convert": _convert,
     "replay": _replay,
     "lab": _lab,
     "completion": _completion,

@@ -45,10 +45,14 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         str,
         Meta(
             min_length=1,
-            description="directory, GGUF file or Hugging Face id of the model; demo is embedded in servekit, sim:SPEC "
-            "is a simulated model",
+            description="directory, GGUF file or Hugging Face id of the model (org/name or org/name@revision); demo is "
+            "embedded in servekit, sim:SPEC is a simulated model",
         ),
     ] = DEMO_MODEL
+    revision: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="branch, tag or commit of the model's repository at Hugging Face; by default main"),
+    ] = None
     served_model_name: Annotated[
         str | None, Meta(description="model name in the API's answers and in metrics; by default the value of --model")
     ] = None
@@ -580,10 +584,7 @@ _REASONING = (
 _OFFLOADING = "there is no CPU offloading or swap space; preempted sequences are recomputed"
 _TRUST = "code in a model's repository is never run; the architecture must be part of transformers"
 _TOKENIZER = "the tokenizer is always the model's own tokenizer.json; put another one into the model's directory"
-_DOWNLOADS = (
-    "--cache-dir or the variable HF_HOME sets the folder for downloads, and MODEL can be a directory "
-    "with any revision (hf download REPOSITORY --revision REVISION --local-dir DIRECTORY)"
-)
+_DOWNLOADS = "--cache-dir or the variable HF_HOME sets the folder for downloads"
 _TLS = "there is no TLS; put a reverse proxy in front (docs/security.md)"
 _GRAPHS = "CUDA graphs are used wherever they can be, and cannot be turned off"
 _ATTENTION = "the attention backend is selected for the device, there is no setting for it"
@@ -631,7 +632,6 @@ EXPLAINED_SETTINGS = {
     "nnodes": _PARALLELISM,
     "num_speculative_tokens": _SPECULATION,
     "random_seed": _SEED,
-    "revision": _DOWNLOADS,
     "runner": _EMBEDDINGS,
     "seed": _SEED,
     "speculate": _SPECULATION,

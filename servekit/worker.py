@@ -1,8 +1,8 @@
 """`python -m servekit.worker`: run a model worker that joins a server.
 
 A server starts the workers for its own devices itself: with this command, too, and two pipes as open file descriptors.
-`servekit quantize` becomes this command, too, and `servekit doctor` asks it what it finds on the machine. Torch is
-imported only after the arguments have been checked.
+`servekit quantize` becomes this command, too, files of other formats are converted by it, and `servekit doctor` asks it
+what it finds on the machine. Torch is imported only after the arguments have been checked.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 import servekit
 from servekit.errors import ConfigError
 from servekit.protocol.child_process import die_with_parent, dump_stacks_on_crash, ignore_signals
+from servekit.protocol.conversion_job import ConversionJob
 from servekit.protocol.cpu_list import format_cpu_list, parse_cpu_list
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
 from servekit.protocol.logging import configure_logging, escaped, write_line
@@ -56,9 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--quantize", metavar="JOB", help=argparse.SUPPRESS)  # of `servekit quantize`
     parser.add_argument("--facts", action="store_true", help=argparse.SUPPRESS)  # of `servekit doctor`
+    parser.add_argument("--convert", metavar="JOB", help=argparse.SUPPRESS)  # of a server and `servekit convert`
     arguments = parser.parse_args(argv)
     if arguments.facts:
         return write_facts(arguments.model)
+    if arguments.convert is not None:
+        return convert_files(arguments.convert)
     if arguments.quantize is not None:
         return quantize(arguments.quantize)
     is_child = arguments.task_fd is not None
@@ -176,13 +180,24 @@ def write_facts(model: str | None) -> int:
     return 0
 
 
+def convert_files(job: str) -> int:
+    """Convert files of a model. `job` is a ConversionJob in JSON. Writes a ConversionOutcome to standard output."""
+    check_workers_package()
+
+    from workers.conversion.convert import convert
+
+    outcome = convert(msgspec.json.decode(job, type=ConversionJob))
+    sys.stdout.buffer.write(msgspec.json.encode(outcome))
+    return 0
+
+
 def find_local(model: str) -> str:
     """Return the path of a model on this machine; for a simulated model, its name. Raises ConfigError."""
     from servekit.engine.model_files import find_model
+    from servekit.engine.tokenizer_directory import with_tokenizer
     from servekit.simulation.model import is_simulated
 
-    path = find_model(model)
-    return model if is_simulated(model) else str(path)
+    return model if is_simulated(model) else str(with_tokenizer(find_model(model)))
 
 
 def check_workers_package() -> None:

@@ -29,7 +29,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from servekit.config import ServeConfig
 from servekit.doctor.machine import Clock, Cores, Folder, Hub, Limits, Machine, Memory, Port, Processor
-from servekit.engine.model_files import DOWNLOADED, ModelNotHere, find_model
+from servekit.engine.hub import DOWNLOADED, ModelNotHere
+from servekit.engine.model_files import find_model
 from servekit.errors import ConfigError
 from servekit.executor.worker_process import worker_environment
 from servekit.protocol.worker_facts import ModelFacts, WorkerFacts

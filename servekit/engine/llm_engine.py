@@ -25,7 +25,7 @@ from servekit.engine.detokenizer import Detokenizer, NullDetokenizer
 from servekit.engine.engine_core import RETRY_AFTER_S, EngineCore
 from servekit.engine.input_processor import InputProcessor, PreparedPrompt, num_logprobs, prepare_in_time
 from servekit.engine.live_view import LiveView, build_live_view, live_worker
-from servekit.engine.model_files import ChatTemplate, find_chat_template, find_model
+from servekit.engine.model_files import ChatTemplate, find_chat_template, find_served_model
 from servekit.engine.output_processor import OutputProcessor
 from servekit.engine.profiling import Profiling
 from servekit.engine.queue_limits import QueueLimits, QueuePlaces
@@ -205,7 +205,7 @@ class LLMEngine:
         """Load the model and begin to serve. Raises ConfigError or WorkerError."""
         self.profiling.prepare()
         self._journals = open_journals(self.config, range(len(self.replicas.all)))
-        self.model_path = path = await run_in_daemon_thread(find_model, self.config.model)
+        self.model_path = path = await run_in_daemon_thread(find_served_model, self.config)
         self._tokenizer = await run_in_daemon_thread(load_tokenizer, path)
         self.chat_template = template = find_chat_template(path, self.config.chat_template)
         self.speculative = await run_in_daemon_thread(self._choose_drafter, path)

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+import shlex
+from fnmatch import fnmatch
 from pathlib import Path
 
 import msgspec
-from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from servekit.config import DEMO_MODEL
+from servekit.config import DEMO_MODEL, ServeConfig
+from servekit.engine.hub import PICKLED_WEIGHTS, download_file, download_snapshot, list_files, split_revision
+from servekit.engine.tokenizer_directory import with_tokenizer
 from servekit.errors import ConfigError
 from servekit.gguf.directory import directory_of
 from servekit.protocol.gguf_index import INDEX
 from servekit.simulation.model import is_simulated, parse_simulated
 
-log = logging.getLogger("servekit")
-
 DEMO_MODEL_PATH = Path(__file__).parents[1] / "assets" / "demo_model"
 SIMULATED_MODEL_PATH = Path(__file__).parents[1] / "assets" / "simulated_tokenizer"  # a tokenizer is its only file
-# Weights as safetensors, configuration and tokenizer as JSON or plain text; no Python files and no pickles.
-DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+# Files of weights that are not read, and what they are.
+OTHER_WEIGHTS = {
+    "consolidated*.pth": "pickles under the names of the makers' own code",
+    "*.pth": "pickles under names that transformers does not know",
+    "*.pt": "pickles under names that transformers does not know",
+    "*.ckpt": "pickles of a training",
+    "tf_model*.h5": "TensorFlow's",
+    "flax_model*.msgpack": "Flax's",
+    "*.onnx": "ONNX's",
+}
 
 
 class ChatTemplate(msgspec.Struct, frozen=True):
@@ -56,15 +62,16 @@ class _TokenizerConfig(msgspec.Struct):
     unk_token: str | _AddedToken | None = None
 
 
-class ModelNotHere(ConfigError):
-    """The model is named by an id of Hugging Face, and has not been downloaded to this machine."""
+def find_model(model: str, revision: str | None = None, *, may_download: bool = True) -> Path:
+    """Return the directory of a model; download it if necessary.
 
-
-def find_model(model: str, *, may_download: bool = True) -> Path:
-    """Return the directory of a model; download it if necessary. Raises ConfigError.
-
-    Raises ModelNotHere for a model that would have to be downloaded, and must not be.
+    A repository's name may end with its revision: org/name@revision. Raises ConfigError, and ModelNotHere for a model
+    that would have to be downloaded, and must not be.
     """
+    if revision is not None and (model == DEMO_MODEL or is_simulated(model) or Path(model).exists()):
+        raise ConfigError(
+            f"model {model!r} is no repository of Hugging Face and has no revisions; leave out --revision"
+        )
     if model == DEMO_MODEL:
         return DEMO_MODEL_PATH
     if is_simulated(model):
@@ -72,19 +79,18 @@ def find_model(model: str, *, may_download: bool = True) -> Path:
         return SIMULATED_MODEL_PATH
     if Path(model).is_dir():
         return _model_in(Path(model).resolve())
-    if model.endswith(".gguf"):
-        return directory_of(_find_gguf(model, may_download))
+    if model.endswith(".gguf") and Path(model).is_file():
+        return directory_of(Path(model))
     if Path(model).is_file():
         raise ConfigError(
             f"model {model!r} is a file; give a GGUF file, or the directory with config.json and *.safetensors"
         )
+    name, revision = split_revision(model, revision)
+    if name.endswith(".gguf"):
+        return directory_of(_download_gguf(name, revision, may_download))
     if model.startswith((".", "/", "~")):
         raise ConfigError(f"model {model!r}: there is no such directory")
-    return _download(
-        model,
-        lambda: snapshot_download(model, allow_patterns=DOWNLOADED, local_files_only=not may_download),
-        may_download,
-    )
+    return download_snapshot(name, revision, may_download=may_download)
 
 
 def _model_in(path: Path) -> Path:
@@ -98,29 +104,58 @@ def _model_in(path: Path) -> Path:
     return directory_of(files[0])
 
 
-def _find_gguf(model: str, may_download: bool) -> Path:
-    """Return the path of a GGUF file; download it if the name is that of a file in a repository of Hugging Face."""
+def _download_gguf(model: str, revision: str | None, may_download: bool) -> Path:
+    """Return the path of a GGUF file of a repository, `org/name/file.gguf`. Raises ConfigError."""
     parts = model.split("/")
-    if Path(model).is_file():
-        return Path(model)
     if len(parts) < 3 or parts[0] in ("", ".", "..", "~"):
         raise ConfigError(f"model {model!r}: there is no such file")
-    repository, name = "/".join(parts[:2]), "/".join(parts[2:])
-    return _download(model, lambda: hf_hub_download(repository, name, local_files_only=not may_download), may_download)
+    return download_file("/".join(parts[:2]), "/".join(parts[2:]), revision, may_download=may_download)
 
 
-def _download(model: str, download: Callable[[], str], may_download: bool) -> Path:
-    """Download what `model` names, or find what was downloaded before, and return the path. Raises ConfigError."""
-    if may_download:
-        log.info("downloading %s from Hugging Face", model)
-    try:
-        return Path(download())
-    except HFValidationError as error:
-        raise ConfigError(f"model {model!r} is neither a directory nor a Hugging Face id: {error}") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        if not may_download:
-            raise ModelNotHere(f"model {model!r} is not a local directory, and has not been downloaded") from None
-        raise ConfigError(f"model {model!r} is not a local directory, and could not be downloaded: {error}") from None
+def find_served_model(config: ServeConfig) -> Path:
+    """Return the directory of the model to be served, with tokenizer.json. Raises ConfigError."""
+    path = find_model(config.model, config.revision)
+    if path in (DEMO_MODEL_PATH, SIMULATED_MODEL_PATH):
+        return path
+    if config.load_format == "auto":
+        check_weights(path, config.model, config.revision)
+    return with_tokenizer(path)
+
+
+def find_pickled_model(model: str, revision: str | None = None) -> Path:
+    """Return the directory of a model whose weights are pickled, for `servekit convert`. Raises ConfigError."""
+    if Path(model).is_dir():
+        path = find_model(model, revision)
+    elif Path(model).exists() or model.startswith((".", "/", "~")) or model == DEMO_MODEL or is_simulated(model):
+        raise ConfigError(f"model {model!r} is no directory with {PICKLED_WEIGHTS}, and no id of Hugging Face")
+    else:
+        path = download_snapshot(*split_revision(model, revision), with_pickled_weights=True)
+    return path
+
+
+def check_weights(path: Path, model: str, revision: str | None = None) -> None:
+    """Raise ConfigError, with what to do, if the directory of `model` holds weights in other formats only."""
+    if (path / INDEX).exists() or next(path.glob("*.safetensors"), None) is not None:
+        return
+    is_local = Path(model).exists()
+    name, revision = (model, None) if is_local else split_revision(model, revision)
+    names = [file.name for file in path.iterdir()] if is_local else list_files(name, revision)
+    if any(fnmatch(file, PICKLED_WEIGHTS) for file in names):
+        source = name if revision is None else f"{name}@{revision}"
+        raise ConfigError(
+            f"the weights of {model!r} are pickled ({PICKLED_WEIGHTS}), and servekit serves safetensors: run `servekit "
+            f"convert {shlex.quote(source)} OUT`, which reads them in a process without rights, and then serve OUT"
+        )
+    for pattern, kind in OTHER_WEIGHTS.items():
+        if found := [file for file in names if fnmatch(file, pattern)]:
+            raise ConfigError(
+                f"the weights of {model!r} are {kind} ({found[0]}), which servekit does not read; look for the same "
+                "model as safetensors, or save it with save_pretrained() of transformers"
+            )
+    raise ConfigError(
+        f"{model!r} has no weights that servekit reads: {path} has no *.safetensors and no *.gguf; --load-format dummy "
+        "serves random weights"
+    )
 
 
 def find_chat_template(path: Path, override: str | None = None) -> ChatTemplate:

@@ -6,16 +6,14 @@ a file becomes a directory with the small files that a checkpoint has, an index 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import shutil
-import tempfile
 from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 
+from servekit.cached_directory import cache_folder, made, remove_others
 from servekit.errors import ConfigError
 from servekit.gguf.architectures import index_of
 from servekit.gguf.header import Header, read_header
@@ -38,21 +36,17 @@ def directory_of(file: Path) -> Path:
         status = file.stat()
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from None
-    folder = _cache_folder()
     identity = f"{FORMAT} {file} {status.st_size} {status.st_mtime_ns}"
-    directory = folder / sha256(os.fsencode(identity)).hexdigest()[:32]
+    directory = cache_folder("gguf") / sha256(os.fsencode(identity)).hexdigest()[:32]
     if (directory / WEIGHTS).exists():
         return directory
     log.info("reading the configuration and the tokenizer of %s", file)
     contents = _small_files(read_header(file))
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _remove_others_of(file, directory)
-        _write(directory, contents, file)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write to {folder}: {error.strerror}; choose a directory that can be written by --cache-dir"
-        ) from None
+    with made(directory) as incomplete:
+        remove_others(directory, WEIGHTS, file)
+        for name, content in contents.items():
+            (incomplete / name).write_bytes(content)
+        (incomplete / WEIGHTS).symlink_to(file)
     return directory
 
 
@@ -66,34 +60,3 @@ def _small_files(header: Header) -> dict[str, bytes]:
         "tokenizer_config.json": msgspec.json.format(msgspec.json.encode(tokenizer_config(header))),
         INDEX: msgspec.json.encode(index),
     }
-
-
-def _write(directory: Path, contents: dict[str, bytes], file: Path) -> None:
-    """Make the directory as a whole: other servers see it complete or not at all. Raises OSError."""
-    incomplete = Path(tempfile.mkdtemp(dir=directory.parent, prefix="incomplete-"))
-    try:
-        for name, content in contents.items():
-            (incomplete / name).write_bytes(content)
-        (incomplete / WEIGHTS).symlink_to(file)
-        os.rename(incomplete, directory)
-    except OSError:
-        shutil.rmtree(incomplete, ignore_errors=True)
-        if not (directory / WEIGHTS).exists():  # unless another server was faster
-            raise
-
-
-def _remove_others_of(file: Path, directory: Path) -> None:
-    """Remove the directories of what the file was before, and of files that are gone: nothing can be read by them."""
-    for other in directory.parent.iterdir():
-        link = other / WEIGHTS
-        with contextlib.suppress(OSError):  # another server may be doing the same
-            if other != directory and link.is_symlink() and (not link.exists() or link.readlink() == file):
-                shutil.rmtree(other, ignore_errors=True)
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    try:
-        return Path(base).expanduser() / "servekit" / "gguf"
-    except RuntimeError:  # the user has no home
-        raise ConfigError("there is no home directory for what is made of a GGUF file; set --cache-dir") from None

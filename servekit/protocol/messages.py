@@ -93,6 +93,7 @@ class ModelInfo(Struct, frozen=True):
     default_top_p: float
     fingerprint: str = ""  # of the model's files: workers with the same one compute the same
     quantization: str = ""  # the format of the weights; "" if they are not quantized
+    notice: str = ""  # what users should know of how it is served, in a sentence; "" if there is nothing
 
 
 class RankInfo(Struct, frozen=True):

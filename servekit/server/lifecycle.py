@@ -118,6 +118,8 @@ def describe(engine: LLMEngine, url: str) -> Iterator[str]:
     num_tokens = worker.num_blocks * config.block_size
     cache_mib = num_tokens * worker.kv_bytes_per_token / 2**20
     yield f"model: {worker.model.architecture}, {worker.dtype} on {worker.device}"
+    if worker.model.notice:
+        yield f"  {worker.model.notice}"
     if engine.speculative.is_on:
         yield f"speculative decoding: {engine.speculative.method}, up to {engine.speculative.max_drafts} drafts"
     yield "KV cache:"

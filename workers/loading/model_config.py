@@ -11,13 +11,13 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
 from servekit.errors import ConfigError
 from servekit.protocol.messages import ModelInfo
 from workers.loading.checkpoint import WEIGHTS
+from workers.loading.language_part import notice_of, takes_more_than_text
 from workers.loading.refusals import in_one_line, refusal
 
 
@@ -45,18 +45,12 @@ def architecture_of(config: Any) -> str:
 
 def check_is_decoder(config: Any) -> None:
     """Raise ConfigError for a model type that transformers has no causal language model for."""
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or takes_more_than_text(config):
         return
-    kind = ""
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        kind = ", only one that takes images and text"
-    elif type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        kind = ", only an encoder with a decoder"
-    raise refusal(
-        architecture_of(config),
-        f"for model type {config.model_type} ({type(config).__name__}) transformers' AutoModelForCausalLM has no "
-        f"model of text alone{kind}",
-    )
+    kind = "no model of text alone"
+    if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        kind = "only an encoder with a decoder, and servekit serves decoders alone"
+    raise refusal(architecture_of(config), f"for model type {config.model_type} transformers has {kind}")
 
 
 def describe_model(
@@ -66,7 +60,8 @@ def describe_model(
 
     `max_model_len` is what the operator asked for, in tokens; None takes the model's own context.
     """
-    architecture, config = architecture_of(config), config.get_text_config()
+    architecture = architecture_of(config)
+    notice, config = notice_of(config, architecture), config.get_text_config()
     generation = _generation_config(path)
     max_model_len = _resolve_max_model_len(config, max_model_len)
     _check_rope(config, max_model_len, architecture)
@@ -83,6 +78,7 @@ def describe_model(
         default_top_k=int(_within("top_k", getattr(generation, "top_k", None) or 0, -1, 2**31 - 1)),
         default_top_p=_within("top_p", getattr(generation, "top_p", None) or 1.0, 0, 1),
         quantization=quantization,
+        notice=notice,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from servekit.errors import ConfigError
@@ -24,6 +24,7 @@ from workers.layers.layer_replacement import replace_layers
 from workers.loading.attention_recording import attention_switched, record_attention
 from workers.loading.checkpoint import quantization_config
 from workers.loading.gguf_index import has_gguf
+from workers.loading.language_part import notice_of, takes_more_than_text
 from workers.loading.model_config import architecture_of, check_is_decoder, describe_model, read_config
 from workers.loading.progress import Progress
 from workers.loading.quantized_weights import (
@@ -123,7 +124,15 @@ class ModelManager:
         config = read_config(path)
         check_is_decoder(config)
         architecture = architecture_of(config)
+        if ranks is not None and takes_more_than_text(config):
+            raise refusal(
+                architecture,
+                "a model that takes images, too, is served by one process for each replica; leave out "
+                "--tensor-parallel-size and --pipeline-parallel-size",
+            )
         log.info("loading %s from %s", architecture, path)
+        if notice := notice_of(config, architecture):
+            log.warning("%s", notice)
         load_dtype = self._resolve_dtype(dtype)
         remedy = "choose a smaller model, a dtype of fewer bytes (--dtype), or a device with more memory"
         with loading_errors_named(architecture), allocation_refused_as("the model's weights", self.device, remedy):
@@ -214,7 +223,7 @@ def _read(
         return read_quantized_weights(
             path, config, dtype, PAGED_ATTENTION, progress, weight_format, architecture, ranks
         )
-    model_class = AutoModelForCausalLM if ranks is None else partial_class(config, architecture, ranks)
+    model_class = None if ranks is None else partial_class(config, architecture, ranks)
     return read_weights(path, config, dtype, PAGED_ATTENTION, progress, model_class)
 
 

@@ -341,8 +341,13 @@ def _tie(model: Any, tied: _Tied) -> None:
 
 
 def _name_of(prefix: str, linears: dict[str, nn.Linear], base: str) -> str | None:
-    """Return the name of the linear layer that the files call `prefix`: some leave out the base model's name."""
-    for name in (prefix, f"{base}.{prefix}", prefix.removeprefix(f"{base}.")):
+    """Return the name of the linear layer that the files call `prefix`: some leave out the base model's name.
+
+    Models with a part for images had their language part in other places before transformers 4.52.
+    """
+    former = prefix.replace("language_model.model.", "model.language_model.", 1).removeprefix("language_model.")
+    inner = f"{base}.language_model.{prefix.removeprefix(f'{base}.')}"
+    for name in (prefix, f"{base}.{prefix}", prefix.removeprefix(f"{base}."), former, inner):
         if name in linears:
             return name
     return None

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from servekit.errors import ConfigError
 from workers.loading.checkpoint import check_num_layers, check_num_parameters, count_tensors, find_weights
+from workers.loading.language_part import build, model_class_of
 from workers.loading.progress import Progress
 
 SEED = 20261  # of random weights: a worker that replaces a lost one has to have the same
@@ -26,11 +27,12 @@ def read_weights(
     dtype: str | torch.dtype,
     attention: str | None,
     progress: Progress,
-    model_class: Any = AutoModelForCausalLM,
+    model_class: Any = None,
 ) -> tuple[PreTrainedModel, int]:
     """Return the model with the weights of its files, on the CPU, and their size in bytes there.
 
     `attention` is the implementation of attention by its name in transformers; None lets transformers choose.
+    `model_class` is another class than the one that the configuration stands for.
 
     transformers maps the files and reads what it has to convert to another dtype. The rest is read by the first copy:
     to a GPU, or into the layout that a CPU multiplies with. So nothing is copied twice, and a loader of our own would
@@ -43,7 +45,7 @@ def read_weights(
     check_extent(config, files, count_tensors(files))
     with tensors_counted(progress):
         # With loading info it answers a pair, which its annotations do not know.
-        loaded: Any = model_class.from_pretrained(
+        loaded: Any = (model_class or model_class_of(config)).from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -74,9 +76,7 @@ def make_weights(
         torch.manual_seed(SEED)
         # Without this, torch's layers draw random values of their own first, which takes as long again.
         with torch.device(device), no_init_weights():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), dtype=dtype, attn_implementation=attention, trust_remote_code=False
-            )
+            model = build(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
         with torch.no_grad():
             model.init_weights()
     return model, sum(parameter.nbytes for parameter in model.parameters())
@@ -112,9 +112,7 @@ def check_extent(config: Any, files: list[Path], num_tensors: int) -> PreTrained
     """
     check_num_layers(num_tensors, config.get_text_config().num_hidden_layers)
     with torch.device("meta"):
-        described: PreTrainedModel = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
-        )
+        described = build(copy.deepcopy(config), attn_implementation="eager")
     check_num_parameters(files, described.num_parameters())
     return described
 

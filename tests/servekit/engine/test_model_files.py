@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from servekit.engine.model_files import DEMO_MODEL_PATH, ChatTemplate, find_chat_template, find_model
+from servekit.engine.model_files import DEMO_MODEL_PATH, ChatTemplate, check_weights, find_chat_template, find_model
 from servekit.errors import ConfigError
 
 
@@ -100,15 +100,41 @@ def test_a_file_that_is_no_model_is_refused_with_what_to_give_instead(
 
 
 def test_a_gguf_file_of_a_repository_is_downloaded_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    downloaded: list[tuple[str, str]] = []
+    downloaded: list[tuple[str, str, str | None]] = []
 
-    def download(repository: str, name: str, *, local_files_only: bool) -> str:
+    def download(repository: str, name: str, *, revision: str | None, local_files_only: bool) -> str:
         assert not local_files_only
-        downloaded.append((repository, name))
+        downloaded.append((repository, name, revision))
         return str(tmp_path / "model.gguf")
 
     (tmp_path / "model.gguf").touch()
-    monkeypatch.setattr("servekit.engine.model_files.hf_hub_download", download)
+    monkeypatch.setattr("servekit.engine.hub.hf_hub_download", download)
     with pytest.raises(ConfigError, match=r"model\.gguf does not begin with GGUF"):
         find_model("owner/name/folder/model-Q8_0.gguf")
-    assert downloaded == [("owner/name", "folder/model-Q8_0.gguf")]
+    with pytest.raises(ConfigError, match=r"model\.gguf does not begin with GGUF"):
+        find_model("owner/name/model-Q8_0.gguf@v2")
+    assert downloaded == [("owner/name", "folder/model-Q8_0.gguf", None), ("owner/name", "model-Q8_0.gguf", "v2")]
+
+
+def test_a_revision_of_what_has_none_is_refused(tmp_path: Path) -> None:
+    for model in ("demo", "sim:h100-8b", str(tmp_path)):
+        with pytest.raises(ConfigError, match="has no revisions; leave out --revision"):
+            find_model(model, "v2")
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("pytorch_model.bin", r"are pickled .*run `servekit convert \S+ OUT`"),
+        ("pytorch_model-00001-of-00002.bin", "are pickled"),
+        ("consolidated.00.pth", r"are pickles under the names of the makers' own code \(consolidated\.00\.pth\)"),
+        ("tf_model.h5", "are TensorFlow's"),
+        ("notes.md", "has no weights that servekit reads"),
+    ],
+)
+def test_weights_in_another_format_are_refused_with_what_to_do(tmp_path: Path, file: str, message: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(ConfigError, match=message):
+        check_weights(tmp_path, str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    check_weights(tmp_path, str(tmp_path))

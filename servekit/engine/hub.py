@@ -1,0 +1,158 @@
+"""Download models from Hugging Face's hub, or find them in its cache, and say in a sentence why one cannot be had.
+
+The library reads its own variables: HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT, for a mirror.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from servekit.errors import ConfigError
+
+log = logging.getLogger("servekit")
+
+# Weights as safetensors, configuration and tokenizer as JSON or plain text; no Python files and no pickles.
+DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+# The same weights once more, under the names of their makers' own code, and for other programs.
+IGNORED = ["original/*", "consolidated*", "onnx/*"]
+PICKLED_WEIGHTS = "pytorch_model*.bin"
+
+
+class ModelNotHere(ConfigError):
+    """The model is named by an id of Hugging Face, and has not been downloaded to this machine."""
+
+
+def split_revision(model: str, revision: str | None) -> tuple[str, str | None]:
+    """Return the id and the revision of `org/name@revision`. `revision` is the value of --revision.
+
+    Raises ConfigError if both name a revision, and not the same one.
+    """
+    name, separator, named = model.partition("@")
+    if not separator:
+        return model, revision
+    if not named or revision not in (None, named):
+        raise ConfigError(
+            f"model {model!r} names the revision {named!r}, and --revision {revision!r}; give one of them"
+            if named
+            else f"model {model!r} ends with @ and names no revision; write it like org/name@main"
+        )
+    return name, named
+
+
+def download_snapshot(
+    model: str, revision: str | None, *, may_download: bool = True, with_pickled_weights: bool = False
+) -> Path:
+    """Return the directory of a model in the cache; download what it lacks.
+
+    Raises ConfigError, and ModelNotHere for what would have to be downloaded, and must not be.
+    """
+    patterns = [*DOWNLOADED, PICKLED_WEIGHTS] if with_pickled_weights else DOWNLOADED
+    return _download(
+        model,
+        revision,
+        lambda: snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=IGNORED,
+            local_files_only=not may_download,
+        ),
+        may_download,
+    )
+
+
+def download_file(repository: str, name: str, revision: str | None, *, may_download: bool = True) -> Path:
+    """Return the path of one file of a repository in the cache; download it if necessary. Raises as the above."""
+    return _download(
+        repository,
+        revision,
+        lambda: hf_hub_download(repository, name, revision=revision, local_files_only=not may_download),
+        may_download,
+    )
+
+
+def list_files(model: str, revision: str | None) -> list[str]:
+    """Return the names of all files in a model's repository; none if it cannot be asked."""
+    try:
+        return HfApi().list_repo_files(model, revision=revision)
+    except Exception:  # of the library, and of the HTTP client that it happens to use
+        return []
+
+
+def _download(model: str, revision: str | None, download: Callable[[], str], may_download: bool) -> Path:
+    at = "" if revision is None else f" at revision {revision}"
+    if may_download:
+        log.info("looking for %s%s %s", model, at, _place())
+    try:
+        return Path(download())
+    except HFValidationError as error:
+        raise ConfigError(f"model {model!r} is neither a directory nor a Hugging Face id: {error}") from None
+    except Exception as error:  # of the library, and of the HTTP client that it happens to use
+        if not may_download:
+            raise ModelNotHere(f"model {model!r} is not a local directory, and has not been downloaded") from None
+        raise ConfigError(f"model {model!r} {_explain(model, revision, error)}") from None
+
+
+def _place() -> str:
+    return f"in the cache {constants.HF_HUB_CACHE}" if constants.HF_HUB_OFFLINE else f"at {constants.ENDPOINT}"
+
+
+def _explain(model: str, revision: str | None, error: Exception) -> str:
+    """Return why a download failed, and what to do, as the end of a sentence that begins with the model."""
+    page = f"{constants.ENDPOINT}/{model}"
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, HfHubHTTPError):
+        error = error.__cause__  # why it looked in the cache
+    match error:
+        case GatedRepoError():
+            if get_token() is None:
+                return (
+                    f"is gated: ask for access at {page} with your Hugging Face account, and set HF_TOKEN to a token "
+                    "of this account with the permission to read (https://huggingface.co/settings/tokens)"
+                )
+            return (
+                f"is gated, and the account of the token in HF_TOKEN has no access to it: ask for access at {page}, or "
+                "set HF_TOKEN to a token of an account that has it"
+            )
+        case RevisionNotFoundError():
+            return f"has no branch, tag or commit {revision!r}; {page}/tree/main lists them"
+        case RepositoryNotFoundError():
+            rest = (
+                "if it is private, set HF_TOKEN to a token of an account that can read it"
+                if get_token() is None
+                else "if it is private, the account of the token in HF_TOKEN cannot read it, or the token is not valid"
+            )
+            return f"is not a local directory, and there is no repository {page}; check the name; {rest}"
+        case RemoteEntryNotFoundError():
+            return f"has no such file; {page}/tree/{revision or 'main'} lists its files"
+        case HfHubHTTPError():
+            status = error.response.status_code
+            rest = "; the token in HF_TOKEN is not valid: renew it, or unset it" if status in (401, 403) else ""
+            return f"could not be downloaded: {constants.ENDPOINT} answered with HTTP status {status}{rest}"
+        case LocalEntryNotFoundError() | OfflineModeIsEnabled() if constants.HF_HUB_OFFLINE:
+            command = f"hf download {model}" + ("" if revision is None else f" --revision {revision}")
+            return (
+                f"is not in the cache {constants.HF_HUB_CACHE}, or not all of it, and HF_HUB_OFFLINE forbids to "
+                f"download it: run `{command}` where there is a network and copy the cache (HF_HOME names its folder), "
+                "or give a directory"
+            )
+        case LocalEntryNotFoundError():
+            return (
+                f"is not a local directory, not in the cache {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} cannot "
+                "be reached; check the network, or give a directory"
+            )
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())[:300]
+    return f"could not be downloaded to {constants.HF_HUB_CACHE}: {type(error).__name__}: {reason}"
