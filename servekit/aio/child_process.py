@@ -25,7 +25,7 @@ class ChildProcess:
             stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            process_group=0,  # no session of its own: priorities count only within one
             env=environment,
         )
         self.pid = self._process.pid

@@ -133,7 +133,11 @@ class BodyDecoder:
         if self._process is None or self._process.returncode is not None:
             command = [sys.executable, "-P", "-m", "servekit.api.body_process", *self._arguments]
             self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+                *command,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=DEVNULL,
+                preexec_fn=os.setpgrp,  # Ctrl-C in a terminal must reach the server only
             )
         return self._process
 

@@ -82,7 +82,7 @@ class WorkerProcess:
             pass_fds=(task_reader.fileno(), result_writer.fileno()),
             stdin=subprocess.DEVNULL,
             env=worker_environment(environment),
-            start_new_session=True,  # Ctrl-C in a terminal must reach the server only, which ends its workers itself
+            process_group=0,  # Ctrl-C in a terminal must reach the server only, which ends its workers itself
         )
         # Close the worker's ends in this process. Otherwise the worker's death would not show as EOF.
         task_reader.close()

@@ -42,8 +42,9 @@ MAX_CACHE_BYTES = 2**25
 MAX_CACHED_JOB_BYTES = 2**18  # a digest of a larger job would hold the event loop; such jobs always run
 REFUSAL_TTL_S = 300.0  # in the cache; on a busy machine a job can take more processor time than it takes later
 MAX_ATTEMPTS = 2
-# A job that gets less than a tenth of a core is ended, so that each request is answered in bounded time.
-MAX_SLOWDOWN = 10.0
+# A job that gets less than a thirtieth of a core is ended, so that each request is answered in bounded time. Beside two
+# processes that compute all the time, a job in the slow lane gets a twentieth, because of its low priority.
+MAX_SLOWDOWN = 30.0
 MAX_REUSED_BYTES = 2**20  # a process that handled more is not used again, because its memory is limited
 
 
@@ -317,7 +318,7 @@ class Sandbox:
             if running_s >= self._timeout_s * MAX_SLOWDOWN:
                 raise SandboxUnavailable(
                     f"the server is too busy: this chat template or grammar got {used_s - before_s:.1f} s of processor "
-                    f"time in {running_s:.1f} s, and needs a tenth of a core. Please try again later.",
+                    f"time in {running_s:.1f} s, and needs a thirtieth of a core. Please try again later.",
                     retry_after_s=5,
                 )
             if job.ticket.lane is Lane.QUICK and used_s - before_s >= QUANTUM_S:

@@ -38,7 +38,9 @@ EXIT_POLL_INTERVAL_S = 0.005
 MAX_OUTCOME_BYTES = 2**24
 MAX_ANSWER_BYTES = 2**16
 PIECE_BYTES = 2**18  # read or written at a time, so that the event loop is never held for long
-NICENESS = 10  # of a job in the slow lane: on a shared core it gets a tenth of the time of another process
+# Of a job in the slow lane: on a shared core it gets a tenth of the time of another process. Only in the same session:
+# the kernel may give each session an equal share, so all processes of a server are in one (docs/design/sandbox.md).
+NICENESS = 10
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError)  # what msgspec's decoders raise
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 

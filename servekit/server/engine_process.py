@@ -69,7 +69,7 @@ class ApiProcessHandle:
                 *command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), self._listener.fileno()),
-                start_new_session=True,  # Ctrl-C in a terminal must reach the engine process only
+                preexec_fn=os.setpgrp,  # Ctrl-C in a terminal must reach the engine process only
             )
             on_error.pop_all()
         await self._session.open(ours)

@@ -55,7 +55,7 @@ def test_a_grammar_that_compiles_slowly_is_refused_and_delays_no_stream(server: 
     is_enough.set()
     reader.join()
     for refusal in refusals:
-        assert_on_time("too busy" not in refusal.text, "it had a tenth of a core")
+        assert_on_time("too busy" not in refusal.text, "it had a thirtieth of a core")
         error = refusal.json()["error"]
         assert (refusal.status_code, error["param"]) == (400, "grammar")
         assert "make it simpler" in error["message"]

@@ -109,6 +109,22 @@ def test_workers_ignore_the_signals_that_a_supervisor_sends_to_every_process(str
     assert received[-1]["finish_reason"] == "length"
 
 
+def test_all_processes_are_in_the_servers_session_and_none_in_its_process_group(tmp_path: Path) -> None:
+    """Linux gives each session the same share of a core, whatever the priority of its processes (sched(7), autogroup).
+
+    So a process of low priority must not have a session of its own. Ctrl-C in a terminal reaches one process group.
+    """
+    with serving(SLOW_MODEL, "--api-processes", "2", log=tmp_path / "log") as server:
+        started = _descendants(server.process.pid)
+        assert len(started) >= 4, "two API processes, a worker, and processes for bodies or grammars"
+        assert {os.getsid(pid) for pid in started} == {os.getsid(server.process.pid)}
+        assert os.getpgid(server.process.pid) not in {os.getpgid(pid) for pid in started}
+
+
+def _descendants(pid: int) -> list[int]:
+    return [each for child in proc.children(pid) for each in (child, *_descendants(child))]
+
+
 def test_at_the_shutdown_timeout_streams_get_an_error_and_started_requests_a_503(tmp_path: Path) -> None:
     received: list[dict[str, Any]] = []
     started = threading.Event()

@@ -39,8 +39,12 @@ CHAT = [{"role": "user", "content": "Hi {{ 1 + 1 }}"}, {"role": "assistant", "co
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse no job because other programs use the processor: it may get a hundredth of a core."""
+    """Refuse no job because other programs use the processor: it may get a hundredth of a core.
+
+    Slow jobs have the priority of the other tests. At a tenth of it, a second of processor time takes half a minute.
+    """
     monkeypatch.setattr(sandbox_module, "MAX_SLOWDOWN", 100.0)
+    monkeypatch.setattr(forked_process, "NICENESS", 0)
 
 
 def render(template: str, messages: list[dict[str, Any]] = CHAT, **variables: Any) -> RenderChat:
