@@ -29,7 +29,7 @@ def slow(number: int) -> Json:
     return {"type": "json_schema", "value": {"type": "integer", "multipleOf": 399_989 + 10 * number}}
 
 
-def generate(server: ServerProcess, timeout_s: float = 60, **fields: Any) -> httpx2.Response:
+def generate(server: ServerProcess, timeout_s: float = 120, **fields: Any) -> httpx2.Response:
     with httpx2.Client(base_url=server.url, timeout=timeout_s) as client:
         return client.post("/generate", json={"prompt": "a", "max_tokens": 8, **fields})
 
@@ -51,14 +51,13 @@ def test_a_grammar_that_compiles_slowly_is_refused_and_delays_no_stream(server: 
     before = proc.resident_mib(worker)
     reader = threading.Thread(target=read)
     reader.start()
-    refusals = [generate(server, grammar=slow(next(numbers))) for _ in range(3)]
+    refusal = generate(server, grammar=slow(next(numbers)))
     is_enough.set()
     reader.join()
-    for refusal in refusals:
-        assert_on_time("too busy" not in refusal.text, "it had a thirtieth of a core")
-        error = refusal.json()["error"]
-        assert (refusal.status_code, error["param"]) == (400, "grammar")
-        assert "make it simpler" in error["message"]
+    assert_on_time("too busy" not in refusal.text, "it had a thirtieth of a core")
+    error = refusal.json()["error"]
+    assert (refusal.status_code, error["param"]) == (400, "grammar")
+    assert "make it simpler" in error["message"]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert proc.resident_mib(worker) - before < 50
     assert_within(1.2, max(gaps), "compiled in the worker it takes two seconds")
