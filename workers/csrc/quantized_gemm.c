@@ -41,10 +41,11 @@
 #define LOOKS_UP_BYTES /* codes of more bits */
 #endif
 
-/* STEP inputs are unpacked together. Rows from FEW_ROWS + 1 on use panels, CHUNK rows at a time; tiles are faster from
-   MIN_ROWS_FOR_TILES on. A panel is used for MAX_ROWS rows: with more, it is read and unpacked less often, and their x no
+/* STEP inputs are unpacked together. Rows from FEW_ROWS + 1 on use panels, CHUNK rows at a time. Tiles are faster from
+   MIN_ROWS_FOR_BFLOAT16_TILES on, because processors that have them multiply vectors of bfloat16 slowly, and those of int8
+   fast. A panel is used for MAX_ROWS rows: with more, it is read and unpacked less often, and their x no
    longer fits into the second-level cache. */
-enum { STEP = 4, FEW_ROWS = 8, MIN_ROWS_FOR_TILES = 5, CHUNK = 8, MAX_ROWS = 128 };
+enum { STEP = 4, FEW_ROWS = 8, MIN_ROWS_FOR_BFLOAT16_TILES = 3, CHUNK = 8, MAX_ROWS = 128 };
 enum { PANEL = 256, WIDE_PANEL = 512 };    /* inputs; see panel_inputs */
 enum { ROWS_OF_TWO_CHAINS = 4 };           /* see dot_by_float */
 enum { SCALARS = INT6_BY_FLOAT + 1 };      /* one more kernel: a panel of scalars */
@@ -99,9 +100,12 @@ INLINE int64_t code_bytes(const int kernel, int64_t num_inputs) { return num_inp
 
 /* Prefetch the lines that are `ahead` of a span's codes, for so many rows. With one or two rows, memory is waited for:
    into the first-level cache, because there the requests for the second one are fewer at a time than the processor's own.
-   Codes of eight bits that are multiplied as they are follow each other so evenly that its own are enough. */
+   Codes of eight bits that are multiplied as they are follow each other so evenly that its own are enough on an EPYC. On a
+   Xeon with tiles they are not: two rows would take 1.3 times as long. */
 INLINE void prefetch_span(const int kernel, const int num_rows, const uint8_t *codes, ptrdiff_t ahead) {
+#ifndef HAS_TILES
     if (kernel == INT8_BY_INT8 && num_rows <= 4) return;
+#endif
     for (int i = 0; i < code_bytes(kernel, span_of(kernel)); i += (int)sizeof(ints)) {
         if (num_rows <= 2) __builtin_prefetch(codes + ahead + i, 0, 3);
         else prefetch(codes + ahead + i);
@@ -636,7 +640,8 @@ INLINE void dot_by_tiles(const int by_int8, const int has_two_tiles, void *dots,
     _tile_zero(2);
     _tile_zero(3);
     for (; x < end; x += 4 * inner, panel += inner * panel_bytes) {
-        for (long i = 0; i < inner * panel_bytes; i += sizeof(ints)) prefetch(panel + block->ahead + i);
+        if (block->ahead)
+            for (long i = 0; i < inner * panel_bytes; i += sizeof(ints)) prefetch(panel + block->ahead + i);
         _tile_loadd(4, x, row_bytes);
         _tile_loadd(6, panel, panel_bytes);
         _tile_loadd(7, panel + sizeof(ints), panel_bytes);
@@ -695,6 +700,10 @@ static int uses_tiles(const quantized_weight *weight) {
 #endif
 }
 
+INLINE int min_rows_for_tiles(const int kernel) {
+    return is_by_int8(kernel) ? FEW_ROWS + 1 : MIN_ROWS_FOR_BFLOAT16_TILES;
+}
+
 /* Unpack a block. */
 INLINE void unpack_block(const int kernel, const block *block, ints *unpacked) {
     const uint8_t *codes = block->codes;
@@ -735,15 +744,17 @@ INLINE void read_panel(const int kernel, strip_reader *reader, int64_t left, int
     }
 }
 
+/* shaped_for: the rows that this thread's tiles are shaped for. To shape them takes as long as some hundred inputs. */
 INLINE void strip_of_many_rows(const int kernel, float *sums, const quantized_weight *weight, const inputs *inputs,
-                               const tables *tables, const uint8_t *strip, ptrdiff_t next_strip) {
+                               const tables *tables, const uint8_t *strip, ptrdiff_t next_strip,
+                               int64_t *shaped_for) {
     ints memory[PANEL / STEP * STEP_VECTORS] __attribute__((aligned(64)));
     const int by_int8 = is_by_int8(kernel), by_tiles = uses_tiles(weight);
     ints *const unpacked = (by_tiles ? kernel != INT8_BY_INT8 : is_unpacked_before(kernel)) ? memory : NULL;
 #ifdef HAS_TILES
     const int64_t inner = weight_rows(by_int8, weight), largest_chunk = by_tiles ? CHUNK_BY_TILES : CHUNK;
-    int64_t shaped_for = 0;
 #else
+    (void)shaped_for;
     const int64_t largest_chunk = CHUNK;
 #endif
     const int64_t num_rows = inputs->num_rows, num_chunks = (num_rows + largest_chunk - 1) / largest_chunk;
@@ -760,8 +771,8 @@ INLINE void strip_of_many_rows(const int kernel, float *sums, const quantized_we
             float *const chunk_sums = sums + row * STRIP;
             if (by_tiles) {
 #ifdef HAS_TILES
-                if (rows != shaped_for) shape_tiles(rows, inner);
-                shaped_for = rows;
+                if (rows != *shaped_for) shape_tiles(rows, inner);
+                *shaped_for = rows;
                 add_panel_by_tiles(by_int8, rows, chunk_sums, &panel, inner);
 #endif
             } else add_panel_of(kernel, rows, chunk_sums, &panel);
@@ -771,22 +782,19 @@ INLINE void strip_of_many_rows(const int kernel, float *sums, const quantized_we
             panel.block.ahead = 0; /* the first rows have prefetched it */
         }
     }
-#ifdef HAS_TILES
-    if (shaped_for) _tile_release();
-#endif
 }
 
 #define FEW_ROWS_OF(rows) \
     case rows: strip_of_few_rows(kernel, rows, sums, weight, inputs, tables, strip, next_strip); break;
 #define STRIP_BY(name, which)                                                                                \
     static void name(float *sums, const quantized_weight *weight, const inputs *inputs, const tables *tables, \
-                     const uint8_t *strip, ptrdiff_t next_strip) {                                           \
+                     const uint8_t *strip, ptrdiff_t next_strip, int64_t *shaped_for) {                      \
         const int kernel = which;                                                                            \
         const int64_t num_rows = inputs->num_rows;                                                           \
-        switch (num_rows >= MIN_ROWS_FOR_TILES && uses_tiles(weight) ? MAX_ROWS : num_rows) {                \
+        switch (num_rows >= min_rows_for_tiles(kernel) && uses_tiles(weight) ? MAX_ROWS : num_rows) {        \
             FEW_ROWS_OF(1) FEW_ROWS_OF(2) FEW_ROWS_OF(3) FEW_ROWS_OF(4)                                      \
             FEW_ROWS_OF(5) FEW_ROWS_OF(6) FEW_ROWS_OF(7) FEW_ROWS_OF(8)                                      \
-        default: strip_of_many_rows(kernel, sums, weight, inputs, tables, strip, next_strip);                \
+        default: strip_of_many_rows(kernel, sums, weight, inputs, tables, strip, next_strip, shaped_for);    \
         }                                                                                                    \
     }
 STRIP_BY(strip_of_int4_by_int8, INT4_BY_INT8)
@@ -898,6 +906,7 @@ static void multiply_strips_of_thread(const quantized_weight *quantized, const i
     float sums[MAX_ROWS * STRIP] __attribute__((aligned(64)));
     const prepared_weight *weight = &quantized->base;
     const strip_range strips = strips_of_thread(weight);
+    int64_t shaped_for = 0;
     tables tables;
     if (!is_by_int8((int)quantized->kernel)) tables = make_tables(quantized);
     for (int64_t i = strips.first; i < strips.end; i++) {
@@ -905,19 +914,22 @@ static void multiply_strips_of_thread(const quantized_weight *quantized, const i
         const uint8_t *next = strip_to_prefetch(weight, strips, i + 1);
         const ptrdiff_t next_strip = next ? next - strip : 0;
         switch (quantized->kernel) {
-        case INT4_BY_INT8: strip_of_int4_by_int8(sums, quantized, inputs, &tables, strip, next_strip); break;
-        case INT8_BY_INT8: strip_of_int8_by_int8(sums, quantized, inputs, &tables, strip, next_strip); break;
-        case INT4_BY_FLOAT: strip_of_int4_by_float(sums, quantized, inputs, &tables, strip, next_strip); break;
-        case INT8_BY_FLOAT: strip_of_int8_by_float(sums, quantized, inputs, &tables, strip, next_strip); break;
-        case FLOAT8_BY_FLOAT: strip_of_float8_by_float(sums, quantized, inputs, &tables, strip, next_strip); break;
-        case INT5_BY_FLOAT: strip_of_int5_by_float(sums, quantized, inputs, &tables, strip, next_strip); break;
-        case INT6_BY_FLOAT: strip_of_int6_by_float(sums, quantized, inputs, &tables, strip, next_strip); break;
+        case INT4_BY_INT8: strip_of_int4_by_int8(sums, quantized, inputs, &tables, strip, next_strip, &shaped_for); break;
+        case INT8_BY_INT8: strip_of_int8_by_int8(sums, quantized, inputs, &tables, strip, next_strip, &shaped_for); break;
+        case INT4_BY_FLOAT: strip_of_int4_by_float(sums, quantized, inputs, &tables, strip, next_strip, &shaped_for); break;
+        case INT8_BY_FLOAT: strip_of_int8_by_float(sums, quantized, inputs, &tables, strip, next_strip, &shaped_for); break;
+        case FLOAT8_BY_FLOAT: strip_of_float8_by_float(sums, quantized, inputs, &tables, strip, next_strip, &shaped_for); break;
+        case INT5_BY_FLOAT: strip_of_int5_by_float(sums, quantized, inputs, &tables, strip, next_strip, &shaped_for); break;
+        case INT6_BY_FLOAT: strip_of_int6_by_float(sums, quantized, inputs, &tables, strip, next_strip, &shaped_for); break;
         }
         if (inputs->row_scales)
             for (int64_t row = 0; row < inputs->num_rows; row++)
                 HALVES(h) *(floats *)(sums + row * STRIP + h * LANES) *= inputs->row_scales[row];
         finish_strip(weight, sums, i * STRIP, residual, output, inputs->num_rows);
     }
+#ifdef HAS_TILES
+    if (shaped_for) _tile_release();
+#endif
 }
 
 void quantized_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
