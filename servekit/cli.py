@@ -129,7 +129,40 @@ def _parser() -> argparse.ArgumentParser:
     )
     completion.add_argument("shell", choices=SHELLS, help="the shell")
     _add_lab_parser(commands)
+    _add_plan_parser(commands)
     return parser
+
+
+def _add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="compute what a model needs on a device, and what it could serve there",
+        description="Compute memory, step times, latencies, the number of replicas and the cost of a service, from a "
+        "model's config.json, the data sheet of a device, and a simulation of the scheduler.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a config.json, or a model as servekit serve takes it")
+    add("--device", metavar="NAME", help="h100, h200, b200, a100, l40s, l4, a10, rtx4090, mi300x (default: h100)")
+    add("--devices-file", metavar="FILE", type=Path, help="TOML file with devices of your own (docs/planning.md)")
+    add("--weights", metavar="FORMAT", help="float32, bfloat16, fp8, int8, int4, w4a8 or nf4 (default: the model's)")
+    add("--kv-cache", metavar="FORMAT", help="float32, bfloat16, int8 or fp8_e4m3 (default: bfloat16)")
+    add("--tensor-parallel-size", metavar="NUM", type=_positive, help="devices that share one replica (default: 1)")
+    add("--prompt-tokens", metavar="NUM", type=_positive, help="mean length of prompts (default: 1000)")
+    add("--output-tokens", metavar="NUM", type=_positive, help="mean length of answers (default: 200)")
+    add("--max-model-len", metavar="NUM", type=_positive, help="longest sequence (default: eight times the mean)")
+    add("--rate", metavar="NUM", type=_share, help="requests per second of the whole service")
+    add("--slo", metavar="LIMITS", help="latency of 99 %% of the requests (default: ttft:1s,itl:50ms)")
+    add("--price-per-hour", metavar="NUM", type=_share, help="price of one device")
+    add("--api-price", metavar="NUM", type=_share, help="price of an API, for a million tokens")
+    add(
+        "--requests",
+        metavar="NUM",
+        type=_positive,
+        help="requests of each simulated run (default: three for each slot)",
+    )
+    add("--json", dest="as_json", action="store_true", help="print JSON in the place of text")
 
 
 def _add_lab_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -462,6 +495,12 @@ def _convert(arguments: dict[str, Any]) -> int:
     return 0
 
 
+def _plan(arguments: dict[str, Any]) -> int:
+    from servekit.planning.command import PlanOptions, plan
+
+    return plan(PlanOptions(**arguments))
+
+
 def _replay(arguments: dict[str, Any]) -> int:
     from servekit.observability.journal import journal_paths
 
@@ -580,6 +619,7 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "replay": _replay,
     "lab": _lab,
     "completion": _completion,
+    "plan": _plan,
     "version": _version,
 }
 

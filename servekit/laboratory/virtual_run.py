@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -17,9 +18,15 @@ from servekit.scheduler.commands import AddSequence
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import NEVER
 from servekit.scheduler.workload_manager import WorkloadManager
-from servekit.simulation.model import SimulatedModel
 
 ANSWER_TOKEN = 0  # every answer consists of it
+
+
+class StepDurations(Protocol):
+    """How long steps take: a simulated model, or a roofline of a device."""
+
+    def duration_s(self, plan: StepPlan) -> float:
+        """Return the duration of a step."""
 
 
 class LabSettings(Struct, frozen=True, kw_only=True):
@@ -73,7 +80,7 @@ class LabSettings(Struct, frozen=True, kw_only=True):
 class VirtualRun:
     """Plays one workload in one mode. After `play`, the timeline has all of it."""
 
-    def __init__(self, workload: Workload, mode: BatchingMode, settings: LabSettings, model: SimulatedModel) -> None:
+    def __init__(self, workload: Workload, mode: BatchingMode, settings: LabSettings, model: StepDurations) -> None:
         config = settings.scheduler(mode)
         self.timeline = settings.make_timeline()
         self._manager = WorkloadManager(config)

@@ -1,0 +1,326 @@
+"""`servekit plan`: print what a model needs on a device, and what a service of it would do and cost."""
+
+from __future__ import annotations
+
+import json
+from math import ceil, floor, log2
+from pathlib import Path
+
+from msgspec import Struct
+
+from servekit.engine.model_files import find_model
+from servekit.errors import ConfigError
+from servekit.laboratory.report import as_json, as_table
+from servekit.laboratory.virtual_run import LabSettings
+from servekit.planning.capacity import Capacity, measure_capacity
+from servekit.planning.demand import SLO_SHARE, Demand, ServiceLevel, make_requests, parse_service_level
+from servekit.planning.devices import GIGA, Device, find_device
+from servekit.planning.model_shape import ModelShape, read_shape
+from servekit.planning.roofline import (
+    KV_BYTES,
+    WEIGHT_BITS,
+    Layout,
+    Roofline,
+    arithmetic_intensity,
+    make_roofline,
+)
+
+MEMORY_UTILIZATION = 0.9  # of the device, as `--gpu-memory-utilization` has it
+MAX_SLOTS = 256  # as `--max-num-seqs` has it
+STEP_TOKENS = 2048  # as `--max-num-batched-tokens` has it
+BLOCK_SIZE = 16
+SEEDS = (0, 1, 2)
+MIN_TURNS = 3  # of every slot in a simulated run: fewer show the beginning and the end, not the service
+SECONDS_PER_HOUR = 3600
+HOURS_PER_MONTH = 730
+FIGURES = ("tokens_per_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
+
+
+class PlanOptions(Struct, frozen=True, kw_only=True):
+    """The arguments of the command."""
+
+    model: str
+    device: str = "h100"
+    devices_file: Path | None = None
+    weights: str | None = None
+    kv_cache: str = "bfloat16"
+    tensor_parallel_size: int = 1
+    prompt_tokens: int = 1000
+    output_tokens: int = 200
+    max_model_len: int | None = None
+    rate: float | None = None
+    slo: str = "ttft:1s,itl:50ms"
+    price_per_hour: float | None = None
+    api_price: float | None = None
+    requests: int | None = None  # of each simulated run; by default so many that each slot has several
+    as_json: bool = False
+
+
+class MemoryPlan(Struct, frozen=True, kw_only=True):
+    """What lies in the memory of one device."""
+
+    num_weight_bytes: int
+    kv_bytes_per_token: int
+    num_kv_tokens: int
+    num_sequences: int  # of mean length that fit
+    max_model_len: int
+
+
+class PhasePlan(Struct, frozen=True, kw_only=True):
+    """One kind of step."""
+
+    name: str
+    duration_s: float
+    tokens_per_s: float
+    arithmetic_intensity: float
+    bound: str  # memory or arithmetic
+
+
+class CostPlan(Struct, frozen=True, kw_only=True):
+    """What the service costs, in the currency of the price."""
+
+    num_devices: int
+    num_replicas: int
+    rate: float  # requests per second
+    per_hour: float | None
+    per_million_output_tokens: float | None
+    break_even_requests_per_month: float | None  # from which on it is cheaper than the API
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """Everything that the command prints."""
+
+    model: str
+    shape: ModelShape
+    num_parameters: int
+    device: Device
+    weights: str
+    memory: MemoryPlan
+    phases: tuple[PhasePlan, ...]
+    service_level: ServiceLevel
+    capacity: Capacity
+    cost: CostPlan
+
+
+def plan(options: PlanOptions) -> int:
+    """Run the command and return the exit code. Raises ConfigError."""
+    result = make_plan(options)
+    print(as_json(result) if options.as_json else as_text(result, options))
+    return 0
+
+
+def make_plan(options: PlanOptions) -> Plan:
+    """Compute the plan. Raises ConfigError."""
+    device = find_device(options.device, options.devices_file)
+    shape, checkpoint_bytes = _read_model(options.model)
+    _check(options, shape)
+    weights = options.weights or "bfloat16"
+    layout = Layout(
+        shape=shape,
+        weight_format=weights,
+        kv_format=options.kv_cache,
+        tensor_parallel_size=options.tensor_parallel_size,
+        num_weight_bytes_known=checkpoint_bytes if options.weights is None else None,
+    )
+    memory = _memory(options, layout, device)
+    roofline = make_roofline(layout, device)
+    service_level = parse_service_level(options.slo)
+    num_slots = min(MAX_SLOTS, max(1, memory.num_sequences))
+    demand = Demand(
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        max_length=memory.max_model_len,
+        num_requests=options.requests or MIN_TURNS * num_slots,
+    )
+    settings = LabSettings(
+        num_slots=num_slots,
+        num_kv_tokens=memory.num_kv_tokens,
+        block_size=BLOCK_SIZE,
+        max_model_len=memory.max_model_len,
+        chunk_tokens=STEP_TOKENS,
+        has_prefix_cache=False,
+    )
+    capacity = measure_capacity(
+        lambda rate, seed: make_requests(demand, rate, seed), settings, roofline, service_level, SEEDS
+    )
+    return Plan(
+        model=options.model,
+        shape=shape,
+        num_parameters=shape.num_parameters,
+        device=device,
+        weights=weights,
+        memory=memory,
+        phases=_phases(options, layout, roofline, device, memory),
+        service_level=service_level,
+        capacity=capacity,
+        cost=_cost(options, capacity),
+    )
+
+
+def _read_model(model: str) -> tuple[ModelShape, int | None]:
+    """Read the shape of a config.json, or of a model's directory, and the size of its weights if these are there."""
+    path = Path(model)
+    if path.suffix != ".json":
+        path = find_model(model) / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: this is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: this is not a model's configuration")
+    num_bytes = sum(each.stat().st_size for each in path.parent.glob("*.safetensors")) or None
+    return read_shape(config), num_bytes
+
+
+def _check(options: PlanOptions, shape: ModelShape) -> None:
+    if options.weights is not None and options.weights not in WEIGHT_BITS:
+        raise ConfigError(f"--weights {options.weights}: unknown; use one of {', '.join(WEIGHT_BITS)}")
+    if options.kv_cache not in KV_BYTES:
+        raise ConfigError(f"--kv-cache {options.kv_cache}: unknown; use one of {', '.join(KV_BYTES)}")
+    if shape.num_heads % options.tensor_parallel_size:
+        raise ConfigError(
+            f"--tensor-parallel-size {options.tensor_parallel_size}: the model has {shape.num_heads} heads, which so "
+            "many ranks cannot share"
+        )
+
+
+def _memory(options: PlanOptions, layout: Layout, device: Device) -> MemoryPlan:
+    usable = floor(MEMORY_UTILIZATION * device.memory_bytes)
+    left = usable - layout.num_weight_bytes
+    num_kv_tokens = left // layout.kv_bytes_per_token // BLOCK_SIZE * BLOCK_SIZE
+    if num_kv_tokens < BLOCK_SIZE:
+        total = layout.num_weight_bytes * layout.tensor_parallel_size
+        ranks = 2 ** ceil(log2(total / usable))  # heads are shared by powers of two
+        raise ConfigError(
+            f"the weights take {layout.num_weight_bytes / GIGA:.1f} GB, and {device.name} has {usable / GIGA:.1f} GB "
+            f"for weights and KV cache; use --tensor-parallel-size {max(ranks, 2 * layout.tensor_parallel_size)}, or "
+            "weights of fewer bits: --weights int4"
+        )
+    mean_length = options.prompt_tokens + options.output_tokens
+    longest = options.max_model_len or min(layout.shape.max_model_len or 8 * mean_length, 8 * mean_length)
+    max_model_len = min(longest, num_kv_tokens)
+    if mean_length > max_model_len:
+        raise ConfigError(
+            f"requests have {mean_length} tokens on average, and the longest sequence is {max_model_len}; shorten "
+            "them, or raise --max-model-len"
+        )
+    return MemoryPlan(
+        num_weight_bytes=layout.num_weight_bytes,
+        kv_bytes_per_token=layout.kv_bytes_per_token,
+        num_kv_tokens=num_kv_tokens,
+        num_sequences=num_kv_tokens // mean_length,
+        max_model_len=max_model_len,
+    )
+
+
+def _phases(
+    options: PlanOptions, layout: Layout, roofline: Roofline, device: Device, memory: MemoryPlan
+) -> tuple[PhasePlan, ...]:
+    context = options.prompt_tokens + options.output_tokens / 2
+    largest = max(1, min(MAX_SLOTS, memory.num_sequences))
+    balance = device.flop_per_s("bfloat16") / device.bytes_per_s
+    prompt = options.prompt_tokens
+    steps = [("prefill of one prompt", prompt, 0.0, prompt * prompt / 2)]
+    steps += [(f"decode, batch of {size}", size, size * context, 0.0) for size in sorted({1, min(8, largest), largest})]
+    phases = []
+    for name, num_tokens, num_context, num_pairs in steps:
+        duration_s = roofline.step_s(num_tokens, num_context, num_pairs)
+        intensity = arithmetic_intensity(layout, num_tokens, num_context, num_pairs)
+        phases.append(
+            PhasePlan(
+                name=name,
+                duration_s=duration_s,
+                tokens_per_s=num_tokens / duration_s,
+                arithmetic_intensity=intensity,
+                bound="memory" if intensity < balance else "arithmetic",
+            )
+        )
+    return tuple(phases)
+
+
+def _cost(options: PlanOptions, capacity: Capacity) -> CostPlan:
+    rate = options.rate if options.rate is not None else capacity.slo_rate
+    num_replicas = ceil(rate / capacity.slo_rate - 1e-9) if capacity.slo_rate else 0
+    num_devices = num_replicas * options.tensor_parallel_size
+    per_hour = None if options.price_per_hour is None else num_devices * options.price_per_hour
+    tokens_per_hour = rate * options.output_tokens * SECONDS_PER_HOUR
+    per_million = None if per_hour is None or not tokens_per_hour else 1e6 * per_hour / tokens_per_hour
+    break_even = None
+    if per_hour is not None and options.api_price:
+        tokens = options.prompt_tokens + options.output_tokens
+        break_even = per_hour * HOURS_PER_MONTH / (options.api_price * tokens / 1e6)
+    return CostPlan(
+        num_devices=num_devices,
+        num_replicas=num_replicas,
+        rate=rate,
+        per_hour=per_hour,
+        per_million_output_tokens=per_million,
+        break_even_requests_per_month=break_even,
+    )
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def as_text(result: Plan, options: PlanOptions) -> str:
+    """Write a plan for a terminal."""
+    return "\n\n".join((_model_text(result, options), _phase_text(result), _capacity_text(result), _cost_text(result)))
+
+
+def _model_text(result: Plan, options: PlanOptions) -> str:
+    shape, memory = result.shape, result.memory
+    ranks = options.tensor_parallel_size
+    where = f"{result.device.name}" if ranks == 1 else f"{ranks} x {result.device.name}, each"
+    lines = [
+        f"{result.model} ({shape.model_type}): {shape.num_parameters / 1e9:.2f} billion parameters"
+        + (f", {shape.num_active_parameters / 1e9:.2f} for one token" if shape.num_experts else ""),
+        f"on {where}:",
+        f"  weights, {result.weights:<14}{memory.num_weight_bytes / GIGA:10,.2f} GB",
+        f"  KV cache, {options.kv_cache:<13}{memory.kv_bytes_per_token:10,} bytes for each token",
+        f"  room for{'':<14}{memory.num_kv_tokens:10,} tokens: {memory.num_sequences:,} sequences of "
+        f"{options.prompt_tokens + options.output_tokens:,}",
+    ]
+    if shape.latent_dim:
+        latent = shape.num_layers * shape.latent_dim * KV_BYTES[options.kv_cache]
+        lines.append(f"  (latent attention: {latent:,} bytes would do; servekit keeps whole keys and values)")
+    return "\n".join(lines)
+
+
+def _phase_text(result: Plan) -> str:
+    balance = result.device.flop_per_s("bfloat16") / result.device.bytes_per_s
+    lines = [f"{'a step':<26}{'duration':>10}{'tokens/s':>12}{'FLOP/byte':>12}  bound by"]
+    lines += [
+        f"{phase.name:<26}{1e3 * phase.duration_s:>7.1f} ms{phase.tokens_per_s:>12,.0f}"
+        f"{phase.arithmetic_intensity:>12,.1f}  {phase.bound}"
+        for phase in result.phases
+    ]
+    return "\n".join([*lines, f"(the device: {balance:.0f} FLOP of bfloat16 for each byte)"])
+
+
+def _capacity_text(result: Plan) -> str:
+    capacity, level = result.capacity, result.service_level
+    rows = []
+    for point in capacity.points:
+        error = f" ± {point.goodput_error:.2f}" if point.goodput_error else ""
+        rows.append((f"{point.rate:.2f}, of these in time {point.goodput:.2f}{error}", point.summary))
+    limits = f"TTFT {1e3 * level.ttft_s:.0f} ms, ITL {1e3 * level.itl_s:.0f} ms"
+    return (
+        f"one replica, simulated: at most {capacity.max_rate:.2f} requests/s; "
+        f"{capacity.slo_rate:.2f} with {SLO_SHARE:.0%} within {limits}\n\n" + as_table("requests/s", rows, FIGURES)
+    )
+
+
+def _cost_text(result: Plan) -> str:
+    cost = result.cost
+    if not cost.num_replicas:
+        return (
+            "No rate keeps the service level on this device: relax --slo, or take a faster device or a smaller model."
+        )
+    text = f"for {cost.rate:.2f} requests/s: {cost.num_replicas:,} replicas, {cost.num_devices:,} devices"
+    if cost.per_hour is not None and cost.per_million_output_tokens is not None:
+        text += f"; {cost.per_hour:,.2f} an hour, {cost.per_million_output_tokens:,.2f} for a million output tokens"
+    if cost.break_even_requests_per_month is not None:
+        text += f"\ncheaper than the API from {cost.break_even_requests_per_month:,.0f} requests a month on"
+    return text

@@ -1,0 +1,63 @@
+"""What a service has to serve, and how quickly."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from msgspec import Struct
+
+from servekit.errors import ConfigError
+from servekit.laboratory.workload import LabRequest, Workload
+
+LENGTH_SPREAD = 0.6  # of lengths, as the standard deviation of their logarithm
+SLO_SHARE = 0.99  # of all requests must be within the limits
+_UNITS = {"ms": 1e-3, "s": 1.0}
+
+
+class Demand(Struct, frozen=True, kw_only=True):
+    """Requests with random arrivals and lengths."""
+
+    prompt_tokens: int = 1000  # mean
+    output_tokens: int = 200  # mean
+    max_length: int = 8192  # of prompt and answer together
+    num_requests: int  # of one simulated run
+
+
+class ServiceLevel(Struct, frozen=True, kw_only=True):
+    """Limits for a request: until its first token, and between two tokens on average."""
+
+    ttft_s: float = 1.0
+    itl_s: float = 0.05
+
+
+def parse_service_level(text: str) -> ServiceLevel:
+    """Parse `ttft:500ms,itl:50ms`. Raises ConfigError."""
+    values: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, limit = part.strip().partition(":")
+        unit = "ms" if limit.endswith("ms") else "s"
+        number = limit.removesuffix(unit)
+        if name not in ("ttft", "itl") or not number.replace(".", "", 1).isdigit() or float(number) <= 0:
+            raise ConfigError(f"--slo {text}: {part!r} is not like ttft:500ms or itl:0.05s")
+        values[f"{name}_s"] = float(number) * _UNITS[unit]
+    return ServiceLevel(**values)
+
+
+def make_requests(demand: Demand, rate: float, seed: int) -> Workload:
+    """Make requests of a Poisson process with `rate` arrivals per second, and log-normal lengths."""
+    rng = random.Random(seed)
+    requests, at_s = [], 0.0
+    for number in range(demand.num_requests):
+        num_output = min(_length(rng, demand.output_tokens), demand.max_length - 1)
+        num_prompt = min(_length(rng, demand.prompt_tokens), demand.max_length - num_output)
+        # No two prompts begin alike: what a prefix cache saves depends on the service, and is not assumed.
+        requests.append(LabRequest(at_s, (number + 1, *(0,) * (num_prompt - 1)), num_output))
+        at_s += rng.expovariate(rate)
+    return Workload("plan", tuple(requests))
+
+
+def _length(rng: random.Random, mean: int) -> int:
+    """A log-normal length with this mean."""
+    median = mean / math.exp(LENGTH_SPREAD**2 / 2)
+    return max(1, round(median * rng.lognormvariate(0.0, LENGTH_SPREAD)))

@@ -1,0 +1,90 @@
+"""Claims about `servekit plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servekit.cli import main
+from servekit.planning.command import PlanOptions, make_plan
+from tests.servekit.planning.test_model_shape import LLAMA_8B
+
+FEW = ["--requests", "20", "--prompt-tokens", "2000", "--output-tokens", "20"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_8B))
+    return str(path)
+
+
+def small_plan(config: str, **options: Any) -> Any:
+    settings = {"device": "l4", "requests": 20, "prompt_tokens": 2000, "output_tokens": 20, "slo": "ttft:20s,itl:1s"}
+    return make_plan(PlanOptions(model=config, **{**settings, **options}))
+
+
+def test_it_prints_memory_steps_latencies_and_cost(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--device", "l40s", "--rate", "1000", "--price-per-hour", "2", "--api-price", "0.5", *FEW]
+    assert main(["plan", config, *arguments, "--slo", "ttft:30s,itl:2s"]) == 0
+    text = capsys.readouterr().out
+    assert "8.03 billion parameters" in text and "131,072 bytes for each token" in text
+    assert all(words in text for words in ("decode, batch of 1", "bound by", "replicas", "an hour", "requests a month"))
+
+
+def test_json_has_the_same_figures(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config, "--json", "--device", "l4", *FEW]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (
+        result["num_parameters"]
+        == result["shape"]["num_embedding_parameters"] + result["shape"]["num_layer_parameters"]
+    )
+    assert result["memory"]["kv_bytes_per_token"] == 131072 and len(result["capacity"]["points"]) == 4
+
+
+def test_a_thousand_times_the_rate_takes_a_thousand_times_the_replicas(config: str) -> None:
+    rate = small_plan(config).capacity.slo_rate
+    assert small_plan(config, rate=1000 * rate).cost.num_replicas == 1000
+
+
+def test_smaller_weights_leave_more_room_and_read_faster(config: str) -> None:
+    whole, small = small_plan(config), small_plan(config, weights="int4", kv_cache="int8")
+    assert small.memory.num_kv_tokens > 4 * whole.memory.num_kv_tokens
+    assert small.phases[1].duration_s < 0.4 * whole.phases[1].duration_s
+
+
+def test_the_size_of_a_checkpoint_is_that_of_its_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "demo", "--device", "l4", "--json", "--requests", "10", "--max-model-len", "2048"]) == 0
+    weights = Path(__file__).parents[3] / "servekit" / "assets" / "demo_model" / "model.safetensors"
+    assert json.loads(capsys.readouterr().out)["memory"]["num_weight_bytes"] == weights.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "l4", "--weights", "float32"], "--tensor-parallel-size 2"),
+        (["--weights", "int3"], "float32, bfloat16"),
+        (["--kv-cache", "int4"], "fp8_e4m3"),
+        (["--tensor-parallel-size", "3"], "32 heads"),
+        (["--max-model-len", "100"], "--max-model-len"),
+        (["--slo", "fast"], "ttft:500ms"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_remedy(
+    arguments: list[str], words: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", config, *arguments]) == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "not JSON"), ("[1]", "not a model's configuration"), ("{}", "hidden_size")]
+)
+def test_a_file_that_is_no_configuration_is_refused(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert main(["plan", str(tmp_path / "config.json")]) == 2 and words in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "missing.json")]) == 2

@@ -1,0 +1,89 @@
+"""Claims about step times on a device, beside figures that books print and figures computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from servekit.planning.devices import find_device
+from servekit.planning.model_shape import read_shape
+from servekit.planning.roofline import (
+    COMPUTE_EFFICIENCY,
+    MEMORY_EFFICIENCY,
+    Layout,
+    arithmetic_intensity,
+    make_roofline,
+)
+from servekit.protocol.messages import ScheduledChunk, StepPlan
+from tests.servekit.planning.test_model_shape import DEEPSEEK_V3, LLAMA_2_7B, LLAMA_8B
+
+H100 = find_device("h100")
+
+
+def test_an_l40s_computes_419_operations_for_each_byte_that_it_reads() -> None:
+    device = find_device("l40s")
+    assert device.flop_per_s("bfloat16") / device.bytes_per_s == pytest.approx(419, abs=0.5)
+
+
+def test_a_token_of_llama_2_7b_takes_half_a_mebibyte_and_16_long_sequences_take_32_gibibytes() -> None:
+    layout = Layout(shape=read_shape(LLAMA_2_7B))
+    assert layout.kv_bytes_per_token == 2**19 and 16 * 4096 * layout.kv_bytes_per_token == 32 * 2**30
+
+
+def test_seven_billion_weights_take_at_least_4_ms_on_an_h100() -> None:
+    """Books say 4.2 ms for 14 GB at the data sheet's bandwidth, so at most 238 tokens/s."""
+    num_bytes = Layout(shape=read_shape(LLAMA_2_7B)).num_weight_bytes
+    assert num_bytes / H100.bytes_per_s == pytest.approx(4.02e-3, rel=0.01)
+    assert 14e9 / H100.bytes_per_s == pytest.approx(4.2e-3, rel=0.01)
+
+
+def test_latent_attention_would_keep_a_71st_of_what_whole_keys_and_values_take() -> None:
+    shape = read_shape(DEEPSEEK_V3)
+    whole, latent = 2 * shape.kv_numbers_per_token, 2 * shape.num_layers * shape.latent_dim
+    assert latent == pytest.approx(70e3, rel=0.01) and whole / latent == pytest.approx(71, rel=0.01)
+
+
+def test_a_decode_step_of_one_sequence_reads_the_weights_once_and_a_prompt_computes() -> None:
+    roofline = replace(make_roofline(Layout(shape=read_shape(LLAMA_8B)), H100), overhead_s=0.0)
+    read_s = 16.06e9 / (MEMORY_EFFICIENCY * 3.35e12)
+    assert roofline.step_s(1, 0) == pytest.approx(read_s, rel=0.01)
+    flop = 2 * 4096 * 7.5e9  # all weights but the embedding
+    assert roofline.step_s(4096, 0) == pytest.approx(flop / (COMPUTE_EFFICIENCY * 989e12), rel=0.01)
+
+
+def test_a_decode_of_a_half_precision_model_computes_one_operation_for_each_byte() -> None:
+    """One multiplication and one addition for each weight of two bytes. (A textbook that counts h² twice says 0.5.)"""
+    layout = Layout(shape=read_shape({**LLAMA_2_7B, "vocab_size": 1}))
+    assert arithmetic_intensity(layout, 1, 0) == pytest.approx(1.0, rel=0.01)
+    assert arithmetic_intensity(layout, 64, 0) == pytest.approx(64.0, rel=0.01)
+
+
+def test_a_plan_takes_what_its_numbers_say() -> None:
+    roofline = make_roofline(Layout(shape=read_shape(LLAMA_8B)), H100)
+    chunks = (ScheduledChunk(0, 500, 1, (), (), True), ScheduledChunk(1, 100, 40, (), (), False))
+    assert roofline.duration_s(StepPlan(0, 0, (), chunks)) == roofline.step_s(41, 600, 40 * 120)
+
+
+def test_few_tokens_of_a_mixture_read_few_experts() -> None:
+    roofline = make_roofline(Layout(shape=read_shape(DEEPSEEK_V3)), find_device("b200"))
+    whole_s = roofline.dense_weights_s + roofline.experts_s
+    assert roofline.weights_s(1) < 0.1 * whole_s and roofline.weights_s(512) == pytest.approx(whole_s, rel=1e-6)
+
+
+def test_two_ranks_read_half_of_the_weights_each_and_exchange_what_they_compute() -> None:
+    one, two = (make_roofline(Layout(shape=read_shape(LLAMA_8B), tensor_parallel_size=size), H100) for size in (1, 2))
+    assert two.dense_weights_s == pytest.approx(one.dense_weights_s / 2) and two.context_s == one.context_s / 2
+    assert one.exchange_s == 0.0 < two.exchange_s and two.token_s == pytest.approx(one.token_s / 2)
+
+
+@pytest.mark.parametrize(
+    ("weights", "gigabytes"), [("float32", 32.1), ("bfloat16", 16.06), ("int8", 8.03), ("int4", 4.65)]
+)
+def test_weights_take_what_their_format_takes(weights: str, gigabytes: float) -> None:
+    assert Layout(shape=read_shape(LLAMA_8B), weight_format=weights).num_weight_bytes / 1e9 == pytest.approx(
+        gigabytes, rel=0.01
+    )
+
+
+def test_quantized_keys_have_a_scale_for_each_vector() -> None:
+    assert Layout(shape=read_shape(LLAMA_8B), kv_format="int8").kv_bytes_per_token == 32 * 8 * 2 * (128 + 4)
