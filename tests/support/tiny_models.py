@@ -34,6 +34,13 @@ _OPT = {
     "num_attention_heads": 6,
     "max_position_embeddings": 256,
 }
+_FALCON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+}
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 # name -> (model_type, configuration)
@@ -56,6 +63,25 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
     # Their decoder layers drop keyword arguments; see workers/loading/attention_recording.py.
     "stablelm": ("stablelm", {**_LLAMA_LIKE, "qk_layernorm": True, "use_parallel_residual": True}),
     "nemotron": ("nemotron", _LLAMA_LIKE),
+    # They do their attention themselves; see workers/loading/own_attention.py.
+    "bloom": ("bloom", {"vocab_size": VOCAB_SIZE, "hidden_size": 48, "n_layer": 3, "n_head": 6, "seq_length": 256}),
+    "mpt": ("mpt", {"vocab_size": VOCAB_SIZE, "d_model": 48, "n_layers": 3, "n_heads": 6, "max_seq_len": 256}),
+    "falcon": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_multi_query": ("falcon", _FALCON),
+    "gptj": ("gptj", {**_GPT2, "rotary_dim": 8}),
+    "codegen": ("codegen", {**_GPT2, "n_head": 4, "rotary_dim": 8}),
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 48,
+            "num_layers": 4,
+            "num_heads": 6,
+            "attention_types": [[["global", "local"], 2]],
+            "window_size": 8,
+            "max_position_embeddings": 256,
+        },
+    ),
     "starcoder2": ("starcoder2", {**_LLAMA_LIKE, "sliding_window": 10}),
     "gpt_oss": (
         "gpt_oss",
@@ -69,24 +95,19 @@ WIDE_ARCHITECTURES = {"llama_wide": ("llama", _WIDE), "qwen3_wide": ("qwen3", _W
 
 # Decoders that keep their state elsewhere, or do their attention themselves.
 REFUSED: dict[str, tuple[str, dict[str, object]]] = {
-    "bloom": ("bloom", {"vocab_size": VOCAB_SIZE, "hidden_size": 48, "n_layer": 2, "n_head": 6}),
-    "falcon": (
-        "falcon",
-        {"vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6},
-    ),
-    "mpt": ("mpt", {"vocab_size": VOCAB_SIZE, "d_model": 48, "n_layers": 2, "n_heads": 6, "max_seq_len": 256}),
-    "mamba": ("mamba", {"vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_hidden_layers": 2, "state_size": 8}),
-    "gpt_neo": (
-        "gpt_neo",
+    "big_bird": (
+        "big_bird",
         {
             "vocab_size": VOCAB_SIZE,
             "hidden_size": 48,
-            "num_layers": 2,
-            "num_heads": 6,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "attention_type": "original_full",
+            "is_decoder": True,
         },
     ),
+    "falcon_alibi": ("falcon", {**_FALCON, "alibi": True}),
+    "mamba": ("mamba", {"vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_hidden_layers": 2, "state_size": 8}),
 }
 
 

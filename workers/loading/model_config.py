@@ -90,7 +90,9 @@ def _within(name: str, value: Any, minimum: float, maximum: float) -> float:
 
 
 def _resolve_max_model_len(config: Any, requested: int | None) -> int:
-    trained: int | None = getattr(config, "max_position_embeddings", None)
+    # With the names of MPT and Bloom, whose positions have no limit of their own: what they were trained with.
+    names = ("max_position_embeddings", "max_seq_len", "seq_length")
+    trained: int | None = next((found for name in names if (found := getattr(config, name, None)) is not None), None)
     if trained is None and requested is None:
         raise ConfigError("config.json does not give the model's context length; set --max-model-len")
     if trained is not None and trained < 1:

@@ -26,6 +26,7 @@ from workers.loading.checkpoint import quantization_config
 from workers.loading.gguf_index import has_gguf
 from workers.loading.language_part import notice_of, takes_more_than_text
 from workers.loading.model_config import architecture_of, check_is_decoder, describe_model, read_config
+from workers.loading.own_attention import OWN_IMPLEMENTATION, adapt_own_attention, has_own_attention
 from workers.loading.progress import Progress
 from workers.loading.quantized_weights import (
     num_quantized_parameters,
@@ -154,6 +155,7 @@ class ModelManager:
         if dtype == "auto" and self.device.type == "cpu" and multiplies_bfloat16() and config.dtype is torch.bfloat16:
             log.info("computing in float32, for exact tokens; --dtype bfloat16, the files' own, is about twice as fast")
         model.eval()
+        adapt_own_attention(model)
         model_dtype = model.dtype  # asked for now: later, a stage of a pipeline may have no plain parameters left
         with with_collectives(model, plan, group):
             recorded = record_attention(model, architecture, stage)
@@ -194,7 +196,8 @@ class ModelManager:
             )
         progress.report("making random weights")
         device = self.device if weight_format is None else torch.device("cpu")
-        model, num_bytes = make_weights(config, dtype, PAGED_ATTENTION, device)
+        attention = OWN_IMPLEMENTATION if has_own_attention(config) else PAGED_ATTENTION
+        model, num_bytes = make_weights(config, dtype, attention, device)
         if weight_format is None:
             return model, num_bytes
         quantize_weights(model, weight_format, progress)
@@ -219,12 +222,11 @@ def _read(
     ranks: Ranks | None,
 ) -> tuple[PreTrainedModel, int]:
     """Return a model with the weights of the files, or one rank's part of them, and their size in bytes."""
+    attention = OWN_IMPLEMENTATION if has_own_attention(config) else PAGED_ATTENTION
     if weight_format is not None:
-        return read_quantized_weights(
-            path, config, dtype, PAGED_ATTENTION, progress, weight_format, architecture, ranks
-        )
+        return read_quantized_weights(path, config, dtype, attention, progress, weight_format, architecture, ranks)
     model_class = None if ranks is None else partial_class(config, architecture, ranks)
-    return read_weights(path, config, dtype, PAGED_ATTENTION, progress, model_class)
+    return read_weights(path, config, dtype, attention, progress, model_class)
 
 
 def _weight_format(
