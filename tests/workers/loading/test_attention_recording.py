@@ -14,8 +14,8 @@ from tests.support.tiny_models import ARCHITECTURES, REFUSED, make_model
 
 LAYERS = {
     "big_bird": "2 of its 2 layers (BigBirdLayer) do not call AttentionInterface",
-    "falcon_alibi": "its configuration has `alibi`, and these positions are rounded in a way that pages do not reproduce; "
-    "Falcon models with rotary positions (falcon-7b, falcon-40b, falcon-11B) are served",
+    "falcon_alibi": "its configuration has `alibi`, and these positions are rounded in a way that pages do not "
+    "reproduce; Falcon models with rotary positions (falcon-7b, falcon-40b, falcon-11B) are served",
     "mamba": "2 of its 2 layers (MambaBlock) do not call AttentionInterface",
 }
 PYTHON = re.compile(r"Error\b|object has no|argument|_recording|keyword|NoneType")
