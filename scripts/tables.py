@@ -20,7 +20,7 @@ from servekit.api.schemas.responses_api import ResponsesRequest
 from servekit.api.schemas.tgi import TgiParameters
 from servekit.config import ServeConfig, settings
 from servekit.observability.journal import Journal, JournalCollector
-from servekit.observability.metrics import Metrics, QueueUsage, SchedulerStats
+from servekit.observability.metrics import LoadMetrics, Metrics, QueueUsage, SchedulerStats
 from servekit.scheduler.draft_length import DraftLengths
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -93,6 +93,7 @@ def metrics_table() -> Iterator[str]:
     metrics.watch_queue(lambda: QueueUsage(1, 1))
     metrics.watch_log(lambda: 0)
     metrics.registry.register(JournalCollector([Journal(Path("journal"), 1, 1)], ""))
+    LoadMetrics(metrics, lambda: "", lambda: 0)
     metrics.http.request_refused("")
     metrics.http.request_ended("", "", 0)
     yield "| metric | type | labels | meaning |"

@@ -28,6 +28,7 @@ from servekit.config import (
     settings,
 )
 from servekit.errors import ConfigError, ServekitError
+from servekit.models.model_file import ModelFile
 from servekit.protocol.logging import configure_logging, logs_json, write_line
 from servekit.protocol.quantization_job import GROUP_SIZE, METHODS, SCHEMES, QuantizationJob
 from servekit.server.cache_directory import check_temporary_directory, use_cache_directory
@@ -207,7 +208,12 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, --config and a flag for each setting of the server."""
-    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=settings()[0].description)
+    parser.add_argument(
+        "positional_models",
+        nargs="*",
+        metavar="MODEL",
+        help=f"{settings()[0].description}; several models as NAME=MODEL, or in a file (--models)",
+    )
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings; the names are those of the flags")
     for setting in settings():
         if setting.is_switch:
@@ -552,29 +558,33 @@ def _api_key(arguments: dict[str, str | None]) -> str | None:
 
 
 def _serve(arguments: dict[str, str]) -> int:
-    config = _configure(arguments)
+    config, model_file = _configure(arguments)
     if config.cache_dir is not None:
         use_cache_directory(config.cache_dir, os.environ)
     if config.batch_dir is not None:
         BatchStore(config.batch_dir).close()  # so that a wrong directory ends the start, before any process is started
-    if not is_simulated(config.model):
+    models = [config.model] if model_file is None else [spec.config.model for spec in model_file.models]
+    if not all(map(is_simulated, models)):
         check_temporary_directory()
     # Imported here, so that `--help` and errors in flags do not wait for the import.
     if config.api_processes > 1:
-        from servekit.server.engine_process import serve
-    else:
-        from servekit.server.server import serve
-    return serve(config)
+        from servekit.server.engine_process import serve as serve_in_processes
+
+        return serve_in_processes(config)
+    from servekit.server.server import serve
+
+    return serve(config, model_file)
 
 
 def _doctor(arguments: dict[str, Any]) -> int:
     as_json_object = arguments.pop("json")
-    config = _configure(arguments)
+    config, model_file = _configure(arguments)
     if config.cache_dir is not None:
         use_cache_directory(config.cache_dir, os.environ)
     from servekit.doctor.command import doctor
 
-    return doctor(config, as_json_object)
+    configs = [config] if model_file is None else [spec.config for spec in model_file.models]
+    return max([doctor(each, as_json_object) for each in configs])
 
 
 def _completion(arguments: dict[str, str]) -> int:
@@ -584,13 +594,16 @@ def _completion(arguments: dict[str, str]) -> int:
     return 0
 
 
-def _configure(arguments: dict[str, str]) -> ServeConfig:
-    if (model := arguments.pop("positional_model", None)) is not None:
+def _configure(arguments: dict[str, Any]) -> tuple[ServeConfig, ModelFile | None]:
+    """Return the settings, and the models if there are several."""
+    models: list[str] = arguments.pop("positional_models", [])
+    for model in models:
         if model in ("true", "false") and any(isinstance(value, bool) for value in arguments.values()):
             raise ConfigError(f"{model!r} is read as MODEL, because switches take no value; use --x or --no-x")
         if "model" in arguments:
             raise ConfigError(f"the model is given twice: {model!r} and --model {arguments['model']!r}; give one")
-        arguments["model"] = model
+    if len(models) == 1:
+        arguments["model"] = models.pop()
     for warning in ignored_variables(os.environ):
         print(f"servekit: {warning}", file=sys.stderr)
     path = arguments.pop("config", None)
@@ -599,12 +612,27 @@ def _configure(arguments: dict[str, str]) -> ServeConfig:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     config = load_config(arguments, os.environ, toml)
-    if not is_simulated(config.model):
+    model_file = _model_file(config, models, is_model_given="model" in arguments)
+    if model_file is None and not is_simulated(config.model):
         check_host_memory(config, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for name in SECRETS:
         # The server's child processes inherit the environment, and the sandboxes run input of clients.
         os.environ.pop(ENVIRONMENT_PREFIX + name.upper(), None)
-    return config
+    return config, model_file
+
+
+def _model_file(config: ServeConfig, models: Sequence[str], is_model_given: bool) -> ModelFile | None:
+    """Return the models of --models, or those of the command line; None for one model. Raises ConfigError."""
+    if config.models is None and not models:
+        return None
+    if config.models is not None and (models or is_model_given):
+        raise ConfigError(
+            f"models = {config.models!r} (--models) lists all models; add {models[0] if models else config.model!r} to "
+            "the file, or leave --models out"
+        )
+    from servekit.models.read_file import from_command_line, read_model_file
+
+    return from_command_line(config, models) if models else read_model_file(config)
 
 
 _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {

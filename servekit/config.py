@@ -56,6 +56,10 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     served_model_name: Annotated[
         str | None, Meta(description="model name in the API's answers and in metrics; by default the value of --model")
     ] = None
+    models: Annotated[
+        str | None,
+        Meta(description="TOML file with several models to serve, in place of --model (docs/several_models.md)"),
+    ] = None
     host: Annotated[str, Meta(description="IP address or host name to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="TCP port to listen on; 0 selects a free port")] = 8000
     reuse_port: Annotated[
@@ -413,6 +417,53 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.listen_workers is None or self.devices is not None or self.data_parallel_size is not None
 
 
+# The settings that each model of a server has for itself. All others are of the whole server.
+MODEL_SETTINGS = frozenset(
+    {
+        "model",
+        "revision",
+        "device",
+        "dtype",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "devices",
+        "load_format",
+        "quantization",
+        "quantization_group_size",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "block_size",
+        "num_kv_blocks",
+        "kv_cache_memory_bytes",
+        "gpu_memory_utilization",
+        "kv_cache_dtype",
+        "speculative",
+        "max_steps_in_flight",
+        "enable_prefix_caching",
+        "scheduling_policy",
+        "itl_target_ms",
+        "max_num_queued_reqs",
+        "max_num_queued_tokens",
+        "max_client_batch_size",
+        "step_timeout",
+        "heartbeat_timeout",
+        "max_worker_restarts",
+        "worker_restart_timeout",
+        "replica_restart_delay",
+        "load_timeout",
+        "stream_interval",
+        "chat_template",
+        "trust_request_chat_template",
+        "reasoning_parser",
+        "tool_call_parser",
+        "journal",
+        "profile",
+    }
+)
+
+
 class Setting(Struct, frozen=True):
     """One field of `ServeConfig`, as `--help`, the environment and the documentation show it."""
 
@@ -481,7 +532,7 @@ def load_config(arguments: Mapping[str, Any], environment: Mapping[str, str], to
     try:
         return msgspec.convert(values, ServeConfig, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), values)) from None
+        raise ConfigError(explain_setting(str(error), values)) from None
 
 
 def ignored_variables(environment: Mapping[str, str]) -> list[str]:
@@ -517,7 +568,7 @@ def _read_toml(toml: bytes | None) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in table.items()}
 
 
-def _explain(message: str, values: Mapping[str, Any]) -> str:
+def explain_setting(message: str, values: Mapping[str, Any]) -> str:
     """Turn msgspec's `Expected ... - at $.field` into a message with the setting, its value and the accepted values."""
     _, _, path = message.partition(" - at `$.")
     known = {setting.name: setting for setting in settings()}

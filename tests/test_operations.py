@@ -137,7 +137,7 @@ def test_a_missing_worker_fires_an_alert_unless_the_first_one_loads(
     metrics = Metrics(DEFAULTS, "0")
     if alive:
         metrics.workers.worker_ready(None, 0.0)
-    metrics.server.is_draining = is_draining
+    metrics.engine.is_draining = is_draining
     if has_loaded:
         metrics.watch_scheduler(lambda: [SNAPSHOT])
     samples = {sample.name: sample.value for family in metrics.registry.collect() for sample in family.samples}

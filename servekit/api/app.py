@@ -1,4 +1,4 @@
-"""The HTTP API of one engine. `create_app` puts its routes and layers together.
+"""The HTTP API of a server's models. `create_app` puts its routes and layers together.
 
 To add a route, add a handler to a module of servekit/api/routes/ and a line to that module's ENDPOINTS; a new module is
 also added to the list here.
@@ -45,8 +45,11 @@ from servekit.api.routes import (
     tgi,
     tokenize,
 )
+from servekit.api.routes import (
+    models as model_routes,
+)
 from servekit.config import ServeConfig
-from servekit.engine.interface import Engine
+from servekit.engine.interface import Models
 from servekit.observability.request_trace import RequestTrace
 from servekit.shared_budget import SharedBudget
 
@@ -59,6 +62,7 @@ ENDPOINTS: list[Endpoint] = [
     *files.ENDPOINTS,
     *batches.ENDPOINTS,
     *responses_api.ENDPOINTS,
+    *model_routes.ENDPOINTS,
     *anthropic.ENDPOINTS,
     *tokenize.ENDPOINTS,
     *health.ENDPOINTS,
@@ -68,19 +72,19 @@ ENDPOINTS: list[Endpoint] = [
 
 
 def create_app(
-    engine: Engine,
+    models: Models,
     keys_of_file: Sequence[Key] = (),
     record: Callable[[RequestTrace], None] | None = None,
     accounts: KeyAccounts | None = None,
     created_s: int | None = None,
 ) -> Starlette:
-    """Return the application for one engine.
+    """Return the application for the models of a server, which may be one engine.
 
     Clients need a key if there are any: those of --api-key, and `keys_of_file`, which were read from --api-keys-file.
     `record` receives a trace of each request that has ended. `accounts` counts what each key uses, by default in this
     process. `created_s` is when the server began, in seconds since 1970, by default now. Raises ConfigError.
     """
-    config = engine.config
+    config = models.config
     assert keys_of_file or config.api_keys_file is None, "the keys file was not read, so no key would be needed"
     keyring = Keyring(_all_keys(config, keys_of_file))
     endpoints = [endpoint for endpoint in ENDPOINTS if config.ui or endpoint not in live.ENDPOINTS]
@@ -94,11 +98,11 @@ def create_app(
         exception_handlers=exception_handlers(endpoints),
     )
     app.router.redirect_slashes = False  # the redirect would repeat the client's own Host header
-    app.state.engine = engine
+    app.state.models = models
     app.state.body_decoder = BodyDecoder(config.sandbox_memory_bytes)
     app.state.refusal_rate_limit = RefusalRateLimit()
     app.state.keep_alive = KeepAlive(config.sse_keep_alive_interval)
-    app.state.feed = live.Feed(engine)
+    app.state.feeds = live.Feeds(models)
     app.state.keyring = keyring
     app.state.created_s = int(time.time()) if created_s is None else created_s  # `created` of the model at /v1/models
     # With several API processes, each has its part of the memory for request bodies.
@@ -108,7 +112,7 @@ def create_app(
     app.state.batch_storage = app.state.batch_runner = None
     if config.batch_dir is not None:
         app.state.batch_storage = storage = BatchStorage(config)
-        app.state.batch_runner = BatchRunner(engine, keyring, storage, bodies, {"app": app})
+        app.state.batch_runner = BatchRunner(models, keyring, storage, bodies, {"app": app})
     # These layers are outside Starlette's own middleware, so that its 404 and 500 answers pass through them, too.
     app.middleware_stack = RequestMetrics(
         add_access_layers(
@@ -119,7 +123,7 @@ def create_app(
             {(method, each.path) for each in endpoints if each.is_public for method in (each.method, "HEAD")},
             is_open=console.is_open if config.ui else _is_never_open,
         ),
-        engine,
+        models,
         app.routes,
         record,
     )
@@ -163,7 +167,7 @@ def replace_keys(app: Starlette, keys_of_file: Sequence[Key]) -> None:
     removed.
     """
     assert keys_of_file, "without any key, no key would be needed"
-    app.state.keyring.keys = _all_keys(app.state.engine.config, keys_of_file)
+    app.state.keyring.keys = _all_keys(app.state.models.config, keys_of_file)
 
 
 def _all_keys(config: ServeConfig, keys_of_file: Sequence[Key]) -> list[Key]:

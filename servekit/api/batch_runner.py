@@ -27,7 +27,7 @@ from servekit.batches.lines import LineReader, RequestLine, check_lines
 from servekit.batches.records import BatchRecord, End, LineError, LineResult
 from servekit.batches.store import OwnerLock
 from servekit.engine.caller import Caller
-from servekit.engine.interface import Engine
+from servekit.engine.interface import Service
 from servekit.engine.request_state import RequestState
 from servekit.errors import InternalError, StorageFailed
 from servekit.protocol.logging import fields
@@ -85,17 +85,17 @@ class BatchRunner:
     """Runs all batches of one folder while this process owns it."""
 
     def __init__(
-        self, engine: Engine, keyring: Keyring, storage: BatchStorage, answer: ASGIApp, app_scope: dict[str, Any]
+        self, service: Service, keyring: Keyring, storage: BatchStorage, answer: ASGIApp, app_scope: dict[str, Any]
     ) -> None:
         """`answer` is the application behind authentication; `app_scope` is what all its scopes contain."""
-        self._engine = engine
+        self._service = service
         self._keyring = keyring
         self._storage = storage
         self._store = storage.store
         self._answer_app = answer
         self._app_scope = app_scope
         self._lock = OwnerLock(self._store.directory)
-        self._places = RoundRobinSemaphore(engine.config.batch_concurrency)
+        self._places = RoundRobinSemaphore(service.config.batch_concurrency)
         self._beginning = asyncio.Lock()  # one line at a time looks for a free slot
         self._results = _ResultWriter(storage)
         self._work: dict[str, _Work] = {}  # by batch
@@ -148,7 +148,7 @@ class BatchRunner:
     async def _sweep(self) -> None:
         storage, store, now_s = self._storage, self._store, self._storage.now_s()
         await storage.call(store.sweep_uploads, now_s - UPLOAD_MAX_AGE_S)
-        while await storage.call(store.delete_expired, now_s, now_s - self._engine.config.batch_retention):
+        while await storage.call(store.delete_expired, now_s, now_s - self._service.config.batch_retention):
             pass
 
     async def _look(self) -> None:
@@ -285,7 +285,7 @@ class BatchRunner:
         while True:
             request_id = secrets.token_hex(16)
             async with self._beginning:
-                while self._engine.state != "ready" or not self._engine.has_free_slots:  # noqa: ASYNC110
+                while self._service.state != "ready" or not self._service.has_free_slots:  # noqa: ASYNC110
                     await asyncio.sleep(ROOM_POLL_S)
                 asking = await self._begin(batch, line, request_id)
             status, retry_after_s, body = await asking

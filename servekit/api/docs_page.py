@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 import servekit
 from servekit import __version__
-from servekit.api.endpoint import Endpoint, engine_of
+from servekit.api.endpoint import Endpoint, models_of
 from servekit.api.openapi import document
 
 Json = dict[str, Any]
@@ -134,7 +134,7 @@ def routes(endpoints: Sequence[Endpoint]) -> list[Route]:
 
     async def docs(request: Request) -> Response:
         headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
-        base_url, model_name = str(request.base_url).rstrip("/"), engine_of(request).config.model_name
+        base_url, model_name = str(request.base_url).rstrip("/"), models_of(request).config.model_name
         return HTMLResponse(page(api(), base_url, model_name), headers=headers)
 
     return [Route("/docs", docs)]

@@ -8,9 +8,10 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from servekit.engine.caller import ANONYMOUS, Caller
-from servekit.engine.interface import Engine
+from servekit.engine.interface import Engine, HttpCounters, Models
 from servekit.errors import ServekitError
 
 
@@ -34,10 +35,22 @@ class Endpoint:
     is_public: bool = False  # needs no API key, and accepts any Host header: for health probes
 
 
+def models_of(request: Request) -> Models:
+    """Return the models that this application serves."""
+    models: Models = request.app.state.models
+    return models
+
+
 def engine_of(request: Request) -> Engine:
-    """Return the engine that serves this application."""
-    engine: Engine = request.app.state.engine
+    """Return the engine of the request's model. `engine_for` (servekit.api.model_choice) has found it before."""
+    engine: Engine = request.state.engine
     return engine
+
+
+def counters_of(scope: Scope, models: Models) -> HttpCounters:
+    """Return what counts a request: for its model, if that is known, otherwise for the server."""
+    chosen: Engine | None = scope.get("state", {}).get("engine")
+    return (chosen or models).http_counters
 
 
 def caller_of(request: Request) -> Caller:

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from servekit.api.endpoint import Endpoint, caller_of, engine_of
+from servekit.api.endpoint import Endpoint, caller_of, counters_of, models_of
 from servekit.api.refusal_rate_limit import RefusalRateLimit
 from servekit.api.responses.http import CLIENT_CLOSED_REQUEST, as_written_on, note_error_code, refuse, respond
 from servekit.errors import InternalError, QueueFull, RateLimited, ServekitError
@@ -47,7 +47,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
         delay_s = rate_limit.delay_s(caller_of(request).tenant, time.monotonic())
         if delay_s:
             await asyncio.sleep(delay_s)
-    engine_of(request).http_counters.request_refused(error.answer_code)
+    counters_of(request.scope, models_of(request)).request_refused(error.answer_code)
     return refuse(request, error)
 
 

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.api.body_decoder import BodyDecoder, error_of, unpack
-from servekit.api.endpoint import caller_of, engine_of
+from servekit.api.endpoint import caller_of, models_of
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.responses.http import use_tgi_errors
 from servekit.api.schemas.packed_body import (
@@ -23,6 +23,7 @@ from servekit.api.schemas.packed_body import (
     decode_kind,
 )
 from servekit.engine.caller import ANONYMOUS
+from servekit.engine.interface import ModelUse
 from servekit.engine.request_state import RequestState
 from servekit.errors import QueueFull, RequestTimeout, RequestTooLarge, UnsupportedEncoding
 from servekit.shared_budget import SharedBudget
@@ -42,7 +43,8 @@ class BodyBudget:
 
     Releasing it earlier would undercount. While sequences wait and run, handlers hold the body or objects made from it.
     The scheduler's own bounds count tokens, which do not cover whitespace, user names and truncated prompts. What a
-    request's result may take is released here, too: until then, the answer is in memory.
+    request's result may take is released here, too: until then, the answer is in memory. So is its model, which may be
+    unloaded from then on.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -59,6 +61,9 @@ class BodyBudget:
             request_state: RequestState | None = state.get("request_state")
             if request_state is not None:
                 request_state.release_result()
+            model_use: ModelUse | None = state.get("model_use")
+            if model_use is not None:
+                model_use.release()
 
     def reserve(self, request: Request, length: int) -> None:
         """Count the request's body, which now has `length` bytes. Raises as `check` does, and then counts no more."""
@@ -95,7 +100,7 @@ async def read_body(request: Request) -> bytearray:
     Raises RequestTooLarge as soon as the declared or received length is over a limit, QueueFull if all bodies together
     are over theirs, UnsupportedEncoding for a compressed body, and RequestTimeout for a slow one.
     """
-    config = engine_of(request).config
+    config = models_of(request).config
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
         raise UnsupportedEncoding(
@@ -137,7 +142,7 @@ async def _read(request: Request, kinds: list[type[Any]]) -> tuple[Any, list[dic
         _note_kind(request, kind)
         return decode_kind(small, kind), None
     decoder: BodyDecoder = request.app.state.body_decoder
-    max_prompt_tokens = engine_of(request).scheduler_config.max_total_tokens
+    max_prompt_tokens = models_of(request).max_prompt_tokens
     work = decoder.decode(body, kinds, max_prompt_tokens, caller_of(request).tenant)
     packed = await unless_disconnected(request, work)
     _note_kind(request, KINDS[packed.kind])

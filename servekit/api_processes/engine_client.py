@@ -26,6 +26,7 @@ from servekit.engine.detokenizer import Detokenizer, NullDetokenizer
 from servekit.engine.engine_core import RETRY_AFTER_S
 from servekit.engine.input_processor import InputProcessor, PreparedPrompt, prepare_in_time
 from servekit.engine.live_view import LiveView
+from servekit.engine.one_model import OneModel
 from servekit.engine.request_state import RequestState, SequenceOutput
 from servekit.engine.tokenizer import Tokenizer, load_tokenizer
 from servekit.errors import InternalError, ServekitError, WorkerNotReady
@@ -83,7 +84,7 @@ class RemotePlaces:
         self._is_held = False
 
 
-class EngineClient:
+class EngineClient(OneModel):
     """Stands in for the engine. Give it all messages from the engine process that are about requests."""
 
     def __init__(self, config: ServeConfig, send: Callable[[Struct], None]) -> None:

@@ -110,7 +110,7 @@ class EngineSession:
             ms.RequestEnded: lambda note: self._engine.http_counters.request_ended(
                 note.handler, note.method, note.status
             ),
-            ms.EventLoopLag: lambda note: self._engine.metrics.server.event_loop_lag.observe(note.lag_s),
+            ms.EventLoopLag: lambda note: self._engine.server_metrics.server.event_loop_lag.observe(note.lag_s),
             ms.CountRequest: self._count_request,
             ms.ReserveOfKey: self._reserve_of_key,
             ms.ReservePlaces: self._reserve_places,

@@ -1,13 +1,17 @@
-"""What the API asks of an engine, whether it runs in this process or in another one.
+"""What the API asks of the models of a server and of their engines, in this process or in another one.
 
-`LLMEngine` is the engine itself. With `--api-processes`, several processes serve HTTP, and in each of them an
+`LLMEngine` is the engine of one model. With `--api-processes`, several processes serve HTTP, and in each of them an
 `EngineClient` (servekit.api_processes) answers in its place. Methods that may have to ask another process are
 coroutines; in the engine's own process they return without waiting.
+
+`Models` has all models of a server. Where there is one, its engine is that, too (`OneModel`). Where there are several,
+it is the ModelManager (servekit.models).
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 from servekit.config import ServeConfig
 from servekit.engine.caller import ANONYMOUS, Caller
@@ -19,6 +23,8 @@ from servekit.errors import ServekitError
 from servekit.protocol.messages import Profiled, WorkerReady
 from servekit.request import GenerationRequest
 from servekit.scheduler.scheduler_config import SchedulerConfig
+
+GENERATE = "generate"  # the kind of models that generate text
 
 
 class Places(Protocol):
@@ -48,8 +54,8 @@ class Profiler(Protocol):
         """Stop recording and write the profile. Raises ProfilerRefuses, WorkerError or InternalError."""
 
 
-class Engine(Protocol):
-    """An engine as the API sees it. `tokenizer` and the others raise WorkerNotReady until the model is loaded."""
+class Service(Protocol):
+    """What the server asks, of one engine or of all its models together."""
 
     @property
     def config(self) -> ServeConfig: ...
@@ -71,6 +77,31 @@ class Engine(Protocol):
         """Whether a slot would be free if all waiting sequences had theirs. If not, what is not urgent should wait."""
 
     @property
+    def http_counters(self) -> HttpCounters: ...
+
+    def now(self) -> float:
+        """The time on the clock that all times are measured with."""
+
+    async def probe_readiness(self) -> bool:
+        """Whether tokens are generated."""
+
+    async def render_metrics(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+
+    async def abort_request(self, tenant: str, request_id: str) -> int:
+        """End the unfinished sequences of a tenant's requests with this id; return how many there were."""
+
+    def drain(self, admits_requests: bool = False) -> None:
+        """Begin to drain: admitted requests continue, and new ones are rejected unless `admits_requests` is set."""
+
+    def fail_all(self, error: ServekitError) -> None:
+        """Report `error` to the clients of all requests, admitted or still in preparation."""
+
+
+class Engine(Service, Protocol):
+    """The engine of one model. `tokenizer` and the others raise WorkerNotReady until the model is loaded."""
+
+    @property
     def worker(self) -> WorkerReady | None:
         """What the first worker reported; None until it is ready."""
 
@@ -84,22 +115,10 @@ class Engine(Protocol):
     def scheduler_config(self) -> SchedulerConfig: ...
 
     @property
-    def http_counters(self) -> HttpCounters: ...
-
-    @property
     def profiling(self) -> Profiler: ...
-
-    def now(self) -> float:
-        """The time on the clock that all times of the engine are measured with."""
-
-    async def probe_readiness(self) -> bool:
-        """Whether the engine generates tokens."""
 
     async def live_view(self) -> LiveView:
         """One frame of the live view."""
-
-    async def render_metrics(self) -> bytes:
-        """All metrics in Prometheus' text format."""
 
     async def describe_replicas(self) -> list[dict[str, Any]]:
         """What /info says of each replica."""
@@ -116,11 +135,94 @@ class Engine(Protocol):
         Raises RequestError or WorkerError.
         """
 
-    async def abort_request(self, tenant: str, request_id: str) -> int:
-        """End the unfinished sequences of a tenant's requests with this id; return how many there were."""
 
-    def drain(self, admits_requests: bool = False) -> None:
-        """Begin to drain: admitted requests continue, and new ones are rejected unless `admits_requests` is set."""
+# -- models ------------------------------------------------------------------------------------------------------------
 
-    def fail_all(self, error: ServekitError) -> None:
-        """Report `error` to the clients of all requests, admitted or still in preparation."""
+
+class ModelUse(Protocol):
+    """A model that one request uses. It stays loaded until `release`."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """What the request's answer says of how its model was chosen and loaded."""
+
+    def release(self) -> None:
+        """End the use. Idempotent."""
+
+
+class ServedModel(Protocol):
+    """A model that a request may name, loaded or not."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kind(self) -> str:
+        """What it does; GENERATE, for one."""
+
+    @property
+    def config(self) -> ServeConfig: ...
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def engine(self) -> Engine | None:
+        """Its engine, if the model is loaded."""
+
+    @property
+    def worker(self) -> WorkerReady | None:
+        """What its worker reported when it was loaded last; None if it was never loaded."""
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """Tokens of the longest sequence; None if the model was never loaded."""
+
+    def now(self) -> float: ...
+
+    async def live_view(self) -> LiveView:
+        """One frame of its live view."""
+
+    def begin_use(self) -> ModelUse | None:
+        """Use the model, if it can be used at once."""
+
+    async def wait_for_use(self, caller: Caller) -> ModelUse:
+        """Use the model as soon as it is loaded. Raises QueueFull, or WorkerError if it cannot be loaded."""
+
+
+class Models(Service, Protocol):
+    """All models of a server. None of these methods tells a caller of a model that its tenant may not use."""
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether there may be several models."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt that any of them takes, or an upper bound."""
+
+    def served(self, caller: Caller) -> Sequence[ServedModel]:
+        """The models that the caller may use."""
+
+    def find(self, name: str | None, caller: Caller, conversation: Callable[[], bytes] | None = None) -> ServedModel:
+        """Return the model that a request names; without a name, the default one. Raises ModelNotFound.
+
+        `conversation` returns bytes that stay the same for all requests of a conversation.
+        """
+
+    # For operators, who may use all models. These methods raise InvalidRequest where there is one model.
+
+    async def load_model(self, model_id: str) -> ServedModel:
+        """Load a model, and return it when it is loaded. Raises ModelNotFound, and what `wait_for_use` raises."""
+
+    def unload_model(self, model_id: str) -> ServedModel:
+        """Unload a model as soon as no request uses it, and return it. Raises ModelNotFound or InvalidRequest."""
+
+    def divide(self, alias: str, weights: Mapping[str, float], sticky: Literal["key", "conversation"]) -> None:
+        """Let an alias divide requests among models, from the next request on. Raises InvalidRequest."""
+
+    def divided(self) -> Mapping[str, Mapping[str, float]]:
+        """The weights of each model, by alias."""

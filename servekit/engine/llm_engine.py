@@ -26,6 +26,7 @@ from servekit.engine.engine_core import RETRY_AFTER_S, EngineCore
 from servekit.engine.input_processor import InputProcessor, PreparedPrompt, num_logprobs, prepare_in_time
 from servekit.engine.live_view import LiveView, build_live_view, live_worker
 from servekit.engine.model_files import ChatTemplate, find_chat_template, find_served_model
+from servekit.engine.one_model import OneModel
 from servekit.engine.output_processor import OutputProcessor
 from servekit.engine.profiling import Profiling
 from servekit.engine.queue_limits import QueueLimits, QueuePlaces
@@ -42,7 +43,7 @@ from servekit.executor.model_executor import load_model_message
 from servekit.joining.worker_pool import WorkerPool
 from servekit.observability.journal import Journal, JournalCollector, open_journals
 from servekit.observability.live_frames import LiveState
-from servekit.observability.metrics import HttpMetrics, Metrics
+from servekit.observability.metrics import HttpMetrics, Metrics, ModelMetrics
 from servekit.observability.observer import Observer
 from servekit.observability.step_history import StepHistory
 from servekit.protocol.messages import WorkerReady
@@ -65,12 +66,19 @@ PROBE_REQUEST = GenerationRequest(
 )
 
 
-class LLMEngine:
+class LLMEngine(OneModel):
     """Serves one model. Call `start`, then `submit` any number of requests, then `stop`."""
 
-    def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        clock: Callable[[], float] = time.monotonic,
+        metrics: ModelMetrics | None = None,
+        result_budget: SharedBudget | None = None,
+    ) -> None:
+        """`metrics` and `result_budget`, in logprobs, are given where the server has several models."""
         self.config = config
-        self.metrics = Metrics(config, __version__)
+        self.metrics = metrics or Metrics(config, __version__)
         self.history = StepHistory()
         self.failure: ServekitError | None = None  # why the main loop ended, if it did
         self._clock = clock
@@ -81,7 +89,7 @@ class LLMEngine:
         self._supervisor = ReplicaSupervisor(config, self.replicas, self._registry, self._worker_pool)
         self.profiling = Profiling(config, self.replicas.all[0].executor)
         self._queue_limits = QueueLimits(config)
-        self._result_budget = SharedBudget(config.max_total_logprobs)  # in logprobs
+        self._result_budget = result_budget or SharedBudget(config.max_total_logprobs)
         self._probe = ReadinessProbe(self._generate_token, clock)
         self._output: OutputProcessor | None = None
         self._sequence_ids = itertools.count()  # in order of arrival
@@ -129,6 +137,11 @@ class LLMEngine:
         return [replica.executor.pid for replica in self.replicas.all]
 
     @property
+    def workers(self) -> list[tuple[dict[str, str], int | None]]:
+        """The labels and the process id of each worker, for metrics."""
+        return [({"replica": str(number)}, pid) for number, pid in enumerate(self.worker_pids)]
+
+    @property
     def is_healthy(self) -> bool:
         """False if only a new process can help: the main loop has ended, or one of its cores has stalled.
 
@@ -155,11 +168,17 @@ class LLMEngine:
 
     async def render_metrics(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return self.metrics.render()
+        return self.server_metrics.render()
 
     async def describe_replicas(self) -> list[dict[str, Any]]:
         """What /info says of each replica."""
         return [{**replica.info(), "drafter": self.speculative.method} for replica in self.replicas.all]
+
+    @property
+    def server_metrics(self) -> Metrics:
+        """All metrics of the server, of which this engine is the only one."""
+        assert isinstance(self.metrics, Metrics)
+        return self.metrics
 
     @property
     def http_counters(self) -> HttpMetrics:
@@ -221,7 +240,7 @@ class LLMEngine:
         assert self.worker is not None
         model = self.worker.model
         if self._journals:
-            self.metrics.registry.register(JournalCollector(self._journals, self.config.model_name))
+            self.metrics.watch(JournalCollector(self._journals, self.config.model_name))
         if self.config.api_processes == 1:
             self._input_processor = InputProcessor(
                 self.config, path, self._tokenizer, template, model, lambda: replicas.limits
@@ -297,7 +316,7 @@ class LLMEngine:
         """Begin to drain: admitted requests continue, and new ones are rejected unless `admits_requests` is set."""
         self._is_draining = True
         self._rejects_requests = not admits_requests
-        self.metrics.server.is_draining = True
+        self.metrics.engine.is_draining = True
         self._supervisor.drain()
         if self._worker_pool is not None:
             self._worker_pool.is_draining = True

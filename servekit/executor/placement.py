@@ -94,6 +94,11 @@ def place_joining(device: str, load: LoadModel) -> Placement:
     return Placement(device, cpus=tuple(divide(_cores(), load.num_ranks)) if is_divided else ())
 
 
+def auto_device() -> str:
+    """Return the device that `auto` stands for, as far as this process can tell: it has no torch."""
+    return "cuda:0" if _has_gpu() else "cpu"
+
+
 def divide(cores: Sequence[int], num_parts: int) -> list[tuple[int, ...]]:
     """Divide cores into contiguous parts of nearly equal size. With too few cores, several parts share one."""
     if not num_parts:

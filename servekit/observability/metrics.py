@@ -10,8 +10,9 @@ costs more than counting with it. For this reason they are exported with value 0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -109,6 +110,9 @@ class _MetricFactory:
 
     def histogram(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS) -> Histogram:
         return self._declare(Histogram, name, text, buckets=buckets).labels(*self.label_values)
+
+    def labelled_histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return self._declare(Histogram, name, text, *labels, buckets=buckets)
 
     def _declare(self, kind: Callable[..., _Family], name: str, text: str, *labels: str, **options: Any) -> _Family:
         if name not in self._families:
@@ -341,28 +345,34 @@ class HttpMetrics:
         self._requests.labels(self._model_name, handler, method, str(status)).inc()
 
 
-class ServerMetrics:
-    """The server process: its state, its event loop, its version and settings."""
+class EngineMetrics:
+    """One engine: its state and its settings."""
 
-    def __init__(self, metrics: _MetricFactory, config: ServeConfig, version: str) -> None:
+    def __init__(self, metrics: _MetricFactory, config: ServeConfig) -> None:
         self.is_draining = False  # a plain field: a signal handler sets it, and must not wait for a metric's lock
         draining = metrics.gauge(
             "draining", "1 while the server drains: it exits when all admitted requests are answered."
         )
         draining.set_function(lambda: float(self.is_draining))
-        self.event_loop_lag = metrics.histogram(
-            "api_event_loop_lag_seconds", "How late a timer of the event loop fires.", _STEP_BUCKETS
-        )
-        self.event_loop_tasks = metrics.gauge("api_event_loop_tasks", "Tasks of the event loops, in any state.")
         max_requests = metrics.gauge("num_requests_waiting_limit", "The setting max_num_queued_reqs.")
         max_requests.set(config.max_num_queued_reqs)
         max_tokens = metrics.gauge("num_tokens_waiting_limit", "The setting max_num_queued_tokens.")
         max_tokens.set(config.max_num_queued_tokens)
-        build = Gauge("servekit_build_info", "The running version.", ["version"], registry=metrics.registry)
-        build.labels(version=version).set(1)
         exported = {name: str(getattr(config, name)) for name in _EXPORTED_SETTINGS}
         settings = metrics.labelled_gauge("config_info", "Settings of the scheduler.", *exported)
         settings.labels(*metrics.label_values, *exported.values()).set(1)
+
+
+class ServerMetrics:
+    """The server process: its event loop and its version."""
+
+    def __init__(self, metrics: _MetricFactory, version: str) -> None:
+        self.event_loop_lag = metrics.histogram(
+            "api_event_loop_lag_seconds", "How late a timer of the event loop fires.", _STEP_BUCKETS
+        )
+        self.event_loop_tasks = metrics.gauge("api_event_loop_tasks", "Tasks of the event loops, in any state.")
+        build = Gauge("servekit_build_info", "The running version.", ["version"], registry=metrics.registry)
+        build.labels(version=version).set(1)
 
 
 class SchedulerStats(Struct, frozen=True, kw_only=True):
@@ -565,20 +575,21 @@ class _LogCollector(Collector):
         yield family
 
 
-class Metrics:
-    """All metrics of one server, by group."""
+class ModelMetrics:
+    """All metrics of one model, by group. They outlive the model's engine: counts go on when it is loaded again."""
 
-    def __init__(self, config: ServeConfig, version: str) -> None:
+    def __init__(self, config: ServeConfig) -> None:
         self.registry = CollectorRegistry()
         self._model_name = config.model_name
         metrics = _MetricFactory(self.registry, config.model_name)
         self._factory = metrics
+        self._watched: list[Collector] = []  # what reads the state of an engine
         self.requests = RequestMetrics(metrics)
         self._replicas: list[tuple[StepMetrics, WorkerMetrics]] = []
         self.steps, self.workers = self.of_replica(0)
         self.joins = JoinMetrics(metrics)
         self.http = HttpMetrics(metrics)
-        self.server = ServerMetrics(metrics, config, version)
+        self.engine = EngineMetrics(metrics, config)
 
     def of_replica(self, index: int) -> tuple[StepMetrics, WorkerMetrics]:
         """The groups that the events of one replica update."""
@@ -587,20 +598,38 @@ class Metrics:
             self._replicas.append((StepMetrics(factory), WorkerMetrics(factory)))
         return self._replicas[index]
 
+    def watch(self, collector: Collector) -> None:
+        """Export what `collector` reads of an engine at each scrape, until `forget_engine`."""
+        self._watched.append(collector)
+        self.registry.register(collector)
+
+    def forget_engine(self) -> None:
+        """Read the engine's state no more: it has ended."""
+        while self._watched:
+            self.registry.unregister(self._watched.pop())
+
     def watch_scheduler(self, read_stats: Callable[[], list[SchedulerStats]]) -> None:
         """Export what `read_stats` returns for each replica at each scrape."""
         collector = _SchedulerCollector(
             self._model_name, read_stats, lambda replica, now_s: self.of_replica(replica)[0].idle_s(now_s)
         )
-        self.registry.register(collector)
+        self.watch(collector)
 
     def watch_drafts(self, drafter: str, read_counts: Callable[[], list[DraftLengths]]) -> None:
         """Export what `read_counts` returns for each replica at each scrape. `drafter` is who makes the drafts."""
-        self.registry.register(_DraftCollector(self._model_name, drafter, read_counts))
+        self.watch(_DraftCollector(self._model_name, drafter, read_counts))
 
     def watch_queue(self, read_usage: Callable[[], QueueUsage]) -> None:
         """Export what `read_usage` returns at each scrape."""
-        self.registry.register(_QueueCollector(self._model_name, read_usage))
+        self.watch(_QueueCollector(self._model_name, read_usage))
+
+
+class Metrics(ModelMetrics):
+    """All metrics of a server with one model, by group."""
+
+    def __init__(self, config: ServeConfig, version: str) -> None:
+        super().__init__(config)
+        self.server = ServerMetrics(self._factory, version)
 
     def watch_log(self, num_dropped_lines: Callable[[], int]) -> None:
         """Export what `num_dropped_lines` returns at each scrape."""
@@ -609,3 +638,99 @@ class Metrics:
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class _AllRegistries:
+    """The metrics of several registries, each family once, with the samples of all."""
+
+    def __init__(self, registries: Iterable[CollectorRegistry]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for registry in self._registries:
+            for family in registry.collect():
+                if families.setdefault(family.name, family) is not family:
+                    families[family.name].samples += family.samples
+        yield from families.values()
+
+
+_LOAD_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0)
+
+# Values of the label `temperature` of servekit_model_wait_seconds, and of `state` of servekit_model_state.
+WAITS = ("hot", "warm", "cold")
+MODEL_STATES = ("cold", "waiting", "loading", "ready", "unloading", "failed")
+
+
+def _is(read_state: Callable[[], str], state: str) -> float:
+    return float(read_state() == state)
+
+
+class LoadMetrics:
+    """Loading and unloading of one model of several."""
+
+    def __init__(self, metrics: ModelMetrics, read_state: Callable[[], str], read_uses: Callable[[], int]) -> None:
+        """`read_state` and `read_uses` are called at each scrape."""
+        factory = metrics._factory
+        self._load = factory.histogram("model_load_seconds", "Time to load the model.", _LOAD_BUCKETS)
+        loads = factory.labelled_counter("model_loads_total", "Times that the model was loaded, by result.", "result")
+        self._loads = {each: loads.labels(*factory.label_values, each) for each in ("loaded", "failed")}
+        self._unloads = factory.counter("model_unloads_total", "Times that the model was unloaded.")
+        self._refusals = factory.counter(
+            "model_load_refusals_total", "Requests refused because the model would not have been loaded soon enough."
+        )
+        waits = factory.labelled_histogram(
+            "model_wait_seconds",
+            "Time that a request waited for its model. hot: it was loaded; warm: another request had begun to load it; "
+            "cold: this request made it wait for its turn to be loaded.",
+            _LOAD_BUCKETS,
+            "temperature",
+        )
+        self._waits = {each: waits.labels(*factory.label_values, each) for each in WAITS}
+        states = factory.labelled_gauge("model_state", "1 for the state that the model is in.", "state")
+        for each in MODEL_STATES:
+            states.labels(*factory.label_values, each).set_function(partial(_is, read_state, each))
+        uses = factory.gauge("model_uses", "Requests that use the model; while there are any, it stays loaded.")
+        uses.set_function(lambda: float(read_uses()))
+
+    def loaded(self, duration_s: float) -> None:
+        """The model was loaded."""
+        self._load.observe(duration_s)
+        self._loads["loaded"].inc()
+
+    def load_failed(self) -> None:
+        """The model could not be loaded."""
+        self._loads["failed"].inc()
+
+    def unloaded(self) -> None:
+        """The model was unloaded."""
+        self._unloads.inc()
+
+    def refused(self) -> None:
+        """A request was refused because it would have waited too long."""
+        self._refusals.inc()
+
+    def waited(self, temperature: str, duration_s: float) -> None:
+        """A request uses the model after a wait; one of WAITS."""
+        self._waits[temperature].observe(duration_s)
+
+
+class SeveralModelsMetrics:
+    """The metrics of a server with several models: its own, which have an empty model_name, and those of each model."""
+
+    def __init__(self, version: str, read_models: Callable[[], Iterable[ModelMetrics]]) -> None:
+        """`read_models` is called at each scrape."""
+        self.registry = CollectorRegistry()
+        self._read_models = read_models
+        factory = _MetricFactory(self.registry, "")
+        self.server = ServerMetrics(factory, version)
+        self.http = HttpMetrics(factory)
+
+    def watch_log(self, num_dropped_lines: Callable[[], int]) -> None:
+        """Export what `num_dropped_lines` returns at each scrape."""
+        self.registry.register(_LogCollector("", num_dropped_lines))
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        registries = [self.registry, *(each.registry for each in self._read_models())]
+        return generate_latest(cast(CollectorRegistry, _AllRegistries(registries)))

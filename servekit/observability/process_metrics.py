@@ -16,32 +16,36 @@ LAG_INTERVAL_S = 0.25
 NO_PROCESS = 0  # /proc/0 does not exist, so nothing is exported
 
 
-def watch_processes(registry: CollectorRegistry, worker_pids: Callable[[], Sequence[int | None]]) -> None:
+Children = Callable[[], Sequence[tuple[dict[str, str], int | None]]]  # the labels and the process id of each
+
+
+def watch_processes(registry: CollectorRegistry, workers: Children) -> None:
     """Export `process_*` of this process and `servekit_worker_process_*` of each worker, read at each scrape."""
     ProcessCollector(registry=registry)
-    registry.register(_ChildrenCollector("servekit_worker", "replica", worker_pids))
+    registry.register(_ChildrenCollector("servekit_worker", workers))
 
 
 def watch_api_processes(registry: CollectorRegistry, pids: Callable[[], Sequence[int | None]]) -> None:
     """Export `servekit_api_process_*` of each API process, read at each scrape."""
-    registry.register(_ChildrenCollector("servekit_api", "api_process", pids))
+    registry.register(
+        _ChildrenCollector("servekit_api", lambda: [({"api_process": str(n)}, pid) for n, pid in enumerate(pids())])
+    )
 
 
 class _ChildrenCollector(Collector):
-    """Memory, open files and CPU time of child processes of one kind, by their number."""
+    """Memory, open files and CPU time of child processes of one kind."""
 
-    def __init__(self, prefix: str, label: str, pids: Callable[[], Sequence[int | None]]) -> None:
+    def __init__(self, prefix: str, children: Children) -> None:
         self._prefix = prefix
-        self._label = label
-        self._pids = pids
+        self._children = children
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
-        for number, pid in enumerate(self._pids()):
+        for labels, pid in self._children():
             process = ProcessCollector(self._prefix, pid=partial(_pid, pid), registry=None)
             for family in process.collect():
                 for sample in family.samples:
-                    sample.labels[self._label] = str(number)
+                    sample.labels.update(labels)
                 if families.setdefault(family.name, family) is not family:
                     families[family.name].samples += family.samples
         yield from families.values()

@@ -248,7 +248,7 @@ class ApiProcesses:
 
 def serve(config: ServeConfig) -> int:
     """Serve until a signal or a failure. Returns the exit code. Raises ServekitError."""
-    return run_until_end(_serve, config)
+    return run_until_end(lambda: _serve(config), config)
 
 
 async def _serve(config: ServeConfig) -> int:
@@ -258,10 +258,12 @@ async def _serve(config: ServeConfig) -> int:
     signals = _Signals(engine, processes)
     reload = KeysReload(processes.replace_keys, config)
     signals.handle(reload)
-    watch_api_processes(engine.metrics.registry, processes.pids)
+    watch_api_processes(engine.server_metrics.registry, processes.pids)
     running = asyncio.create_task(processes.run(), name="API processes")
     supervisor = asyncio.create_task(_supervise(engine, processes), name="supervisor")
-    with watching(engine, reload, processes.num_dropped_log_lines, processes.num_tasks):
+    with watching(
+        engine.server_metrics, lambda: engine.workers, reload, processes.num_dropped_log_lines, processes.num_tasks
+    ):
         try:
             await asyncio.wait([running, supervisor], return_when=asyncio.FIRST_COMPLETED)
             if not running.done():  # the engine has failed

@@ -1,4 +1,4 @@
-"""Read the file of API keys at the start, and again at SIGHUP."""
+"""Read the file of API keys at the start, and again at SIGHUP; then the file of models, too."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from servekit.aio.daemon_thread import run_in_daemon_thread
 from servekit.api.auth.keys import Key, parse_keys_file
@@ -15,24 +16,37 @@ from servekit.api.middleware.host_check import is_loopback
 from servekit.config import ServeConfig
 from servekit.engine.caller import ANONYMOUS
 from servekit.errors import ConfigError
+from servekit.models.model_file import ModelFile
+from servekit.models.read_file import read_model_file
 
 log = logging.getLogger("servekit")
+
+Content = TypeVar("Content")
 
 RELOAD_TIMEOUT_S = 10.0  # a network file system may not answer
 
 
 class KeysReload:
-    """Replaces the keys by those that the file has at a later time. The old ones stay if it is wrong."""
+    """Replaces the keys, and the models, by those that their files have at a later time.
 
-    def __init__(self, replace: Callable[[Sequence[Key]], None], config: ServeConfig) -> None:
-        """`replace` is called with the new keys."""
+    The old ones stay if a file is wrong.
+    """
+
+    def __init__(
+        self,
+        replace: Callable[[Sequence[Key]], None],
+        config: ServeConfig,
+        replace_models: Callable[[ModelFile], None] | None = None,
+    ) -> None:
+        """`replace` is called with the new keys, and `replace_models` with what the file of --models has."""
         self._replace = replace
         self._config = config
+        self._replace_models = replace_models
         self._is_requested = asyncio.Event()
 
     @property
     def has_file(self) -> bool:
-        return self._config.api_keys_file is not None
+        return self._config.api_keys_file is not None or self._config.models is not None
 
     def request(self) -> None:
         """Make `run` read the file. Several requests during one read cause one more read."""
@@ -43,36 +57,51 @@ class KeysReload:
         while True:
             await self._is_requested.wait()
             self._is_requested.clear()
-            try:
-                # In a thread, because a file may be slow to read, and the event loop must not wait for it.
-                async with asyncio.timeout(RELOAD_TIMEOUT_S):
-                    keys = await run_in_daemon_thread(_read_again, self._config)
-                self._replace(keys)
-            except ConfigError as error:
-                log.error("the API keys were not changed: %s", error.message)
-            except TimeoutError:
-                log.error(
-                    "the API keys were not changed: the file could not be read within %g s; check its file system, and "
-                    "send SIGHUP again",
-                    RELOAD_TIMEOUT_S,
-                )
-            else:
-                log.info("read %s again: it has %d API keys", self._config.api_keys_file, len(keys))
+            config = self._config
+            if config.api_keys_file is not None:
+                keys = await self._read("the API keys", "api_keys_file", config.api_keys_file, read_keys)
+                if keys is not None:
+                    self._replace(keys)
+                    log.info("read %s again: it has %d API keys", config.api_keys_file, len(keys))
+            if config.models is not None and self._replace_models is not None:
+                file = await self._read("the models", "models", config.models, read_model_file)
+                if file is not None:
+                    self._replace_models(file)
+                    log.info("read %s again: it has %d models", config.models, len(file.models))
+
+    async def _read(self, what: str, setting: str, path: str, read: Callable[[ServeConfig], Content]) -> Content | None:
+        """Return what a file has now; None if it is wrong or cannot be read."""
+
+        def read_again(config: ServeConfig) -> Content:
+            _check_regular(setting, path)
+            return read(config)
+
+        try:
+            # In a thread, because a file may be slow to read, and the event loop must not wait for it.
+            async with asyncio.timeout(RELOAD_TIMEOUT_S):
+                return await run_in_daemon_thread(read_again, self._config)
+        except ConfigError as error:
+            log.error("%s were not changed: %s", what, error.message)
+        except TimeoutError:
+            log.error(
+                "%s were not changed: the file could not be read within %g s; check its file system, and send SIGHUP "
+                "again",
+                what,
+                RELOAD_TIMEOUT_S,
+            )
+        return None
 
 
-def _read_again(config: ServeConfig) -> list[Key]:
-    """Read the file if it is a regular one. Other files (a pipe) may have no end, or other content at each read."""
-    path = config.api_keys_file
-    assert path is not None
+def _check_regular(setting: str, path: str) -> None:
+    """Raise ConfigError for other files: one such as a pipe may have no end, or other content at each read."""
     try:
         is_regular = stat.S_ISREG(os.stat(path).st_mode)
     except OSError as error:
-        raise ConfigError(f"api_keys_file = {path!r}: {error.strerror}") from None
+        raise ConfigError(f"{setting} = {path!r}: {error.strerror}") from None
     if not is_regular:
         raise ConfigError(
-            f"api_keys_file = {path!r} is not a regular file, and can be read at the start only; restart the server"
+            f"{setting} = {path!r} is not a regular file, and can be read at the start only; restart the server"
         )
-    return read_keys(config)
 
 
 def read_keys(config: ServeConfig) -> list[Key]:

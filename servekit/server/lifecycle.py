@@ -13,7 +13,9 @@ import uvloop
 from servekit import __version__
 from servekit.config import ServeConfig, doubts, non_default
 from servekit.engine.llm_engine import LLMEngine
-from servekit.observability.process_metrics import watch_event_loop, watch_processes
+from servekit.models.manager import ModelManager
+from servekit.observability.metrics import Metrics, SeveralModelsMetrics
+from servekit.observability.process_metrics import Children, watch_event_loop, watch_processes
 from servekit.protocol.logging import configure_logging, fields, logs_json, num_dropped_lines
 from servekit.server.keys_file import KeysReload
 
@@ -25,16 +27,17 @@ log = logging.getLogger("servekit")
 GC_THRESHOLDS = (1_000, 5, 1_000)
 
 
-def run_until_end(main: Callable[[ServeConfig], Coroutine[None, None, int]], config: ServeConfig) -> int:
+def run_until_end(main: Callable[[], Coroutine[None, None, int]], config: ServeConfig) -> int:
     """Run `main` on an event loop of this process, with the log as the settings say. Returns its exit code."""
     configure_logging(config.log_level, config.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main(config))
+        return runner.run(main())
 
 
 @contextlib.contextmanager
 def watching(
-    engine: LLMEngine,
+    metrics: Metrics | SeveralModelsMetrics,
+    workers: Children,
     reload: KeysReload,
     num_dropped_lines_elsewhere: Callable[[], int] = lambda: 0,
     num_tasks_elsewhere: Callable[[], int] = lambda: 0,
@@ -43,9 +46,8 @@ def watching(
 
     `elsewhere` is in API processes. Until the end of the block.
     """
-    metrics = engine.metrics
     metrics.watch_log(lambda: num_dropped_lines() + num_dropped_lines_elsewhere())
-    watch_processes(metrics.registry, lambda: engine.worker_pids)
+    watch_processes(metrics.registry, workers)
     server = metrics.server
     lag = watch_event_loop(server.event_loop_lag, server.event_loop_tasks, num_tasks_elsewhere)
     tasks = [asyncio.create_task(lag, name="event loop lag"), asyncio.create_task(reload.run(), name="keys file")]
@@ -56,15 +58,20 @@ def watching(
             task.cancel()
 
 
-async def start_and_watch(engine: LLMEngine, begin: Callable[[], Awaitable[str]]) -> None:
-    """Start the engine, then begin to serve, and return when the engine has ended. Raises its failure.
+async def start_and_watch(engine: LLMEngine | ModelManager, begin: Callable[[], Awaitable[str]]) -> None:
+    """Start the engine, or several, then begin to serve, and return when it has ended. Raises its failure.
 
     `begin` returns the server's URL when clients are served.
     """
-    log.info("servekit %s: loading %s", __version__, engine.config.model)
+    is_one = isinstance(engine, LLMEngine)
+    log.info("servekit %s: loading %s", __version__, engine.config.model if is_one else "several models")
     await engine.start()
     tune_garbage_collector()
-    announce(engine, await begin())
+    url = await begin()
+    if isinstance(engine, LLMEngine):
+        announce(engine, url)
+    else:
+        announce_models(engine, url)
     await engine.wait_until_failed()
     assert engine.failure is not None
     raise engine.failure
@@ -104,6 +111,17 @@ def announce(engine: LLMEngine, url: str) -> None:
         max_drafts=engine.speculative.max_drafts,
     )
     log.info("ready at %s", url, extra=settings)
+
+
+def announce_models(manager: ModelManager, url: str) -> None:
+    """Log that a server with several models is ready, and what they are."""
+    for model in manager.models:
+        entry, config = model.spec.entry, model.config
+        for doubt in doubts(config):
+            log.warning("the model %s: %s", model.name, doubt)
+        names = f", also {', '.join(entry.aliases)}" if entry.aliases else ""
+        log.info("model %s: %s%s; keep = %r, %s", model.name, config.model, names, entry.keep, model.state)
+    log.info("ready at %s", url)
 
 
 def describe(engine: LLMEngine, url: str) -> Iterator[str]:

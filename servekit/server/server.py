@@ -19,9 +19,12 @@ from servekit import __version__
 from servekit.api import app as api
 from servekit.api.app import create_app, replace_keys
 from servekit.config import ServeConfig
-from servekit.engine.interface import Engine
+from servekit.engine.interface import Service
 from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import ConfigError, shutting_down
+from servekit.models.manager import ModelManager
+from servekit.models.model_file import ModelFile
+from servekit.observability.metrics import Metrics, SeveralModelsMetrics
 from servekit.protocol.child_process import ignore_signals
 from servekit.server.http_protocol import LimitedHttpProtocol, limited_protocol
 from servekit.server.keys_file import KeysReload, read_keys
@@ -38,25 +41,35 @@ DRAIN_TICK_S = 0.05  # how often a draining server checks whether all requests a
 FINAL_WRITE_TIMEOUT_S = 5
 
 
-def serve(config: ServeConfig) -> int:
-    """Serve until a signal or a failure. Returns the exit code. Raises ServekitError."""
-    return run_until_end(_serve, config)
+def serve(config: ServeConfig, model_file: ModelFile | None = None) -> int:
+    """Serve one model, or those of `model_file`, until a signal or a failure. Returns the exit code.
+
+    Raises ServekitError.
+    """
+    return run_until_end(lambda: _serve(config, model_file), config)
 
 
-async def _serve(config: ServeConfig) -> int:
+async def _serve(config: ServeConfig, model_file: ModelFile | None) -> int:
     keys_of_file = read_keys(config)
     tracing = connect_tracing(config)
     listener = bind(config)
-    engine = LLMEngine(config)
+    engine: LLMEngine | ModelManager
+    if model_file is None:
+        engine = LLMEngine(config)
+        metrics: Metrics | SeveralModelsMetrics = engine.server_metrics
+    else:
+        engine = ModelManager(config, model_file)
+        metrics = engine.metrics
     app = create_app(engine, keys_of_file, None if tracing is None else tracing.record)
     server = Server(app, engine)
-    reload = KeysReload(partial(replace_keys, app), config)
+    replace_models = None if isinstance(engine, LLMEngine) else engine.replace_file
+    reload = KeysReload(partial(replace_keys, app), config, replace_models)
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup sets this
-    if config.api_keys_file is not None or not is_ignored:
+    if reload.has_file or not is_ignored:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, server, reload)
     http = asyncio.create_task(server.serve(sockets=[listener]))
     supervisor = asyncio.create_task(_supervise(engine, app, server, listener))
-    with watching(engine, reload):
+    with watching(metrics, lambda: engine.workers, reload):
         try:
             await http
         finally:
@@ -73,7 +86,7 @@ async def _serve(config: ServeConfig) -> int:
     return 0
 
 
-async def _supervise(engine: LLMEngine, app: Starlette, server: Server, listener: socket.socket) -> None:
+async def _supervise(engine: LLMEngine | ModelManager, app: Starlette, server: Server, listener: socket.socket) -> None:
     """Start the engine and listen, and end the server when the engine fails. Raises the engine's failure."""
 
     async def begin() -> str:
@@ -102,7 +115,7 @@ class Server(uvicorn.Server):
     that they have: another server cannot answer that, and no client should notice that this one ends.
     """
 
-    def __init__(self, app: Starlette, engine: Engine, listens_late: bool = False) -> None:
+    def __init__(self, app: Starlette, engine: Service, listens_late: bool = False) -> None:
         """`listens_late`: listen when the model is loaded, as with --reuse-port."""
         protocol = limited_protocol(engine.config, engine.http_counters.request_refused)
         config = uvicorn.Config(
@@ -207,7 +220,7 @@ class Server(uvicorn.Server):
 
 
 def _on_hangup(server: Server, reload: KeysReload) -> None:
-    """Handle SIGHUP: read the keys file again. Without a keys file the terminal was closed, and the server drains."""
+    """Handle SIGHUP: read the files of keys and models again. Without any, the terminal was closed: drain."""
     if reload.has_file:
         reload.request()
     elif not server.is_stopping:  # the shell and the kernel may each send one; that is no second signal

@@ -27,6 +27,7 @@ _KEY = re.compile(r"[!-~]+")
 _UNKNOWN_FIELD = re.compile(r"unknown field `([a-z_]{1,40})`")
 # What some fields accept. msgspec would show a pattern, or the value, which may be a key in the wrong place.
 _TAKES = {
+    "`$.admin`": "admin must be true or false",
     "`$.only`": "only must be 'metrics' or absent",
     "`$.tenant`": "tenant must be 1 to 64 letters, digits, '.', '_' and '-'",
     "`$.sha256`": "sha256 must be 64 hex digits, as `printf %s KEY | sha256sum` prints them",
@@ -41,6 +42,7 @@ class Key(Struct, frozen=True):
     limits: Limits = Limits()
     min_priority: int = ANONYMOUS.min_priority
     only: Literal["metrics"] | None = None  # the only route that it may call; None: all of them
+    is_admin: bool = False  # may load and unload models, and divide aliases
 
 
 class Keyring:
@@ -75,6 +77,7 @@ class _Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tokens_per_minute: Limit | None = None
     min_priority: Annotated[int, Meta(ge=ANONYMOUS.min_priority, le=1000)] = ANONYMOUS.min_priority
     only: Literal["metrics"] | None = None
+    admin: bool = False
 
 
 def parse_api_key(setting: str) -> list[Key]:
@@ -120,7 +123,7 @@ def _parse_entry(value: object, where: str) -> Key:
         entry.tokens_per_minute,
         entry.max_concurrent_sequences,
     )
-    return Key(digest, entry.tenant, limits, entry.min_priority, entry.only)
+    return Key(digest, entry.tenant, limits, entry.min_priority, entry.only, entry.admin)
 
 
 def _explain(message: str) -> str:

@@ -9,9 +9,10 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from servekit.api.disconnect import disconnect_of
+from servekit.api.endpoint import counters_of
 from servekit.api.responses.http import CLIENT_CLOSED_REQUEST
 from servekit.engine.caller import ANONYMOUS, Caller
-from servekit.engine.interface import Engine
+from servekit.engine.interface import Models
 from servekit.engine.request_state import RequestState
 from servekit.observability.request_trace import AnswerTrace, RequestTrace
 
@@ -30,12 +31,12 @@ class RequestMetrics:
     def __init__(
         self,
         app: ASGIApp,
-        engine: Engine,
+        models: Models,
         routes: Sequence[BaseRoute],
         record: Callable[[RequestTrace], None] | None = None,
     ) -> None:
         self._app = app
-        self._engine = engine
+        self._models = models
         self._routes = [route for route in routes if isinstance(route, Route)]
         self._templates = {route.path for route in self._routes if "{" not in route.path}
         self._record = record
@@ -53,7 +54,7 @@ class RequestMetrics:
                 status = message["status"]
             return send(message)
 
-        started_s = self._engine.now()
+        started_s = self._models.now()
         try:
             await self._app(scope, receive, send_noting_status)
         finally:
@@ -64,7 +65,7 @@ class RequestMetrics:
     def _note(self, scope: Scope, status: int, started_s: float) -> None:
         method = scope["method"] if scope["method"] in METHODS else OTHER
         route = self._template(scope["path"])
-        self._engine.http_counters.request_ended(route, method, status)
+        counters_of(scope, self._models).request_ended(route, method, status)
         state: RequestState | None = scope["state"].get("request_state")
         # Health probes, scrapes and requests without a route make no trace.
         if self._record is not None and (state is not None or (method == "POST" and route != OTHER)):
@@ -87,7 +88,7 @@ class RequestMetrics:
             headers=Headers(scope=scope),
             request_id=caller.request_id,
             started_s=started_s,
-            ended_s=self._engine.now(),
+            ended_s=self._models.now(),
             request=state.request if state else None,
             num_prompt_tokens=state.num_prompt_tokens if state else 0,
             num_cached_tokens=state.num_cached_tokens if state else 0,

@@ -7,11 +7,13 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from servekit.api.disconnect import disconnect_of
 from servekit.engine.caller import Caller
+from servekit.engine.interface import ModelUse
 from servekit.engine.request_state import RequestState
 from servekit.protocol.logging import fields
 
@@ -37,7 +39,7 @@ class RequestLog:
             return
         request_id = _request_id(scope)
         scope["state"]["caller"] = Caller(request_id=request_id)
-        exchange = _Exchange(request_id, send)
+        exchange = _Exchange(request_id, scope["state"], send)
         started_s = time.monotonic()
         try:
             await self._app(scope, receive, exchange.send)
@@ -58,17 +60,20 @@ def _request_id(scope: Scope) -> str:
 
 
 class _Exchange:
-    """Add the request id to one response, and note its status for the log."""
+    """Add the request id and what the choice of the model tells to one response, and note its status for the log."""
 
-    def __init__(self, request_id: str, send: Send) -> None:
+    def __init__(self, request_id: str, state: dict[str, Any], send: Send) -> None:
         self._id_header = (b"x-request-id", request_id.encode())
+        self._state = state
         self._send = send
         self.status: int | None = None
 
     def send(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), self._id_header]
+            use: ModelUse | None = self._state.get("model_use")
+            of_model = () if use is None else use.headers
+            message["headers"] = [*message.get("headers", ()), *of_model, self._id_header]
         return self._send(message)
 
 

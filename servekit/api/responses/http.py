@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from servekit.api.endpoint import engine_of
+from servekit.api.endpoint import counters_of, models_of
 from servekit.api.responses.long_json import ItemList, LongJson
 from servekit.api.schemas.anthropic import error_type
 from servekit.api.schemas.json_body import encode
@@ -124,5 +124,5 @@ async def reject(error: ServekitError, scope: Scope, receive: Receive, send: Sen
         await send({"type": "websocket.close", "code": 1008})
         return
     request = Request(scope)
-    engine_of(request).http_counters.request_refused(error.answer_code)
+    counters_of(scope, models_of(request)).request_refused(error.answer_code)
     await refuse(request, error)(scope, receive, send)

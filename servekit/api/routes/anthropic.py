@@ -7,14 +7,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.endpoint import Endpoint, caller_of, engine_of
+from servekit.api.endpoint import Endpoint, caller_of
+from servekit.api.model_choice import engine_for
 from servekit.api.request_body import read_chat
 from servekit.api.responses.anthropic_format import AnthropicResponseBuilder
 from servekit.api.responses.chat_submission import render, submit_chat
 from servekit.api.responses.collect import new_id
 from servekit.api.responses.generation import answer, unless_disconnected
 from servekit.api.responses.http import respond
-from servekit.api.routes.openai import check_model
 from servekit.api.routes.tokenize import encode_text
 from servekit.api.schemas.anthropic import (
     AnthropicError,
@@ -28,9 +28,8 @@ from servekit.api.schemas.anthropic import (
 
 async def messages(request: Request) -> Response:
     """Write the next message of a conversation, in Anthropic's format. The model's chat template formats the prompt."""
-    engine = engine_of(request)
     wanted, conversation = await read_chat(request, MessagesRequest)
-    check_model(engine.config, wanted.model)
+    engine = await engine_for(request, wanted.model, conversation)
     wanted.check()
     chat = wanted.to_chat()
     if not engine.input_processor.chat_format.has_reasoning:
@@ -42,9 +41,8 @@ async def messages(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     """Return the number of tokens of a conversation's prompt, in Anthropic's format."""
-    engine, tenant = engine_of(request), caller_of(request).tenant
     wanted, conversation = await read_chat(request, CountTokensRequest)
-    check_model(engine.config, wanted.model)
+    engine, tenant = await engine_for(request, wanted.model, conversation), caller_of(request).tenant
     wanted.check()
     text = await unless_disconnected(request, render(engine, tenant, wanted.to_chat(), conversation))
     token_ids = await encode_text(engine, tenant, text, add_special_tokens=False, param="messages")

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.api.batch_runner import new_file_id
 from servekit.api.batch_storage import BatchStorage
-from servekit.api.endpoint import Endpoint, caller_of, engine_of
+from servekit.api.endpoint import Endpoint, caller_of, models_of
 from servekit.api.multipart import MultipartReader, Part
 from servekit.api.responses.http import respond
 from servekit.api.schemas.batches import File, FileDeleted, FileList, FileQuery
@@ -85,7 +85,7 @@ async def _receive(request: Request, storage: BatchStorage) -> FileRecord:
     reader = MultipartReader(request.headers.get("content-type", ""))
     file_id = new_file_id()
     path = storage.store.path_of(file_id)
-    timeout_s = engine_of(request).config.body_timeout + form.limit / MIN_BYTES_PER_S
+    timeout_s = models_of(request).config.body_timeout + form.limit / MIN_BYTES_PER_S
     try:
         file = await asyncio.to_thread(FileIO, path, "xb")
         try:

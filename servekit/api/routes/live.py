@@ -21,10 +21,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from servekit.api.auth.keys import Key, Keyring
-from servekit.api.endpoint import Endpoint, caller_of
+from servekit.api.endpoint import Endpoint, caller_of, models_of
 from servekit.api.key_accounts import RequestAccount
 from servekit.api.schemas.json_body import encode
-from servekit.engine.interface import Engine
+from servekit.engine.interface import Models, ServedModel
 from servekit.engine.live_view import LiveView
 from servekit.errors import QueueFull, shutting_down
 from servekit.observability.live_frames import LiveState
@@ -55,12 +55,34 @@ class Frame(NamedTuple):
         return self.json.partition(b",")[2]
 
 
-class Feed:
-    """The newest frame of one engine, and who watches it."""
+class Viewers:
+    """Counts those who watch, so that they are not too many."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self._num_viewers: Counter[str] = Counter()  # by tenant
+
+    def add(self, tenant: str, max_of_tenant: int = MAX_VIEWERS) -> None:
+        """Count a viewer. Raises QueueFull or WorkerNotReady."""
+        if self._models.state in _FINAL_STATES:
+            raise shutting_down()
+        num_viewers = self._num_viewers.total()
+        if num_viewers >= MAX_VIEWERS:
+            raise _too_many_viewers(f"this server has {num_viewers} viewers, which is its limit")
+        if self._num_viewers[tenant] >= max_of_tenant:
+            raise _too_many_viewers(f"your tenant has {self._num_viewers[tenant]} viewers, which is its limit")
+        self._num_viewers[tenant] += 1
+
+    def remove(self, tenant: str) -> None:
+        self._num_viewers[tenant] -= 1
+        self._num_viewers += Counter()  # drops zeros: tenants come and go
+
+
+class Feed:
+    """The newest frame of one model."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
         self._view: LiveView | None = None
         self._frames: dict[str | None, Frame] = {}  # of the view, by tenant; None: without any tenant's request ids
         self._number = 0
@@ -69,7 +91,7 @@ class Feed:
         """Return the newest frame. It is less than PERIOD_S old, and shows the engine's present state."""
         view = self._view
         if view is None or self._is_stale(view):
-            view = await self.engine.live_view()
+            view = await self.model.live_view()
             if view is not self._view:  # another viewer may have waited for the same one
                 self._view = view
                 self._frames.clear()
@@ -90,22 +112,7 @@ class Feed:
         return Frame(state.now_s, state.state, json, event)
 
     def _is_stale(self, view: LiveView) -> bool:
-        return view.state.state != self.engine.state or self.engine.now() - view.state.now_s >= PERIOD_S
-
-    def add_viewer(self, tenant: str, max_of_tenant: int = MAX_VIEWERS) -> None:
-        """Count a viewer. Raises QueueFull or WorkerNotReady."""
-        if self.engine.state in _FINAL_STATES:
-            raise shutting_down()
-        num_viewers = self._num_viewers.total()
-        if num_viewers >= MAX_VIEWERS:
-            raise _too_many_viewers(f"this server has {num_viewers} viewers, which is its limit")
-        if self._num_viewers[tenant] >= max_of_tenant:
-            raise _too_many_viewers(f"your tenant has {self._num_viewers[tenant]} viewers, which is its limit")
-        self._num_viewers[tenant] += 1
-
-    def remove_viewer(self, tenant: str) -> None:
-        self._num_viewers[tenant] -= 1
-        self._num_viewers += Counter()  # drops zeros: tenants come and go
+        return view.state.state != self.model.state or self.model.now() - view.state.now_s >= PERIOD_S
 
     async def events(self, tenant: str, is_wanted: Callable[[], bool]) -> AsyncIterator[bytes]:
         """Yield frames as server-sent events, at most FRAMES_PER_S a second, until the engine drains or fails.
@@ -126,7 +133,22 @@ class Feed:
             if frame.state in _FINAL_STATES:
                 return
             # All viewers wake when this frame becomes stale, so that one new frame serves all of them.
-            await asyncio.sleep(max(0.0, frame.seen_s + PERIOD_S - self.engine.now()))
+            await asyncio.sleep(max(0.0, frame.seen_s + PERIOD_S - self.model.now()))
+
+
+class Feeds:
+    """The feed of each model, and the viewers of all of them."""
+
+    def __init__(self, models: Models) -> None:
+        self.viewers = Viewers(models)
+        self._feeds: dict[str, Feed] = {}  # by model
+
+    def of(self, model: ServedModel) -> Feed:
+        """Return the feed of a model."""
+        feed = self._feeds.get(model.name)
+        if feed is None or feed.model is not model:
+            feed = self._feeds[model.name] = Feed(model)
+        return feed
 
 
 def _too_many_viewers(reason: str) -> QueueFull:
@@ -142,7 +164,8 @@ class _LiveStream(EventSourceResponse):
     removed or changed.
     """
 
-    def __init__(self, feed: Feed, keyring: Keyring, request: Request, max_of_tenant: int) -> None:
+    def __init__(self, feeds: Feeds, keyring: Keyring, request: Request, max_of_tenant: int) -> None:
+        feed = feeds.of(_model(request))
         tenant: str = caller_of(request).tenant
         key: Key | None = request.scope["state"].get("api_key")
         super().__init__(
@@ -155,7 +178,7 @@ class _LiveStream(EventSourceResponse):
             shutdown_grace_period=float("inf"),
         )
         del self.headers["Connection"]  # http_protocol.py sets it: it depends on the request and on a drain
-        self._feed = feed
+        self._viewers = feeds.viewers
         self._tenant = tenant
         self._max_of_tenant = max_of_tenant
 
@@ -163,7 +186,7 @@ class _LiveStream(EventSourceResponse):
         if scope["method"] == "HEAD":
             await super().__call__(scope, receive, send)
             return
-        self._feed.add_viewer(self._tenant, self._max_of_tenant)
+        self._viewers.add(self._tenant, self._max_of_tenant)
         scope["state"]["is_viewer"] = True
         try:
             # The stream lasts as long as a page is open. If it took one of the key's concurrent requests, a key that
@@ -173,7 +196,7 @@ class _LiveStream(EventSourceResponse):
                 account.end()
             await super().__call__(scope, receive, send)
         finally:
-            self._feed.remove_viewer(self._tenant)
+            self._viewers.remove(self._tenant)
 
 
 def is_viewer(scope: Scope) -> bool:
@@ -181,9 +204,14 @@ def is_viewer(scope: Scope) -> bool:
     return bool(scope.get("state", {}).get("is_viewer"))
 
 
+def _model(request: Request) -> ServedModel:
+    """Return the model in the query parameter `model`, by default the default one. Raises ModelNotFound."""
+    return models_of(request).find(request.query_params.get("model"), caller_of(request))
+
+
 async def ui_state(request: Request) -> Response:
     """Return what the scheduler does now: lengths, states and counts, but no text of prompts or answers."""
-    feed: Feed = request.app.state.feed
+    feed = request.app.state.feeds.of(_model(request))
     headers = {"Cache-Control": "no-store"}
     return Response((await feed.frame(caller_of(request).tenant)).json, headers=headers, media_type="application/json")
 
@@ -195,7 +223,7 @@ async def ui_events(request: Request) -> Response:
     """
     keyring: Keyring = request.app.state.keyring
     max_of_tenant = MAX_VIEWERS_OF_TENANT if keyring.keys else MAX_VIEWERS
-    return _LiveStream(request.app.state.feed, keyring, request, max_of_tenant)
+    return _LiveStream(request.app.state.feeds, keyring, request, max_of_tenant)
 
 
 ENDPOINTS: list[Endpoint] = [

@@ -8,7 +8,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.endpoint import Endpoint, caller_of, engine_of
+from servekit.api.endpoint import Endpoint, caller_of, models_of
+from servekit.api.model_choice import engine_for
 from servekit.api.request_body import read
 from servekit.api.responses.generation import answer, submit
 from servekit.api.responses.http import respond
@@ -30,8 +31,10 @@ async def generate(request: Request, wanted: GenerateRequest) -> Response:
     """Answer one prompt or a list of prompts; with `stream`, as events."""
     if wanted.stream:
         return await _stream(request, wanted)
-    state = await submit(request, wanted.to_generation_request())
-    builder = NativeResponseBuilder(state, engine_of(request).tokenizer, is_batch=not wanted.gives_one_text)
+    generation = wanted.to_generation_request()
+    engine = await engine_for(request, wanted.model)
+    state = await submit(request, generation)
+    builder = NativeResponseBuilder(state, engine.tokenizer, is_batch=not wanted.gives_one_text)
     return await answer(request, state, builder, stream=False)
 
 
@@ -60,8 +63,10 @@ async def basic_generate(request: Request) -> Response:
             raise InvalidRequest(
                 f"POST /basic_generate returns text only and does not support {param}; use POST /generate", param=param
             )
-    state = await submit(request, wanted.to_generation_request())
-    return await answer(request, state, BasicResponseBuilder(state, engine_of(request).tokenizer), stream=False)
+    generation = wanted.to_generation_request()
+    engine = await engine_for(request, wanted.model)
+    state = await submit(request, generation)
+    return await answer(request, state, BasicResponseBuilder(state, engine.tokenizer), stream=False)
 
 
 async def abort_request(request: Request) -> Response:
@@ -71,7 +76,7 @@ async def abort_request(request: Request) -> Response:
     """
     wanted = await read(request, AbortRequest)
     wanted.check()
-    num_aborted = await engine_of(request).abort_request(caller_of(request).tenant, wanted.rid)
+    num_aborted = await models_of(request).abort_request(caller_of(request).tenant, wanted.rid)
     if not num_aborted:
         raise RequestNotFound(
             f"there is no unfinished request {wanted.rid!r} of this tenant; send the X-Request-Id of one that runs",
@@ -88,8 +93,9 @@ async def _stream(request: Request, wanted: GenerateRequest, numbers_events: boo
             "use POST /generate without stream",
             param="best_of",
         )
+    engine = await engine_for(request, wanted.model)
     state = await submit(request, generation)
-    builder = NativeResponseBuilder(state, engine_of(request).tokenizer, numbers_events=numbers_events)
+    builder = NativeResponseBuilder(state, engine.tokenizer, numbers_events=numbers_events)
     return await answer(request, state, builder, stream=True)
 
 

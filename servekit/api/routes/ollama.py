@@ -1,6 +1,6 @@
-"""Ollama's API: /api/chat, /api/generate, and what its clients ask about the served model.
+"""Ollama's API: /api/chat, /api/generate, and what its clients ask about the served models.
 
-What manages models in Ollama is refused in words: this server has one model, which its command line names.
+What manages models in Ollama is refused in words: the server's command line names the models.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servekit import __version__
-from servekit.api.endpoint import Endpoint, engine_of
+from servekit.api.endpoint import Endpoint, caller_of, engine_of, models_of
+from servekit.api.model_choice import engine_for
 from servekit.api.request_body import read, read_chat
 from servekit.api.responses.chat_submission import Conversation, submit_chat
 from servekit.api.responses.generation import answer, submit
 from servekit.api.responses.http import OLLAMA_PATHS, respond
 from servekit.api.responses.ollama_format import AnswerKind, OllamaResponseBuilder, loaded, timestamp
-from servekit.api.routes.openai import check_model
 from servekit.api.schemas.ollama import (
     OllamaChatRequest,
     OllamaChatResponse,
@@ -33,13 +33,14 @@ from servekit.api.schemas.ollama import (
     OllamaShowResponse,
     OllamaVersion,
 )
-from servekit.engine.interface import Engine
-from servekit.errors import InvalidRequest
+from servekit.config import ServeConfig
+from servekit.engine.interface import Engine, ServedModel
+from servekit.errors import InvalidRequest, ModelNotFound
 from servekit.protocol.messages import WorkerReady
 
 # Clients compare it with the version that they need. This is the one whose API these routes follow.
 OLLAMA_VERSION = "0.13.0"
-NEVER = "9999-12-31T23:59:59Z"  # the served model stays loaded
+NEVER = "9999-12-31T23:59:59Z"  # a model that is loaded stays so until another one needs its memory
 
 
 async def chat(request: Request) -> Response:
@@ -48,7 +49,7 @@ async def chat(request: Request) -> Response:
     Without messages the answer is empty, because the model is loaded already.
     """
     wanted, conversation = await read_chat(request, OllamaChatRequest)
-    engine = _check(request, wanted)
+    engine = await _engine(request, wanted, conversation)
     wanted.check()
     if not conversation:
         return respond(loaded(OllamaChatResponse, engine.config.model_name))
@@ -62,7 +63,7 @@ async def generate(request: Request) -> Response:
     answer is empty, because the model is loaded already.
     """
     wanted, conversation = await read_chat(request, OllamaGenerateRequest)
-    engine = _check(request, wanted)
+    engine = await _engine(request, wanted, conversation)
     wanted.check()
     prompt: str = conversation[-1]["content"]
     if not prompt and not wanted.suffix:
@@ -88,10 +89,9 @@ async def _answer_chat(
     return await answer(request, state, builder, wanted.streams)
 
 
-def _check(request: Request, wanted: OllamaFields) -> Engine:
-    """Return the engine. Raises ModelNotFound for another model, and InvalidRequest for reasoning that it cannot do."""
-    engine = engine_of(request)
-    _check_name(engine, wanted.model)
+async def _engine(request: Request, wanted: OllamaFields, conversation: Conversation) -> Engine:
+    """Return the engine of the model. Raises ModelNotFound, and InvalidRequest for reasoning that it cannot do."""
+    engine = await engine_for(request, _name(request, wanted.model), conversation)
     if wanted.think and not engine.input_processor.chat_format.has_reasoning:
         raise InvalidRequest(
             f"{engine.config.model_name!r} does not support thinking, as far as its chat template tells; leave think "
@@ -101,12 +101,16 @@ def _check(request: Request, wanted: OllamaFields) -> Engine:
     return engine
 
 
-def _check_name(engine: Engine, name: str) -> None:
-    """Raise ModelNotFound if the name is not the served model's, with or without Ollama's default tag."""
-    check_model(engine.config, name if name == engine.config.model_name else name.removesuffix(":latest"))
+def _name(request: Request, name: str) -> str:
+    """Return a model's name as the server knows it: with or without Ollama's default tag."""
+    try:
+        models_of(request).find(name, caller_of(request))
+    except ModelNotFound:
+        return name.removesuffix(":latest")
+    return name
 
 
-# -- the served model --------------------------------------------------------------------------------------------------
+# -- the served models -------------------------------------------------------------------------------------------------
 
 
 async def version(_: Request) -> Response:
@@ -115,26 +119,30 @@ async def version(_: Request) -> Response:
 
 
 async def tags(request: Request) -> Response:
-    """List the models: this server has one."""
-    model = _model(request)
-    model.modified_at = timestamp(request.app.state.created_s)
-    return respond(OllamaModels([model]))
+    """List the models that the caller may use."""
+    models = [_model(each) for each in models_of(request).served(caller_of(request))]
+    for model in models:
+        model.modified_at = timestamp(request.app.state.created_s)
+    return respond(OllamaModels(models))
 
 
 async def ps(request: Request) -> Response:
-    """List the models that are loaded: the served one, which stays loaded."""
-    engine, model = engine_of(request), _model(request)
-    model.expires_at = NEVER
-    model.size_vram = 0 if _worker(engine).device == "cpu" else model.size
-    model.context_length = engine.scheduler_config.max_total_tokens
-    return respond(OllamaModels([model]))
+    """List the models that are loaded."""
+    models = []
+    for served in models_of(request).served(caller_of(request)):
+        if served.engine is not None:
+            model = _model(served)
+            model.expires_at = NEVER
+            model.size_vram = 0 if served.worker is None or served.worker.device == "cpu" else model.size
+            model.context_length = served.max_prompt_tokens or 0
+            models.append(model)
+    return respond(OllamaModels(models))
 
 
 async def show(request: Request) -> Response:
-    """Describe the served model: its size, its context, and whether it knows tools and reasoning."""
+    """Describe a model: its size, its context, and whether it knows tools and reasoning."""
     wanted = await read(request, OllamaShowRequest)
-    engine = engine_of(request)
-    _check_name(engine, wanted.model or wanted.name or "/")
+    engine = await engine_for(request, _name(request, wanted.model or wanted.name or "/"))
     model, chat_format = _worker(engine).model, engine.input_processor.chat_format
     family = _family(model.architecture)
     capabilities = {
@@ -150,7 +158,7 @@ async def show(request: Request) -> Response:
     }
     return respond(
         OllamaShowResponse(
-            details=_details(engine),
+            details=_details(engine.config, _worker(engine)),
             model_info={
                 "general.architecture": family,
                 "general.basename": engine.config.model_name,
@@ -171,19 +179,25 @@ def _worker(engine: Engine) -> WorkerReady:
     return engine.worker
 
 
-def _model(request: Request) -> OllamaModel:
-    engine = engine_of(request)
-    worker, name = _worker(engine), engine.config.model_name
-    digest = hashlib.sha256((worker.model.fingerprint or name).encode()).hexdigest()
-    size = worker.num_weight_bytes
-    return OllamaModel(name=name, model=name, size=size, digest=digest, details=_details(engine))
+def _model(served: ServedModel) -> OllamaModel:
+    served.max_prompt_tokens  # noqa: B018 - raises WorkerNotReady while the only model loads
+    worker, name = served.worker, served.name
+    digest = hashlib.sha256((worker.model.fingerprint if worker and worker.model.fingerprint else name).encode())
+    return OllamaModel(
+        name=name,
+        model=name,
+        size=0 if worker is None else worker.num_weight_bytes,
+        digest=digest.hexdigest(),
+        details=OllamaModelDetails(format="", family="", families=[], parameter_size="", quantization_level="")
+        if worker is None
+        else _details(served.config, worker),
+    )
 
 
-def _details(engine: Engine) -> OllamaModelDetails:
-    worker = _worker(engine)
+def _details(config: ServeConfig, worker: WorkerReady) -> OllamaModelDetails:
     family = _family(worker.model.architecture)
     return OllamaModelDetails(
-        format="gguf" if engine.config.model.endswith(".gguf") else "safetensors",
+        format="gguf" if config.model.endswith(".gguf") else "safetensors",
         family=family,
         families=[family],
         parameter_size=_size(worker.model.num_parameters),

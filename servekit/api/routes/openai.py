@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.endpoint import Endpoint, engine_of
+from servekit.api.endpoint import Endpoint, caller_of, models_of
+from servekit.api.model_choice import engine_for
 from servekit.api.request_body import read, read_chat
 from servekit.api.responses.chat_submission import submit_chat
 from servekit.api.responses.collect import new_id
@@ -23,18 +25,13 @@ from servekit.api.schemas.openai import (
     Model,
     ModelList,
 )
-from servekit.config import ServeConfig
-from servekit.errors import ModelNotFound
-
-# Names that clients of one-model servers send: huggingface_hub sends "dummy", TGI's own clients "tgi".
-ANY_MODEL = ("", "dummy", "tgi")
+from servekit.engine.interface import ServedModel
 
 
 async def completions(request: Request) -> Response:
     """Continue one or several texts, in OpenAI's format."""
-    engine = engine_of(request)
     wanted = await read(request, CompletionRequest)
-    check_model(engine.config, wanted.model)
+    engine = await engine_for(request, wanted.model)
     state = await submit(request, wanted.to_generation_request())
     builder = CompletionResponseBuilder(wanted, state, engine.tokenizer, new_id("cmpl"), engine.config.model_name)
     return await answer(request, state, builder, bool(wanted.stream))
@@ -42,9 +39,8 @@ async def completions(request: Request) -> Response:
 
 async def chat_completions(request: Request) -> Response:
     """Write the next message of a conversation, in OpenAI's format. The model's chat template formats the prompt."""
-    engine = engine_of(request)
     wanted, conversation = await read_chat(request, ChatCompletionRequest)
-    check_model(engine.config, wanted.model)
+    engine = await engine_for(request, wanted.model, conversation)
     wanted.check()
     state, answer_format = await submit_chat(request, wanted, conversation)
     builder = ChatResponseBuilder(
@@ -56,33 +52,26 @@ async def chat_completions(request: Request) -> Response:
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def check_model(config: ServeConfig, name: str | None) -> None:
-    """Raise ModelNotFound if the name is not the served model's."""
-    if name is not None and name not in (*ANY_MODEL, config.model_name, config.model):
-        raise ModelNotFound(
-            f"The model {name[:100]!r} does not exist. This server has {config.model_name!r}.", param="model"
-        )
-
-
 async def models(request: Request) -> Response:
-    """List the models: this server has one."""
-    return respond(ModelList([_model(request)]))
+    """List the models that the caller may use."""
+    served = models_of(request).served(caller_of(request))
+    return respond(ModelList([_describe(request, each) for each in served]))
 
 
 async def model(request: Request) -> Response:
     """Describe one model."""
-    # In a body an empty name means the served model. In a path it does not: "/" is a name that no model has.
-    check_model(engine_of(request).config, request.path_params["model"] or "/")
-    return respond(_model(request))
+    # In a body an empty name means the default model. In a path it does not: "/" is a name that no model has.
+    found = models_of(request).find(request.path_params["model"] or "/", caller_of(request))
+    return respond(_describe(request, found))
 
 
-def _model(request: Request) -> Model:
-    engine = engine_of(request)
+def _describe(request: Request, served: ServedModel) -> Model:
     return Model(
-        engine.config.model_name,
+        served.name,
         request.app.state.created_s,
-        engine.scheduler_config.max_total_tokens,
-        root=engine.config.model,
+        served.max_prompt_tokens,
+        root=served.config.model,
+        state=served.state if models_of(request).has_choice else UNSET,
     )
 
 

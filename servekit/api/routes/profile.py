@@ -6,8 +6,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.endpoint import Endpoint, engine_of
+from servekit.api.endpoint import Endpoint
+from servekit.api.model_choice import engine_for
 from servekit.api.responses.http import respond
+from servekit.engine.interface import Engine
 from servekit.engine.profiling import ProfilerRefuses
 
 
@@ -26,13 +28,17 @@ class ProfileWritten(msgspec.Struct):
 
 async def profile_start(request: Request) -> Response:
     """Start to record the worker's steps. The server must run with --profile."""
-    return respond(ProfileStarted(await engine_of(request).profiling.start()))
+    return respond(ProfileStarted(await (await _engine(request)).profiling.start()))
 
 
 async def profile_stop(request: Request) -> Response:
     """Stop recording, and write a trace for Perfetto or chrome://tracing."""
-    trace = await engine_of(request).profiling.stop()
+    trace = await (await _engine(request)).profiling.stop()
     return respond(ProfileWritten(trace.path, trace.num_steps))
+
+
+async def _engine(request: Request) -> Engine:
+    return await engine_for(request, request.query_params.get("model"))
 
 
 ENDPOINTS: list[Endpoint] = [

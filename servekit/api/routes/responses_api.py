@@ -5,20 +5,19 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.endpoint import Endpoint, engine_of
+from servekit.api.endpoint import Endpoint
+from servekit.api.model_choice import engine_for
 from servekit.api.request_body import read_chat
 from servekit.api.responses.chat_submission import submit_chat
 from servekit.api.responses.generation import answer
 from servekit.api.responses.responses_api_format import ResponsesBuilder
-from servekit.api.routes.openai import check_model
 from servekit.api.schemas.responses_api import AnyResponsesEvent, ResponseObject, ResponsesRequest
 
 
 async def responses(request: Request) -> Response:
     """Answer a conversation, in OpenAI's format of responses. The model's chat template formats the prompt."""
-    engine = engine_of(request)
     wanted, conversation = await read_chat(request, ResponsesRequest)
-    check_model(engine.config, wanted.model)
+    engine = await engine_for(request, wanted.model, conversation)
     wanted.check()
     state, answer_format = await submit_chat(request, wanted.to_chat(), conversation)
     builder = ResponsesBuilder(wanted, state, answer_format, engine.config.model_name)

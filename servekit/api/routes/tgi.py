@@ -9,7 +9,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.endpoint import Endpoint, engine_of
+from servekit.api.endpoint import Endpoint, models_of
+from servekit.api.model_choice import engine_for
 from servekit.api.request_body import read
 from servekit.api.responses.generation import answer, submit
 from servekit.api.responses.tgi_format import TgiResponseBuilder
@@ -38,8 +39,9 @@ async def generate(request: Request, wanted: TgiRequest, stream: bool = False, i
             "leave out stream",
             param="parameters.best_of",
         )
+    engine = await engine_for(request, wanted.model if models_of(request).has_choice else None)
     state = await submit(request, generation)
-    builder = TgiResponseBuilder(wanted, state, engine_of(request).tokenizer, in_list)
+    builder = TgiResponseBuilder(wanted, state, engine.tokenizer, in_list)
     return await answer(request, state, builder, stream)
 
 

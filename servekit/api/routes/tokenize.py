@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
-from servekit.api.endpoint import Endpoint, caller_of, engine_of
+from servekit.api.endpoint import Endpoint, caller_of
+from servekit.api.model_choice import engine_for
 from servekit.api.request_body import read
 from servekit.api.responses.http import respond_at_length
 from servekit.api.responses.long_json import ItemList
-from servekit.api.routes.openai import check_model
 from servekit.api.schemas.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -36,8 +36,7 @@ Result = TypeVar("Result")
 
 async def tokenize(request: Request, wanted: TokenizeRequest) -> Response:
     """Return the token ids of a text, in vLLM's format."""
-    engine = engine_of(request)
-    check_model(engine.config, wanted.model)
+    engine = await engine_for(request, wanted.model)
     tenant, special = caller_of(request).tenant, wanted.add_special_tokens is not False
     token_ids = await encode_text(engine, tenant, wanted.prompt, special, "prompt")
     limit, decode_one = engine.scheduler_config.max_total_tokens, engine.tokenizer.decode
@@ -51,7 +50,7 @@ async def tokenize(request: Request, wanted: TokenizeRequest) -> Response:
 
 async def tokenize_for_tgi(request: Request, wanted: TgiTokenizeRequest) -> Response:
     """Return the tokens of a text and the characters that each covers, in TGI's format."""
-    engine = engine_of(request)
+    engine = await engine_for(request, None)
     text, tenant = wanted.inputs, caller_of(request).tenant
     engine.input_processor.check_text(text, "inputs")
     engine.tokenizer.check_queue(tenant, text)
@@ -67,9 +66,8 @@ async def tokenize_for_tgi(request: Request, wanted: TgiTokenizeRequest) -> Resp
 
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
-    engine = engine_of(request)
     wanted = await read(request, DetokenizeRequest)
-    check_model(engine.config, wanted.model)
+    engine = await engine_for(request, wanted.model)
     assert engine.worker is not None
     vocab_size = engine.worker.model.vocab_size
     token_bytes = engine.tokenizer.token_bytes_of(bool(wanted.skip_special_tokens))

@@ -98,6 +98,7 @@ class GenerateRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True
     prompts: Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
     max_new_tokens: Annotated[Count | None, described("another name of max_tokens")] = None
     stream: Annotated[bool | None, described("send the answer as server-sent events")] = None
+    model: Annotated[str | None, described("name of the model; default: the server's default model")] = None
 
     def to_generation_request(self) -> GenerationRequest:
         """Return the request in the form that all APIs share. Raises InvalidRequest."""

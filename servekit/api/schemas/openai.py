@@ -722,11 +722,12 @@ class Model(Struct):
 
     id: str
     created: int
-    max_model_len: int
+    max_model_len: int | None  # null until the model has been loaded for the first time
     object: str = "model"
     owned_by: str = "servekit"
     root: str | None = None
     parent: None = None
+    state: str | UnsetType = UNSET  # of a server with several models: cold, waiting, loading, ready, unloading, failed
 
 
 class ModelList(Struct):

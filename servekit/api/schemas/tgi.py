@@ -43,7 +43,7 @@ class TgiRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     inputs: str
     parameters: TgiParameters | None = None
     stream: Annotated[bool | None, described("send the answer as server-sent events; on / and /generate")] = None
-    model: Annotated[str | None, described("ignored: the server has one model")] = None
+    model: Annotated[str | None, described("name of the model; ignored if the server has one")] = None
     options: Annotated[
         dict[str, Raw] | None, described("ignored: older clients send options of Hugging Face's own API")
     ] = None

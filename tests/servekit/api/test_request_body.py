@@ -83,7 +83,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 def make_budget(**settings: Any) -> BodyBudget:
     app = Starlette(routes=[Route("/", _handle, methods=["POST"])], exception_handlers={ServekitError: _on_error})
-    app.state.engine = SimpleNamespace(config=ServeConfig(**settings))
+    app.state.models = SimpleNamespace(config=ServeConfig(**settings))
     return BodyBudget(app, MAX_BYTES)
 
 

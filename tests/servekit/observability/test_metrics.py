@@ -209,7 +209,7 @@ def test_draining_is_exported_from_a_plain_field() -> None:
     """A signal handler sets it. The handler may interrupt a scrape that holds a lock, so it must not take any."""
     metrics = make_metrics()
     assert samples(metrics)["draining",] == 0
-    metrics.server.is_draining = True
+    metrics.engine.is_draining = True
     assert samples(metrics)["draining",] == 1
 
 

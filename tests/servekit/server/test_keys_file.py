@@ -90,7 +90,7 @@ async def test_file_that_cannot_be_read_in_time_changes_nothing(
     os.mkfifo(fifo)
     monkeypatch.setattr(keys_file, "RELOAD_TIMEOUT_S", 0.05)
     async with reloading(path) as (app, reload):
-        monkeypatch.setattr(keys_file, "_read_again", lambda _: fifo.read_bytes())
+        monkeypatch.setattr(keys_file, "read_keys", lambda _: fifo.read_bytes())
         reload.request()
         await until(lambda: "could not be read within 0.05 s" in caplog.text)
         assert known(app) == ["setting", "one"]

@@ -83,7 +83,7 @@ async def test_viewers_do_not_count_as_concurrent_requests() -> None:
         await asyncio.sleep(0)
         assert not any(viewer.done() for viewer in watching)
         assert (await ask(app, "GET", "/version", narrow)).status == 200
-        app.state.engine.drain()
+        app.state.models.drain()
         assert [(await viewer).status for viewer in watching] == [200] * 3
     slow = bearer("slow")
     statuses = [(await ask(app, "GET", "/ui/events", slow)).status for _ in range(4)]
@@ -243,7 +243,7 @@ async def test_priority_is_raised_to_the_keys_min_priority() -> None:
         priorities.append((caller.tenant, wanted.priority))
         raise QueueFull("enough was seen")
 
-    app.state.engine.reserve = reserve
+    app.state.models.reserve = reserve
     for key in ("narrow", KEY):
         for priority in (-1000, 0, 9):
             body = json.dumps({"prompt": "a", "priority": priority}).encode()
@@ -260,7 +260,7 @@ async def test_min_priority_is_ignored_with_other_policies(policy: str) -> None:
         priorities.append(wanted.priority)
         raise QueueFull("enough was seen")
 
-    app.state.engine.reserve = reserve
+    app.state.models.reserve = reserve
     await ask(app, "POST", "/generate", bearer("narrow"), body=b'{"prompt": "a"}')
     assert priorities == [0]
 

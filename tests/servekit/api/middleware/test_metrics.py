@@ -99,7 +99,7 @@ async def test_blocked_event_loop_shows_as_lag() -> None:
 
 def test_missing_worker_has_no_memory_metric() -> None:
     registry, pids = CollectorRegistry(), [None, os.getpid()]
-    watch_processes(registry, lambda: pids)
+    watch_processes(registry, lambda: [({"replica": str(number)}, pid) for number, pid in enumerate(pids)])
     found = {family.name: family.samples for family in registry.collect()}
     assert "process_resident_memory_bytes" in found
     (memory,) = found["servekit_worker_process_resident_memory_bytes"]

@@ -43,7 +43,7 @@ class Places:
     def __init__(self, app: Starlette, is_full: bool = False) -> None:
         self.num_held = self.num_rendered = self.num_prepared = 0
         self.is_full = is_full
-        engine = app.state.engine
+        engine = app.state.models
         engine.reserve = self.reserve
         engine.submit = self.submit
         engine._input_processor, engine._main_loop = self, self  # as if it served

@@ -13,7 +13,7 @@ from starlette.types import Message
 
 from servekit.api.app import create_app, replace_keys
 from servekit.api.auth.keys import DEFAULT_TENANT, parse_keys_file
-from servekit.api.routes.live import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT, PERIOD_S, UNCHANGED_PERIOD_S, Feed
+from servekit.api.routes.live import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT, PERIOD_S, UNCHANGED_PERIOD_S, Feed, Viewers
 from servekit.config import ServeConfig
 from servekit.engine.live_view import LiveView
 from servekit.engine.llm_engine import LLMEngine
@@ -138,26 +138,26 @@ async def test_single_frames_are_the_same_for_one_period_and_show_a_drain_at_onc
 
 
 def test_viewer_beyond_the_limit_is_refused() -> None:
-    feed = Feed(Looks().engine)
+    viewers = Viewers(Looks().engine)
     for _ in range(MAX_VIEWERS):
-        feed.add_viewer("")
+        viewers.add("")
     with pytest.raises(QueueFull, match=f"this server has {MAX_VIEWERS} viewers.*/ui/state") as refusal:
-        feed.add_viewer("")
+        viewers.add("")
     assert refusal.value.status == 503 and refusal.value.retry_after_s
-    feed.remove_viewer("")
-    feed.add_viewer("")
+    viewers.remove("")
+    viewers.add("")
 
 
 async def test_with_keys_one_tenant_cannot_take_all_places() -> None:
     app = create_app(LLMEngine(ServeConfig(api_key="key")))
-    feed, key = app.state.feed, ("authorization", "Bearer key")
+    viewers, key = app.state.feeds.viewers, ("authorization", "Bearer key")
     for _ in range(MAX_VIEWERS_OF_TENANT):
-        feed.add_viewer(DEFAULT_TENANT)
+        viewers.add(DEFAULT_TENANT)
     answer = await ask(app, "GET", "/ui/events", key)
     assert answer.status == 503 and f"your tenant has {MAX_VIEWERS_OF_TENANT} viewers" in answer.error["message"]
     assert int(answer.headers["retry-after"]) > 0
     assert (await ask(app, "GET", "/ui/state", key)).status == 200
-    feed.add_viewer("another", MAX_VIEWERS_OF_TENANT)
+    viewers.add("another", MAX_VIEWERS_OF_TENANT)
 
 
 async def test_drain_is_the_last_frame_and_admits_no_viewers() -> None:
@@ -169,7 +169,7 @@ async def test_drain_is_the_last_frame_and_admits_no_viewers() -> None:
         looks.engine.drain()
         assert [frame["state"] async for _, frame in viewer] == ["draining"]
     with pytest.raises(WorkerNotReady, match="shutting down"):
-        feed.add_viewer("")
+        Viewers(looks.engine).add("")
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -197,10 +197,10 @@ async def test_stream_begins_with_the_retry_time_and_ends_with_its_client() -> N
         assert headers[b"cache-control"] == b"no-store" and headers[b"x-accel-buffering"] == b"no"
         assert (await sent.get())["body"] == b"retry: 1000\n\n"
         assert parse((await sent.get())["body"])[1]["state"] == "loading"
-        assert app.state.feed._num_viewers.total() == 1
+        assert app.state.feeds.viewers._num_viewers.total() == 1
         viewer.has_left.set()
         await stream
-    assert app.state.feed._num_viewers.total() == 0
+    assert app.state.feeds.viewers._num_viewers.total() == 0
 
 
 async def test_stream_ends_with_the_last_frame_even_if_the_server_ends_first() -> None:
@@ -253,7 +253,7 @@ async def test_client_that_does_not_read_holds_one_frame() -> None:
 
     stream = asyncio.create_task(app(make_scope("GET", "/ui/events"), viewer.receive, send))
     await until(lambda: len(sent) == 3)
-    quick = frames_of(app.state.feed.events("", always))
+    quick = frames_of(app.state.feeds.of(looks.engine).events("", always))
     async with asyncio.timeout(LIMIT_S):
         for _ in range(3):
             newest, _ = await anext(quick)
@@ -272,7 +272,7 @@ async def test_bug_in_a_look_ends_the_stream_and_is_logged(caplog: pytest.LogCap
     async with asyncio.timeout(LIMIT_S):
         await ask(app, "GET", "/ui/events")
     assert "internal error in a request" in caplog.text and "ZeroDivisionError" in caplog.text
-    assert app.state.feed._num_viewers.total() == 0
+    assert app.state.feeds.viewers._num_viewers.total() == 0
 
 
 async def test_head_request_gets_headers_and_is_no_viewer() -> None:
@@ -281,7 +281,7 @@ async def test_head_request_gets_headers_and_is_no_viewer() -> None:
         answer = await ask(app, "HEAD", path)
         assert answer.status == 200 and answer.headers["content-type"].startswith(kind)
         assert answer.headers["cache-control"] == "no-store"
-    assert app.state.feed._num_viewers.total() == 0
+    assert app.state.feeds.viewers._num_viewers.total() == 0
 
 
 async def test_state_of_a_loading_server_shows_the_stage() -> None:

@@ -227,6 +227,7 @@ APIS = {
             "prompt_logprobs": ({"prompt_logprobs": 3}, {"prompt_logprobs": 3}),
             "grammar": ({"grammar": REGEX}, {"grammar": Grammar(GrammarKind.REGEX, "a+", "grammar")}),
             "stream": ({"stream": True}, {}),
+            "model": ({"model": "m"}, {}),
         },
         refused=("prompts",),  # beside `prompt`
     ),

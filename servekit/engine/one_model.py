@@ -1,0 +1,98 @@
+"""An engine as all models of its server, where it is the only one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Self
+
+from servekit.config import ServeConfig
+from servekit.engine.caller import Caller
+from servekit.engine.interface import GENERATE
+from servekit.errors import InvalidRequest, ModelNotFound
+from servekit.scheduler.scheduler_config import SchedulerConfig
+
+# Names that clients of one-model servers send: huggingface_hub sends "dummy", TGI's own clients "tgi".
+ANY_MODEL = ("", "dummy", "tgi")
+MAX_NAME_SHOWN = 100  # characters of a model's name that an error repeats
+
+
+class OneModel(ABC):
+    """What makes an engine the `Models` of its server, the one `ServedModel` in it, and each `ModelUse` of that."""
+
+    config: ServeConfig
+    kind = GENERATE
+    has_choice = False
+    headers: Sequence[tuple[bytes, bytes]] = ()  # an answer says nothing of the choice
+
+    @property
+    def name(self) -> str:
+        """The name that answers give the model."""
+        return self.config.model_name
+
+    @property
+    @abstractmethod
+    def scheduler_config(self) -> SchedulerConfig:
+        """The limits of the engine. Raises WorkerNotReady."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest sequence. Raises WorkerNotReady."""
+        return self.scheduler_config.max_total_tokens
+
+    @property
+    def engine(self) -> Self:
+        """The engine itself."""
+        return self
+
+    def served(self, caller: Caller) -> Sequence[Self]:
+        """Return the model; every caller may use it."""
+        return [self]
+
+    def find(self, name: str | None, caller: Caller, conversation: Callable[[], bytes] | None = None) -> Self:
+        """Return the model if the name is its own, or none. Raises ModelNotFound."""
+        config = self.config
+        if name is None or name in ANY_MODEL or name == config.model_name or name == config.model:
+            return self
+        raise model_not_found(name, [config.model_name])
+
+    def begin_use(self) -> Self:
+        """Return the engine. While the model loads, it refuses requests itself."""
+        return self
+
+    async def wait_for_use(self, caller: Caller) -> Self:
+        """Return the engine."""
+        return self
+
+    def release(self) -> None:  # noqa: B027  # it does nothing
+        """Do nothing: the model stays loaded."""
+
+    async def load_model(self, model_id: str) -> Self:
+        """Refuse."""
+        raise _has_one_model()
+
+    def unload_model(self, model_id: str) -> Self:
+        """Refuse."""
+        raise _has_one_model()
+
+    def divide(self, alias: str, weights: Mapping[str, float], sticky: Literal["key", "conversation"]) -> None:
+        """Refuse."""
+        raise _has_one_model()
+
+    def divided(self) -> Mapping[str, Mapping[str, float]]:
+        """Return no aliases."""
+        return {}
+
+
+def _has_one_model() -> InvalidRequest:
+    return InvalidRequest(
+        "this server has one model, which stays loaded; start it with --models FILE to load and unload several "
+        "(docs/several_models.md)",
+        code="not_supported",
+    )
+
+
+def model_not_found(name: str, known: Sequence[str]) -> ModelNotFound:
+    """Return the error for a name that no model has. `known` are those of the models that the caller may use."""
+    shown = ", ".join(map(repr, known)) or "no model that this API key may use"
+    return ModelNotFound(f"The model {name[:MAX_NAME_SHOWN]!r} does not exist. This server has {shown}.", param="model")

@@ -1,0 +1,587 @@
+"""Run several models in one server: load them when they are needed, and unload those that make room.
+
+Each model has an engine of its own, with worker processes of its own: one that is lost, or cannot be loaded, is nothing
+to the others. `Residency` decides what is loaded; this executes it. Everything runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from math import inf
+from typing import Any
+
+from msgspec.structs import replace
+
+from servekit import __version__
+from servekit.config import ServeConfig
+from servekit.engine.caller import Caller
+from servekit.engine.live_view import LiveView
+from servekit.engine.llm_engine import LLMEngine
+from servekit.engine.one_model import ANY_MODEL, MAX_NAME_SHOWN, model_not_found
+from servekit.errors import (
+    ConfigError,
+    InternalError,
+    InvalidRequest,
+    QueueFull,
+    ServekitError,
+    WorkerNotReady,
+    shutting_down,
+)
+from servekit.models.model_file import ModelFile, ModelSpec, check_split
+from servekit.models.names import Names, Split, StickyBy
+from servekit.models.residency import Admit, Load, ModelNeeds, Residency, State, Unload
+from servekit.observability.live_frames import LiveState
+from servekit.observability.metrics import HttpMetrics, LoadMetrics, ModelMetrics, SeveralModelsMetrics
+from servekit.protocol.messages import WorkerReady
+from servekit.shared_budget import SharedBudget
+
+log = logging.getLogger("servekit")
+
+UNKNOWN_PROMPT_TOKENS = 2**20  # an upper bound while some model was never loaded
+
+
+class ModelUse:
+    """A model that one request uses."""
+
+    __slots__ = ("_is_held", "_model", "engine", "headers")
+
+    def __init__(self, model: ManagedModel, engine: LLMEngine, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self.engine = engine
+        self.headers = headers
+        self._model = model
+        self._is_held = True
+
+    def release(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._model.end_use(self.engine)
+
+
+class ManagedModel:
+    """One model of several: its engine while it is loaded, and those who wait for it."""
+
+    def __init__(self, manager: ModelManager, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.metrics = ModelMetrics(spec.config)
+        self.loads = LoadMetrics(self.metrics, lambda: self.load_state, lambda: manager.residency.num_uses(self.name))
+        self.engine: LLMEngine | None = None  # while it is loaded
+        self.starting: LLMEngine | None = None  # while it is being loaded
+        self.worker: WorkerReady | None = None
+        self.max_prompt_tokens: int | None = None
+        self.is_removed = False  # it is not in the file any more
+        self.failure: ServekitError | None = None  # why it could not be loaded, or ended
+        self.waiting: list[asyncio.Future[ModelUse]] = []
+        self._manager = manager
+
+    @property
+    def name(self) -> str:
+        return self.spec.id
+
+    @property
+    def kind(self) -> str:
+        return self.spec.entry.kind
+
+    @property
+    def config(self) -> ServeConfig:
+        """The settings that it was loaded with, or will be loaded with."""
+        return self.spec.config if self.engine is None else self.engine.config
+
+    @property
+    def load_state(self) -> State:
+        """Whether it is loaded."""
+        return self._manager.residency.state(self.name)
+
+    @property
+    def state(self) -> str:
+        """What it does: the state of its engine, or why it has none."""
+        return self.load_state if self.engine is None else self.engine.state
+
+    @property
+    def stage(self) -> str:
+        """What it does, as text for people."""
+        state = self.load_state
+        if self.starting is not None:
+            return self.starting.stage
+        if self.engine is not None:
+            return self.engine.stage
+        if state is State.FAILED and self.failure is not None:
+            return self.failure.message
+        return {State.WAITING: "waits for its turn to be loaded"}.get(state, "is not loaded")
+
+    def may_be_used_by(self, caller: Caller) -> bool:
+        """Whether the caller's tenant may use it, and know of it."""
+        tenants = self.spec.entry.tenants
+        return tenants is None or caller.tenant in tenants
+
+    def now(self) -> float:
+        return self._manager.now()
+
+    async def live_view(self) -> LiveView:
+        if self.engine is not None:
+            return await self.engine.live_view()
+        return LiveView(LiveState(self.now(), self.state, self.stage, self.name, __version__, []))
+
+    # -- use ----------------------------------------------------------------------------------------------------------
+
+    def begin_use(self) -> ModelUse | None:
+        if self.engine is None or not self._manager.residency.begin_use(self.name, self.now()):
+            return None
+        self.loads.waited("hot", 0.0)
+        return ModelUse(self, self.engine, ())
+
+    async def wait_for_use(self, caller: Caller) -> ModelUse:
+        return await self._manager.wait_for_use(self)
+
+    def end_use(self, engine: LLMEngine) -> None:
+        """A request does not use the model any more."""
+        if engine is self.engine:  # not one that has failed meanwhile
+            self._manager.residency.end_use(self.name, self.now())
+            if not self._manager.residency.is_settled:
+                self._manager.look()
+
+
+class ModelManager:
+    """All models of a server. Call `start`, and then `stop`."""
+
+    has_choice = True
+
+    def __init__(self, config: ServeConfig, file: ModelFile, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.failure: ServekitError | None = None
+        self._clock = clock
+        self._file = file
+        self._models: dict[str, ManagedModel] = {}
+        self.residency = Residency(file.memory)
+        self.metrics = SeveralModelsMetrics(__version__, lambda: [each.metrics for each in self._models.values()])
+        self._result_budget = SharedBudget(config.max_total_logprobs)
+        for spec in file.models:
+            self._add(spec)
+        self._names = _names(file)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_started = False  # all models with keep = "always" are loaded, or have failed
+        self._is_draining = False
+        self._is_stopping = False
+        self._rejects_requests = False
+        self._ended = asyncio.Event()
+        self._has_changed = asyncio.Event()
+
+    def _add(self, spec: ModelSpec) -> None:
+        is_kept = spec.entry.keep == "always"
+        self.residency.add(ModelNeeds(spec.id, spec.memory, is_kept))
+        self._models[spec.id] = ManagedModel(self, spec)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        if self.failure is not None:
+            return "failed"
+        if self._is_draining:
+            return "draining"
+        return "ready" if self._has_started else "loading"
+
+    @property
+    def stage(self) -> str:
+        stages = [f"{each.name} {each.stage}" for each in self._models.values() if each.starting is not None]
+        return "; ".join(stages) or "serving"
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.failure is None and all(each.is_healthy for each in self._engines)
+
+    @property
+    def has_free_slots(self) -> bool:
+        return all(each.has_free_slots for each in self._engines)
+
+    @property
+    def _engines(self) -> list[LLMEngine]:
+        return [each.engine for each in self._models.values() if each.engine is not None]
+
+    @property
+    def http_counters(self) -> HttpMetrics:
+        return self.metrics.http
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return max(each.max_prompt_tokens or UNKNOWN_PROMPT_TOKENS for each in self._models.values())
+
+    @property
+    def workers(self) -> list[tuple[dict[str, str], int | None]]:
+        """The labels and the process id of each worker."""
+        return [
+            ({"model_name": model.name, "replica": str(replica)}, pid)
+            for model in self._models.values()
+            for replica, pid in enumerate([] if model.engine is None else model.engine.worker_pids)
+        ]
+
+    def now(self) -> float:
+        return self._clock()
+
+    async def probe_readiness(self) -> bool:
+        """Whether some model that is loaded generates tokens, or all of them are loaded on demand."""
+        if self.state != "ready":
+            return False
+        proofs = await asyncio.gather(*(engine.probe_readiness() for engine in self._engines))
+        is_on_demand = all(model.spec.entry.keep == "on_demand" for model in self._models.values())
+        return (any(proofs) or (not proofs and is_on_demand)) and self.state == "ready"
+
+    async def render_metrics(self) -> bytes:
+        return self.metrics.render()
+
+    async def abort_request(self, tenant: str, request_id: str) -> int:
+        return sum([await engine.abort_request(tenant, request_id) for engine in self._engines])
+
+    @property
+    def models(self) -> list[ManagedModel]:
+        """All models, in the order of the file."""
+        return [each for each in self._models.values() if not each.is_removed]
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def served(self, caller: Caller) -> list[ManagedModel]:
+        return [each for each in self.models if each.may_be_used_by(caller)]
+
+    def find(self, name: str | None, caller: Caller, conversation: Callable[[], bytes] | None = None) -> ManagedModel:
+        wanted = self._file.default if name is None or name in ANY_MODEL else name
+        split = self._names.split(wanted)
+        if split is None:
+            found = self._names.find(wanted)
+        else:
+            key = conversation() if split.sticky == "conversation" and conversation is not None else b""
+            found = split.choose(key or (caller.tenant or caller.request_id).encode())
+        if found is None or not self._may_use(wanted, caller):
+            raise model_not_found(wanted, self.names_for(caller))
+        return self._models[found]
+
+    def _may_use(self, name: str, caller: Caller) -> bool:
+        """Whether the caller may use all models that a name stands for."""
+        return all(self._models[each].may_be_used_by(caller) for each in self._names.ids_of(name))
+
+    def names_for(self, caller: Caller) -> list[str]:
+        """All names that the caller may use."""
+        return [name for name in self._names if self._may_use(name, caller)]
+
+    # -- for operators ------------------------------------------------------------------------------------------------
+
+    async def load_model(self, model_id: str) -> ManagedModel:
+        model = self._by_id(model_id)
+        use = model.begin_use() or await self.wait_for_use(model)
+        use.release()
+        return model
+
+    def unload_model(self, model_id: str) -> ManagedModel:
+        model = self._by_id(model_id)
+        if model.spec.entry.keep == "always":
+            raise InvalidRequest(
+                f"the model {model_id!r} stays loaded (keep = 'always'); set keep = 'on_demand' in the models file,"
+                " and send SIGHUP to the server"
+            )
+        self.residency.dismiss(model_id)
+        self.look()
+        return model
+
+    def divide(self, alias: str, weights: Mapping[str, float], sticky: StickyBy) -> None:
+        split, taken = Split(weights, sticky), {**{each.id: "" for each in self._file.models}, **self._file.aliases}
+        if alias in taken:
+            raise InvalidRequest(f"{alias!r} is the name of a model; an alias that is divided needs another one")
+        try:
+            check_split(f"the alias {alias[:MAX_NAME_SHOWN]!r}", split, {each.id for each in self._file.models})
+        except ConfigError as error:
+            raise InvalidRequest(error.message, param="models") from None
+        self._file = replace(self._file, splits={**self._file.splits, alias: split})
+        self._names = _names(self._file)
+        log.info("the alias %s is divided: %s", alias, dict(weights))
+
+    def divided(self) -> Mapping[str, Mapping[str, float]]:
+        return {alias: split.models for alias, split in self._file.splits.items()}
+
+    def _by_id(self, model_id: str) -> ManagedModel:
+        model = self._models.get(model_id)
+        if model is None or model.is_removed:
+            raise model_not_found(model_id, [each.name for each in self.models])
+        return model
+
+    def replace_file(self, file: ModelFile) -> None:
+        """Serve the models of a new file from now on.
+
+        Models that stay keep their engines, and their changed settings apply when they are loaded next. Those that are
+        gone are unloaded when their requests have ended.
+        """
+        self.residency.set_capacity(file.memory)
+        specs = {spec.id: spec for spec in file.models}
+        for name, model in list(self._models.items()):
+            if name not in specs:
+                self._remove(model)
+        for spec in file.models:
+            present = self._models.get(spec.id)
+            if present is None:
+                self._add(spec)
+                continue
+            if present.engine is not None and present.engine.config != spec.config:
+                log.warning("the model %s: its changed settings apply when it is loaded next", spec.id)
+            present.spec, present.is_removed = spec, False
+            self.residency.replace(ModelNeeds(spec.id, spec.memory, spec.entry.keep == "always"))
+        leaving = [name for name in self._models if name not in specs]
+        self._models = {name: self._models[name] for name in (*specs, *leaving)}
+        self._file, self._names = file, _names(file)
+        self.look()
+
+    def _remove(self, model: ManagedModel) -> None:
+        """Unload a model that is not in the file any more, and forget it then."""
+        model.is_removed = True
+        self._fail_waiting(model, model_not_found(model.name, []))
+        self.residency.unwant(model.name)
+        self.residency.replace(ModelNeeds(model.name, model.spec.memory))
+        self.residency.dismiss(model.name)
+        self._forget_removed(model)
+
+    def _forget_removed(self, model: ManagedModel) -> None:
+        if model.is_removed and model.load_state in (State.COLD, State.FAILED):
+            self.residency.remove(model.name)
+            del self._models[model.name]
+
+    # -- start and stop -----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the models that stay loaded. Raises the failure of one if none can be loaded at all."""
+        kept = [each for each in self._models.values() if each.spec.entry.keep == "always"]
+        self.look()
+        while any(each.load_state not in (State.READY, State.FAILED) for each in kept):
+            self._has_changed.clear()
+            await self._has_changed.wait()
+        if kept and len(kept) == len(self._models) and all(each.load_state is State.FAILED for each in kept):
+            failure = kept[0].failure
+            assert failure is not None
+            raise failure
+        self._has_started = True
+
+    async def wait_until_failed(self) -> None:
+        """Return when the server cannot go on; a model that fails is no reason."""
+        await self._ended.wait()
+
+    def drain(self, admits_requests: bool = False) -> None:
+        self._is_draining = True
+        self._rejects_requests = not admits_requests
+        for engine in self._engines:
+            engine.drain(admits_requests)
+
+    def fail_all(self, error: ServekitError) -> None:
+        for model in self._models.values():
+            self._fail_waiting(model, error)
+        for engine in self._engines:
+            engine.fail_all(error)
+
+    async def stop(self, graceful: bool = True) -> None:
+        """End all models."""
+        self._is_stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.fail_all(shutting_down())
+        engines = [engine for each in self._models.values() for engine in (each.engine, each.starting) if engine]
+        await asyncio.gather(*(engine.stop(graceful) for engine in engines))
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    async def wait_for_use(self, model: ManagedModel) -> ModelUse:
+        """Use a model as soon as it is loaded. Raises QueueFull, or WorkerNotReady if it cannot be loaded."""
+        if self._rejects_requests or self._is_stopping:
+            raise shutting_down()
+        residency, name, started_s = self.residency, model.name, self.now()
+        self._check_backoff(model, started_s)
+        self._check_wait(model, started_s)
+        is_first = model.load_state in (State.COLD, State.FAILED)
+        residency.want(name, started_s)
+        position = residency.position(name)
+        future: asyncio.Future[ModelUse] = asyncio.get_running_loop().create_future()
+        model.waiting.append(future)
+        self.look()
+        try:
+            async with asyncio.timeout(self._file.max_load_wait_s):
+                use = await future
+        except BaseException as error:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                future.result().release()  # the client has left at the same moment
+            if not isinstance(error, TimeoutError):
+                raise
+            model.loads.refused()
+            raise self._too_long(model, self._file.max_load_wait_s) from None
+        finally:
+            if future in model.waiting:
+                model.waiting.remove(future)
+                if not model.waiting and model.spec.entry.keep != "always":
+                    residency.unwant(name)
+                self.look()
+        waited_s = self.now() - started_s
+        model.loads.waited("cold" if is_first else "warm", waited_s)
+        use.headers = _wait_headers(position, waited_s)
+        return use
+
+    def _check_backoff(self, model: ManagedModel, now_s: float) -> None:
+        """Raise the failure of a model that was tried a moment ago."""
+        if model.failure is not None and self.residency.retry_s(model.name) > now_s:
+            raise _unavailable(model, self.residency.retry_after_s(model.name, now_s))
+
+    def _check_wait(self, model: ManagedModel, now_s: float) -> None:
+        """Refuse a request that would wait for too long, or with too many others."""
+        wait_s = self.residency.expected_wait_s(model.name, now_s)
+        limit = model.spec.config.max_num_queued_reqs
+        if len(model.waiting) >= limit:
+            model.loads.refused()
+            raise QueueFull(
+                f"{len(model.waiting)} requests wait until the model {model.name!r} is loaded; the limit is {limit} "
+                "(max_num_queued_reqs). Please try again later.",
+                retry_after_s=self.residency.retry_after_s(model.name, now_s),
+            )
+        if wait_s > self._file.max_load_wait_s:
+            model.loads.refused()
+            raise self._too_long(model, wait_s)
+
+    def _too_long(self, model: ManagedModel, wait_s: float) -> QueueFull:
+        now_s = self.now()
+        position = self.residency.position(model.name)
+        place = f"; it is number {position} of the models that wait" if position else ""
+        return QueueFull(
+            f"the model {model.name!r} is not loaded, and loading it would take {wait_s:.0f} s or more{place}; a "
+            f"request may wait for {self._file.max_load_wait_s:g} s (max_load_wait). Please try again later.",
+            retry_after_s=self.residency.retry_after_s(model.name, now_s),
+        )
+
+    @staticmethod
+    def _fail_waiting(model: ManagedModel, error: ServekitError) -> None:
+        waiting, model.waiting = model.waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Do what is to be done now, and look again when time alone may change that."""
+        self._has_changed.set()
+        if self._is_stopping:
+            return
+        now_s = self.now()
+        for action in self.residency.plan(now_s):
+            model = self._models[action.name]
+            match action:
+                case Load():
+                    self._start_task(self._load(model), f"load {model.name}")
+                case Unload():
+                    self._start_task(self._unload(model), f"unload {model.name}")
+                case Admit():
+                    self._admit(model)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        next_s = self.residency.next_s(now_s)
+        if next_s < inf:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, next_s - now_s), self.look)
+
+    def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _load(self, model: ManagedModel) -> None:
+        """Load a model, and report how that ended."""
+        config, started_s = model.spec.config, self.now()
+        log.info("loading the model %s (%s)", model.name, config.model)
+        engine: LLMEngine | None = None
+        try:
+            engine = model.starting = LLMEngine(config, self._clock, model.metrics, self._result_budget)
+            await engine.start()
+        except Exception as error:
+            if not isinstance(error, ServekitError):
+                log.exception("the model %s cannot be loaded", model.name)
+            await self._give_up(model, engine, error)
+            self.residency.load_failed(model.name, self.now())
+            model.loads.load_failed()
+            self._report_failure(model)
+            return
+        model.engine, model.starting, model.failure = engine, None, None
+        model.worker, model.max_prompt_tokens = engine.worker, engine.scheduler_config.max_total_tokens
+        if self._is_draining:
+            engine.drain(not self._rejects_requests)
+        now_s = self.now()
+        self.residency.loaded(model.name, now_s)
+        model.loads.loaded(now_s - started_s)
+        log.info("the model %s is loaded: %.2f s", model.name, now_s - started_s)
+        self._start_task(self._watch(model, engine), f"watch {model.name}")
+        if model.is_removed:
+            self.residency.dismiss(model.name)
+        elif model.waiting:
+            self.residency.want(model.name, now_s)
+        self.look()
+
+    async def _give_up(self, model: ManagedModel, engine: LLMEngine | None, error: Exception) -> None:
+        """End an engine that has failed."""
+        model.failure = error if isinstance(error, ServekitError) else InternalError(f"internal error: {error}")
+        if engine is not None:
+            with contextlib.suppress(Exception):
+                await engine.stop(graceful=False)
+            model.metrics.forget_engine()
+        model.engine = model.starting = None
+
+    def _report_failure(self, model: ManagedModel) -> None:
+        assert model.failure is not None
+        now_s = self.now()
+        retry_after_s = self.residency.retry_after_s(model.name, now_s)
+        log.error("the model %s has failed, and is tried again in %d s: %s", model.name, retry_after_s, model.failure)
+        self._fail_waiting(model, _unavailable(model, retry_after_s))
+        self._forget_removed(model)
+        self.look()
+
+    async def _watch(self, model: ManagedModel, engine: LLMEngine) -> None:
+        """Report when a loaded model fails."""
+        await engine.wait_until_failed()
+        if model.engine is not engine or engine.failure is None:
+            return  # it was unloaded
+        self.residency.failing(model.name)
+        await self._give_up(model, engine, engine.failure)
+        self.residency.lost(model.name, self.now())
+        self._report_failure(model)
+
+    async def _unload(self, model: ManagedModel) -> None:
+        engine, model.engine = model.engine, None
+        assert engine is not None
+        await engine.stop()
+        model.metrics.forget_engine()
+        self.residency.unloaded(model.name)
+        model.loads.unloaded()
+        log.info("the model %s is unloaded", model.name)
+        self._forget_removed(model)
+        self.look()
+
+    def _admit(self, model: ManagedModel) -> None:
+        """Let those who wait use the model."""
+        waiting, model.waiting = model.waiting, []
+        for future in waiting:
+            if not future.done():
+                assert model.engine is not None
+                self.residency.add_use(model.name, self.now())
+                future.set_result(ModelUse(model, model.engine, ()))
+
+
+def _names(file: ModelFile) -> Names:
+    return Names([spec.id for spec in file.models], file.aliases, file.splits)
+
+
+def _wait_headers(position: int, waited_s: float) -> Sequence[tuple[bytes, bytes]]:
+    """Tell a client that its model had to be loaded: its place in line when the request came, and the time it took."""
+    return ((b"x-model-position", b"%d" % position), (b"x-model-wait-ms", b"%d" % round(waited_s * 1e3)))
+
+
+def _unavailable(model: ManagedModel, retry_after_s: int) -> WorkerNotReady:
+    """Return the error for requests that name a model which has failed."""
+    assert model.failure is not None
+    return WorkerNotReady(
+        f"the model {model.name!r} cannot be used at present: {model.failure.message}", retry_after_s=retry_after_s
+    )

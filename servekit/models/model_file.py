@@ -1,0 +1,273 @@
+"""Parse the file that lists the models of a server. This is pure: the caller reads the file.
+
+The settings of a model have the names of the server's flags. What a model's entry leaves out is as the server's own
+setting.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from servekit.config import MODEL_SETTINGS, ServeConfig, explain_setting
+from servekit.errors import ConfigError
+from servekit.models.names import Split
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]{1,200}\Z")]
+Tenant = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+Bytes = Annotated[int, Meta(ge=0, le=2**60)]
+Kind = Literal["generate"]
+
+Converted = TypeVar("Converted", bound=Struct)
+
+_DEVICE = re.compile(r"cpu|cuda:\d+")
+_TAKES = {
+    "id": "1 to 200 letters, digits, '.', '_', ':', '/' and '-'",
+    "aliases": "a list of names, each of 1 to 200 letters, digits, '.', '_', ':', '/' and '-'",
+    "kind": "'generate'",
+    "keep": "'always' or 'on_demand'",
+    "memory_bytes": "an integer from 0 to 2**60: the bytes that each worker of the model takes on its device",
+    "tenants": "a list of tenants, each of 1 to 64 letters, digits, '.', '_' and '-'",
+    "models": "a table of ids and weights, such as { a = 90, b = 10 }",
+    "sticky": "'key' or 'conversation'",
+    "name": "1 to 200 letters, digits, '.', '_', ':', '/' and '-'",
+    "default": "the id or an alias of a model",
+    "max_load_wait": "a number above 0 up to 86400: seconds",
+    "memory": "a table of devices and bytes, such as { cpu = 16_000_000_000 }",
+}
+
+
+class ModelEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a `[[model]]` entry says beside settings."""
+
+    id: Name
+    aliases: list[Name] = []
+    kind: Kind = "generate"
+    keep: Literal["always", "on_demand"] = "always"
+    memory_bytes: Bytes | None = None  # of one worker, on its device
+    tenants: list[Tenant] | None = None  # that may use it; None: all
+
+
+class ModelSpec(Struct, frozen=True, kw_only=True):
+    """One model: how it is named, who may use it, and the settings of its engine."""
+
+    entry: ModelEntry
+    config: ServeConfig
+    memory: Mapping[str, int]  # in bytes, by device
+
+    @property
+    def id(self) -> str:
+        """The name that answers give it."""
+        return self.entry.id
+
+
+class _Alias(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An `[[alias]]` entry."""
+
+    name: Name
+    models: Mapping[Name, Annotated[float, Meta(ge=0.0, le=1e6)]]
+    sticky: Literal["key", "conversation"] = "key"
+
+
+class _Top(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the file says beside its entries."""
+
+    default: Name | None = None
+    max_load_wait: Annotated[float, Meta(gt=0.0, le=86400.0)] = 300.0
+    memory: Mapping[str, Bytes] = {}
+
+
+class ModelFile(Struct, frozen=True, kw_only=True):
+    """All models of a server."""
+
+    models: Sequence[ModelSpec]
+    splits: Mapping[str, Split] = {}
+    default: str  # of a request that names no model
+    memory: Mapping[str, int] = {}  # for models, by device; no limit for a device that is not in it
+    max_load_wait_s: float = 300.0  # that a request may wait until its model is loaded
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The id of each alias that is not divided."""
+        return {alias: spec.id for spec in self.models for alias in spec.entry.aliases}
+
+
+def parse_model_file(toml: bytes, path: str, base: ServeConfig, device: str) -> ModelFile:
+    """Parse the file that was read from `path`. `base` has the server's settings, `device` is what auto stands for.
+
+    Raises ConfigError that names the file, the entry and the field.
+    """
+    try:
+        table = msgspec.toml.decode(toml, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a valid TOML file: {error}") from None
+    entries, aliases = (_entries(table, name, path) for name in ("model", "alias"))
+    if not entries:
+        raise ConfigError(f"{path}: the file must have one or more [[model]] entries")
+    top = _convert({key: value for key, value in table.items() if key not in ("model", "alias")}, _Top, path)
+    specs = [
+        _parse_model(entry, f"{path}: [[model]] {number}", base, device) for number, entry in enumerate(entries, 1)
+    ]
+    splits: dict[str, Split] = {}
+    for number, entry in enumerate(aliases, 1):
+        alias = _convert(entry, _Alias, f"{path}: [[alias]] {number}")
+        if alias.name in splits:
+            raise ConfigError(f"{path}: [[alias]] {number}: the name {alias.name!r} is given twice")
+        splits[alias.name] = Split(alias.models, alias.sticky)
+    return make_model_file(
+        specs, path, splits=splits, default=top.default, memory=top.memory, max_load_wait_s=top.max_load_wait
+    )
+
+
+def make_model_file(
+    specs: Sequence[ModelSpec],
+    where: str,
+    *,
+    splits: Mapping[str, Split] | None = None,
+    default: str | None = None,
+    memory: Mapping[str, int] | None = None,
+    max_load_wait_s: float = 300.0,
+) -> ModelFile:
+    """Return the models of a server, if they fit each other. Raises ConfigError."""
+    splits, memory = splits or {}, memory or {}
+    taken: dict[str, str] = {}
+    for spec in specs:
+        for name in (spec.id, *spec.entry.aliases):
+            if name in taken:
+                raise ConfigError(f"{where}: the name {name!r} is that of {taken[name]!r} and of {spec.id!r}")
+            taken[name] = spec.id
+    for name, split in splits.items():
+        if name in taken:
+            raise ConfigError(f"{where}: the alias {name!r} is the name of the model {taken[name]!r}, too")
+        check_split(f"{where}: the alias {name!r}", split, {spec.id for spec in specs})
+    default = specs[0].id if default is None else default
+    if default not in taken and default not in splits:
+        raise ConfigError(f"{where}: default = {default!r} is not the name of a model; there are {_list(taken)}")
+    for device in memory:
+        if not _DEVICE.fullmatch(device):
+            raise ConfigError(f"{where}: [memory] {device!r} is not a device; use cpu, cuda:0, cuda:1 and so on")
+    _check_memory(specs, where, memory)
+    return ModelFile(models=specs, splits=splits, default=default, memory=memory, max_load_wait_s=max_load_wait_s)
+
+
+def check_split(where: str, split: Split, ids: set[str]) -> None:
+    """Raise ConfigError if an alias names models that there are not, or gives none of them a weight."""
+    for name in split.models:
+        if name not in ids:
+            raise ConfigError(f"{where}: {name!r} is not the id of a model; there are {_list(ids)}")
+    if not any(split.models.values()):
+        raise ConfigError(f"{where}: models needs at least one weight above 0")
+
+
+def make_spec(entry: ModelEntry, config: ServeConfig, device: str) -> ModelSpec:
+    """Return a model with the memory that it takes on each device."""
+    num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    if config.devices is not None:
+        devices = config.devices.split(",")
+    else:
+        first = {"auto": device, "cuda": "cuda:0"}.get(config.device, config.device)
+        num_workers = (config.data_parallel_size or 1) * num_ranks
+        if first == "cpu" or ":" in config.device:
+            devices = [first] * num_workers
+        else:
+            devices = [f"cuda:{number}" for number in range(num_workers)]
+    memory = dict.fromkeys(devices, 0)
+    for each in devices:
+        memory[each] += entry.memory_bytes or 0
+    return ModelSpec(entry=entry, config=config, memory=memory)
+
+
+def _parse_model(entry: Any, where: str, base: ServeConfig, device: str) -> ModelSpec:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}: it must be a table")
+    entry = {name.replace("-", "_"): value for name, value in entry.items()}
+    if isinstance(entry.get("id"), str):
+        where += f" ({entry['id'][:64]!r})"
+    own = {name: entry.pop(name) for name in list(entry) if name in ModelEntry.__struct_fields__}
+    for name in entry:
+        if name not in MODEL_SETTINGS:
+            raise ConfigError(f"{where}: {_explain_unknown(name)}")
+    if "id" not in own:
+        raise ConfigError(f"{where}: it has no id, which is the name that requests use")
+    if "model" not in entry:
+        raise ConfigError(f"{where}: it has no model, which is a directory, a GGUF file or a Hugging Face id")
+    values = {**msgspec.structs.asdict(base), **entry, "served_model_name": own["id"], "models": None}
+    try:
+        config = msgspec.convert(values, ServeConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {explain_setting(str(error), values)}") from None
+    return make_spec(_convert(own, ModelEntry, where), config, device)
+
+
+def _entries(table: Mapping[str, Any], name: str, path: str) -> list[Any]:
+    entries = table.get(name, [])
+    if not isinstance(entries, list):
+        raise ConfigError(f"{path}: {name} must be written as [[{name}]], once for each")
+    return entries
+
+
+def _convert(value: Any, kind: type[Converted], where: str) -> Converted:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        if "unknown field" in message:
+            name = message.split("`")[1]
+            raise ConfigError(
+                f"{where}: unknown field {name!r}; the known ones are {', '.join(kind.__struct_fields__)}"
+            ) from None
+        if "missing required field" in message:
+            raise ConfigError(f"{where}: the field {message.split('`')[1]!r} is missing") from None
+        field = re.search(r"at `\$\.(\w+)|at `\$\[", message)
+        if field is None or field[1] not in _TAKES:
+            raise ConfigError(f"{where}: {message}") from None
+        raise ConfigError(f"{where}: {field[1]} must be {_TAKES[field[1]]}") from None
+
+
+def _explain_unknown(name: str) -> str:
+    if name in ServeConfig.__struct_fields__:
+        return f"{name} is a setting of the whole server; set it on the command line or in --config"
+    known = [*ModelEntry.__struct_fields__, *sorted(MODEL_SETTINGS)]
+    close = get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"unknown field {name!r}; " + (f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}")
+
+
+def _check_memory(specs: Sequence[ModelSpec], where: str, memory: Mapping[str, int]) -> None:
+    kept = dict.fromkeys(memory, 0)
+    for spec in specs:
+        for device, need in spec.memory.items():
+            if device not in memory:
+                continue
+            if spec.entry.memory_bytes is None:
+                raise ConfigError(
+                    f"{where}: the model {spec.id!r} is on {device}, whose memory is limited in [memory]; say how much "
+                    "it takes, as memory_bytes"
+                )
+            if need > memory[device]:
+                raise ConfigError(
+                    f"{where}: the model {spec.id!r} takes {need} bytes on {device} (memory_bytes), and [memory] gives "
+                    f"{memory[device]}; give more, or use a smaller model"
+                )
+            if spec.entry.keep == "always":
+                kept[device] += need
+    for device, need in kept.items():
+        if need > memory[device]:
+            raise ConfigError(
+                f"{where}: the models with keep = 'always' take {need} bytes on {device}, and [memory] gives "
+                f"{memory[device]}; give more, or set keep = 'on_demand' for some"
+            )
+        for spec in specs:
+            if spec.entry.keep == "on_demand" and spec.memory.get(device, 0) > memory[device] - need:
+                raise ConfigError(
+                    f"{where}: the model {spec.id!r} takes {spec.memory[device]} bytes on {device}, and the models "
+                    f"with keep = 'always' leave {memory[device] - need} of {memory[device]}; it could never be loaded"
+                )
+
+
+def _list(names: Any) -> str:
+    return ", ".join(map(repr, sorted(names)))

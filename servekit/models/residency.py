@@ -1,0 +1,405 @@
+"""Decide which models are loaded: which one is loaded next, and which ones make room for it.
+
+Each model needs memory on some devices. Models that requests name wait in line, in the order in which they were first
+named, and a model that waits may only be overtaken by one that needs none of the same devices. If there is no room for
+it, the models that were used least recently make room; never one that is used, and never one with `is_kept`.
+
+A model that others keep using would never make room. So once a model has waited for TURN_S, and those in its way have
+been loaded for as long, the least recently used of them are *closed*: requests that name a closed model wait in line,
+too. When the last use of it has ended, it makes room.
+
+This is pure: times are arguments, and the caller executes what `plan` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from math import ceil, inf
+
+from msgspec import Struct
+
+TURN_S = 10.0  # that a model may be used by others while one waits for its memory
+DEFAULT_LOAD_S = 30.0  # that a model takes to load, before it was measured
+FIRST_BACKOFF_S = 5.0  # after a model could not be loaded; doubled after each further failure
+MAX_BACKOFF_S = 300.0
+
+
+class State(StrEnum):
+    """What a model does."""
+
+    COLD = "cold"  # not loaded
+    WAITING = "waiting"  # for its turn to be loaded
+    LOADING = "loading"
+    READY = "ready"
+    UNLOADING = "unloading"
+    FAILED = "failed"  # could not be loaded, and is tried again at `retry_s` at the earliest
+
+
+class ModelNeeds(Struct, frozen=True):
+    """The memory that a model takes on each device, in bytes, and whether it stays loaded."""
+
+    name: str
+    memory: Mapping[str, int] = {}
+    is_kept: bool = False
+
+
+class Load(Struct, frozen=True):
+    """Load this model."""
+
+    name: str
+
+
+class Unload(Struct, frozen=True):
+    """Unload this model, which is not used."""
+
+    name: str
+
+
+class Admit(Struct, frozen=True):
+    """Let those who wait for this model use it: it is loaded."""
+
+    name: str
+
+
+Action = Load | Unload | Admit
+
+
+class _Model:
+    """One model, and what is known of it."""
+
+    def __init__(self, needs: ModelNeeds) -> None:
+        self.needs = needs
+        self.next_needs = needs  # from when it holds no memory
+        self.is_loaded = False
+        self.is_changing = False  # it is being loaded or unloaded
+        self.is_closed = False
+        self.is_dismissed = False  # an operator wants it unloaded
+        self.num_uses = 0
+        self.is_admitted = False  # by the present plan, whose caller counts the uses next
+        self.wanted_s: float | None = None  # since when somebody waits for it
+        self.ready_s = -inf  # since when it is loaded
+        self.used_s = -inf  # when its last use began or ended
+        self.load_s = DEFAULT_LOAD_S  # what loading it takes
+        self.load_began_s = 0.0
+        self.num_failures = 0  # in a row
+        self.retry_s = -inf
+
+    @property
+    def holds_memory(self) -> bool:
+        return self.is_loaded or self.is_changing
+
+    def settle(self) -> None:
+        """Note that it may hold no memory any more."""
+        if not self.holds_memory:
+            self.needs = self.next_needs
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may be unloaded at once."""
+        return self.is_loaded and not self.is_changing and not self.num_uses and not self.is_admitted
+
+
+class Residency:
+    """Which models are loaded, and which ones wait. All methods that take a time need times that never go back."""
+
+    def __init__(self, capacity: Mapping[str, int], models: Iterable[ModelNeeds] = ()) -> None:
+        """`capacity` is the memory for models of each device, in bytes; devices that are not in it have no limit."""
+        self._capacity = capacity
+        self._models: dict[str, _Model] = {}
+        for needs in models:
+            self.add(needs)
+
+    def add(self, needs: ModelNeeds) -> None:
+        """Add a model, which is cold."""
+        self._models[needs.name] = _Model(needs)
+
+    def replace(self, needs: ModelNeeds) -> None:
+        """Change what a model needs: its memory when it holds none, and whether it stays loaded at once."""
+        model = self._models[needs.name]
+        model.next_needs = needs
+        model.needs = ModelNeeds(needs.name, model.needs.memory, needs.is_kept)
+        model.settle()
+
+    def set_capacity(self, capacity: Mapping[str, int]) -> None:
+        """Change the memory for models of each device. Models that hold more make room when others need it."""
+        self._capacity = capacity
+
+    def remove(self, name: str) -> None:
+        """Forget a model, which is cold and not waited for."""
+        assert not self._models[name].holds_memory
+        del self._models[name]
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state(self, name: str) -> State:
+        """What a model does."""
+        model = self._models[name]
+        if model.is_changing:
+            return State.UNLOADING if model.is_loaded else State.LOADING
+        if model.is_loaded:
+            return State.UNLOADING if model.is_dismissed else State.READY
+        if model.wanted_s is not None:
+            return State.WAITING
+        return State.FAILED if model.num_failures else State.COLD
+
+    def num_uses(self, name: str) -> int:
+        """How many use a model."""
+        return self._models[name].num_uses
+
+    def retry_s(self, name: str) -> float:
+        """The time before which a model that could not be loaded is not tried again."""
+        return self._models[name].retry_s
+
+    def free(self, device: str) -> float:
+        """The memory of a device that no model holds; infinite without a limit."""
+        held = sum(each.needs.memory.get(device, 0) for each in self._models.values() if each.holds_memory)
+        return self._capacity.get(device, inf) - held
+
+    def position(self, name: str) -> int:
+        """How many models are loaded before this one, with itself: 1 for the next one; 0 if it does not wait."""
+        model = self._models[name]
+        if model.wanted_s is None or model.is_changing:
+            return 0
+        line = self._line()
+        return 1 + sum(_share_devices(each, model) for each in line[: line.index(model)])
+
+    def expected_wait_s(self, name: str, now_s: float) -> float:
+        """An estimate of the time until a model is loaded that is named now: the times to load those before it."""
+        model = self._models[name]
+        if model.is_loaded and not model.is_changing and not model.is_closed:
+            return 0.0
+        wait_s = 0.0 if self._is_loading(model) else model.load_s
+        line = self._line()
+        before = line[: line.index(model)] if model in line else line
+        for each in self._models.values():
+            if self._is_loading(each) and (each is model or _share_devices(each, model)):
+                wait_s += max(0.0, each.load_began_s + each.load_s - now_s)
+        wait_s += sum(each.load_s for each in before if _share_devices(each, model) and not each.is_changing)
+        return max(wait_s, model.retry_s - now_s)
+
+    def retry_after_s(self, name: str, now_s: float) -> int:
+        """Whole seconds after which a request for a model should come again that was refused now."""
+        return max(1, ceil(self.expected_wait_s(name, now_s)))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `plan` has nothing to do, whatever uses end."""
+        return all(each.wanted_s is None and not each.is_dismissed for each in self._models.values())
+
+    def next_s(self, now_s: float) -> float:
+        """The time at which `plan` may return something although nothing has been reported; inf if there is none."""
+        times = [each.retry_s for each in self._models.values() if each.needs.is_kept and not each.holds_memory]
+        for waiting in self._line():
+            times += [self._turn_ends_s(waiting, each) for each in self._in_the_way(waiting) if not each.is_closed]
+        return min((time_s for time_s in times if time_s > now_s), default=inf)
+
+    @staticmethod
+    def _is_loading(model: _Model) -> bool:
+        return model.is_changing and not model.is_loaded
+
+    def _line(self) -> list[_Model]:
+        """The models that wait, in order of their turns."""
+        waiting = [each for each in self._models.values() if each.wanted_s is not None and not each.is_changing]
+        return sorted(waiting, key=lambda each: each.wanted_s or 0.0)
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def want(self, name: str, now_s: float) -> None:
+        """Somebody waits for a model."""
+        model = self._models[name]
+        if model.wanted_s is None:
+            model.wanted_s = now_s
+
+    def unwant(self, name: str) -> None:
+        """Nobody waits for it any more."""
+        self._models[name].wanted_s = None
+
+    def begin_use(self, name: str, now_s: float) -> bool:
+        """Use a model at once, if it is loaded and not closed. Returns whether that was so."""
+        model = self._models[name]
+        if not model.is_loaded or model.is_changing or model.is_closed or model.is_dismissed:
+            return False
+        self.add_use(name, now_s)
+        return True
+
+    def add_use(self, name: str, now_s: float) -> None:
+        """Count a use of a model that `plan` has admitted."""
+        model = self._models[name]
+        assert model.is_loaded and not model.is_changing
+        model.num_uses += 1
+        model.used_s = now_s
+
+    def end_use(self, name: str, now_s: float) -> None:
+        """A use has ended."""
+        model = self._models[name]
+        model.num_uses -= 1
+        model.used_s = now_s
+        assert model.num_uses >= 0
+
+    def loaded(self, name: str, now_s: float) -> None:
+        """A model that was being loaded is ready."""
+        model = self._models[name]
+        assert self._is_loading(model)
+        model.is_changing, model.is_loaded, model.is_closed = False, True, False
+        model.num_failures, model.retry_s = 0, -inf
+        model.ready_s = model.used_s = now_s
+        model.load_s = now_s - model.load_began_s
+
+    def load_failed(self, name: str, now_s: float) -> None:
+        """A model could not be loaded. Nobody waits for it any more."""
+        self._fail(self._models[name], now_s)
+
+    def failing(self, name: str) -> None:
+        """A loaded model has failed, and is being unloaded for it. Its uses do not end: `lost` forgets them."""
+        model = self._models[name]
+        assert model.is_loaded and not model.is_changing
+        model.is_changing = True
+
+    def lost(self, name: str, now_s: float) -> None:
+        """A model that has failed is unloaded."""
+        model = self._models[name]
+        model.num_uses = 0
+        self._fail(model, now_s)
+
+    def _fail(self, model: _Model, now_s: float) -> None:
+        model.is_loaded = model.is_changing = model.is_closed = model.is_dismissed = False
+        model.settle()
+        model.num_failures += 1
+        model.wanted_s = None
+        model.retry_s = now_s + min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(model.num_failures - 1, 30))
+
+    def unloaded(self, name: str) -> None:
+        """A model that was being unloaded holds no memory any more."""
+        model = self._models[name]
+        assert model.is_loaded and model.is_changing
+        model.is_loaded = model.is_changing = model.is_closed = model.is_dismissed = False
+        model.settle()
+
+    def dismiss(self, name: str) -> None:
+        """An operator wants a model to be unloaded: when the last use of it has ended."""
+        model = self._models[name]
+        model.is_dismissed = model.is_loaded
+
+    # -- decisions ----------------------------------------------------------------------------------------------------
+
+    def plan(self, now_s: float) -> list[Action]:
+        """Return what to do now, and count it as begun.
+
+        The caller reports `loaded`, `load_failed` or `unloaded` when it is done.
+        """
+        for model in self._models.values():
+            model.is_admitted = False
+            if model.needs.is_kept and not model.holds_memory and model.wanted_s is None and now_s >= model.retry_s:
+                model.wanted_s = now_s
+        dismissed = [each for each in self._models.values() if each.is_dismissed and each.is_idle]
+        actions: list[Action] = [self._begin_unloading(each) for each in dismissed]
+        self._close(now_s)
+        blocked: set[str] = set()
+        line = self._line()
+        for model in line:
+            if model.is_loaded and not model.is_closed and not model.is_dismissed:
+                model.wanted_s, model.is_admitted = None, True
+                actions.append(Admit(model.needs.name))
+        for model in line:
+            if model.is_loaded:
+                continue
+            if blocked.isdisjoint(model.needs.memory):
+                if self._fits(model, {}):
+                    model.is_changing, model.load_began_s = True, now_s
+                    model.wanted_s = None
+                    actions.append(Load(model.needs.name))
+                    continue
+                actions += [self._begin_unloading(each) for each in self._victims(model)]
+            blocked |= model.needs.memory.keys()
+        return actions
+
+    @staticmethod
+    def _begin_unloading(model: _Model) -> Unload:
+        model.is_changing = True
+        return Unload(model.needs.name)
+
+    def _fits(self, model: _Model, freed: Mapping[str, int]) -> bool:
+        """Whether a model has room when this much more is free on each device."""
+        return all(need <= self.free(device) + freed.get(device, 0) for device, need in model.needs.memory.items())
+
+    def _victims(self, model: _Model) -> Sequence[_Model]:
+        """Return the models that make room for one: those used least recently; none if that would not be enough.
+
+        Memory of models that are already being unloaded counts as free.
+        """
+        freed: dict[str, int] = {}
+        for each in self._models.values():
+            if each.is_changing and each.is_loaded:
+                _add(freed, each)
+        chosen: list[_Model] = []
+        for each in sorted(self._in_the_way(model), key=lambda each: each.used_s):
+            if self._fits(model, freed):
+                break
+            if each.is_idle and self._lacks(model, each, freed):
+                chosen.append(each)
+                _add(freed, each)
+        if not self._fits(model, freed):
+            return ()
+        for each in reversed(chosen[:-1]):  # a large one may have made room for smaller ones before it
+            without = {device: freed.get(device, 0) - each.needs.memory.get(device, 0) for device in freed}
+            if self._fits(model, without):
+                chosen.remove(each)
+                freed = without
+        return chosen
+
+    def _lacks(self, model: _Model, victim: _Model, freed: Mapping[str, int]) -> bool:
+        """Whether a victim holds memory on a device on which a model has no room yet."""
+        return any(
+            need > self.free(device) + freed.get(device, 0) and victim.needs.memory.get(device, 0)
+            for device, need in model.needs.memory.items()
+        )
+
+    def _in_the_way(self, model: _Model) -> list[_Model]:
+        """The loaded models that may make room for one, used or not."""
+        return [
+            each
+            for each in self._models.values()
+            if each.is_loaded and not each.is_changing and not each.needs.is_kept and _share_devices(each, model)
+        ]
+
+    def _close(self, now_s: float) -> None:
+        """Close the models that have to make room for those whose turn it is, and open all others."""
+        closed: list[_Model] = []
+        blocked: set[str] = set()
+        for model in self._line():
+            if model.is_loaded or not blocked.isdisjoint(model.needs.memory):
+                continue
+            blocked |= model.needs.memory.keys()
+            closed += self._to_close(model, now_s)
+        for model in self._models.values():
+            model.is_closed = model in closed
+
+    def _to_close(self, model: _Model, now_s: float) -> list[_Model]:
+        """Return the models that make room for one, as far as they have had their turns; none if it needs none."""
+        freed: dict[str, int] = {}
+        for each in self._models.values():
+            if each.is_changing and each.is_loaded:
+                _add(freed, each)
+        chosen: list[_Model] = []
+        # Those that were closed before come first, so that the choice stays the same while their uses end.
+        for each in sorted(self._in_the_way(model), key=lambda each: (not each.is_closed, each.used_s)):
+            if self._fits(model, freed):
+                break
+            if self._lacks(model, each, freed) and (each.is_idle or now_s >= self._turn_ends_s(model, each)):
+                chosen.append(each)
+                _add(freed, each)
+        return [each for each in chosen if not each.is_idle or each.is_closed] if self._fits(model, freed) else []
+
+    @staticmethod
+    def _turn_ends_s(waiting: _Model, used: _Model) -> float:
+        return max(waiting.wanted_s or 0.0, used.ready_s) + TURN_S
+
+
+def _add(freed: dict[str, int], model: _Model) -> None:
+    for device, need in model.needs.memory.items():
+        freed[device] = freed.get(device, 0) + need
+
+
+def _share_devices(one: _Model, other: _Model) -> bool:
+    return not one.needs.memory.keys().isdisjoint(other.needs.memory.keys())

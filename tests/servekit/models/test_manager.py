@@ -1,0 +1,161 @@
+"""Who may use which model, and how a request finds one, without any process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+
+from servekit.api.app import create_app
+from servekit.api.auth.keys import parse_keys_file
+from servekit.config import ServeConfig
+from servekit.engine.caller import Caller
+from servekit.errors import ModelNotFound
+from servekit.models.manager import ModelManager
+from servekit.models.model_file import ModelFile, parse_model_file
+from tests.support.asgi import Answer, ask, bearer
+
+KEYS = """
+[[key]]
+key = "of-search"
+tenant = "search"
+[[key]]
+key = "of-law"
+tenant = "law"
+[[key]]
+key = "of-operator"
+tenant = "operator"
+admin = true
+"""
+MODELS = """
+[[model]]
+id = "open"
+model = "sim:instant"
+keep = "on_demand"
+[[model]]
+id = "secret"
+aliases = ["hidden"]
+model = "sim:instant"
+keep = "on_demand"
+tenants = ["law"]
+[[alias]]
+name = "both"
+models = { open = 1, secret = 1 }
+"""
+CONFIG = ServeConfig(api_keys_file="keys.toml", models="models.toml")
+LAW, SEARCH = Caller("law"), Caller("search")
+
+
+def parsed(text: str = MODELS) -> ModelFile:
+    return parse_model_file(text.encode(), "models.toml", CONFIG, "cpu")
+
+
+@pytest.fixture
+def manager() -> ModelManager:
+    return ModelManager(CONFIG, parsed())
+
+
+@pytest.fixture
+def app(manager: ModelManager) -> Starlette:
+    return create_app(manager, parse_keys_file(KEYS.encode(), "keys.toml"))
+
+
+async def post(app: Starlette, path: str, key: str, **fields: Any) -> Answer:
+    return await ask(app, "POST", path, bearer(key), body=json.dumps(fields).encode())
+
+
+async def test_key_gets_for_a_model_that_it_may_not_use_what_an_unknown_model_gets(app: Starlette) -> None:
+    for name in ("secret", "hidden", "both"):
+        hidden = await post(app, "/v1/completions", "of-search", model=name, prompt="x")
+        unknown = await post(app, "/v1/completions", "of-search", model="nothing", prompt="x")
+        assert hidden.status == unknown.status == 404
+        assert hidden.body == unknown.body.replace(b"nothing", name.encode()), "the same answer, but for the name"
+        assert "secret" not in hidden.error["message"].partition("does not exist")[2]
+    listed = json.loads((await ask(app, "GET", "/v1/models", bearer("of-search"))).body)["data"]
+    assert [each["id"] for each in listed] == ["open"]
+    assert (await ask(app, "GET", "/v1/models/secret", bearer("of-search"))).status == 404
+    listed = json.loads((await ask(app, "GET", "/v1/models", bearer("of-law"))).body)["data"]
+    assert [each["id"] for each in listed] == ["open", "secret"]
+    for path in ("/ui/state?model=secret", "/info?model=secret"):
+        scope_path, _, query = path.partition("?")
+        answer = await ask_with_query(app, scope_path, query, "of-search")
+        assert answer.status == 404
+
+
+async def ask_with_query(app: Starlette, path: str, query: str, key: str) -> Answer:
+    async def with_query(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "query_string": query.encode()}, receive, send)
+
+    return await ask(with_query, "GET", path, bearer(key))  # type: ignore[arg-type]
+
+
+async def test_only_admin_keys_manage_models(app: Starlette) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/models/open/load", {}),
+        ("/v1/models/open/unload", {}),
+        ("/v1/aliases/both", {"models": {"open": 1}}),
+    ]
+    for path, fields in calls:
+        assert (await post(app, path, "of-law", **fields)).status == 403
+    assert (await ask(app, "GET", "/v1/aliases", bearer("of-law"))).status == 403
+    answer = await post(app, "/v1/models/secret/unload", "of-operator")
+    assert answer.status == 200 and json.loads(answer.body) == {"id": "secret", "state": "cold"}
+    assert (await post(app, "/v1/models/nothing/load", "of-operator")).status == 404
+
+
+async def test_alias_is_divided_anew_by_one_call_and_rolled_back_by_another(
+    app: Starlette, manager: ModelManager
+) -> None:
+    callers = [Caller("law", request_id=f"r{number}") for number in range(50)]
+    answer = await post(app, "/v1/aliases/canary", "of-operator", models={"open": 0, "secret": 1})
+    assert answer.status == 200 and json.loads(answer.body)["aliases"]["canary"] == {"open": 0.0, "secret": 1.0}
+    assert {manager.find("canary", caller).name for caller in callers} == {"secret"}
+    await post(app, "/v1/aliases/canary", "of-operator", models={"open": 1})
+    assert {manager.find("canary", caller).name for caller in callers} == {"open"}
+    for name, models in (("open", {"open": 1}), ("new", {"none": 1}), ("new", {"open": 0}), ("new", {"open": -1})):
+        assert (await post(app, f"/v1/aliases/{name}", "of-operator", models=models)).status == 400
+    assert "new" not in manager.divided()
+
+
+def test_key_keeps_its_model_and_anonymous_requests_are_divided_one_by_one() -> None:
+    manager = ModelManager(CONFIG, parsed(MODELS.replace('tenants = ["law"]', "")))
+    for tenant in ("law", "search"):
+        names = {manager.find("both", Caller(tenant, request_id=str(number))).name for number in range(30)}
+        assert len(names) == 1
+    assert len({manager.find("both", Caller(request_id=str(number))).name for number in range(30)}) == 2
+
+
+def test_name_of_any_model_is_the_default_one(manager: ModelManager) -> None:
+    for name in (None, "", "dummy", "tgi", "open"):
+        assert manager.find(name, SEARCH).name == "open"
+    with pytest.raises(ModelNotFound, match="This server has 'open', 'secret', 'hidden', 'both'"):
+        manager.find("OPEN", LAW)
+
+
+async def test_new_file_adds_removes_and_renames_models(manager: ModelManager) -> None:
+    first = manager.find("open", LAW)
+    text = (
+        MODELS.replace('id = "secret"', 'id = "new"').replace("secret = 1", "new = 3").replace('["law"]', '["search"]')
+    )
+    manager.replace_file(parsed(text))
+    assert manager.find("open", LAW) is first, "what stays is the same"
+    assert manager.find("hidden", SEARCH).name == "new"
+    assert [each.name for each in manager.served(SEARCH)] == ["open", "new"]
+    assert [each.name for each in manager.served(LAW)] == ["open"]
+    for name in ("secret", "new"):
+        with pytest.raises(ModelNotFound):
+            manager.find(name, LAW)
+    assert manager.divided() == {"both": {"open": 1.0, "new": 3.0}}
+
+
+def test_metrics_have_each_family_once(manager: ModelManager) -> None:
+    manager.find("secret", LAW)
+    lines = manager.metrics.render().decode().splitlines()
+    types = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))
+    for name in ("open", "secret"):
+        assert f'servekit_model_state{{model_name="{name}",state="cold"}} 1.0' in lines
+    samples = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+    assert len(samples) == len(set(samples))

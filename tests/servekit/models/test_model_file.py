@@ -1,0 +1,135 @@
+"""The model file: what it means, and the sentence for each mistake."""
+
+from __future__ import annotations
+
+import pytest
+
+from servekit.config import MODEL_SETTINGS, ServeConfig
+from servekit.errors import ConfigError
+from servekit.models.model_file import ModelFile, make_model_file, parse_model_file
+
+BASE = ServeConfig(max_num_seqs=7, port=1234, models="models.toml")
+
+
+def parse(text: str, device: str = "cpu") -> ModelFile:
+    return parse_model_file(text.encode(), "models.toml", BASE, device)
+
+
+def test_model_has_its_own_settings_and_the_servers_for_the_rest() -> None:
+    file = parse(
+        """
+        default = "gpt-4o"
+        max_load_wait = 60
+        [memory]
+        cpu = 1000
+        [[model]]
+        id = "chat"
+        aliases = ["gpt-4o"]
+        model = "demo"
+        dtype = "bfloat16"
+        num-kv-blocks = 5
+        memory_bytes = 100
+        data_parallel_size = 2
+        tenants = ["search"]
+        [[model]]
+        id = "code"
+        model = "sim:instant"
+        keep = "on_demand"
+        memory_bytes = 300
+        [[alias]]
+        name = "canary"
+        models = { chat = 90, code = 10 }
+        sticky = "conversation"
+        """
+    )
+    chat, code = file.models
+    assert (chat.id, chat.config.model, chat.config.model_name) == ("chat", "demo", "chat")
+    assert (chat.config.dtype, chat.config.num_kv_blocks, chat.config.max_num_seqs) == ("bfloat16", 5, 7)
+    assert chat.config.models is None and chat.config.port == 1234
+    assert chat.memory == {"cpu": 200} and code.memory == {"cpu": 300}, "each worker takes memory"
+    assert chat.entry.tenants == ["search"] and chat.entry.keep == "always" and code.entry.keep == "on_demand"
+    assert file.aliases == {"gpt-4o": "chat"} and file.default == "gpt-4o" and file.max_load_wait_s == 60.0
+    assert file.splits["canary"].models == {"chat": 90.0, "code": 10.0}
+
+
+MODEL = '[[model]]\nid = "a"\nmodel = "demo"\n'
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "memory"),
+    [
+        ("", "cuda:0", {"cuda:0": 5}),
+        ('device = "cpu"', "cuda:0", {"cpu": 5}),
+        ('device = "cuda"\ntensor_parallel_size = 2', "cuda:0", {"cuda:0": 5, "cuda:1": 5}),
+        ('device = "cuda:3"', "cuda:0", {"cuda:3": 5}),
+        ('devices = "cuda:1,cuda:1,cuda:2"', "cpu", {"cuda:1": 10, "cuda:2": 5}),
+    ],
+)
+def test_memory_is_needed_where_the_workers_are(settings: str, device: str, memory: dict[str, int]) -> None:
+    (spec,) = parse(f"{MODEL}memory_bytes = 5\n{settings}", device).models
+    assert spec.memory == memory
+
+
+def test_first_model_is_the_default_one() -> None:
+    assert parse(MODEL + MODEL.replace('"a"', '"b"')).default == "a"
+
+
+LIMITED = "[memory]\ncpu = 100\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[model]", r"models.toml: not a valid TOML file"),
+        ("", r"models.toml: the file must have one or more \[\[model\]\] entries"),
+        ("[model]\nid = 'a'", r"models.toml: model must be written as \[\[model\]\]"),
+        ("model = [1]", r"models.toml: \[\[model\]\] 1: it must be a table"),
+        ('[[model]]\nmodel = "demo"', r"\[\[model\]\] 1: it has no id"),
+        ('[[model]]\nid = "a"', r"\[\[model\]\] 1 \('a'\): it has no model"),
+        (MODEL + "max_num_seqs = 0", r"\[\[model\]\] 1 \('a'\): max_num_seqs = 0 is not accepted.*from 1 to 65536"),
+        (MODEL + "port = 80", r"\[\[model\]\] 1 \('a'\): port is a setting of the whole server"),
+        (MODEL + "quantisation = 'int8'", r"unknown field 'quantisation'; did you mean quantization\?"),
+        (MODEL + "xyzzy = 1", r"unknown field 'xyzzy'; there are id, aliases"),
+        (MODEL + 'keep = "sometimes"', r"\[\[model\]\] 1 \('a'\): keep must be 'always' or 'on_demand'"),
+        (MODEL + "aliases = [1]", r"aliases must be a list of names"),
+        (MODEL + 'aliases = ["a"]', r"the name 'a' is that of 'a' and of 'a'"),
+        (MODEL + MODEL, r"models.toml: the name 'a' is that of 'a' and of 'a'"),
+        ('default = "b"\n' + MODEL, r"default = 'b' is not the name of a model; there are 'a'"),
+        ("default = 1\n" + MODEL, r"models.toml: default must be the id or an alias of a model"),
+        ("other = 1\n" + MODEL, r"models.toml: unknown field 'other'; the known ones are default"),
+        ("[memory]\ntpu = 1\n" + MODEL, r"\[memory\] 'tpu' is not a device"),
+        (LIMITED + MODEL, r"the model 'a' is on cpu, whose memory is limited.*memory_bytes"),
+        (LIMITED + MODEL + "memory_bytes = 101", r"takes 101 bytes on cpu \(memory_bytes\), and \[memory\] gives 100"),
+        (
+            LIMITED + MODEL + "memory_bytes = 60\n" + MODEL.replace('"a"', '"b"') + "memory_bytes = 60",
+            r"the models with keep = 'always' take 120 bytes on cpu, and \[memory\] gives 100",
+        ),
+        (
+            LIMITED
+            + MODEL
+            + "memory_bytes = 60\n"
+            + MODEL.replace('"a"', '"b"')
+            + 'memory_bytes = 60\nkeep = "on_demand"',
+            r"'b' takes 60 bytes on cpu.*leave 40 of 100; it could never be loaded",
+        ),
+        (MODEL + "[[alias]]\nname = 'c'", r"\[\[alias\]\] 1: the field 'models' is missing"),
+        (MODEL + "[[alias]]\nname = 'c'\nmodels = { b = 1 }", r"the alias 'c': 'b' is not the id of a model"),
+        (MODEL + "[[alias]]\nname = 'c'\nmodels = { a = 0 }", r"the alias 'c': models needs at least one weight"),
+        (MODEL + "[[alias]]\nname = 'a'\nmodels = { a = 1 }", r"the alias 'a' is the name of the model 'a'"),
+        (MODEL + 2 * "[[alias]]\nname = 'c'\nmodels = { a = 1 }\n", r"\[\[alias\]\] 2: the name 'c' is given twice"),
+        (MODEL + "[[alias]]\nname = 'c'\nmodels = { a = 'x' }", r"\[\[alias\]\] 1: "),
+        (MODEL + "[[alias]]\nname = 'c'\nmodels = { a = 1 }\nsticky = 'x'", r"sticky must be 'key' or 'conversation'"),
+    ],
+)
+def test_mistake_is_explained_with_file_entry_and_field(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(text)
+
+
+def test_settings_of_a_model_are_settings() -> None:
+    assert set(ServeConfig.__struct_fields__) > MODEL_SETTINGS
+
+
+def test_models_without_a_file_have_no_limits() -> None:
+    file = make_model_file(parse(MODEL).models, "here")
+    assert not file.memory and not file.splits and file.default == "a"
