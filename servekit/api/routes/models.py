@@ -18,7 +18,7 @@ from servekit.api.request_body import read_body
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.responses.http import respond
 from servekit.api.schemas.json_body import decode
-from servekit.errors import Forbidden
+from servekit.errors import Forbidden, InvalidRequest
 
 
 class ModelStatus(Struct):
@@ -79,8 +79,10 @@ def _check_admin(request: Request) -> None:
 
 
 ENDPOINTS: list[Endpoint] = [
-    Endpoint("POST", "/v1/models/{model:path}/load", load_model, gives=(ModelStatus,)),
-    Endpoint("POST", "/v1/models/{model:path}/unload", unload_model, gives=(ModelStatus,)),
+    Endpoint("POST", "/v1/models/{model:path}/load", load_model, gives=(ModelStatus,), own_errors=(InvalidRequest,)),
+    Endpoint(
+        "POST", "/v1/models/{model:path}/unload", unload_model, gives=(ModelStatus,), own_errors=(InvalidRequest,)
+    ),
     Endpoint("GET", "/v1/aliases", list_aliases, gives=(Aliases,)),
     Endpoint(
         "POST",
