@@ -316,6 +316,9 @@ class StepResult(Struct, frozen=True, tag="step_result"):
     failures: tuple[tuple[int, str], ...] = ()  # (number of the span, why its token is invalid)
     deferred: tuple[int, ...] = ()  # numbers of spans for which no token was sampled
     counts: tuple[int, ...] = ()  # tokens of each span; empty if all have one
+    # Drafts that were verified for each span, which may be fewer than were planned; empty if there were none.
+    num_drafts: tuple[int, ...] = ()
+    draft_time_s: float = 0.0  # of the step's time: what the drafter took to make the drafts
 
 
 class StepAcknowledged(Struct, frozen=True, tag="step_acknowledged"):

@@ -29,7 +29,7 @@ from servekit.scheduler.prefix_cache import HashBlock, chain_hash
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import Sequence, Status
 from servekit.scheduler.step import Step, by_token
-from servekit.scheduler.step_time import StepTimes
+from servekit.scheduler.step_time import PositionTimes, StepTimes
 from servekit.scheduler.workload_manager import WorkloadManager
 
 CONTINUES, ENDS = 0, 1  # what the tokens of a replayed sequence mean
@@ -51,6 +51,8 @@ class ResultState(Struct, frozen=True, array_like=True):
     prompt_logprobs: list[tuple[int, int, int]]  # (index of the chunk, first position, number of positions)
     deferred: tuple[int, ...] = ()  # numbers of the spans whose token was not sampled
     counts: tuple[int, ...] = ()  # tokens of each span, if not all have one
+    num_drafts: tuple[int, ...] = ()  # verified ones of each span, if there are any
+    draft_time_s: float = 0.0
 
 
 class SequenceState(Struct, frozen=True, array_like=True):
@@ -134,8 +136,9 @@ class DraftState(Struct, frozen=True, array_like=True):
     mean_acceptance: float
     num_drafted: list[int]
     num_accepted: list[int]
-    classes: list[int]  # of PositionTimes
-    means_s: list[float]
+    times: tuple[list[int], list[float]]  # classes and means of PositionTimes
+    round_times: tuple[list[int], list[float]]
+    is_drafting: bool
 
 
 class ManagerState(Struct, frozen=True, array_like=True):
@@ -306,6 +309,8 @@ def summarize_result(result: StepResult, sampled: SampledSequences) -> ResultSta
         [(part.chunk_index, part.start, len(part.logprobs)) for part in result.prompt_logprobs],
         result.deferred,
         result.counts,
+        result.num_drafts,
+        result.draft_time_s,
     )
 
 
@@ -319,9 +324,14 @@ def _save_drafts(draft_lengths: DraftLengths) -> DraftState:
         mean_acceptance=draft_lengths.mean_acceptance,
         num_drafted=draft_lengths.num_drafted.copy(),
         num_accepted=draft_lengths.num_accepted.copy(),
-        classes=draft_lengths.times.classes.copy(),
-        means_s=draft_lengths.times.means_s.copy(),
+        times=_save_position_times(draft_lengths.times),
+        round_times=_save_position_times(draft_lengths.round_times),
+        is_drafting=draft_lengths.is_drafting,
     )
+
+
+def _save_position_times(times: PositionTimes) -> tuple[list[int], list[float]]:
+    return times.classes.copy(), times.means_s.copy()
 
 
 def _save_queue(manager: WorkloadManager) -> QueueState:
@@ -431,6 +441,8 @@ def replay_result(state: ResultState) -> StepResult:
         failures=tuple((index, "") for index in state.failures),
         deferred=state.deferred,
         counts=state.counts,
+        num_drafts=state.num_drafts,
+        draft_time_s=state.draft_time_s,
     )
 
 
@@ -515,8 +527,12 @@ def _restore_drafts(draft_lengths: DraftLengths, state: DraftState) -> None:
     draft_lengths.mean_acceptance = state.mean_acceptance
     draft_lengths.num_drafted = state.num_drafted.copy()
     draft_lengths.num_accepted = state.num_accepted.copy()
-    draft_lengths.times.classes = state.classes.copy()
-    draft_lengths.times.means_s = state.means_s.copy()
+    draft_lengths.is_drafting = state.is_drafting
+    for times, (classes, means_s) in (
+        (draft_lengths.times, state.times),
+        (draft_lengths.round_times, state.round_times),
+    ):
+        times.classes, times.means_s = classes.copy(), means_s.copy()
 
 
 def _restore_pool(kv_cache: KVCacheManager, state: PoolState, running: list[Sequence]) -> None:

@@ -2,8 +2,9 @@
 
 If each draft is accepted with probability a once all before it are, a step that verifies k drafts of a sequence gives
 1 + a + a² + … + aᵏ expected tokens for it, and computes 1 + k positions. The best numbers of drafts give the most
-expected tokens per second: the sum over all sequences of the step, divided by the time of a step with so many
-positions. Both are measured: a for each sequence, the time by the number of positions.
+expected tokens per second: the sum over all sequences of the step, divided by the time that the drafter takes for so
+many drafts and the model for so many positions. All of this is measured: a for each sequence, the model's time by the
+number of positions, and the drafter's by the number of sequences for which it makes one more draft.
 
 So no setting says where speculation pays. Where more positions take no longer, because the step waits for memory,
 drafts are free; where each one adds its share, because the step waits for arithmetic, only the likeliest are worth it.
@@ -15,7 +16,7 @@ Models Using Goodput", 2024, section 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.step_time import PositionTimes
@@ -25,11 +26,14 @@ FIRST_ACCEPTANCE = 0.5  # until a draft was verified
 FIRST_WEIGHT = 4.0  # of that, in drafts
 DECAY = 7 / 8  # the weight of a span in its sequence's acceptance, once another one has followed
 MEAN_DECAY = 63 / 64  # the same for the mean of all sequences
-# In one step of so many, every sequence verifies one draft more than pays: its text may have become repetitive, and
-# more positions may take less time than they once did. If such a step takes twice as long, this costs 1.6 %. All do it
-# in the same step, because a step of one more position may take as long as one of twice as many. The number is a prime:
-# otherwise it could always meet the same sequences, where several take turns in the steps of a pipeline.
+# In two steps of so many, some sequences verify one draft more than pays: their texts may have become repetitive, and
+# more positions may take less time than they once did. They are two steps, because in the first one a draft model makes
+# up for what it has not computed, so that only the second one shows what a draft takes. They are few sequences, which
+# take turns: under high load each position takes time. If a step of twice as many positions takes twice as long, all of
+# this costs 3 %, and 0.8 % with 32 sequences. The number is a prime: otherwise it could always meet the same
+# sequences, where several take turns in the steps of a pipeline.
 EXPLORE_EVERY = 61
+MAX_EXPLORING = 8
 
 
 def level_of(acceptance: float) -> int:
@@ -45,7 +49,11 @@ class DraftLengths:
 
     def __init__(self, max_drafts: int) -> None:
         self.max_drafts = max_drafts
-        self.times = PositionTimes()
+        self.times = PositionTimes()  # of steps by positions, without the time of making drafts
+        # Of a round of the drafter, which makes one draft for each of so many sequences. Until it is known, rounds are
+        # tried.
+        self.round_times = PositionTimes(unknown_s=0.0, min_s=0.0)
+        self.is_drafting = False  # whether the newest step without prefill had drafts
         self.mean_acceptance = FIRST_ACCEPTANCE
         self.num_drafted = [0] * max_drafts
         self.num_accepted = [0] * max_drafts
@@ -60,39 +68,66 @@ class DraftLengths:
         sequence.max_drafts = self.max_drafts if max_drafts is None else min(self.max_drafts, max_drafts)
         sequence.acceptance, sequence.acceptance_weight = self.mean_acceptance, FIRST_WEIGHT
 
-    def choose(self, sequences: Iterable[Sequence], step_id: int) -> list[int]:
-        """Return the number of drafts for each level of acceptance, in a step that decodes these sequences.
+    def observe(
+        self, num_decodes: int, num_planned: Collection[int], num_verified: int, step_time_s: float, draft_time_s: float
+    ) -> None:
+        """Learn from a step without prefill, of so many sequences, what it took in all and for making drafts.
+
+        `num_planned` has the planned drafts of each sequence that had any. The drafter made `num_verified` in all.
+        """
+        self.times.observe(num_decodes + num_verified, step_time_s - draft_time_s)
+        if num_planned and self.is_drafting:
+            num_rounds = max(num_planned)
+            self.round_times.observe(-(-sum(num_planned) // num_rounds), draft_time_s / num_rounds)
+        self.is_drafting = bool(num_planned)
+
+    def choose(self, sequences: Collection[Sequence], step_id: int, position_s: float) -> list[int]:
+        """Return the number of drafts of each sequence, in a step that decodes these; empty if there are none.
+
+        In a step of more positions than any without prefill had, each of them is expected to take `position_s` more.
+        Such steps may never come without prefill, and only those show what positions take.
 
         For any number of positions, the best choice takes the drafts that are likeliest to be accepted. So it is enough
-        to add drafts in this order, and to keep the number at which the rate was highest. Sequences of one level get
-        the same number.
+        to add drafts in this order, and to keep the number at which the rate was highest. Sequences of one level of
+        acceptance get the same number.
         """
-        num_sequences = 0
         num_drafting = [0] * NUM_LEVELS  # sequences of each level
         for sequence in sequences:
-            num_sequences += 1
             if sequence.max_drafts:
                 num_drafting[level_of(sequence.acceptance)] += 1
+        chosen = self._choose_by_level(len(sequences), num_drafting, position_s)
+        is_exploring = step_id % EXPLORE_EVERY < 2
+        if not is_exploring and not any(chosen):
+            return []
+        num_drafts = [chosen[level_of(sequence.acceptance)] for sequence in sequences]
+        if is_exploring:
+            first = step_id // EXPLORE_EVERY * MAX_EXPLORING
+            for index in range(first, first + min(MAX_EXPLORING, len(num_drafts))):
+                num_drafts[index % len(num_drafts)] += 1
+        return num_drafts
+
+    def _choose_by_level(self, num_sequences: int, num_drafting: list[int], position_s: float) -> list[int]:
+        """Return the best number of drafts for each level, of which there are so many sequences."""
         likeliest = sorted(
             (-(((level + 0.5) / NUM_LEVELS) ** position), level, position)
             for level in range(1, NUM_LEVELS)  # of the lowest level, nothing is expected
             if num_drafting[level]
             for position in range(1, self.max_drafts + 1)
         )
-        num_positions, num_tokens = num_sequences, float(num_sequences)
-        best_rate, num_best = num_tokens / self.times.seconds_of(num_positions), 0
-        for number, (unlikelihood, level, _) in enumerate(likeliest, start=1):
-            num_positions += num_drafting[level]
+        num_drafts, num_rounds, num_tokens = 0, 0, float(num_sequences)
+        best_rate, num_best = num_tokens / self.times.seconds_of(num_sequences, position_s), 0
+        for number, (unlikelihood, level, position) in enumerate(likeliest, start=1):
+            num_drafts += num_drafting[level]
+            num_rounds = max(num_rounds, position)
             num_tokens -= unlikelihood * num_drafting[level]
-            rate = num_tokens / self.times.seconds_of(num_positions)
+            draft_time_s = num_rounds * self.round_times.seconds_of(-(-num_drafts // num_rounds))
+            rate = num_tokens / (self.times.seconds_of(num_sequences + num_drafts, position_s) + draft_time_s)
             if rate > best_rate:
                 best_rate, num_best = rate, number
-        num_drafts = [0] * NUM_LEVELS
+        chosen = [0] * NUM_LEVELS
         for _, level, position in likeliest[:num_best]:
-            num_drafts[level] = position  # the positions of a level come in ascending order
-        if step_id % EXPLORE_EVERY == 0:
-            return [min(each + 1, self.max_drafts) for each in num_drafts]
-        return num_drafts
+            chosen[level] = position  # the positions of a level come in ascending order
+        return chosen
 
     def record(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Learn from the verified drafts of a sequence."""

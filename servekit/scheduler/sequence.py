@@ -180,7 +180,7 @@ class Sequence:
         self.num_missing = self.prompt_length
         self.num_preemptions = 0
         self.num_share_preemptions = 0  # of these: for another tenant's share, and not for a shortage of blocks
-        self.num_drafted_tokens = 0  # positions for drafts, in steps whose results were committed
+        self.num_drafted_tokens = 0  # that were verified, in steps whose results were committed
         self.num_accepted_tokens = 0  # of these: accepted
         self.acceptance = 0.0  # how likely its next draft is accepted. DraftLengths writes it, and
         self.acceptance_weight = 0.0  # of how many drafts that is the mean
@@ -233,11 +233,11 @@ class Sequence:
         self.num_computed = len(self.token_ids) - 1
         self.num_pending = 0
 
-    def settle_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Correct the bounds that counted all drafts of a step as accepted, before its tokens are appended."""
-        self.num_computed -= num_drafts - num_accepted
-        self.num_pending -= num_drafts - num_accepted
-        self.num_drafted_tokens += num_drafts
+    def settle_drafts(self, num_planned: int, num_verified: int, num_accepted: int) -> None:
+        """Correct the bounds that counted all planned drafts of a step as accepted, before its tokens are appended."""
+        self.num_computed -= num_planned - num_accepted
+        self.num_pending -= num_planned - num_accepted
+        self.num_drafted_tokens += num_verified
         self.num_accepted_tokens += num_accepted
 
     @property

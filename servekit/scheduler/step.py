@@ -34,7 +34,7 @@ class Step:
     chunks: list[ScheduledChunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     sampled: list[tuple[Sequence, int]] = field(default_factory=list)  # which sequence samples, in which incarnation
-    num_drafts: dict[int, int] = field(default_factory=dict)  # by index into `sampled`, where there are any
+    num_drafts: dict[int, int] = field(default_factory=dict)  # planned ones, by index into `sampled`
     # By index of the chunk: the sequence, and its incarnation, whose prompt logprobs that chunk computes.
     prompt_logprobs: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
     num_decodes: int = 0
@@ -46,7 +46,8 @@ class Step:
         counts, num_spans = result.counts, len(self.sampled)
         num_tokens = sum(counts) if counts else num_spans
         fits = (
-            (not counts or self._may_count(result))
+            (not result.num_drafts or self._may_draft(result))
+            and (not counts or self._may_count(result))
             and len(result.token_ids) == num_tokens
             and len(result.logprobs) in (0, num_tokens)
             and all(map(self._was_requested, result.prompt_logprobs))
@@ -56,19 +57,32 @@ class Step:
         if not fits:
             raise WorkerLost(f"the model worker's result does not fit its step of {num_spans} spans")
 
+    def _may_draft(self, result: StepResult) -> bool:
+        """Whether each span can have so many drafts: at most as many as were planned."""
+        return len(result.num_drafts) == len(self.sampled) and all(
+            0 <= number <= self.num_drafts.get(index, 0) for index, number in enumerate(result.num_drafts)
+        )
+
     def _may_count(self, result: StepResult) -> bool:
-        """Whether each span can have so many tokens: at most one more than drafts were planned."""
+        """Whether each span can have so many tokens: at most one more than it had drafts."""
         counts = result.counts
         if len(counts) != len(self.sampled):
             return False
+        num_drafts = result.num_drafts or (0,) * len(counts)
         alone = {*result.deferred, *(index for index, _ in result.failures)}
         return all(
-            count == 1 or (1 < count <= 1 + self.num_drafts.get(index, 0) and index not in alone)
+            count == 1 or (1 < count <= 1 + num_drafts[index] and index not in alone)
             for index, count in enumerate(counts)
         )
 
+    def num_verified(self, index: int) -> int:
+        """How many drafts of a span the worker had."""
+        assert self.result is not None
+        num_drafts = self.result.num_drafts
+        return num_drafts[index] if num_drafts else 0
+
     def num_accepted(self, index: int) -> int:
-        """How many drafts of a span the result accepts."""
+        """How many of them the result accepts."""
         assert self.result is not None
         counts = self.result.counts
         return counts[index] - 1 if counts else 0

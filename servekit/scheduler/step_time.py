@@ -77,26 +77,33 @@ def size_class(num_positions: int) -> int:
     return 8 * shift + (num_positions >> shift)
 
 
+def largest_in(size: int) -> int:
+    """The largest number of positions in a size class."""
+    shift = max(0, size // 8 - 1)
+    return ((size - 8 * shift + 1) << shift) - 1
+
+
 class PositionTimes:
     """Learn how long a step takes by the number of positions that it computes, for steps without prefill.
 
     A line would not do: on most devices the time is flat up to some number, then rises in steps. So there is a mean for
     each size class, which decays, and between two known ones the time is interpolated. It falls sooner than it rises:
-    a step may be held up by something else, but none is faster than it can be. Above the largest known one, no more
-    time is expected: then a larger step is tried, and its time is known.
+    a step may be held up by something else, but none is faster than it can be.
     """
 
     RISE = 0.1  # the weight of a step that took longer than the mean
     FALL = 0.5  # and of one that took less
-    MIN_SECONDS = 1e-6  # clocks may show less
 
-    def __init__(self) -> None:
+    def __init__(self, unknown_s: float = 1.0, min_s: float = 1e-6) -> None:
+        """`unknown_s` is the time until a step was seen. No time is less than `min_s`; clocks may show less."""
+        self._unknown_s = unknown_s
+        self._min_s = min_s
         self.classes: list[int] = []  # that were seen, ascending
         self.means_s: list[float] = []  # of each one
 
     def observe(self, num_positions: int, seconds: float) -> None:
         """Learn from a step that took `seconds`."""
-        found, seconds = size_class(num_positions), max(seconds, self.MIN_SECONDS)
+        found, seconds = size_class(num_positions), max(seconds, self._min_s)
         index = bisect_left(self.classes, found)
         if index < len(self.classes) and self.classes[index] == found:
             above_s = seconds - self.means_s[index]
@@ -105,15 +112,19 @@ class PositionTimes:
             self.classes.insert(index, found)
             self.means_s.insert(index, seconds)
 
-    def seconds_of(self, num_positions: int) -> float:
-        """The time of a step with this number of positions; the same for all numbers until a step was seen."""
+    def seconds_of(self, num_positions: int, position_s: float = 0.0) -> float:
+        """The time of a step with this number of positions; the same for all numbers until a step was seen.
+
+        Above the largest step that was seen, each position adds `position_s`. If that is too little, the larger step is
+        tried, and its time is known.
+        """
         classes, means_s = self.classes, self.means_s
         if not classes:
-            return 1.0
+            return self._unknown_s
         wanted = size_class(num_positions)
         index = bisect_left(classes, wanted)
         if index == len(classes):
-            return means_s[-1]
+            return means_s[-1] + position_s * max(0, num_positions - largest_in(classes[-1]))
         if index == 0 or classes[index] == wanted:
             return means_s[index]
         part = (wanted - classes[index - 1]) / (classes[index] - classes[index - 1])

@@ -58,7 +58,7 @@ from servekit.scheduler.commands import (
 )
 from servekit.scheduler.crash_quarantine import CrashQuarantine
 from servekit.scheduler.deadlines import Deadlines
-from servekit.scheduler.draft_length import DraftLengths, level_of
+from servekit.scheduler.draft_length import DraftLengths
 from servekit.scheduler.kv_cache_manager import KVCacheManager, PrefixMatch
 from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.policy import POLICIES
@@ -564,9 +564,10 @@ class WorkloadManager:
     def _schedule_drafts(self, step: Step) -> None:
         """Add drafts to the decodes of a step, as far as it has tokens left and blocks are available."""
         decodes = step.sampled[: step.num_decodes]
-        num_drafts_of_level = self.draft_lengths.choose([sequence for sequence, _ in decodes], step.step_id)
-        for index, (sequence, _) in enumerate(decodes):
-            num_wanted = num_drafts_of_level[level_of(sequence.acceptance)]
+        sequences = [sequence for sequence, _ in decodes]
+        position_s = self.prefill_limiter.step_times.prefill_s
+        for index, num_wanted in enumerate(self.draft_lengths.choose(sequences, step.step_id, position_s)):
+            sequence = sequences[index]
             if num_wanted:
                 num_wanted = min(num_wanted, step.budget, self._max_drafts(sequence))
             if num_wanted > 0:
@@ -608,7 +609,10 @@ class WorkloadManager:
         step_time_s = now_s - max(step.planned_s, self._last_commit_s)
         self.prefill_limiter.observe(step.num_prefill_tokens, step.num_decodes, step_time_s)
         if self.config.max_drafts and not step.num_prefill_tokens:
-            self.draft_lengths.times.observe(step.num_decodes + sum(step.num_drafts.values()), step_time_s)
+            draft_time_s, num_verified = min(step_time_s, step.result.draft_time_s), sum(step.result.num_drafts)
+            self.draft_lengths.observe(
+                step.num_decodes, step.num_drafts.values(), num_verified, step_time_s, draft_time_s
+            )
         self._last_commit_s = now_s
         self.step_token_limit = min(self.config.max_num_batched_tokens, self.step_token_limit + 1)
         if self.kv_cache.num_fenced:
@@ -658,12 +662,13 @@ class WorkloadManager:
         A tenant pays for an accepted draft here, and for a rejected one nothing: the shares are those of tokens, as
         without speculation.
         """
-        for index, num_drafts in step.num_drafts.items():
+        for index, num_planned in step.num_drafts.items():
             sequence, incarnation = step.sampled[index]
             if sequence.incarnation == incarnation:
-                num_accepted = step.num_accepted(index)
-                sequence.settle_drafts(num_drafts, num_accepted)
-                self.draft_lengths.record(sequence, num_drafts, num_accepted)
+                num_verified, num_accepted = step.num_verified(index), step.num_accepted(index)
+                sequence.settle_drafts(num_planned, num_verified, num_accepted)
+                if num_verified:
+                    self.draft_lengths.record(sequence, num_verified, num_accepted)
                 self.waiting_queue.charge(sequence, num_accepted)
 
     def _end(self, sequence: Sequence, token_id: int) -> FinishReason:

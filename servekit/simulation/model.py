@@ -35,6 +35,7 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
     context_s: float = 0.0  # for each token before a chunk, whose KV must be read
     attention_s: float = 0.0  # for each token of a chunk and each token that it attends to, in chunks of several tokens
     draft_s: float = 0.0  # for each draft that is verified
+    drafting_s: float = 0.0  # for each round of the drafter, which makes one more draft for each sequence
     load_s: float = 0.0  # until the worker is ready
     acceptance: float = 0.7  # of a draft behind accepted ones, with speculative decoding
 
@@ -49,6 +50,8 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         if self.prefill_s or self.draft_s:
             num_drafts = sum(chunk.num_drafts for chunk in plan.chunks)
             duration_s += self.prefill_s * (plan.num_tokens - num_chunks - num_drafts) + self.draft_s * num_drafts
+        if self.drafting_s:
+            duration_s += self.drafting_s * max((chunk.num_drafts for chunk in plan.chunks), default=0)
         return duration_s
 
     def num_accepted(self, num_drafts: int, step_id: int, slot: int) -> int:

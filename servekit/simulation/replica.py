@@ -108,6 +108,7 @@ class SimulatedReplica:
                 blocks_in_use = self._blocks_in_use(plan)
             started_s = max(now_s, self._in_flight[-1].done_s if self._in_flight else now_s)
             duration_s = self.scenario.step_base_s + self.scenario.step_token_s * plan.num_tokens
+            duration_s += self.scenario.drafting_s * max((chunk.num_drafts for chunk in plan.chunks), default=0)
             done_s = started_s + duration_s + self.delay_s
             self._in_flight.append(
                 _Dispatched(done_s, plan, blocks_in_use, self._crashes(plan), self._deferring(plan), self._drafts(plan))
@@ -152,7 +153,9 @@ class SimulatedReplica:
 
     def _new_worker(self) -> SimulatedWorker:
         config = self.scenario.scheduler
-        return SimulatedWorker(config.num_blocks, config.block_size, config.max_num_batched_tokens)
+        return SimulatedWorker(
+            config.num_blocks, config.block_size, config.max_num_batched_tokens, self.scenario.drafting_s
+        )
 
     def _crashes(self, plan: StepPlan) -> bool:
         """Whether the worker crashes in this step."""

@@ -49,6 +49,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     is_reckless: bool = False  # the manager predicts no output at all where the client does not bound it
     step_base_s: float = 1e-3
     step_token_s: float = 1e-4
+    drafting_s: float = 0.0  # of a round of the drafter, which makes one more draft for each sequence
     num_replicas: int = 1  # each with a manager and a worker
     recovery_s: float = 0.0  # until a replica that lost its worker, or left, is ready again
     exchange_interval_s: float = 0.01  # after which replicas learn what the others computed for each tenant

@@ -110,6 +110,7 @@ class _Span(Struct, frozen=True, gc=False):
     slot: _Slot
     start: int | None  # the position of the first one; None if they mean nothing
     token_ids: list[int]
+    num_drafts: int = 0
 
 
 class SimulatedWorker:
@@ -123,8 +124,12 @@ class SimulatedWorker:
     worker does. So a position that is not computed again behind a rejected draft leads to a wrong token, too.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, max_num_batched_tokens: int, drafting_s: float = 0.0
+    ) -> None:
+        """`drafting_s` is what it reports for each round of its drafter, which makes one draft for each sequence."""
         self.block_size = block_size
+        self.drafting_s = drafting_s
         self.max_num_batched_tokens = max_num_batched_tokens
         self.pages = [[0] * block_size for _ in range(num_blocks)]
         self.slots: dict[int, _Slot] = {}
@@ -167,16 +172,26 @@ class SimulatedWorker:
                 deferred.append(len(spans))
                 spans.append(_Span(slot, None, [GARBAGE]))
                 continue
-            token_ids = [self._sample(slot, stop)]
+            token_ids, num_drafts = [self._sample(slot, stop)], 0
             if chunk.num_drafts:
-                token_ids += self._execute_drafts(slot, chunk.num_drafts, *drafts.get(chunk.slot, (0, 0)))
+                num_made, num_right = drafts.get(chunk.slot, (0, 0))
+                num_drafts = min(chunk.num_drafts, num_made)
+                token_ids += self._execute_drafts(slot, num_drafts, num_right)
             if chunk.num_drafts or slot.rejected:
                 slot.rejected = (*slot.rejected, chunk.num_drafts + 1 - len(token_ids))[-MAX_STEPS_BEHIND:]
-            spans.append(_Span(slot, stop, token_ids))
+            spans.append(_Span(slot, stop, token_ids, num_drafts))
         token_ids = list(chain.from_iterable([span.token_ids for span in spans]))
         counts = [len(span.token_ids) for span in spans] if len(token_ids) > len(spans) else []
+        num_drafts_of_spans = [span.num_drafts for span in spans] if drafts else []
         result = StepResult(
-            plan.epoch, plan.step_id, tuple(token_ids), 0.0, deferred=tuple(deferred), counts=tuple(counts)
+            plan.epoch,
+            plan.step_id,
+            tuple(token_ids),
+            0.0,
+            deferred=tuple(deferred),
+            counts=tuple(counts),
+            num_drafts=tuple(num_drafts_of_spans),
+            draft_time_s=self.drafting_s * max(num_drafts_of_spans, default=0),
         )
         return self._with_logprobs(plan, result, spans) if self.slots_with_logprobs else result
 
@@ -207,7 +222,7 @@ class SimulatedWorker:
         """
         self._write_garbage(slot, chunk.start, chunk.start + chunk.num_tokens)
         count = 1 if step_id % 2 else 1 + step_id // 2 % (1 + chunk.num_drafts)
-        return _Span(slot, None, [GARBAGE] * count)
+        return _Span(slot, None, [GARBAGE] * count, count - 1)
 
     def _check_drafts(self, slot: _Slot, chunk: ScheduledChunk, start: int) -> None:
         """Check a chunk with drafts, or behind drafts, which begins at `start`.
@@ -238,10 +253,10 @@ class SimulatedWorker:
         slot.tokens[position], slot.newest = token_id, position
         return token_id
 
-    def _execute_drafts(self, slot: _Slot, num_planned: int, num_made: int, num_right: int) -> list[int]:
+    def _execute_drafts(self, slot: _Slot, num_drafts: int, num_right: int) -> list[int]:
         """Compute drafts behind the newest token, and return the token behind each one that is right."""
         start = slot.newest
-        stop = start + min(num_planned, num_made)
+        stop = start + num_drafts
         token_ids = []
         for position in range(start, min(start + num_right, stop)):
             self._compute(slot, position, position + 1)

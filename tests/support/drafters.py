@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Collection
 from itertools import count
 
 from servekit.protocol.messages import StepPlan
-from servekit.scheduler.draft_length import NUM_LEVELS, DraftLengths
+from servekit.scheduler.draft_length import DraftLengths
 from servekit.scheduler.sequence import Sequence
 from workers.speculation.drafter import Drafter, DraftRequest
 
@@ -15,8 +15,8 @@ from workers.speculation.drafter import Drafter, DraftRequest
 class VaryingDraftLengths(DraftLengths):
     """Lets steps have drafts whether they pay or not: mostly as many as it may, sometimes fewer, sometimes none."""
 
-    def choose(self, sequences: Iterable[Sequence], step_id: int) -> list[int]:
-        return [step_id % (self.max_drafts + 1) if step_id % 3 == 0 else self.max_drafts] * NUM_LEVELS
+    def choose(self, sequences: Collection[Sequence], step_id: int, position_s: float) -> list[int]:
+        return [step_id % (self.max_drafts + 1) if step_id % 3 == 0 else self.max_drafts] * len(sequences)
 
 
 class WatchingDrafter(Drafter):

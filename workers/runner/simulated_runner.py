@@ -50,7 +50,7 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Simu
     report_stage("pretending to load weights")
     time.sleep(model.load_s)
     num_blocks = settings.num_kv_blocks or -(-KV_TOKENS // settings.block_size)
-    worker = SimulatedWorker(num_blocks, settings.block_size, settings.max_num_batched_tokens)
+    worker = SimulatedWorker(num_blocks, settings.block_size, settings.max_num_batched_tokens, model.drafting_s)
     info = ModelInfo(
         architecture="Simulated",
         num_parameters=0,

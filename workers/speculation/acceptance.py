@@ -46,6 +46,7 @@ def accept_drafts(plan: StepPlan, rows: StepResult) -> StepResult:
         failures=tuple((span, failures[row]) for span, row in enumerate(first_rows) if row in failures),
         deferred=tuple(span for span, row in enumerate(first_rows) if row in deferred),
         counts=tuple(counts) if max(counts) > 1 else (),
+        num_drafts=tuple(map(len, drafts_of_chunks)),
     )
 
 

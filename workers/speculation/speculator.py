@@ -12,6 +12,7 @@ step is drafted and launched.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -82,6 +83,7 @@ class Speculator:
         self._group = group
         self._progress: dict[int, _Progress] = {}  # by slot
         self._in_flight: deque[LaunchedStep] = deque()  # those that are not settled, the oldest first
+        self.draft_time_s = 0.0  # what the drafter took to make the drafts of the newest plan
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
@@ -150,13 +152,16 @@ class Speculator:
         return forced | self._drafted(requests)
 
     def _drafted(self, requests: list[DraftRequest]) -> dict[int, tuple[int, ...]]:
-        """Return what the drafter proposes for each slot."""
+        """Return what the drafter proposes for each slot, and note how long it took."""
+        self.draft_time_s = 0.0
         if not requests:
             return {}
+        began_s = time.monotonic()
         proposed = self.drafter.propose(requests)
         drafts = [self._usable(each[: request.max_drafts]) for request, each in zip(requests, proposed, strict=True)]
         if self._group is not None and not self.drafter.is_same_on_all_ranks:
             drafts = _broadcast(self._group, drafts, max(request.max_drafts for request in requests))
+        self.draft_time_s = time.monotonic() - began_s
         return {request.slot: each for request, each in zip(requests, drafts, strict=True)}
 
     def _usable(self, drafts: tuple[int, ...]) -> tuple[int, ...]:

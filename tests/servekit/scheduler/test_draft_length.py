@@ -8,11 +8,11 @@ from itertools import product
 
 import pytest
 
-from servekit.scheduler.draft_length import EXPLORE_EVERY, NUM_LEVELS, DraftLengths, level_of
+from servekit.scheduler.draft_length import EXPLORE_EVERY, MAX_EXPLORING, NUM_LEVELS, DraftLengths
 from servekit.scheduler.sequence import Sequence
 from tests.support.scheduler import make_sequence
 
-PLAIN = 1  # the id of a step that does not explore
+PLAIN = 2  # the id of a step that does not explore
 
 
 def make_drafting(lengths: DraftLengths, acceptances: list[float], max_drafts: int | None = None) -> list[Sequence]:
@@ -25,13 +25,13 @@ def make_drafting(lengths: DraftLengths, acceptances: list[float], max_drafts: i
 
 
 def learn(lengths: DraftLengths, seconds_of: Callable[[int], float], max_positions: int = 600) -> None:
+    """Learn what steps take by their positions, where drafts take no time to be made."""
     for num_positions in range(1, max_positions):
         lengths.times.observe(num_positions, seconds_of(num_positions))
 
 
 def chosen(lengths: DraftLengths, sequences: list[Sequence], step_id: int = PLAIN) -> list[int]:
-    num_drafts = lengths.choose(sequences, step_id)
-    return [num_drafts[level_of(sequence.acceptance)] for sequence in sequences]
+    return lengths.choose(sequences, step_id, 0.0) or [0] * len(sequences)
 
 
 def test_where_positions_are_free_every_draft_that_may_be_accepted_is_verified() -> None:
@@ -87,6 +87,71 @@ def test_no_other_choice_gives_more_tokens_a_second(seed: int) -> None:
     assert rate(found) == pytest.approx(max(map(rate, product(range(4), repeat=3))))
 
 
+def learn_drafting(lengths: DraftLengths, seconds_of: Callable[[int], float], max_sequences: int = 64) -> None:
+    """Learn what a round of the drafter takes by the number of sequences."""
+    for num_sequences in range(1, max_sequences + 1):
+        for num_rounds in (2, 4):
+            drafts = [num_rounds] * num_sequences
+            model_s = lengths.times.seconds_of(num_sequences + sum(drafts))
+            draft_s = num_rounds * seconds_of(num_sequences)
+            lengths.observe(num_sequences, drafts, sum(drafts), model_s + draft_s, draft_s)
+
+
+def test_what_the_drafter_takes_is_no_time_of_the_model() -> None:
+    """A round of it takes 2 ms for one sequence, and 3 ms for eight."""
+    lengths = DraftLengths(4)
+    learn(lengths, lambda num_positions: 10e-3)
+    learn_drafting(lengths, lambda num_sequences: 2e-3 if num_sequences == 1 else 3e-3)
+    assert [lengths.times.seconds_of(number) for number in (1, 5, 40)] == pytest.approx([10e-3] * 3)
+    assert [lengths.round_times.seconds_of(number) for number in (1, 8)] == pytest.approx([2e-3, 3e-3])
+
+
+@pytest.mark.parametrize(("drafting_s", "expected"), [(0.0, 7), (1e-3, 4), (4e-3, 1), (7e-3, 0)])
+def test_the_longer_a_drafter_takes_the_fewer_drafts_it_makes(drafting_s: float, expected: int) -> None:
+    """A step takes 10 ms for any number of positions, and of eight drafts that are made one by one, seven are right.
+
+    The best number is that with the largest (1 + a + … + aᵏ) / (10 ms + k rounds), with a = 0.65.
+    """
+    lengths = DraftLengths(7)
+    learn(lengths, lambda num_positions: 10e-3)
+    learn_drafting(lengths, lambda num_sequences: drafting_s)
+    acceptance = 10.5 / NUM_LEVELS
+    rates = [
+        sum(acceptance**position for position in range(number + 1)) / (10e-3 + number * drafting_s)
+        for number in range(8)
+    ]
+    assert rates.index(max(rates)) == expected, "the test's own arithmetic"
+    assert chosen(lengths, make_drafting(lengths, [acceptance])) == [expected]
+
+
+def test_the_first_step_with_drafts_after_one_without_does_not_show_what_a_draft_takes() -> None:
+    """A draft model makes up in it for the steps without drafts."""
+    lengths = DraftLengths(4)
+    for draft_time_s in (0.5, 0.002, 0.002):
+        lengths.observe(1, [2], 2, 0.010 + draft_time_s, draft_time_s)
+    assert lengths.round_times.seconds_of(1) == pytest.approx(0.001)
+    assert lengths.times.seconds_of(3) == pytest.approx(0.010)
+    lengths.observe(1, [], 0, 0.010, 0.0)
+    lengths.observe(1, [2], 2, 0.510, 0.5)
+    assert lengths.round_times.seconds_of(1) == pytest.approx(0.001)
+
+
+def test_drafts_that_are_planned_but_not_made_take_no_time_of_the_model() -> None:
+    lengths = DraftLengths(4)
+    lengths.observe(2, [4, 4], 3, 0.02, 0.0)
+    assert lengths.times.classes == [5]
+
+
+def test_a_step_that_is_larger_than_all_known_ones_is_tried_if_its_positions_may_pay() -> None:
+    """Only steps of up to 32 positions, 10 ms each, came without prefill."""
+    lengths = DraftLengths(4)
+    learn(lengths, lambda num_positions: 10e-3, max_positions=33)
+    sequences = make_drafting(lengths, [0.8] * 32)
+    by_cost = [max(lengths.choose(sequences, PLAIN, position_s), default=0) for position_s in (0.0, 50e-6, 1e-3)]
+    assert by_cost == [4, 4, 0]
+    assert lengths.choose(sequences[:4], PLAIN, 1e-3) == [4] * 4, "the times of smaller steps are known"
+
+
 def test_sequences_without_drafts_cost_time_but_get_none() -> None:
     lengths = DraftLengths(4)
     learn(lengths, lambda num_positions: max(10e-3, 1e-3 * num_positions))
@@ -97,10 +162,24 @@ def test_sequences_without_drafts_cost_time_but_get_none() -> None:
 
 
 def test_speculation_that_does_not_pay_is_tried_again_now_and_then() -> None:
+    """Two steps in turn, because a draft model makes up in the first for what it has not computed."""
     lengths = DraftLengths(4)
     sequences = make_drafting(lengths, [0.0, 0.99])
-    explored = [step_id for step_id in range(3 * EXPLORE_EVERY) if chosen(lengths, sequences, step_id) == [1, 4]]
-    assert explored == [0, EXPLORE_EVERY, 2 * EXPLORE_EVERY]
+    explored = [step_id for step_id in range(3 * EXPLORE_EVERY) if chosen(lengths, sequences, step_id) == [1, 5]]
+    assert explored == [0, 1, EXPLORE_EVERY, EXPLORE_EVERY + 1, 2 * EXPLORE_EVERY, 2 * EXPLORE_EVERY + 1]
+
+
+def test_under_high_load_a_few_sequences_try_drafts_and_all_take_their_turns() -> None:
+    lengths = DraftLengths(4)
+    learn(lengths, lambda num_positions: 1e-3 * num_positions)
+    sequences = make_drafting(lengths, [0.5] * 20)
+    assert lengths.choose(sequences, PLAIN, 0.0) == []
+    tried = []
+    for turn in range(5):
+        first, second = (lengths.choose(sequences, turn * EXPLORE_EVERY + number, 0.0) for number in range(2))
+        assert first == second and sum(first) == MAX_EXPLORING and max(first) == 1
+        tried.append(first)
+    assert list(map(sum, zip(*tried, strict=True))) == [2] * 20
 
 
 def test_acceptance_follows_the_text() -> None:

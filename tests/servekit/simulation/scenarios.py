@@ -118,6 +118,7 @@ def with_drafts(scenario: Scenario, seed: int) -> Scenario:
         arrivals=tuple(arrivals),
         # Where a position takes no time, drafts are made whenever there is room. Elsewhere they must pay.
         step_token_s=rng.choice([0.0, 0.0, scenario.step_token_s]),
+        drafting_s=rng.choice([0.0, scenario.step_base_s / 16]),
     )
 
 

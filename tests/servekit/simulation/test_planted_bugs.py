@@ -422,8 +422,8 @@ def rewound_position_forgotten(patch: Patch) -> None:
 def rejections_forgotten(patch: Patch) -> None:
     """Rejected drafts stay counted as computed and as pending."""
 
-    def settle_drafts(self: Sequence, num_drafts: int, num_accepted: int) -> None:
-        original(self, num_drafts, num_drafts)
+    def settle_drafts(self: Sequence, num_planned: int, num_verified: int, num_accepted: int) -> None:
+        original(self, num_planned, num_verified, num_planned)
 
     original = Sequence.settle_drafts
     patch(Sequence, "settle_drafts", settle_drafts)
@@ -432,9 +432,9 @@ def rejections_forgotten(patch: Patch) -> None:
 def rejections_counted_twice(patch: Patch) -> None:
     """A sequence is set back too far."""
 
-    def settle_drafts(self: Sequence, num_drafts: int, num_accepted: int) -> None:
-        original(self, num_drafts, num_accepted)
-        self.num_computed -= num_drafts - num_accepted
+    def settle_drafts(self: Sequence, num_planned: int, num_verified: int, num_accepted: int) -> None:
+        original(self, num_planned, num_verified, num_accepted)
+        self.num_computed -= num_planned - num_accepted
 
     original = Sequence.settle_drafts
     patch(Sequence, "settle_drafts", settle_drafts)
@@ -444,10 +444,10 @@ def rejections_of_an_earlier_incarnation(patch: Patch) -> None:
     """What a step rejected is subtracted from a sequence that has begun again meanwhile."""
 
     def settle_drafts(self: WorkloadManager, step: Step) -> None:
-        for index, num_drafts in step.num_drafts.items():
+        for index, num_planned in step.num_drafts.items():
             sequence, _ = step.sampled[index]
             if sequence.status is Status.RUNNING:
-                sequence.settle_drafts(num_drafts, step.num_accepted(index))
+                sequence.settle_drafts(num_planned, step.num_verified(index), step.num_accepted(index))
 
     patch(WorkloadManager, "_settle_drafts", settle_drafts)
 
