@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from tokenizers import Tokenizer
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.protocol.messages import LoadModel
 from servekit.protocol.speculative_config import DEFAULT_MAX_DRAFTS, SpeculativeConfig
-from servekit.scheduler.draft_length import NUM_LEVELS, DraftLengths
+from servekit.scheduler.draft_length import DraftLengths
+from servekit.scheduler.sequence import Sequence
 from tests.support.inprocess import InProcessEngine, load
 from workers.speculation.choose import load_drafter
 
@@ -25,8 +27,8 @@ MAX_SHARE = {"draft": 0.2, "medusa": 0.1}  # of the model's bytes
 class MostDrafts(DraftLengths):
     """Wants as many drafts as it may in each step."""
 
-    def choose(self, sequences: object, step_id: int) -> list[int]:
-        return [self.max_drafts] * NUM_LEVELS
+    def choose(self, sequences: Collection[Sequence], step_id: int, position_s: float) -> list[int]:
+        return [self.max_drafts] * len(sequences)
 
 
 def num_bytes(directory: Path) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from servekit.errors import ConfigError
 from servekit.protocol.messages import LoadModel
 from servekit.protocol.speculative_config import SpeculativeConfig
-from servekit.scheduler.draft_length import NUM_LEVELS, DraftLengths
+from servekit.scheduler.draft_length import DraftLengths
 from servekit.scheduler.sequence import Sequence
 from tests.support.inprocess import InProcessEngine, load
 from tests.support.load_settings import load_settings
@@ -127,8 +127,8 @@ def test_every_draft_of_the_model_itself_is_accepted() -> None:
 class PausingDraftLengths(DraftLengths):
     """Wants no drafts in some steps, and the most in all others."""
 
-    def choose(self, sequences: Iterable[Sequence], step_id: int) -> list[int]:
-        return [0 if 10 <= step_id < 40 else self.max_drafts] * NUM_LEVELS
+    def choose(self, sequences: Collection[Sequence], step_id: int, position_s: float) -> list[int]:
+        return [0 if 10 <= step_id < 40 else self.max_drafts] * len(sequences)
 
 
 @pytest.mark.parametrize("bound", [256, 8])

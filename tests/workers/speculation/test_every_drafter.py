@@ -1,0 +1,104 @@
+"""Each drafter with files of its own, for each architecture: answers are those of a runner without drafts.
+
+tests/workers/speculation/test_equality.py claims the same for prompt lookup and for drafters that are made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from servekit.engine.model_files import DEMO_MODEL_PATH
+from servekit.protocol.speculative_config import SpeculativeConfig
+from tests.support.draft_heads import EAGLE_LAYERS, make_eagle3_head
+from tests.support.inprocess import InProcessEngine
+from tests.support.load_settings import load_settings
+from tests.support.tiny_models import ARCHITECTURES, make_model
+from tests.workers.speculation.test_equality import SIZES, Size, assert_alike, expected, play
+from tests.workers.test_token_identity import prepared
+from workers.loading.model_manager import LoadedModel
+from workers.speculation.choose import load_drafter
+
+MAX_DRAFTS = 4
+SMALLER = {**ARCHITECTURES["llama"][1], "num_hidden_layers": 1, "hidden_size": 24, "intermediate_size": 48}
+
+# Returns what `--speculative` names, for a loaded model and an empty folder.
+MakeDrafter = Callable[[LoadedModel, Path], SpeculativeConfig]
+
+
+def smaller_model(loaded: LoadedModel, folder: Path) -> SpeculativeConfig:
+    if loaded.model.name_or_path == str(DEMO_MODEL_PATH):
+        return SpeculativeConfig("draft", "", MAX_DRAFTS)
+    make_model(folder, "llama", {**SMALLER, "vocab_size": loaded.info.vocab_size}, seed=1)
+    return SpeculativeConfig("draft", str(folder), MAX_DRAFTS)
+
+
+def model_itself(loaded: LoadedModel, folder: Path) -> SpeculativeConfig:
+    """The same weights: as a draft model, because not all of these small models can be rounded."""
+    return SpeculativeConfig("draft", loaded.model.name_or_path, MAX_DRAFTS)
+
+
+def rounded_model(loaded: LoadedModel, folder: Path) -> SpeculativeConfig:
+    return SpeculativeConfig("self", "", MAX_DRAFTS, quantization="int8")
+
+
+def medusa_heads(loaded: LoadedModel, folder: Path) -> SpeculativeConfig:
+    if loaded.model.name_or_path == str(DEMO_MODEL_PATH):
+        return SpeculativeConfig("medusa", "", MAX_DRAFTS)
+    torch.manual_seed(3)
+    size = loaded.model.config.get_text_config().hidden_size
+    tensors = {f"{head}.0.linear.weight": torch.randn(size, size) * 0.3 for head in range(MAX_DRAFTS)}
+    tensors |= {f"{head}.0.linear.bias": torch.randn(size) * 0.3 for head in range(MAX_DRAFTS)}
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    return SpeculativeConfig("medusa", str(folder), MAX_DRAFTS)
+
+
+def eagle_head(loaded: LoadedModel, folder: Path) -> SpeculativeConfig:
+    config = loaded.model.config.get_text_config()
+    assert config.num_hidden_layers > max(EAGLE_LAYERS)
+    make_eagle3_head(folder, config)
+    return SpeculativeConfig("eagle", str(folder), MAX_DRAFTS)
+
+
+DRAFTERS: dict[str, MakeDrafter] = {
+    "draft": smaller_model,
+    "itself": model_itself,
+    "self": rounded_model,
+    "medusa": medusa_heads,
+    "eagle": eagle_head,
+}
+
+
+def speculating(name: str, drafter: str, size: Size, folder: Path) -> InProcessEngine:
+    num_blocks, block_size, num_tokens, num_slots, num_in_flight = size
+    loaded = prepared(name)[0]
+    settings = load_settings(
+        loaded.model.name_or_path, num_kv_blocks=None, speculative=DRAFTERS[drafter](loaded, folder)
+    )
+    return InProcessEngine(
+        loaded,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_batched_tokens=num_tokens,
+        max_num_seqs=num_slots,
+        max_steps_in_flight=num_in_flight,
+        max_drafts=MAX_DRAFTS,
+        loaded_drafter=load_drafter(loaded, settings),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "demo"])
+def test_answers_of_every_architecture_are_those_without_drafts(name: str, drafter: str, tmp_path: Path) -> None:
+    """With all sampling parameters, greedy and seeded, in a pool that is too small: sequences are preempted."""
+    engine = speculating(name, drafter, SIZES[2], tmp_path)
+    assert_alike(play(engine), expected(name))
+    lengths = engine.manager.draft_lengths
+    assert sum(lengths.num_drafted) > 0 and engine.manager.num_preemptions > 0
+    if drafter == "itself":
+        assert lengths.num_accepted[0] > lengths.num_drafted[0] / 8, "some answers are greedy, without penalties"
