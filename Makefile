@@ -79,7 +79,7 @@ bench-routing: $(DEVELOPMENT)  ## compare the router with simple policies on a s
 bench-replicas: $(DEVELOPMENT)  ## compare two replicas with two threads, and with two servers (15 minutes)
 	$(BIN)/python -m benchmarks.replicas $(ARGS)
 
-bench-speculation: $(DEVELOPMENT)  ## compare drafters with no speculation, by task and load (40 minutes)
+bench-speculation: $(DEVELOPMENT)  ## compare drafters with no speculation, by task and load (25 minutes)
 	$(BIN)/python -m benchmarks.speculation $(ARGS)
 
 bench-streams: $(DEVELOPMENT)  ## measure memory and tasks of an open stream

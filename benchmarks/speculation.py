@@ -1,10 +1,15 @@
 """Compare servers with speculative decoding to one without, by drafter, load and task.
 
     python -m benchmarks.speculation [--models demo 0.4b] [--drafters ngram draft auto] [--clients 1 4 8 32] [--write]
+    python -m benchmarks.copying_llama FOLDER --gguf
+    python -m benchmarks.speculation --models 0.4b --folder FOLDER --drafters ngram \\
+        --server "llama.cpp=llama-server -m FOLDER/copying.gguf --port {port} -c 32768 -np 32" \\
+        --server "llama.cpp, n-grams=llama-server … --spec-type ngram-simple"
 
 All servers of a model run all the time, and get the same requests in turn, so a noisy machine affects all of them. Each
-figure is the median of its rounds; a ratio is the median of the rounds' own ratios. Answers are compared with those of
-the server without speculation. Client, servers and workers share the cores.
+figure is the median of its rounds; a ratio is the median of the rounds' own ratios. There are as many rounds as fit
+into `--minutes`, from 3 to `--rounds`, and one before them that does not count. Answers are compared with those of the
+server without speculation. Client, servers and workers share the cores.
 
 - The demo model answers its own questions, repeats sentences, and continues random words at temperature 2, which gives
   a text that cannot be predicted. All other answers are greedy.
@@ -15,6 +20,9 @@ the server without speculation. Client, servers and workers share the cores.
 
 Tokens per step counts each sequence's own steps. Acceptance is the share of the drafts that were accepted, by their
 position in the span. `--write` writes the tables into docs/speculative_decoding.md.
+
+With `--server NAME=COMMAND`, other servers answer the requests of the second model, too. What they draft is not known
+here, so their rows have no acceptance.
 """
 
 from __future__ import annotations
@@ -38,6 +46,7 @@ from typing import Any
 import httpx2
 from msgspec import Struct, field
 
+from benchmarks.against_peers import started
 from benchmarks.progress import Progress, tell
 from loadtest.reporting.formatting import as_number, as_time
 from scripts.tables import with_table
@@ -48,7 +57,7 @@ MAKER = "python -m benchmarks.speculation"
 PAGE = Path(__file__).parents[1] / "docs" / "speculative_decoding.md"
 PROMPT_TOKENS, EDIT_EVERY = 256, 16
 WORDS = ("boat", "mirror", "anya", "blue", "grace", "flag", "yellow", "river", "stone", "cold", "bread", "lamp", "wolf")
-OFF = "off"
+OFF, MIN_ROUNDS = "off", 3
 
 MakeBody = Callable[[random.Random], tuple[str, dict[str, Any]]]  # (route, body) of one request
 
@@ -67,8 +76,10 @@ class Played(Struct):
 class Side(Struct):
     """A server, and what was measured of it at the present load."""
 
-    drafter: str
+    name: str  # a value of --speculative, or the name of another server
+    command: str = ""  # of another server
     url: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)  # of each request
     rounds: list[Played] = field(default_factory=list)
 
 
@@ -129,7 +140,7 @@ _SAMPLE = re.compile(r'servekit_spec_decode_num_(draft|accepted)_tokens_per_pos_
 def read_counts(url: str) -> dict[str, dict[int, float]]:
     """Return the drafted and the accepted tokens by position, from /metrics."""
     counts: dict[str, dict[int, float]] = {"draft": {}, "accepted": {}}
-    for line in httpx2.get(f"{url}/metrics").text.splitlines():
+    for line in httpx2.get(f"{url}/metrics").text.splitlines():  # another server may have none
         if (found := _SAMPLE.match(line)) is not None:
             counts[found[1]][int(found[2])] = float(found[3])
     return counts
@@ -156,15 +167,15 @@ async def ask(client: httpx2.AsyncClient, route: str, body: dict[str, Any]) -> t
     return "".join(pieces), num_tokens, first_s - began_s
 
 
-async def play(url: str, bodies: list[tuple[str, dict[str, Any]]], num_clients: int) -> Played:
-    """Answer all requests, so many at a time."""
+async def play(url: str, bodies: list[tuple[str, dict[str, Any]]], num_clients: int, fields: dict[str, Any]) -> Played:
+    """Answer all requests, so many at a time. `fields` are added to each of them."""
     before, queue = read_counts(url), list(enumerate(bodies))[::-1]
     answers: dict[int, tuple[str, int, float]] = {}
 
     async def work(client: httpx2.AsyncClient) -> None:
         while queue:
             index, (route, body) = queue.pop()
-            answers[index] = await ask(client, route, body)
+            answers[index] = await ask(client, route, body | fields)
 
     async with httpx2.AsyncClient(base_url=url, timeout=600) as client:
         began_s = time.perf_counter()
@@ -197,18 +208,18 @@ def row(task: str, num_clients: int, side: Side, off: Side) -> str:
     cells = [
         task,
         str(num_clients),
-        f"`{side.drafter}`",
+        side.name if side.command else f"`{side.name}`",
         as_number(statistics.median(each.tokens_per_s for each in side.rounds)),
         f"{ratio:.2f}",
-        f"{statistics.median(each.tokens_per_step for each in side.rounds):.2f}",
+        "" if side.command else f"{statistics.median(each.tokens_per_step for each in side.rounds):.2f}",
         by_position,
         as_time(statistics.median(each.ttft_s for each in side.rounds)),
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def measure(model: str, folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of a model's table."""
+def measure(model: str, folder: Path, deadline_s: float, arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines of a model's table, if possible before `deadline_s`."""
     if model == "demo":
         flags, tasks, name = ["--model", "demo"], demo_tasks(), "the demo model in float32"
     else:
@@ -223,40 +234,52 @@ def measure(model: str, folder: Path, arguments: argparse.Namespace) -> Iterator
     if arguments.tasks:
         tasks = {task: make for task, make in tasks.items() if task in arguments.tasks}
     sides = [Side(drafter) for drafter in (OFF, *arguments.drafters)]
+    if model != "demo":
+        sides += [Side(*each.split("=", 1)) for each in arguments.server]
     num_different = num_compared = 0
     with ExitStack() as stack:
         for number, side in enumerate(sides):
             log = folder / f"log-{model}-{number}"
-            server = serving(*flags, "--speculative", side.drafter, *arguments.serve.split(), log=log)
-            side.url = stack.enter_context(server).url
+            if side.command:
+                side.url = stack.enter_context(started(side.command, log))
+                listed = httpx2.get(f"{side.url}/v1/models")
+                side.fields = {"model": listed.json()["data"][0]["id"]} if listed.status_code == 200 else {}
+            else:
+                server = serving(*flags, "--speculative", side.name, *arguments.serve.split(), log=log)
+                side.url = stack.enter_context(server).url
         yield from (
             "",
-            f"{name[0].upper()}{name[1:]}, {os.cpu_count()} cores ({platform.machine()}), medians of "
+            f"{name[0].upper()}{name[1:]}, {os.cpu_count()} cores ({platform.machine()}), medians of {MIN_ROUNDS} to "
             f"{arguments.rounds} rounds, on {datetime.datetime.now(tz=datetime.UTC).date().isoformat()}.",
             "",
             "| task | clients | drafter | tokens/s | ratio to off | tokens per step | accepted by position, % | TTFT |",
             "|---|---:|---|---:|---:|---:|---|---:|",
         )
-        num_rounds = len(tasks) * len(arguments.clients) * (1 + arguments.rounds) * len(sides)
-        with Progress("rounds", num_rounds) as progress:
-            for task, make_body in tasks.items():
-                for num_clients in arguments.clients:
-                    num_requests = max(arguments.min_requests, num_clients * arguments.requests_per_client)
-                    for number in range(-1, arguments.rounds):  # the first one is a warm-up
-                        chance = random.Random(f"{task} {num_clients} {number}")
-                        bodies = [make_body(chance) for _ in range(num_requests)]
-                        first = number % len(sides)
-                        for side in sides[first:] + sides[:first]:
-                            progress.begin(f"{side.drafter}, {task}, {num_clients} clients")
-                            side.rounds.append(asyncio.run(play(side.url, bodies, num_clients)))
-                    for side in sides:
-                        del side.rounds[0]
-                        for own, plain in zip(side.rounds, sides[0].rounds, strict=True):
-                            num_compared += len(own.answers) * (side is not sides[0])
-                            num_different += sum(a != b for a, b in zip(own.answers, plain.answers, strict=True))
-                        yield row(task, num_clients, side, sides[0])
-                    for side in sides:
-                        side.rounds.clear()
+        cells = [(task, num_clients) for task in tasks for num_clients in arguments.clients]
+        with Progress("loads", len(cells)) as progress:
+            for index, (task, num_clients) in enumerate(cells):
+                began_s = time.monotonic()
+                end_s = began_s + (deadline_s - began_s) / (len(cells) - index)
+                progress.begin(f"{task}, {num_clients} clients")
+                num_requests = max(arguments.min_requests, num_clients * arguments.requests_per_client)
+                for number in range(-1, arguments.rounds):  # the first one is a warm-up
+                    # A round takes about as long as the ones before it.
+                    next_s = time.monotonic() + (time.monotonic() - began_s) / max(1, number + 1)
+                    if number >= MIN_ROUNDS and next_s > end_s:
+                        break
+                    chance = random.Random(f"{task} {num_clients} {number}")
+                    bodies = [tasks[task](chance) for _ in range(num_requests)]
+                    first = number % len(sides)
+                    for side in sides[first:] + sides[:first]:
+                        side.rounds.append(asyncio.run(play(side.url, bodies, num_clients, side.fields)))
+                for side in sides:
+                    del side.rounds[0]
+                    for own, plain in zip(side.rounds, sides[0].rounds, strict=True):
+                        num_compared += len(own.answers) * (side is not sides[0])
+                        num_different += sum(a != b for a, b in zip(own.answers, plain.answers, strict=True))
+                    yield row(task, num_clients, side, sides[0])
+                for side in sides:
+                    side.rounds.clear()
         yield from ("", f"Of {num_compared:,} answers, {num_different} differ from the one without speculation.")
 
 
@@ -266,19 +289,23 @@ def main() -> None:
     parser.add_argument("--drafters", nargs="+", default=["ngram", "auto"], help="values of --speculative")
     parser.add_argument("--tasks", nargs="+", help="only these")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8, 32])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9, help="at most")
+    parser.add_argument("--minutes", type=float, default=25.0, help="for all tables")
     parser.add_argument("--requests-per-client", type=int, default=2)
     parser.add_argument("--min-requests", type=int, default=4, help="of a round")
     parser.add_argument("--output-tokens", type=int, default=128, help="of an answer of the second model")
     parser.add_argument("--serve", default="", help="further flags of servekit serve, separated by spaces")
+    parser.add_argument("--server", action="append", default=[], metavar="NAME=COMMAND", help="another server, {port}")
     parser.add_argument("--folder", type=Path, help="where the model of 0.4 billion weights is kept")
     parser.add_argument("--write", action="store_true", help="write the tables into docs/speculative_decoding.md")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
-        for model in arguments.models:
-            lines = []
-            for line in measure(model, folder, arguments):
+        end_s = time.monotonic() + 60 * arguments.minutes
+        for number, model in enumerate(arguments.models):
+            lines, now_s = [], time.monotonic()
+            deadline_s = now_s + (end_s - now_s) / (len(arguments.models) - number)
+            for line in measure(model, folder, deadline_s, arguments):
                 lines.append(line)
                 tell(line)
             if arguments.write:

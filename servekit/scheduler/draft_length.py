@@ -26,14 +26,14 @@ FIRST_ACCEPTANCE = 0.5  # until a draft was verified
 FIRST_WEIGHT = 4.0  # of that, in drafts
 DECAY = 7 / 8  # the weight of a span in its sequence's acceptance, once another one has followed
 MEAN_DECAY = 63 / 64  # the same for the mean of all sequences
-# In two steps of so many, some sequences verify one draft more than pays: their texts may have become repetitive, and
-# more positions may take less time than they once did. They are two steps, because in the first one a draft model makes
-# up for what it has not computed, so that only the second one shows what a draft takes. They are few sequences, which
-# take turns: under high load each position takes time. If a step of twice as many positions takes twice as long, all of
-# this costs 3 %, and 0.8 % with 32 sequences. The number is a prime: otherwise it could always meet the same
-# sequences, where several take turns in the steps of a pipeline.
+# In two steps of so many, the first sequences verify one draft more than pays: their texts may have become repetitive,
+# and more positions may take less time than they once did. They are two steps, because in the first one a draft model
+# makes up for what it has not computed, so that only the second one shows what a draft takes. They are few sequences,
+# because under high load each position takes time; and the same ones, so that a draft model has little to make up for.
+# If a step of twice as many positions takes twice as long, this costs 3 %, and 0.4 % with 32 sequences. The number is a
+# prime: otherwise it could always meet the same sequences, where several take turns in the steps of a pipeline.
 EXPLORE_EVERY = 61
-MAX_EXPLORING = 8
+MAX_EXPLORING = 4
 
 
 def level_of(acceptance: float) -> int:
@@ -53,7 +53,7 @@ class DraftLengths:
         # Of a round of the drafter, which makes one draft for each of so many sequences. Until it is known, rounds are
         # tried.
         self.round_times = PositionTimes(unknown_s=0.0, min_s=0.0)
-        self.is_drafting = False  # whether the newest step without prefill had drafts
+        self.is_drafting = False  # whether the newest step had drafts
         self.mean_acceptance = FIRST_ACCEPTANCE
         self.num_drafted = [0] * max_drafts
         self.num_accepted = [0] * max_drafts
@@ -69,13 +69,20 @@ class DraftLengths:
         sequence.acceptance, sequence.acceptance_weight = self.mean_acceptance, FIRST_WEIGHT
 
     def observe(
-        self, num_decodes: int, num_planned: Collection[int], num_verified: int, step_time_s: float, draft_time_s: float
+        self,
+        num_prefill_tokens: int,
+        num_decodes: int,
+        num_planned: Collection[int],
+        num_verified: int,
+        step_time_s: float,
+        draft_time_s: float,
     ) -> None:
-        """Learn from a step without prefill, of so many sequences, what it took in all and for making drafts.
+        """Learn from a step what it took in all, and what the drafter took of that.
 
         `num_planned` has the planned drafts of each sequence that had any. The drafter made `num_verified` in all.
         """
-        self.times.observe(num_decodes + num_verified, step_time_s - draft_time_s)
+        if not num_prefill_tokens:
+            self.times.observe(num_decodes + num_verified, step_time_s - draft_time_s)
         if num_planned and self.is_drafting:
             num_rounds = max(num_planned)
             self.round_times.observe(-(-sum(num_planned) // num_rounds), draft_time_s / num_rounds)
@@ -101,9 +108,7 @@ class DraftLengths:
             return []
         num_drafts = [chosen[level_of(sequence.acceptance)] for sequence in sequences]
         if is_exploring:
-            first = step_id // EXPLORE_EVERY * MAX_EXPLORING
-            for index in range(first, first + min(MAX_EXPLORING, len(num_drafts))):
-                num_drafts[index % len(num_drafts)] += 1
+            num_drafts[:MAX_EXPLORING] = [each + 1 for each in num_drafts[:MAX_EXPLORING]]
         return num_drafts
 
     def _choose_by_level(self, num_sequences: int, num_drafting: list[int], position_s: float) -> list[int]:
@@ -129,13 +134,18 @@ class DraftLengths:
             chosen[level] = position  # the positions of a level come in ascending order
         return chosen
 
-    def record(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Learn from the verified drafts of a sequence."""
-        for position in range(num_drafts):
+    def record(self, sequence: Sequence, num_planned: int, num_verified: int, num_accepted: int) -> None:
+        """Learn from the drafts of a sequence. Call it before `observe`.
+
+        A draft that was planned and not made counts as rejected: to plan it did not pay.
+        """
+        for position in range(num_verified):
             self.num_drafted[position] += 1
             self.num_accepted[position] += position < num_accepted
+        if not num_verified and not self.is_drafting:
+            return  # a draft model makes up for what it has not computed
         # Behind a rejected draft, nothing is learned: those would have been drafts of another text.
-        num_tries = min(num_accepted + 1, num_drafts)
+        num_tries = min(num_accepted + 1, num_planned)
         weight = DECAY * sequence.acceptance_weight
         sequence.acceptance = (weight * sequence.acceptance + num_accepted) / (weight + num_tries)
         sequence.acceptance_weight = weight + num_tries

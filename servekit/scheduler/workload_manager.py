@@ -608,11 +608,6 @@ class WorkloadManager:
         # From when the worker could begin with it: when it was sent, or when the step before it was done.
         step_time_s = now_s - max(step.planned_s, self._last_commit_s)
         self.prefill_limiter.observe(step.num_prefill_tokens, step.num_decodes, step_time_s)
-        if self.config.max_drafts and not step.num_prefill_tokens:
-            draft_time_s, num_verified = min(step_time_s, step.result.draft_time_s), sum(step.result.num_drafts)
-            self.draft_lengths.observe(
-                step.num_decodes, step.num_drafts.values(), num_verified, step_time_s, draft_time_s
-            )
         self._last_commit_s = now_s
         self.step_token_limit = min(self.config.max_num_batched_tokens, self.step_token_limit + 1)
         if self.kv_cache.num_fenced:
@@ -636,6 +631,15 @@ class WorkloadManager:
                 self.num_deferrals += 1
         if step.num_drafts:
             self._settle_drafts(step)
+        if self.config.max_drafts:
+            self.draft_lengths.observe(
+                step.num_prefill_tokens,
+                step.num_decodes,
+                step.num_drafts.values(),
+                sum(result.num_drafts),
+                step_time_s,
+                min(step_time_s, result.draft_time_s),
+            )
         logprobs = result.logprobs or (None,) * len(result.token_ids)
         sampled = by_token(step.sampled, result.counts)
         for (sequence, incarnation), token_id, of_token in zip(sampled, result.token_ids, logprobs, strict=True):
@@ -667,8 +671,7 @@ class WorkloadManager:
             if sequence.incarnation == incarnation:
                 num_verified, num_accepted = step.num_verified(index), step.num_accepted(index)
                 sequence.settle_drafts(num_planned, num_verified, num_accepted)
-                if num_verified:
-                    self.draft_lengths.record(sequence, num_verified, num_accepted)
+                self.draft_lengths.record(sequence, num_planned, num_verified, num_accepted)
                 self.waiting_queue.charge(sequence, num_accepted)
 
     def _end(self, sequence: Sequence, token_id: int) -> FinishReason:

@@ -124,9 +124,7 @@ class SimulatedWorker:
     worker does. So a position that is not computed again behind a rejected draft leads to a wrong token, too.
     """
 
-    def __init__(
-        self, num_blocks: int, block_size: int, max_num_batched_tokens: int, drafting_s: float = 0.0
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_num_batched_tokens: int, drafting_s: float = 0.0) -> None:
         """`drafting_s` is what it reports for each round of its drafter, which makes one draft for each sequence."""
         self.block_size = block_size
         self.drafting_s = drafting_s

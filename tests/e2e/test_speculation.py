@@ -103,7 +103,7 @@ def test_a_prediction_is_accepted_in_all_its_forms(simulated: ServerProcess) -> 
     assert simulated.client.post("/v1/chat/completions", json=body).status_code == 400
 
 
-# -- the demo model, with n-grams --------------------------------------------------------------------------------------
+# -- the demo model, with each of its drafters -----------------------------------------------------------------------
 
 
 def ask_all(server: ServerProcess, **fields: Any) -> list[Any]:
@@ -126,20 +126,41 @@ def ask_all(server: ServerProcess, **fields: Any) -> list[Any]:
         return [each.result() for each in asked]
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """The answers without drafts, greedy and seeded."""
+    with serving(log=tmp_path_factory.mktemp("off") / "log", environment=ONE_THREAD) as plain:
+        return [ask_all(plain, **fields) for fields in (GREEDY, SEEDED)]
+
+
 @pytest.mark.long
-def test_answers_with_ngrams_are_those_without_even_when_a_worker_is_killed(tmp_path: Path) -> None:
-    with serving(log=tmp_path / "off", environment=ONE_THREAD) as plain:
-        expected = [ask_all(plain, **fields) for fields in (GREEDY, SEEDED)]
-    with serving("--speculative", "ngram", log=tmp_path / "log", environment=ONE_THREAD) as server:
+@pytest.mark.parametrize(
+    ("drafter", "flags"),
+    [
+        ("ngram", ()),
+        ("draft", ()),
+        ("medusa", ()),
+        ("self", ()),
+        ("draft", ("--tensor-parallel-size", "2")),
+        ("draft", ("--data-parallel-size", "2")),
+    ],
+    ids=lambda part: part if isinstance(part, str) else " ".join(part) or "alone",
+)
+def test_answers_are_those_without_drafts_even_when_a_worker_is_killed(
+    drafter: str, flags: tuple[str, ...], expected: list[list[Any]], tmp_path: Path
+) -> None:
+    with serving("--speculative", drafter, *flags, log=tmp_path / "log", environment=ONE_THREAD) as server:
         assert [ask_all(server, **fields) for fields in (GREEDY, SEEDED)] == expected
         assert server.metric("servekit_spec_decode_num_accepted_tokens_total") > 0
+        assert server.client.get("/info").json()["replicas"][0]["drafter"] == drafter
+        none = server.generate(PROMPTS[0], **GREEDY, max_drafts=0)
+        assert none["generated_text"] == expected[0][0] and "drafted_tokens" not in none["usage"]
         body = {"prompt": PROMPTS[0], **GREEDY}
-        whole = expected[0][0]
         with server.client.stream("POST", "/generate_stream", json=body) as response:
             lines = events(response.iter_lines())
             pieces = [next(lines)["token"]["text"]]
             os.kill(server.worker_pids()[0], signal.SIGKILL)
             pieces += [event["token"]["text"] for event in lines if event["token"]]
-        assert "".join(pieces) == whole
+        assert "".join(pieces) == expected[0][0]
         server.wait_for_metric("servekit_worker_restarts_total", 1)
         server.wait_until_at_rest()
