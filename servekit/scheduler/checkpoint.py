@@ -139,6 +139,8 @@ class DraftState(Struct, frozen=True, array_like=True):
     times: tuple[list[int], list[float]]  # classes and means of PositionTimes
     round_times: tuple[list[int], list[float]]
     is_drafting: bool
+    explored_id: int
+    exploring_debt_s: float
 
 
 class ManagerState(Struct, frozen=True, array_like=True):
@@ -327,6 +329,8 @@ def _save_drafts(draft_lengths: DraftLengths) -> DraftState:
         times=_save_position_times(draft_lengths.times),
         round_times=_save_position_times(draft_lengths.round_times),
         is_drafting=draft_lengths.is_drafting,
+        explored_id=draft_lengths.explored_id,
+        exploring_debt_s=draft_lengths.exploring_debt_s,
     )
 
 
@@ -528,6 +532,8 @@ def _restore_drafts(draft_lengths: DraftLengths, state: DraftState) -> None:
     draft_lengths.num_drafted = state.num_drafted.copy()
     draft_lengths.num_accepted = state.num_accepted.copy()
     draft_lengths.is_drafting = state.is_drafting
+    draft_lengths.explored_id = state.explored_id
+    draft_lengths.exploring_debt_s = state.exploring_debt_s
     for times, (classes, means_s) in (
         (draft_lengths.times, state.times),
         (draft_lengths.round_times, state.round_times),

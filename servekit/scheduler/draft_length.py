@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from servekit.scheduler.sequence import Sequence
+from servekit.scheduler.step import Step
 from servekit.scheduler.step_time import PositionTimes
 
 NUM_LEVELS = 16  # of acceptance, which are distinguished
@@ -30,10 +31,11 @@ MEAN_DECAY = 63 / 64  # the same for the mean of all sequences
 # and more positions may take less time than they once did. They are two steps, because in the first one a draft model
 # makes up for what it has not computed, so that only the second one shows what a draft takes. They are few sequences,
 # because under high load each position takes time; and the same ones, so that a draft model has little to make up for.
-# If a step of twice as many positions takes twice as long, this costs 3 %, and 0.4 % with 32 sequences. The number is a
-# prime: otherwise it could always meet the same sequences, where several take turns in the steps of a pipeline.
+# The number is a prime: otherwise it could always meet the same sequences, where several take turns in the steps of a
+# pipeline.
 EXPLORE_EVERY = 61
 MAX_EXPLORING = 4
+EXPLORING_SHARE = 1 / 64  # of the time, at most: it is left out as long as the last time cost more
 
 
 def level_of(acceptance: float) -> int:
@@ -54,6 +56,8 @@ class DraftLengths:
         # tried.
         self.round_times = PositionTimes(unknown_s=0.0, min_s=0.0)
         self.is_drafting = False  # whether the newest step had drafts
+        self.explored_id = -EXPLORE_EVERY  # the first one of the last two steps that explored
+        self.exploring_debt_s = 0.0  # what exploring has cost, less its share of the time since
         self.mean_acceptance = FIRST_ACCEPTANCE
         self.num_drafted = [0] * max_drafts
         self.num_accepted = [0] * max_drafts
@@ -68,25 +72,24 @@ class DraftLengths:
         sequence.max_drafts = self.max_drafts if max_drafts is None else min(self.max_drafts, max_drafts)
         sequence.acceptance, sequence.acceptance_weight = self.mean_acceptance, FIRST_WEIGHT
 
-    def observe(
-        self,
-        num_prefill_tokens: int,
-        num_decodes: int,
-        num_planned: Collection[int],
-        num_verified: int,
-        step_time_s: float,
-        draft_time_s: float,
-    ) -> None:
-        """Learn from a step what it took in all, and what the drafter took of that.
-
-        `num_planned` has the planned drafts of each sequence that had any. The drafter made `num_verified` in all.
-        """
-        if not num_prefill_tokens:
+    def observe(self, step: Step, step_time_s: float, position_s: float) -> None:
+        """Learn from a step that has its result. `position_s` is what `choose` expects of positions."""
+        assert step.result is not None
+        result, num_decodes, planned = step.result, step.num_decodes, step.num_drafts.values()
+        num_verified, draft_time_s = sum(result.num_drafts), min(step_time_s, result.draft_time_s)
+        if not step.num_prefill_tokens:
             self.times.observe(num_decodes + num_verified, step_time_s - draft_time_s)
-        if num_planned and self.is_drafting:
-            num_rounds = max(num_planned)
-            self.round_times.observe(-(-sum(num_planned) // num_rounds), draft_time_s / num_rounds)
-        self.is_drafting = bool(num_planned)
+        if planned and self.is_drafting:
+            num_rounds = max(planned)
+            self.round_times.observe(-(-sum(planned) // num_rounds), draft_time_s / num_rounds)
+        self.is_drafting = bool(planned)
+        self.exploring_debt_s = max(0.0, self.exploring_debt_s - EXPLORING_SHARE * step_time_s)
+        if planned and step.step_id % EXPLORE_EVERY < 2:
+            # What the same tokens would have taken without drafts, and what they took more.
+            num_tokens = num_decodes + sum(map(step.num_accepted, step.num_drafts))
+            plain_s = self.times.seconds_of(num_decodes, position_s) * num_tokens / num_decodes
+            model_s = self.times.seconds_of(num_decodes + num_verified, position_s)
+            self.exploring_debt_s += max(0.0, draft_time_s + model_s - plain_s)
 
     def choose(self, sequences: Collection[Sequence], step_id: int, position_s: float) -> list[int]:
         """Return the number of drafts of each sequence, in a step that decodes these; empty if there are none.
@@ -99,11 +102,13 @@ class DraftLengths:
         acceptance get the same number.
         """
         num_drafting = [0] * NUM_LEVELS  # sequences of each level
-        for sequence in sequences:
+        for sequence in sequences if self.times.classes else ():  # before any time is known, only exploring is safe
             if sequence.max_drafts:
                 num_drafting[level_of(sequence.acceptance)] += 1
         chosen = self._choose_by_level(len(sequences), num_drafting, position_s)
-        is_exploring = step_id % EXPLORE_EVERY < 2
+        if step_id % EXPLORE_EVERY == 0 and not self.exploring_debt_s:
+            self.explored_id = step_id
+        is_exploring = step_id - self.explored_id < 2
         if not is_exploring and not any(chosen):
             return []
         num_drafts = [chosen[level_of(sequence.acceptance)] for sequence in sequences]

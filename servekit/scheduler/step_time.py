@@ -77,10 +77,11 @@ def size_class(num_positions: int) -> int:
     return 8 * shift + (num_positions >> shift)
 
 
-def largest_in(size: int) -> int:
-    """The largest number of positions in a size class."""
+def bounds_of(size: int) -> tuple[int, int]:
+    """The smallest and the largest number of positions in a size class."""
     shift = max(0, size // 8 - 1)
-    return ((size - 8 * shift + 1) << shift) - 1
+    first = (size - 8 * shift) << shift
+    return first, first + (1 << shift) - 1
 
 
 class PositionTimes:
@@ -115,8 +116,8 @@ class PositionTimes:
     def seconds_of(self, num_positions: int, position_s: float = 0.0) -> float:
         """The time of a step with this number of positions; the same for all numbers until a step was seen.
 
-        Above the largest step that was seen, each position adds `position_s`. If that is too little, the larger step is
-        tried, and its time is known.
+        Above the largest step that was seen, each position adds `position_s`, and below the smallest one it takes that
+        away, down to its share. If that is too little, the step is tried, and its time is known.
         """
         classes, means_s = self.classes, self.means_s
         if not classes:
@@ -124,8 +125,14 @@ class PositionTimes:
         wanted = size_class(num_positions)
         index = bisect_left(classes, wanted)
         if index == len(classes):
-            return means_s[-1] + position_s * max(0, num_positions - largest_in(classes[-1]))
-        if index == 0 or classes[index] == wanted:
+            return means_s[-1] + position_s * (num_positions - bounds_of(classes[-1])[1])
+        if classes[index] == wanted:
             return means_s[index]
+        if index == 0:
+            smallest, _ = bounds_of(classes[0])
+            return max(
+                means_s[0] - position_s * (smallest - num_positions),
+                means_s[0] * (num_positions / smallest if position_s else 1.0),
+            )
         part = (wanted - classes[index - 1]) / (classes[index] - classes[index - 1])
         return means_s[index - 1] + part * (means_s[index] - means_s[index - 1])

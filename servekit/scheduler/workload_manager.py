@@ -632,14 +632,7 @@ class WorkloadManager:
         if step.num_drafts:
             self._settle_drafts(step)
         if self.config.max_drafts:
-            self.draft_lengths.observe(
-                step.num_prefill_tokens,
-                step.num_decodes,
-                step.num_drafts.values(),
-                sum(result.num_drafts),
-                step_time_s,
-                min(step_time_s, result.draft_time_s),
-            )
+            self.draft_lengths.observe(step, step_time_s, self.prefill_limiter.step_times.prefill_s)
         logprobs = result.logprobs or (None,) * len(result.token_ids)
         sampled = by_token(step.sampled, result.counts)
         for (sequence, incarnation), token_id, of_token in zip(sampled, result.token_ids, logprobs, strict=True):

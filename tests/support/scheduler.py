@@ -20,7 +20,10 @@ EOS = frozenset({39, 74})  # 2 % of the simulated vocabulary: answers end by the
 def make_manager(is_reckless: bool = False, **changes: Any) -> WorkloadManager:
     limits = {"num_blocks": 64, "block_size": 4, "max_model_len": 1000, "max_num_seqs": 8, "max_num_batched_tokens": 32}
     config = SchedulerConfig(eos_token_ids=EOS, **{**limits, **changes})
-    return WorkloadManager(config, RecklessPredictor(config.block_size) if is_reckless else None)
+    manager = WorkloadManager(config, RecklessPredictor(config.block_size) if is_reckless else None)
+    if config.max_drafts:
+        manager.draft_lengths.times.observe(1, 1.0)  # otherwise there are no drafts before a step without prefill
+    return manager
 
 
 def make_worker(manager: WorkloadManager) -> SimulatedWorker:

@@ -8,11 +8,42 @@ from itertools import product
 
 import pytest
 
+from servekit.protocol.messages import StepResult
 from servekit.scheduler.draft_length import EXPLORE_EVERY, MAX_EXPLORING, NUM_LEVELS, DraftLengths
 from servekit.scheduler.sequence import Sequence
+from servekit.scheduler.step import Step
 from tests.support.scheduler import make_sequence
 
 PLAIN = 2  # the id of a step that does not explore
+
+
+def observe(
+    lengths: DraftLengths,
+    num_decodes: int,
+    planned: list[int],
+    step_time_s: float,
+    draft_time_s: float = 0.0,
+    *,
+    made: list[int] | None = None,
+    num_accepted: int = 0,
+    num_prefill_tokens: int = 0,
+    step_id: int = PLAIN,
+    position_s: float = 0.0,
+) -> None:
+    """Let it see a step with these drafts of its first sequences, of which the first spans have the accepted ones."""
+    step = Step(step_id, 0.0, 0, num_decodes=num_decodes, num_prefill_tokens=num_prefill_tokens)
+    step.num_drafts = {index: number for index, number in enumerate(planned) if number}
+    made = planned if made is None else made
+    counts = [1] * num_decodes
+    for index, number in enumerate(made):
+        accepted = min(number, num_accepted)
+        counts[index], num_accepted = 1 + accepted, num_accepted - accepted
+    num_drafts = (*made, *[0] * (num_decodes - len(made)))
+    token_ids = (7,) * sum(counts)
+    step.result = StepResult(
+        0, step_id, token_ids, 0.0, counts=tuple(counts), num_drafts=num_drafts, draft_time_s=draft_time_s
+    )
+    lengths.observe(step, step_time_s, position_s)
 
 
 def make_drafting(lengths: DraftLengths, acceptances: list[float], max_drafts: int | None = None) -> list[Sequence]:
@@ -30,14 +61,16 @@ def learn(lengths: DraftLengths, seconds_of: Callable[[int], float], max_positio
         lengths.times.observe(num_positions, seconds_of(num_positions))
 
 
-def chosen(lengths: DraftLengths, sequences: list[Sequence], step_id: int = PLAIN) -> list[int]:
-    return lengths.choose(sequences, step_id, 0.0) or [0] * len(sequences)
+def chosen(
+    lengths: DraftLengths, sequences: list[Sequence], step_id: int = PLAIN, position_s: float = 0.0
+) -> list[int]:
+    return lengths.choose(sequences, step_id, position_s) or [0] * len(sequences)
 
 
 def test_where_positions_are_free_every_draft_that_may_be_accepted_is_verified() -> None:
     lengths = DraftLengths(7)
     sequences = make_drafting(lengths, [0.9, 0.3, 0.1, 0.0])
-    assert chosen(lengths, sequences) == [7, 7, 7, 0], "as long as nothing is known of the times, too"
+    assert chosen(lengths, sequences) == [0, 0, 0, 0], "as long as nothing is known of the times"
     learn(lengths, lambda num_positions: 0.01)
     assert chosen(lengths, sequences) == [7, 7, 7, 0]
 
@@ -94,7 +127,7 @@ def learn_drafting(lengths: DraftLengths, seconds_of: Callable[[int], float], ma
             drafts = [num_rounds] * num_sequences
             model_s = lengths.times.seconds_of(num_sequences + sum(drafts))
             draft_s = num_rounds * seconds_of(num_sequences)
-            lengths.observe(0, num_sequences, drafts, sum(drafts), model_s + draft_s, draft_s)
+            observe(lengths, num_sequences, drafts, model_s + draft_s, draft_s)
 
 
 def test_what_the_drafter_takes_is_no_time_of_the_model() -> None:
@@ -128,17 +161,17 @@ def test_the_first_step_with_drafts_after_one_without_does_not_show_what_a_draft
     """A draft model makes up in it for the steps without drafts."""
     lengths = DraftLengths(4)
     for draft_time_s in (0.5, 0.002, 0.002):
-        lengths.observe(0, 1, [2], 2, 0.010 + draft_time_s, draft_time_s)
+        observe(lengths, 1, [2], 0.010 + draft_time_s, draft_time_s)
     assert lengths.round_times.seconds_of(1) == pytest.approx(0.001)
     assert lengths.times.seconds_of(3) == pytest.approx(0.010)
-    lengths.observe(0, 1, [], 0, 0.010, 0.0)
-    lengths.observe(0, 1, [2], 2, 0.510, 0.5)
+    observe(lengths, 1, [], 0.010)
+    observe(lengths, 1, [2], 0.510, 0.5)
     assert lengths.round_times.seconds_of(1) == pytest.approx(0.001)
 
 
 def test_drafts_that_are_planned_but_not_made_take_no_time_of_the_model() -> None:
     lengths = DraftLengths(4)
-    lengths.observe(0, 2, [4, 4], 3, 0.02, 0.0)
+    observe(lengths, 2, [4, 4], 0.02, made=[3, 0])
     assert lengths.times.classes == [5]
 
 
@@ -164,9 +197,25 @@ def test_sequences_without_drafts_cost_time_but_get_none() -> None:
 def test_speculation_that_does_not_pay_is_tried_again_now_and_then() -> None:
     """Two steps in turn, because a draft model makes up in the first for what it has not computed."""
     lengths = DraftLengths(4)
+    learn(lengths, lambda num_positions: 0.01)
     sequences = make_drafting(lengths, [0.0, 0.99])
     explored = [step_id for step_id in range(3 * EXPLORE_EVERY) if chosen(lengths, sequences, step_id) == [1, 5]]
     assert explored == [0, 1, EXPLORE_EVERY, EXPLORE_EVERY + 1, 2 * EXPLORE_EVERY, 2 * EXPLORE_EVERY + 1]
+
+
+def test_the_more_trying_costs_the_seldomer_it_is_done() -> None:
+    """Two steps with drafts took 10 ms each more than without, and 1/64 of the time may be spent on that."""
+    lengths = DraftLengths(4)
+    sequences = make_drafting(lengths, [0.0])
+    observe(lengths, 1, [], 10e-3)
+    for step_id in range(2):
+        assert chosen(lengths, sequences, step_id) == [1]
+        observe(lengths, 1, [1], 20e-3, 10e-3, step_id=step_id)
+    num_steps = 2
+    while chosen(lengths, sequences, num_steps) == [0]:
+        observe(lengths, 1, [], 10e-3, step_id=num_steps)
+        num_steps += 1
+    assert num_steps == 3 * EXPLORE_EVERY, "the first turn after 1.28 s"
 
 
 def test_under_high_load_only_a_few_sequences_try_drafts() -> None:
@@ -180,13 +229,14 @@ def test_under_high_load_only_a_few_sequences_try_drafts() -> None:
 def test_a_step_with_prefill_shows_only_what_the_drafter_takes() -> None:
     lengths = DraftLengths(4)
     for _ in range(2):
-        lengths.observe(100, 4, [2] * 4, 8, 0.1, 0.004)
+        observe(lengths, 4, [2] * 4, 0.1, 0.004, num_prefill_tokens=100)
     assert not lengths.times.classes and lengths.round_times.seconds_of(4) == pytest.approx(0.002)
 
 
 def test_acceptance_follows_the_text() -> None:
     """It falls while drafts are rejected. Then the text becomes repetitive, and a few drafts are enough to see it."""
     lengths = DraftLengths(4)
+    learn(lengths, lambda num_positions: 0.01)
     (sequence,) = make_drafting(lengths, [0.5])
     for _ in range(30):
         lengths.record(sequence, 4, 4, 0)
@@ -218,7 +268,7 @@ def test_drafts_that_are_planned_and_not_made_count_as_rejected_but_for_the_firs
     lengths = DraftLengths(4)
     (sequence,) = make_drafting(lengths, [0.5])
     lengths.record(sequence, 4, 0, 0)
-    lengths.observe(0, 1, [4], 0, 0.01, 0.0)
+    observe(lengths, 1, [4], 0.01, made=[0])
     assert sequence.acceptance == 0.5
     for _ in range(30):
         lengths.record(sequence, 4, 0, 0)
@@ -243,3 +293,91 @@ def test_spans_with_drafts_are_counted() -> None:
     lengths.record(sequence, 1, 1, 1)
     assert (lengths.num_spans, lengths.num_drafted, lengths.num_accepted) == (2, [2, 1, 1], [2, 0, 0])
     assert DraftLengths(0).num_spans == 0
+
+
+NUM_STEPS = 1_000
+
+
+class Device:
+    """What steps take: a fixed part, more for each position beyond some, and a round of the drafter for each draft.
+
+    A draft model also computes what it has missed while there were no drafts, and that takes time, too.
+    """
+
+    def __init__(self, num_free: int, position_s: float, round_s: float) -> None:
+        self.num_free, self.position_s, self.round_s = num_free, position_s, round_s
+
+    def model_s(self, num_positions: int) -> float:
+        return 5e-3 + self.position_s * max(0, num_positions - self.num_free)
+
+    def draft_s(self, num_drafts: list[int], num_missed: int) -> float:
+        if not any(num_drafts):
+            return 0.0
+        per_sequence_s = self.round_s / 16
+        return max(num_drafts) * (self.round_s + per_sequence_s * sum(map(bool, num_drafts))) + (
+            self.round_s / 64 * min(256, num_missed)
+        )
+
+
+def speedup(device: Device, num_sequences: int, acceptance: float, max_drafts: int, prefill_share: float) -> float:
+    """Play NUM_STEPS steps, in part with prefill, and return tokens per second beside those without drafts."""
+    rng = random.Random(0)
+    lengths = DraftLengths(max_drafts)
+    sequences = make_drafting(lengths, [0.5] * num_sequences)
+    missed = [0] * num_sequences
+    num_tokens = plain_s = time_s = 0.0
+    for step_id in range(NUM_STEPS):
+        has_prefill = rng.random() < prefill_share
+        prefill_s = 64 * max(device.position_s, 1e-6) if has_prefill else 0.0
+        chosen_now = chosen(lengths, sequences, step_id, device.position_s)
+        planned = [min(each, max_drafts) for each in chosen_now]
+        num_accepted = [next((n for n in range(each) if rng.random() >= acceptance), each) for each in planned]
+        num_missed = sum(behind for each, behind in zip(planned, missed, strict=True) if each)
+        draft_s = device.draft_s(planned, num_missed)
+        missed = [0 if each else behind + 1 for each, behind in zip(planned, missed, strict=True)]
+        step_s = device.model_s(num_sequences + sum(planned)) + draft_s + prefill_s
+        for sequence, each, accepted in zip(sequences, planned, num_accepted, strict=True):
+            if each:
+                lengths.record(sequence, each, each, accepted)
+        observe(
+            lengths,
+            num_sequences,
+            planned,
+            step_s,
+            draft_s,
+            num_accepted=sum(num_accepted),
+            num_prefill_tokens=64 * has_prefill,
+            step_id=step_id,
+            position_s=device.position_s,
+        )
+        num_tokens += num_sequences + sum(num_accepted)
+        time_s += step_s
+        plain_s += device.model_s(num_sequences) + prefill_s
+    return (num_tokens / time_s) / (NUM_STEPS * num_sequences / plain_s)
+
+
+DEVICES = {
+    "positions are free": Device(1000, 0.0, 0.3e-3),
+    "positions take time": Device(0, 0.16e-3, 0.3e-3),
+    "positions take time from the ninth on": Device(8, 0.3e-3, 0.3e-3),
+    "the drafter is slow": Device(8, 0.1e-3, 6e-3),
+    "the drafter takes no time": Device(8, 0.3e-3, 0.0),
+}
+
+
+@pytest.mark.parametrize(("num_sequences", "prefill_share"), [(1, 0.0), (8, 0.0), (32, 0.0), (32, 0.9)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_at_no_load_speculation_is_slower_than_none(device: str, num_sequences: int, prefill_share: float) -> None:
+    """Whether drafts are mostly right, or never.
+
+    The bound is that of the worst case: 32 sequences whose drafts pay a little if they are rightly judged, and each
+    sequence is judged by few drafts. All others are above 0.97.
+    """
+    for acceptance in (0.0, 0.3, 0.9):
+        assert speedup(DEVICES[device], num_sequences, acceptance, 4, prefill_share) > 0.96, acceptance
+
+
+def test_speculation_pays_where_it_can() -> None:
+    assert speedup(DEVICES["positions are free"], 1, 0.9, 4, 0.0) > 3
+    assert speedup(DEVICES["positions take time"], 1, 0.9, 4, 0.0) > 2
+    assert speedup(DEVICES["positions take time from the ninth on"], 1, 0.9, 4, 0.9) > 2

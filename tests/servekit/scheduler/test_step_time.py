@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from servekit.scheduler.step_time import PositionTimes, StepTimes, largest_in, size_class
+from servekit.scheduler.step_time import PositionTimes, StepTimes, bounds_of, size_class
 
 OVERHEAD_S, PREFILL_S, DECODE_S = 0.02, 100e-6, 400e-6
 
@@ -54,7 +54,7 @@ def test_size_classes_are_in_order_and_an_eighth_wide() -> None:
     for size in set(classes):
         members = [number for number, each in enumerate(classes, start=1) if each == size]
         assert members[-1] - members[0] <= members[0] / 8
-        assert size == classes[-1] or largest_in(size) == members[-1]
+        assert size == classes[-1] or bounds_of(size) == (members[0], members[-1])
 
 
 def test_the_time_by_positions_is_flat_where_it_was_measured_flat_and_rises_where_it_rises() -> None:
@@ -67,6 +67,12 @@ def test_the_time_by_positions_is_flat_where_it_was_measured_flat_and_rises_wher
     assert [times.seconds_of(number) for number in (1, 8, 10, 12, 13)] == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.04])
     assert times.classes == [1, 8, 12]
     assert [times.seconds_of(number, 0.001) for number in (10, 12, 13, 20)] == pytest.approx([0.03, 0.04, 0.041, 0.048])
+
+
+def test_below_the_smallest_known_step_each_position_takes_its_time_away_but_not_more_than_its_share() -> None:
+    times = PositionTimes()
+    times.observe(10, 0.02)
+    assert [times.seconds_of(5, position_s) for position_s in (0.0, 0.001, 0.1)] == pytest.approx([0.02, 0.015, 0.01])
 
 
 def test_a_step_that_was_held_up_is_soon_forgotten() -> None:
