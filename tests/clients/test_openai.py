@@ -121,6 +121,50 @@ def test_logprobs_have_an_entry_for_each_token(client: OpenAI) -> None:
         assert max(top, key=top.__getitem__) == token and top[token] == logprob, "greedy takes the likeliest"
 
 
+def test_no_likeliest_tokens_are_those_of_the_text_alone(client: OpenAI) -> None:
+    """Clients read the logprob of a token from `top_logprobs`, as vLLM gives it, where they asked for 0 likeliest."""
+    logprobs = client.completions.create(model="demo", prompt=STORY, max_tokens=3, logprobs=0).choices[0].logprobs
+    assert logprobs and logprobs.tokens and logprobs.token_logprobs
+    pairs = zip(logprobs.tokens, logprobs.token_logprobs, strict=True)
+    assert logprobs.top_logprobs == [{token: logprob} for token, logprob in pairs]
+
+
+def test_the_ids_of_all_tokens_are_returned_if_asked(server: ServerProcess, client: OpenAI) -> None:
+    """vLLM's fields for those who train on what a model says: text that is tokenized again may have other tokens."""
+    asked: Any = {"model": "demo", "extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True}}
+    prompts = [tokenize(server, SKY), tokenize(server, STORY)]
+    text: Any = {"prompt": [SKY, STORY], "max_tokens": 4, "logprobs": 1}
+    answers: Any = client.completions.create(**text, **asked).choices
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    of_prompts: dict[int, list[int]] = {}
+    for chunk in client.completions.create(stream=True, **text, **asked):
+        choice: Any = chunk.choices[0]
+        streamed[choice.index] += choice.token_ids
+        of_prompts.setdefault(choice.index, getattr(choice, "prompt_token_ids", []))
+    for answer in answers:
+        assert answer.prompt_token_ids == of_prompts[answer.index] == prompts[answer.index]
+        assert answer.token_ids == streamed[answer.index] and len(answer.token_ids) == 4
+        assert answer.logprobs.tokens == [f"token_id:{id_}" for id_ in answer.token_ids]
+    chat: Any = {"messages": user(SKY), "logprobs": True, "max_tokens": 3}
+    whole: Any = client.chat.completions.create(**chat, **asked)
+    first: Any
+    first, *rest = client.chat.completions.create(stream=True, **chat, **asked)
+    assert first.prompt_token_ids == whole.prompt_token_ids and len(whole.prompt_token_ids) == 10
+    assert [id_ for chunk in rest for id_ in chunk.choices[0].token_ids] == whole.choices[0].token_ids
+    names = [entry.token for entry in whole.choices[0].logprobs.content]
+    assert names == [f"token_id:{id_}" for id_ in whole.choices[0].token_ids]
+    plain: Any = client.chat.completions.create(model="demo", **chat)
+    assert not hasattr(plain, "prompt_token_ids") and not hasattr(plain.choices[0], "token_ids")
+
+
+def test_an_empty_answer_has_no_token_ids(client: OpenAI) -> None:
+    asked: Any = {"echo": True, "max_tokens": 0, "extra_body": {"return_token_ids": True}}
+    answer: Any = client.completions.create(model="demo", prompt=SKY, **asked).choices[0]
+    assert answer.token_ids == [] and len(answer.prompt_token_ids) == 7
+    chunks: Any = list(client.completions.create(model="demo", prompt=SKY, stream=True, **asked))
+    assert not any(chunk.choices[0].token_ids for chunk in chunks)
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echo_scores_texts_as_evaluation_harnesses_ask(server: ServerProcess, client: OpenAI, max_tokens: int) -> None:
     """Score a continuation: its tokens' logprobs are those between the context and what is generated on top."""

@@ -10,36 +10,29 @@ from pathlib import Path
 import pytest
 
 from scripts.tables import TABLES, with_table
+from tests.support.pasted import ADDRESS, blocks, console_commands, matches, told_by
 from tests.support.server_process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ADDRESS = "http://127.0.0.1:8000"
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+# Pages of clients that are no dependency of the tests. `python -m tests.clients.integrations` runs what is on them.
+ELSEWHERE = {page for page in (ROOT / "docs" / "clients").glob("*.md") if page.stem != "langchain"}
 
 
 def requests() -> list[tuple[str, str, str]]:
     """(page, command, the answer that the page gives) of every curl."""
-    found = []
-    for page in PAGES:
-        for block in blocks(page, "console"):
-            for entry in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-                command, _, answer = entry.partition("\n")
-                if command.startswith("curl"):
-                    found.append((page.name, command, answer.strip()))
-    return found
+    return [
+        (page.name, command, told)
+        for page in PAGES
+        if page not in ELSEWHERE
+        for block in blocks(page, "console")
+        for command, told in console_commands(block)
+        if command.startswith("curl")
+    ]
 
 
 def programs() -> list[tuple[str, str]]:
-    return [(page.name, block) for page in PAGES for block in blocks(page, "python")]
-
-
-def matches(told: str, answer: str) -> bool:
-    """Whether the answer is what the page tells; … stands for anything."""
-    return re.fullmatch(".*".join(map(re.escape, told.split("…"))), answer.strip(), re.DOTALL) is not None
+    return [(page.name, block) for page in PAGES if page not in ELSEWHERE for block in blocks(page, "python")]
 
 
 @pytest.mark.parametrize(("page", "command", "told"), requests())
@@ -54,7 +47,7 @@ def test_a_request_that_is_pasted_gets_the_answer_on_the_page(
 
 @pytest.mark.parametrize(("page", "program"), programs())
 def test_a_program_that_is_pasted_prints_what_its_comments_say(server: ServerProcess, page: str, program: str) -> None:
-    told = re.findall(r"^\s*print\(.*\)  # (.*)$", program, re.MULTILINE)
+    told = told_by(program)
     assert told, "an example that shows nothing"
     command = [sys.executable, "-c", program.replace(ADDRESS, server.url)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -83,6 +76,7 @@ def test_every_api_has_an_example_to_paste() -> None:
             "README.md",
             "anthropic.md",
             "batches.md",
+            "langchain.md",
             "python.md",
             "tgi.md",
             "openai.md",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import Callable, Iterable
 
 from servekit.api.schemas.common_fields import Usage
@@ -14,13 +15,13 @@ from servekit.scheduler.sequence import FinishReason
 class Answer:
     """One sequence's text so far. Its tokens are kept only on request: they take ten times the memory of the text."""
 
-    __slots__ = ("_last", "_logprob", "_texts", "index", "keeps_tokens", "num_tokens", "tokens")
+    __slots__ = ("_last", "_logprob", "_texts", "index", "keeps_tokens", "token_ids", "tokens")
 
     def __init__(self, index: int, keeps_tokens: bool = False) -> None:
         self.index = index  # of its sequence in the request
         self.keeps_tokens = keeps_tokens
         self.tokens: list[TokenDelta] = []
-        self.num_tokens = 0  # does not count the end at a deadline, which has no token
+        self.token_ids = array("i")  # the end at a deadline has none
         self._texts: list[str] = []
         self._logprob = 0.0  # sum over all tokens
         self._last: TokenDelta | None = None
@@ -32,11 +33,15 @@ class Answer:
                 self._texts.append(delta.text)
             if delta.token_id is None:
                 continue
-            self.num_tokens += 1
+            self.token_ids.append(delta.token_id)
             if delta.logprobs is not None:
                 self._logprob += delta.logprobs.logprob
             if self.keeps_tokens:
                 self.tokens.append(delta)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
     @property
     def is_finished(self) -> bool:

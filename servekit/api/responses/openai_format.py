@@ -6,7 +6,7 @@ import time
 from array import array
 from codecs import getincrementaldecoder
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import UNSET, UnsetType
 
@@ -64,6 +64,8 @@ class _Common:
         self._head = (answer_id, int(time.time()), model)
         self._sends_usage = body.sends_usage
         self._sends_usage_always = body.sends_usage_always
+        self._returns_ids = bool(body.return_token_ids)
+        self._names_by_id = bool(body.return_tokens_as_token_ids)
         self._num_tokens = 0  # sent so far
         self._begun: set[int] = set()  # choices whose first chunk was sent
 
@@ -115,6 +117,12 @@ class _Common:
             pairs = {**dict(logprobs.top), token_id: logprobs.logprob}
             yield {id_: PromptLogprob(value, self._text(id_)) for id_, value in pairs.items()}
 
+    def _prompt_ids(self, index: int, items: ItemList = list) -> list[int] | UnsetType:
+        return items(self._state.prompt_token_ids(index)) if self._returns_ids else UNSET
+
+    def _ids(self, token_ids: Iterable[int | None], items: ItemList = list) -> list[int] | UnsetType:
+        return items(id_ for id_ in token_ids if id_ is not None) if self._returns_ids else UNSET
+
     def _text(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id])
 
@@ -140,7 +148,6 @@ class CompletionResponseBuilder(_Common):
         super().__init__(body, state, tokenizer, answer_id, model)
         self._returns_prompt_only = body.max_tokens == 0
         self.needs_tokens = body.logprobs is not None
-        self._returns_top = bool(body.logprobs)
         self._returns_prompt_logprobs = body.prompt_logprobs is not None
         self._echo = bool(body.echo)
         self._skips_special = body.skip_special_tokens is not False
@@ -159,6 +166,8 @@ class CompletionResponseBuilder(_Common):
                 self._finish(choice, answer.finish_reason, answer.stop_reason)
                 if self._returns_prompt_logprobs:
                     choice.prompt_logprobs = self._prompt_logprobs(number, items)
+                choice.token_ids = self._ids(() if self._returns_prompt_only else answer.token_ids, items)
+                choice.prompt_token_ids = self._prompt_ids(number, items)
                 yield choice
 
     def events(self, deltas: list[TokenDelta]) -> bytes:
@@ -175,9 +184,14 @@ class CompletionResponseBuilder(_Common):
         choice = self._choice(index, index, text, [delta for delta in deltas if delta.token_id is not None], begins)
         if (reason := deltas[-1].finish_reason) is not None:
             self._finish(choice, reason, deltas[-1].stop_reason)
-        if begins and self._returns_prompt_logprobs:
-            choice.prompt_logprobs = self._prompt_logprobs(index // self._state.request.best_of)
-        if choice.text or choice.logprobs or choice.finish_reason or choice.prompt_logprobs is not UNSET:
+        if begins:
+            number = index // self._state.request.best_of
+            choice.prompt_token_ids = self._prompt_ids(number)
+            if self._returns_prompt_logprobs:
+                choice.prompt_logprobs = self._prompt_logprobs(number)
+        choice.token_ids = self._ids(() if self._returns_prompt_only else (delta.token_id for delta in deltas))
+        parts = (choice.text, choice.logprobs, choice.finish_reason, choice.token_ids or None)
+        if any(parts) or choice.prompt_logprobs is not UNSET:
             yield CompletionResponse(*self._head, [choice], self._usage_of_chunk())
 
     def _last_chunks(self) -> Iterator[CompletionResponse]:
@@ -224,7 +238,7 @@ class CompletionResponseBuilder(_Common):
         return CompletionLogprobs(
             items(self._name(token_id) for token_id, _ in tokens),
             items(None if known is None else known.logprob for _, known in tokens),
-            items(self._top(token_id, known) for token_id, known in tokens) if self._returns_top else None,
+            items(self._top(token_id, known) for token_id, known in tokens),
             items(self._next_offset(sequence, token_id) for token_id, _ in tokens),
         )
 
@@ -260,7 +274,9 @@ class CompletionResponseBuilder(_Common):
         return dict(sorted({**top, self._name(token_id): known.logprob}.items(), key=lambda item: -item[1]))
 
     def _name(self, token_id: int) -> str:
-        """Return a token's text; for a part of a character its bytes, as OpenAI writes them."""
+        """Return a token's text; for a part of a character its bytes, as OpenAI writes them. Or its id, if asked."""
+        if self._names_by_id:
+            return f"token_id:{token_id}"
         own = self._tokenizer.token_bytes_with_special(token_id)
         try:
             return own.decode()
@@ -319,13 +335,13 @@ class ChatResponseBuilder(_Common):
         usage = self._usage_of_chat(sum(answer.num_tokens for answer in answers))
         response = ChatCompletionResponse(*self._head, choices, usage)
         response.prompt_logprobs = self._prompt_logprobs(0, items)
+        response.prompt_token_ids = self._prompt_ids(0, items)
         return response
 
     def _choice(self, answer: Answer, items: ItemList) -> ChatChoice:
         reason, stop_reason = self._finish_reason(answer.index, answer.finish_reason, answer.stop_reason)
-        return ChatChoice(
-            answer.index, self._message(answer), self._logprobs(answer.tokens, items), reason, stop_reason
-        )
+        logprobs, token_ids = self._logprobs(answer.tokens, items), self._ids(answer.token_ids, items)
+        return ChatChoice(answer.index, self._message(answer), logprobs, reason, stop_reason, token_ids)
 
     def _message(self, answer: Answer) -> ChatAnswer:
         if not isinstance(answer, ChatMessageAnswer):
@@ -354,6 +370,7 @@ class ChatResponseBuilder(_Common):
             )
             if len(self._begun) == 1:
                 first.prompt_logprobs = self._prompt_logprobs(0)
+                first.prompt_token_ids = self._prompt_ids(0)
             yield first
         self._num_tokens += sum(delta.token_id is not None for delta in deltas)
         if self._format.is_parsed:
@@ -362,9 +379,10 @@ class ChatResponseBuilder(_Common):
             text = "".join(delta.text for delta in deltas)
             delta = ChatDelta(content=text) if text else ChatDelta()
         choice = ChatChunkChoice(index, delta, self._logprobs(deltas))
+        choice.token_ids = self._ids(each.token_id for each in deltas)
         if (reason := deltas[-1].finish_reason) is not None:
             choice.finish_reason, choice.stop_reason = self._finish_reason(index, reason, deltas[-1].stop_reason)
-        if choice.delta != ChatDelta() or choice.logprobs or choice.finish_reason:
+        if choice.delta != ChatDelta() or choice.logprobs or choice.finish_reason or choice.token_ids:
             yield ChatCompletionChunk(*self._head, [choice], self._usage_of_chunk())
 
     def _parsed_delta(self, events: list[AnswerEvent]) -> ChatDelta:
@@ -402,5 +420,8 @@ class ChatResponseBuilder(_Common):
         for delta in deltas:
             if delta.token_id is None or delta.logprobs is None:
                 continue
-            top = [TopLogprob(self._text(id_), logprob, self._bytes(id_)) for id_, logprob in delta.logprobs.top]
-            yield ChatLogprob(self._text(delta.token_id), delta.logprobs.logprob, self._bytes(delta.token_id), top)
+            top = [TopLogprob(self._name(id_), logprob, self._bytes(id_)) for id_, logprob in delta.logprobs.top]
+            yield ChatLogprob(self._name(delta.token_id), delta.logprobs.logprob, self._bytes(delta.token_id), top)
+
+    def _name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._names_by_id else self._text(token_id)

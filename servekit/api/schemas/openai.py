@@ -65,7 +65,9 @@ class StreamOptions(Struct, kw_only=True):
     """What a stream contains besides text."""
 
     include_usage: Annotated[bool | None, described("send a last chunk with the usage")] = None
-    continuous_usage_stats: Annotated[bool | None, described("send the usage in every chunk")] = None
+    continuous_usage_stats: Annotated[
+        bool | None, described("send the usage in every chunk, too; only with include_usage")
+    ] = None
 
 
 class Prediction(Struct, kw_only=True):
@@ -91,6 +93,13 @@ class OpenAIFields(CommonFields, kw_only=True):
     prompt_logprobs: Annotated[
         NumLogprobs | None, described("return the logprob of each prompt token, and of this many likeliest tokens")
     ] = None
+    return_token_ids: Annotated[
+        bool | None,
+        described("return the ids of the tokens of answer and prompt: token_ids and prompt_token_ids"),
+    ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, described("name tokens in logprobs by their ids, token_id:293, instead of their texts")
+    ] = None
     truncate_prompt_tokens: Annotated[
         Count | None, described("keep only this many tokens of the prompt, the last ones")
     ] = None
@@ -114,16 +123,19 @@ class OpenAIFields(CommonFields, kw_only=True):
     use_beam_search: Annotated[bool | None, described("refused: beam search is not supported")] = None
     prompt_embeds: Annotated[Any, described("refused: prompts are text or token ids")] = None
     logits_processors: Annotated[Any, described("refused: requests cannot bring code")] = None
+    logprob_token_ids: Annotated[Any, described("refused: logprobs are those of the likeliest tokens")] = None
+    repetition_detection: Annotated[Any, described("refused: an answer ends by stop, EOS or its maximum length")] = None
+    truncation_side: Annotated[
+        Literal["left", "right"] | None, described("left, for truncate_prompt_tokens; right is refused")
+    ] = None
 
     @property
     def sends_usage(self) -> bool:
-        return self.stream_options is not None and bool(
-            self.stream_options.include_usage or self.stream_options.continuous_usage_stats
-        )
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def sends_usage_always(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        return self.sends_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def grammar(self) -> Grammar | None:
         """Return what the answer must match, from whichever field has it. Raises InvalidRequest."""
@@ -187,9 +199,15 @@ class OpenAIFields(CommonFields, kw_only=True):
 
     def shared(self) -> dict[str, Any]:
         """Return these fields as arguments of GenerationRequest. Raises InvalidRequest."""
-        for name in ("use_beam_search", "prompt_embeds", "logits_processors"):
-            if getattr(self, name):  # null, false and empty mean that it is not used
-                raise InvalidRequest(f"{name} is not supported by this server; leave it out", param=name)
+        self._refuse_unsupported(
+            "use_beam_search", "prompt_embeds", "logits_processors", "logprob_token_ids", "repetition_detection"
+        )
+        if self.truncation_side == "right":
+            raise InvalidRequest(
+                "truncation_side = 'right' is not supported by this server: truncate_prompt_tokens keeps the last; "
+                "shorten the text, or leave it out",
+                param="truncation_side",
+            )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest(
                 "stream_options needs stream = true; set stream, or leave stream_options out", param="stream_options"
@@ -202,6 +220,11 @@ class OpenAIFields(CommonFields, kw_only=True):
             "prediction": None if self.prediction is None else self.prediction.text,
             **self.common(),
         }
+
+    def _refuse_unsupported(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name):  # null, false and empty mean that it is not used
+                raise InvalidRequest(f"{name} is not supported by this server; leave it out", param=name)
 
 
 def _as_text(schema: str | dict[str, Raw]) -> str:
@@ -329,6 +352,8 @@ class CompletionChoice(Struct):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionResponse(Struct):
@@ -495,6 +520,9 @@ class ChatCompletionRequest(OpenAIFields, kw_only=True):
     functions: Annotated[Any, described("refused: older name of tools")] = None
     function_call: Annotated[Any, described("refused: older name of tool_choice; auto and none are ignored")] = None
     modalities: Annotated[list[str] | None, described("only text is supported")] = None
+    echo: Annotated[Any, described("refused: an answer does not repeat the last message")] = None
+    documents: Annotated[Any, described("refused: put them into messages, or into chat_template_kwargs")] = None
+    web_search_options: Annotated[Any, described("refused: the server searches nothing")] = None
 
     def check(self) -> None:
         """Raise InvalidRequest for features that are not supported, before the conversation is rendered."""
@@ -502,6 +530,7 @@ class ChatCompletionRequest(OpenAIFields, kw_only=True):
             value = getattr(self, name)
             if value and value not in ("auto", "none"):
                 raise InvalidRequest(f"{name} is not supported by this server; send {newer}", param=name)
+        self._refuse_unsupported("echo", "documents", "web_search_options")
         self._check_tools()
         if set(self.modalities or ()) - {"text"}:
             raise InvalidRequest(
@@ -669,6 +698,7 @@ class ChatChoice(Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -679,6 +709,7 @@ class ChatChunkChoice(Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionResponse(Struct):
@@ -692,6 +723,7 @@ class ChatCompletionResponse(Struct):
     object: str = "chat.completion"
     system_fingerprint: str | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Struct):
@@ -705,6 +737,7 @@ class ChatCompletionChunk(Struct):
     object: str = "chat.completion.chunk"
     system_fingerprint: str | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 def finish_reason(reason: FinishReason, stop_reason: str | int | None) -> tuple[str, str | int | None]:

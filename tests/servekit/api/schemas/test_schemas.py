@@ -179,7 +179,10 @@ OPENAI: dict[str, tuple[Json, Json]] = {
     "stream": ({"stream": True}, {}),
     "stream_options": ({"stream": True, "stream_options": {"include_usage": True}}, {}),
     "prompt_logprobs": ({"prompt_logprobs": 3}, {"prompt_logprobs": 3}),
+    "return_token_ids": ({"return_token_ids": True}, {}),
+    "return_tokens_as_token_ids": ({"return_tokens_as_token_ids": True}, {}),
     "truncate_prompt_tokens": ({"truncate_prompt_tokens": 9}, {"truncate": 9}),
+    "truncation_side": ({"truncation_side": "left"}, {}),
     "response_format": (
         {"response_format": {"type": "json_object"}},
         {"grammar": Grammar(GrammarKind.JSON, "", "response_format")},
@@ -198,7 +201,9 @@ OPENAI: dict[str, tuple[Json, Json]] = {
     "guided_grammar": ({"guided_grammar": "a"}, {"grammar": Grammar(GrammarKind.EBNF, "a", "guided_grammar")}),
 }
 TOOL: Json = {"type": "function", "function": {"name": "look"}}
-REFUSED_BY_OPENAIS = ("use_beam_search", "prompt_embeds", "logits_processors")
+REFUSED_BY_OPENAIS = (
+    *("use_beam_search", "prompt_embeds", "logits_processors", "logprob_token_ids", "repetition_detection"),
+)
 OUTPUT_FORMAT: Json = {"type": "json_schema", "schema": {"type": "object"}}
 MATCHES: Json = {"grammar": Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}', "response_format.json_schema.schema")}
 CHAT_OF_ANTHROPIC: dict[str, tuple[Json, Json]] = {
@@ -336,7 +341,7 @@ APIS = {
             "thinking_budget": ({"thinking_budget": 5}, {}),
             "include_reasoning": ({"include_reasoning": False}, {}),
         },
-        refused=("functions", "function_call", *REFUSED_BY_OPENAIS),
+        refused=("functions", "function_call", "echo", "documents", "web_search_options", *REFUSED_BY_OPENAIS),
     ),
     "`/v1/responses`": Api(
         ResponsesRequest,
@@ -527,6 +532,12 @@ COMPLETIONS = "`/v1/completions`"
             {"structured_outputs": {"grammar": "start: A"}, "response_format": {"type": "json_object"}},
             "structured_outputs.grammar",
         ),
+        (COMPLETIONS, {"truncation_side": "right"}, "truncation_side"),
+        (COMPLETIONS, {"logprob_token_ids": [1]}, "logprob_token_ids"),
+        (COMPLETIONS, {"repetition_detection": {"max_pattern_size": 3}}, "repetition_detection"),
+        (CHAT, {"echo": True}, "echo"),
+        (CHAT, {"documents": [{"text": "a"}]}, "documents"),
+        (CHAT, {"web_search_options": {"search_context_size": "low"}}, "web_search_options"),
         (CHAT, {"tools": [{}]}, "tools[0].type"),
         (CHAT, {"tools": [TOOL, TOOL]}, "tools[1]"),
         (CHAT, {"tools": [TOOL] * 129}, "tools"),
@@ -596,7 +607,8 @@ def test_stream_options_choose_where_usage_is_sent() -> None:
         (None, False, False),
         ({}, False, False),
         ({"include_usage": True}, True, False),
-        ({"continuous_usage_stats": True}, True, True),
+        ({"include_usage": True, "continuous_usage_stats": True}, True, True),
+        ({"continuous_usage_stats": True}, False, False),
     ):
         asked = decode(body_of(COMPLETIONS, {"stream": True, "stream_options": options}), CompletionRequest)
         assert (asked.sends_usage, asked.sends_usage_always) == (at_the_end, always)
