@@ -780,6 +780,14 @@ MISSING = [
     ),
     Missing(
         "vLLM",
+        "`messages` in `/tokenize`, `/tokenizer_info`",
+        "/tokenize",
+        {"messages": USER},
+        "prompt is missing",
+        "`/v1/messages/count_tokens` counts the tokens of a chat; `return_token_ids` returns them with its answer.",
+    ),
+    Missing(
+        "vLLM",
         "`/pooling`, `/classify`, `/score`, `/rerank`",
         "/rerank",
         {"query": "a"},

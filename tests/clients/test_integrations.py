@@ -21,7 +21,7 @@ def test_a_page_installs_given_versions_and_says_what_its_blocks_print(page: Pat
     assert installed == client.packages, "every package has its version"
     assert client.shown and ADDRESS in page.read_text()
     for program in (*blocks(page, "python"), *blocks(page, "js")):
-        assert told_by(program)
+        assert told_by(program) and ")  # " not in [line.strip()[:5] for line in program.splitlines()], "on one line"
     answers = [told for block in blocks(page, "console") for _, told in console_commands(block)]
     assert not blocks(page, "console") or any(answers)
 

@@ -267,11 +267,13 @@ class CompletionResponseBuilder(_Common):
             return begins
 
     def _top(self, token_id: int, known: TokenLogprobs | None) -> dict[str, float] | None:
-        """Return the likeliest tokens by their text, and the token itself, which may not be one of them."""
+        """Return logprobs by the tokens' texts: first the token itself, as vLLM does, and then the likeliest ones."""
         if known is None:
             return None
-        top = {self._name(likely): logprob for likely, logprob in reversed(known.top)}
-        return dict(sorted({**top, self._name(token_id): known.logprob}.items(), key=lambda item: -item[1]))
+        top = {self._name(token_id): known.logprob}
+        for likely, logprob in known.top:
+            top.setdefault(self._name(likely), logprob)
+        return top
 
     def _name(self, token_id: int) -> str:
         """Return a token's text; for a part of a character its bytes, as OpenAI writes them. Or its id, if asked."""
