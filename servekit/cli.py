@@ -101,8 +101,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(doctor)
     top = _client_parser(commands, "top", "watch a server's scheduler in the terminal")
     top.description = (
-        "Watch a server's scheduler in the terminal; q quits. If the output is not a terminal, print one frame as text."
+        "Watch a server's scheduler in the terminal; q quits, and Tab shows the next one of several models. If the "
+        "output is not a terminal, print one frame as text."
     )
+    top.add_argument("--model", metavar="NAME", help="which one of the server's models to show first")
     chat = _client_parser(commands, "chat", "talk to the model of a server in the terminal")
     chat.description = (
         "Talk to the model of a server in the terminal. If the input is not a terminal, each of its lines is a message."
@@ -431,7 +433,7 @@ def _top(arguments: dict[str, Any]) -> int:
     with _terminal_packages("top"):
         from servekit.terminal.top import top
 
-    return top(arguments["url"], _api_key(arguments))
+    return top(arguments["url"], _api_key(arguments), arguments["model"])
 
 
 def _chat(arguments: dict[str, Any]) -> int:

@@ -98,7 +98,8 @@ class ManagedModel:
     @property
     def state(self) -> str:
         """What it does: the state of its engine, or why it has none."""
-        return self.load_state if self.engine is None else self.engine.state
+        state = self.load_state
+        return self.engine.state if self.engine is not None and state is State.READY else state
 
     @property
     def stage(self) -> str:

@@ -82,6 +82,13 @@ class LiveWorker(Struct, frozen=True, omit_defaults=True):
     host: str = ""  # of a worker that has joined, as it says; empty for one that the server has started
 
 
+class LiveModel(Struct, frozen=True):
+    """One of several models."""
+
+    name: str
+    state: str  # cold | waiting | loading | ready | recovering | draining | unloading | failed
+
+
 class LiveLimits(Struct, frozen=True):
     """Limits that are fixed while this server runs."""
 
@@ -101,6 +108,7 @@ class LiveState(Struct, frozen=True, omit_defaults=True):
     model_name: str
     version: str
     workers: list[LiveWorker]
+    models: list[LiveModel] = []  # of a server with several: all that the viewer's tenant may use
     limits: LiveLimits | None = None
     num_running: int = 0
     num_waiting: int = 0

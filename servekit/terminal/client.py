@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 from msgspec import Struct
@@ -60,19 +61,26 @@ class _Models(Struct):
 class Client(HttpClient):
     """The requests of `servekit chat` and `servekit top`. The methods raise RequestFailed."""
 
+    model: str | None = None  # which one to show, or to talk to; by default the server's default model
+
+    def _live_path(self, path: str) -> str:
+        return path if self.model is None else f"{path}?model={quote(self.model, safe='')}"
+
     async def model_name(self) -> str:
         """Return the name of the model that the server serves."""
+        if self.model is not None:
+            return self.model
         models = await self.get("/v1/models", _Models, MAX_EVENT_BYTES)
         return models.data[0].id if models.data else ""
 
     async def live_state(self) -> LiveState:
         """Return one frame of the live view."""
-        return await self.get("/ui/state", LiveState, MAX_EVENT_BYTES)
+        return await self.get(self._live_path("/ui/state"), LiveState, MAX_EVENT_BYTES)
 
     async def live_states(self, silence_timeout_s: float) -> AsyncGenerator[LiveState]:
         """Yield frames of the live view until the server closes the stream or sends nothing for `silence_timeout_s`."""
         timeout = httpx2.Timeout(silence_timeout_s, connect=CONNECT_TIMEOUT_S)
-        async with aclosing(self._events("GET", "/ui/events", timeout=timeout)) as events:
+        async with aclosing(self._events("GET", self._live_path("/ui/events"), timeout=timeout)) as events:
             async for data in events:
                 yield decoded(data, LiveState)
 
@@ -80,6 +88,7 @@ class Client(HttpClient):
         """Yield the answer in chunks. Closing the generator closes the connection, which aborts the request."""
         body = {
             "messages": [{name: _encodable(text) for name, text in message.items()} for message in messages],
+            **({} if self.model is None else {"model": self.model}),
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             **sampling,
@@ -122,7 +131,7 @@ class Client(HttpClient):
             )
         if refusal.code == "context_length_exceeded":
             return RequestFailed(f"{refusal.message} (/new starts a new conversation)", is_permanent=True)
-        if refusal.status == 404 and "/ui/" in refusal.path:
+        if refusal.status == 404 and "/ui/" in refusal.path and refusal.code != "model_not_found":
             return RequestFailed(
                 f"{self.url} has no live view: the server was started with --no-ui, or it is not servekit",
                 is_permanent=True,

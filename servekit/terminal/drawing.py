@@ -57,6 +57,7 @@ def draw(state: LiveState, width: int, height: int, warning: str = "") -> list[T
     lines = [_title(state, width)]
     if warning:
         lines.append(Text(safe_line(warning), _BAD))
+    lines += _flow(_models(state), width)
     lines += _flow(_figures(state), width)
     lines += _flow([Text(words, _MUTED) for words in _workers(state)], width)
     if (limits := state.limits) is not None:
@@ -86,6 +87,17 @@ def _title(state: LiveState, width: int) -> Text:
     if gap > 1:
         title.append(" " * gap + QUIT_HINT, _MUTED)
     return title
+
+
+def _models(state: LiveState) -> list[Text]:
+    """Name all models of a server with several, each with its state; the one that is shown is bold."""
+    return [
+        Text.assemble(
+            (safe_line(each.name), _TITLE if each.name == state.model_name else _INK),
+            (f" {safe_line(each.state)}", _STATE_STYLE.get(each.state, _MUTED)),
+        )
+        for each in state.models
+    ]
 
 
 def _figures(state: LiveState) -> list[Text]:

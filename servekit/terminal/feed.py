@@ -33,14 +33,26 @@ class Feed:
         while True:
             try:
                 async with aclosing(self._client.live_states(_SILENCE_TIMEOUT_S)) as states:
+                    shown = self._client.model
                     async for state in states:
                         self._update(state, "")
+                        if self._client.model != shown:
+                            break
+                if self._client.model != shown:
+                    continue
                 raise RequestFailed(f"{self._client.url} closed the connection")
             except RequestFailed as failure:
                 if self.state is None or failure.is_permanent:
                     raise
                 self._update(self.state, failure.message)
             await asyncio.sleep(_RETRY_INTERVAL_S)
+
+    def show_next_model(self) -> None:
+        """Show the next one of the server's models, from the frame after the next one on."""
+        names = [] if self.state is None else [each.name for each in self.state.models]
+        if names:
+            shown = self._client.model or (self.state.model_name if self.state else "")
+            self._client.model = names[(names.index(shown) + 1) % len(names) if shown in names else 0]
 
     def warning(self) -> str:
         """Return why there is no newer frame and how old the last one is; empty if it is current."""

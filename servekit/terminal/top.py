@@ -19,16 +19,18 @@ from servekit.terminal.process import run, with_standard_streams
 _MIN_FRAME_INTERVAL_S = 0.1
 _MAX_FRAME_INTERVAL_S = 1.0  # to update the age of an old frame
 _PLAIN_WIDTH, _PLAIN_HEIGHT = 100, 200
+_NEXT_KEYS = frozenset({"tab", "c-i", "n"})
 _QUIT_KEYS = frozenset({"q", "Q", "c-c", "c-d"})
 
 
-def top(url: str, api_key: str | None) -> int:
+def top(url: str, api_key: str | None, model: str | None = None) -> int:
     """Draw frames until the user quits; print a single frame if there is no terminal. Return the exit code.
 
     Raises RequestFailed, StandardStreamFailed, ConfigError.
     """
     console = Console(highlight=False, markup=False, emoji=False)
     client = Client(url, api_key)
+    client.model = model
 
     def show() -> int:
         is_interactive = sys.stdin.isatty() and console.is_terminal and not console.is_dumb_terminal
@@ -56,6 +58,8 @@ async def _watch(client: Client, console: Console) -> int:
         def on_key(key: str) -> bool:
             if key in _QUIT_KEYS:
                 quits.set()
+            elif key in _NEXT_KEYS:
+                feed.show_next_model()
             return True
 
         tasks: list[asyncio.Task[object]] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -233,6 +235,40 @@ def test_model_that_is_used_stays_and_a_client_that_leaves_the_line_is_forgotten
         until(lambda: states(server)["c"] == "cold")
         assert states(server)["a"] == states(server)["b"] == "ready"
     assert complete(server, "c").status_code == 200
+
+
+def test_operator_unloads_loads_and_divides_and_sighup_reads_the_file_again(server: ServerProcess) -> None:
+    post = server.client.post
+    assert complete(server, "a").status_code == 200
+    assert post("/v1/models/a/unload").json() == {"id": "a", "state": "unloading"}
+    until(lambda: states(server)["a"] == "cold")
+    assert post("/v1/models/a/load").json() == {"id": "a", "state": "ready"}
+    assert states(server)["a"] == "ready"
+    refused = post("/v1/models/chat/unload")
+    assert refused.status_code == 400 and "stays loaded" in refused.text
+    assert post("/v1/aliases/canary", json={"models": {"b": 1}}).json() == {"aliases": {"canary": {"b": 1.0}}}
+    assert [complete(server, "canary").json()["model"] for _ in range(3)] == ["b"] * 3
+    path = server.log.with_name("models.toml")
+    path.write_text(MODELS.replace("a = 50, b = 50", "a = 1"))
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: server.client.get("/v1/aliases").json() == {"aliases": {"canary": {"a": 1.0}}})
+    assert [complete(server, "canary").json()["model"] for _ in range(3)] == ["a"] * 3
+    path.write_text(MODELS + "[[model]]")
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for_log("the models were not changed")
+    path.write_text(MODELS)
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: len(server.client.get("/v1/aliases").json()["aliases"]["canary"]) == 2)
+
+
+def test_top_lists_all_models_and_shows_the_one_that_is_named(server: ServerProcess) -> None:
+    command = [sys.executable, "-m", "servekit", "top", server.url]
+    for arguments, shown in (([], "chat"), (["--model", "c"], "c")):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True, timeout=120)
+        title, models = done.stdout.splitlines()[:2]
+        assert shown in title.split() and "chat ready" in models and "broken" in models
+    done = subprocess.run([*command, "--model", "none"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and "'none' does not exist" in done.stderr
 
 
 def test_several_models_are_named_on_the_command_line(tmp_path: Path) -> None:

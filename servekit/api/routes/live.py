@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,10 +25,11 @@ from servekit.api.auth.keys import Key, Keyring
 from servekit.api.endpoint import Endpoint, caller_of, models_of
 from servekit.api.key_accounts import RequestAccount
 from servekit.api.schemas.json_body import encode
+from servekit.engine.caller import Caller
 from servekit.engine.interface import Models, ServedModel
 from servekit.engine.live_view import LiveView
 from servekit.errors import QueueFull, shutting_down
-from servekit.observability.live_frames import LiveState
+from servekit.observability.live_frames import LiveModel, LiveState
 
 FRAMES_PER_S = 5
 PERIOD_S = 1 / FRAMES_PER_S
@@ -81,8 +83,9 @@ class Viewers:
 class Feed:
     """The newest frame of one model."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, models: Models) -> None:
         self.model = model
+        self._models = models
         self._view: LiveView | None = None
         self._frames: dict[str | None, Frame] = {}  # of the view, by tenant; None: without any tenant's request ids
         self._number = 0
@@ -98,6 +101,9 @@ class Feed:
                 self._number += 1
         if tenant not in self._frames:
             state = view.for_tenant(tenant)
+            if self._models.has_choice:
+                models = [LiveModel(each.name, each.state) for each in self._models.served(Caller(tenant))]
+                state = replace(state, models=models)
             if state is not view.state:
                 self._frames[tenant] = self._encode(state)
             else:  # most tenants own none of the sequences, and share one frame
@@ -141,13 +147,14 @@ class Feeds:
 
     def __init__(self, models: Models) -> None:
         self.viewers = Viewers(models)
+        self._models = models
         self._feeds: dict[str, Feed] = {}  # by model
 
     def of(self, model: ServedModel) -> Feed:
         """Return the feed of a model."""
         feed = self._feeds.get(model.name)
         if feed is None or feed.model is not model:
-            feed = self._feeds[model.name] = Feed(model)
+            feed = self._feeds[model.name] = Feed(model, self._models)
         return feed
 
 

@@ -44,6 +44,10 @@ class Looks:
         return LiveView(state, (("a", "of a"), ("b", "of b")))
 
 
+def feed_of(looks: Looks) -> Feed:
+    return Feed(looks.engine, looks.engine)
+
+
 def always() -> bool:
     return True
 
@@ -72,7 +76,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_frames_are_built_five_times_a_second_however_many_watch() -> None:
     looks = Looks()
-    feed = Feed(looks.engine)
+    feed = Feed(looks.engine, looks.engine)
     viewers = [frames_of(feed.events("a", always)) for _ in range(8)]
     started_s = looks.engine.now()
     async with asyncio.timeout(LIMIT_S):
@@ -85,7 +89,7 @@ async def test_frames_are_built_five_times_a_second_however_many_watch() -> None
 
 
 async def test_each_tenant_sees_its_own_request_ids_only() -> None:
-    feed = Feed(Looks().engine)
+    feed = feed_of(Looks())
     for tenant, ids in (("a", ["of a", None]), ("b", [None, "of b"]), ("c", [None, None])):
         _, frame = parse((await feed.frame(tenant)).event)
         assert [each.get("request_id") for each in frame["sequences"]] == ids
@@ -94,7 +98,7 @@ async def test_each_tenant_sees_its_own_request_ids_only() -> None:
 @again_if_late
 async def test_unchanged_frames_come_once_a_second_but_at_once_to_a_new_viewer() -> None:
     looks = Looks(is_busy=False)
-    feed = Feed(looks.engine)
+    feed = Feed(looks.engine, looks.engine)
     viewer = frames_of(feed.events("", always))
     async with asyncio.timeout(LIMIT_S):
         _, first = await anext(viewer)
@@ -106,7 +110,7 @@ async def test_unchanged_frames_come_once_a_second_but_at_once_to_a_new_viewer()
 
 
 async def test_slow_reader_gets_the_newest_frame() -> None:
-    feed = Feed(Looks().engine)
+    feed = feed_of(Looks())
     slow, quick = frames_of(feed.events("", always)), frames_of(feed.events("", always))
     async with asyncio.timeout(LIMIT_S):
         first, _ = await anext(slow)
@@ -118,7 +122,7 @@ async def test_slow_reader_gets_the_newest_frame() -> None:
 
 async def test_single_frames_are_the_same_for_one_period_and_show_a_drain_at_once() -> None:
     looks, now_s = Looks(), 50.0
-    engine, feed = looks.engine, Feed(looks.engine)
+    engine, feed = looks.engine, Feed(looks.engine, looks.engine)
     engine._clock = lambda: now_s
 
     async def num_steps(tenant: str) -> int:
@@ -162,7 +166,7 @@ async def test_with_keys_one_tenant_cannot_take_all_places() -> None:
 
 async def test_drain_is_the_last_frame_and_admits_no_viewers() -> None:
     looks = Looks()
-    feed = Feed(looks.engine)
+    feed = Feed(looks.engine, looks.engine)
     viewer = frames_of(feed.events("", always))
     async with asyncio.timeout(LIMIT_S):
         await anext(viewer)
