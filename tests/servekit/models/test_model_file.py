@@ -112,6 +112,7 @@ LIMITED = "[memory]\ncpu = 100\n"
             + 'memory_bytes = 60\nkeep = "on_demand"',
             r"'b' takes 60 bytes on cpu.*leave 40 of 100; it could never be loaded",
         ),
+        ("alias = [1]\n" + MODEL, r"\[\[alias\]\] 1: Expected `object`"),
         (MODEL + "[[alias]]\nname = 'c'", r"\[\[alias\]\] 1: the field 'models' is missing"),
         (MODEL + "[[alias]]\nname = 'c'\nmodels = { b = 1 }", r"the alias 'c': 'b' is not the id of a model"),
         (MODEL + "[[alias]]\nname = 'c'\nmodels = { a = 0 }", r"the alias 'c': models needs at least one weight"),

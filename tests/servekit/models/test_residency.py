@@ -332,3 +332,17 @@ def test_memory_is_never_overcommitted_and_whoever_waits_is_served_at_last(seed:
     waits_s = [simulation.now_s - since_s for since_s in simulation.waiting.values()]
     # Each model before it has its turn, is used for some seconds more, is unloaded, and the next one is loaded.
     assert max(simulation.longest_wait_s, *waits_s, 0.0) < len(simulation.needs) * 3 * TURN_S
+
+
+def test_new_needs_of_a_model_apply_when_it_holds_no_memory_and_a_new_capacity_at_once() -> None:
+    residency = Residency({"cpu": 100}, on_cpu("a"))
+    loaded(residency, ["a"])
+    assert residency.is_settled
+    residency.replace(ModelNeeds("a", {"cpu": 30}, is_kept=True))
+    residency.set_capacity({"cpu": 120})
+    assert residency.free("cpu") == 20, "it holds what it was loaded with"
+    residency.failing("a")
+    residency.lost("a", 5.0)
+    assert residency.free("cpu") == 120 and residency.is_settled
+    assert residency.plan(5.0 + FIRST_BACKOFF_S) == [Load("a")], "it is kept now"
+    assert residency.free("cpu") == 90

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from servekit.config import ServeConfig
-from servekit.observability.metrics import JOIN_REFUSALS, RESTART_CAUSES, Metrics, QueueUsage, SchedulerStats
+from servekit.observability.metrics import (
+    JOIN_REFUSALS,
+    RESTART_CAUSES,
+    LoadMetrics,
+    Metrics,
+    ModelMetrics,
+    QueueUsage,
+    SchedulerStats,
+    SeveralModelsMetrics,
+)
 from servekit.observability.observer import StepSummary
 from servekit.protocol.messages import StepResult
 from servekit.protocol.sampling_params import SamplingParams
@@ -282,3 +292,43 @@ def test_drafts_are_counted_by_position_drafter_and_replica() -> None:
         ("accepted_tokens_per_pos_total", "0"): 2,
         ("accepted_tokens_per_pos_total", "1"): 1,
     }
+
+
+def test_scrape_of_several_models_has_each_family_once_and_counts_outlive_an_engine() -> None:
+    models = [ModelMetrics(ServeConfig(served_model_name=name)) for name in "ab"]
+    states = {"a": "ready", "b": "cold"}
+    loads = [
+        LoadMetrics(each, partial(states.get, name, ""), lambda: 3) for each, name in zip(models, "ab", strict=True)
+    ]
+    metrics = SeveralModelsMetrics("1.2.3", lambda: models)
+    metrics.watch_log(lambda: 5)
+    metrics.http.request_refused("model_not_found")
+    stats = SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 1))
+    models[0].watch_scheduler(lambda: [stats])
+    loads[0].loaded(2.0)
+    loads[0].unloaded()
+    loads[1].load_failed()
+    loads[1].refused()
+    loads[1].waited("cold", 1.5)
+    lines = metrics.render().decode().splitlines()
+    assert len([line for line in lines if line.startswith("# TYPE servekit_model_state ")]) == 1
+    for line in (
+        'servekit_model_state{model_name="a",state="ready"} 1.0',
+        'servekit_model_state{model_name="b",state="ready"} 0.0',
+        'servekit_model_uses{model_name="b"} 3.0',
+        'servekit_model_loads_total{model_name="a",result="loaded"} 1.0',
+        'servekit_model_loads_total{model_name="b",result="failed"} 1.0',
+        'servekit_model_unloads_total{model_name="a"} 1.0',
+        'servekit_model_load_refusals_total{model_name="b"} 1.0',
+        'servekit_model_wait_seconds_sum{model_name="b",temperature="cold"} 1.5',
+        'servekit_model_load_seconds_sum{model_name="a"} 2.0',
+        'servekit_admission_rejections_total{model_name="",reason="model_not_found"} 1.0',
+        'servekit_log_lines_dropped_total{model_name=""} 5.0',
+        'servekit_build_info{version="1.2.3"} 1.0',
+        'servekit_num_requests_running{model_name="a",replica="0"} 1.0',
+    ):
+        assert line in lines, line
+    models[0].forget_engine()
+    text = metrics.render().decode()
+    assert "servekit_num_requests_running" not in text
+    assert 'servekit_model_loads_total{model_name="a",result="loaded"} 1.0' in text
