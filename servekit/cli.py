@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,11 @@ from servekit.simulation.model import is_simulated
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code of the process."""
     _open_standard_streams()
-    parsed, unknown = _parser().parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words and not words[0].startswith("-") and words[0] not in _COMMANDS:
+        _report(f"unknown command {words[0]!r}; {_command_advice(words[0])}")
+        return 2
+    parsed, unknown = _parser().parse_known_args(words)
     arguments = vars(parsed)
     command = arguments.pop("command")
     try:
@@ -417,6 +422,15 @@ def _help(setting: Setting) -> str:
     return (setting.description + accepts + default).replace("%", "%%")
 
 
+def _command_advice(word: str) -> str:
+    close = get_close_matches(word, _COMMANDS, n=1)
+    if close:
+        return f"did you mean servekit {close[0]}?"
+    if "/" in word or word.endswith(".gguf") or Path(word).exists():
+        return f"to serve a model: servekit serve {word}"
+    return f"the commands are {', '.join(_COMMANDS)}"
+
+
 def _explain_unknown(command: str, argument: str) -> str:
     if command not in ("serve", "doctor"):
         return f"unknown argument {argument!r}; see `servekit {command} --help`"
@@ -549,7 +563,8 @@ def _terminal_packages(command: str) -> Iterator[None]:
             raise
         raise ConfigError(
             f"servekit {command} needs the package {error.name}, which is not installed; "
-            "in the checkout of servekit run: pip install '.[terminal]'"
+            "in the checkout of servekit run: pip install '.[terminal]'; without a checkout: pip install "
+            f"{' '.join(sorted(TERMINAL_PACKAGES))}"
         ) from None
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import logging
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -71,9 +73,12 @@ def bind(config: ServeConfig) -> socket.socket:
         listener.bind((config.host, config.port))
         return listener
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; choose another --port or --host"
-        ) from None
+        # create_server adds to the system's words what they are about.
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+        remedy = "choose another --port or --host"
+        if error.errno == errno.EADDRINUSE:
+            remedy = "another program has this port: end it (servekit doctor names it), or choose another --port"
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}; {remedy}") from None
 
 
 def url(listener: socket.socket) -> str:

@@ -81,7 +81,8 @@ def test_sockets_of_api_processes_share_a_port_and_its_clients() -> None:
 def test_a_port_that_another_server_has_is_not_shared_by_mistake() -> None:
     listeners = bind_all(ServeConfig(port=0, api_processes=2))
     port = listeners[0].getsockname()[1]
-    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+    words = f"cannot listen on 127.0.0.1:{port}: Address already in use; another program has this port"
+    with pytest.raises(ConfigError, match=words):
         bind_all(ServeConfig(port=port, api_processes=2))
     for each in listeners:
         each.close()
