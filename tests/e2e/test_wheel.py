@@ -1,4 +1,4 @@
-"""A wheel with prebuilt kernels serves on a machine without a compiler."""
+"""A wheel with prebuilt kernels serves on a machine without a compiler, and has the load test and the doctor."""
 
 from __future__ import annotations
 
@@ -54,6 +54,31 @@ def test_an_installed_wheel_serves_the_demo_model_without_a_compiler(
         assert f"C kernels: prebuilt, {best}-float32" in server.log.read_text()
         libraries = Path(f"/proc/{server.worker_pids()[0]}/maps").read_text()
         assert f"{packages}/workers/csrc/prebuilt/{best}-float32.so" in libraries
+        load = (
+            "run",
+            "--url",
+            server.url,
+            "--arrivals",
+            "closed:1",
+            "--workload",
+            "queries:output=4",
+            "--requests",
+            "4",
+        )
+        tested = subprocess.run(
+            [python, "-m", "loadtest", *load, "--out", str(tmp_path / "results")],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert tested.returncode in (0, 3), tested.stderr  # 3: this machine is too busy for a measurement
+        assert "| failures | none |" in tested.stdout
+    looked = subprocess.run(
+        [python, "-m", "servekit", "doctor", "--json", "--port", "0"], env=environment, capture_output=True, text=True
+    )
+    assert looked.returncode == 0, looked.stdout + looked.stderr
+    assert f"prebuilt, {best}-float32" in looked.stdout
     assert not list((tmp_path / "cache").glob("**/*.so")), "nothing was compiled"
 
 
