@@ -29,8 +29,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from servekit.config import ServeConfig
 from servekit.doctor.machine import Clock, Cores, Folder, Hub, Limits, Machine, Memory, Port, Processor
-from servekit.engine.hub import DOWNLOADED, ModelNotHere
-from servekit.engine.model_files import find_model
+from servekit.engine.hub import DOWNLOADED, ModelNotHere, split_revision
+from servekit.engine.model_files import DEMO_MODEL_PATH, check_weights, find_model
 from servekit.errors import ConfigError
 from servekit.executor.worker_process import worker_environment
 from servekit.protocol.worker_facts import ModelFacts, WorkerFacts
@@ -50,7 +50,7 @@ def look_at_machine(config: ServeConfig) -> Machine:
     """Return all that is known of this machine, for a server with these settings. Takes some seconds."""
     load = os.getloadavg()[0]  # before the worker's Python computes
     hub = _hub()
-    path, model = _find(config.model, hub)
+    path, model = _find(config, hub)
     worker, worker_problem = _ask_worker(path)
     return Machine(
         python_version=sys.version_info[:3],
@@ -79,25 +79,28 @@ def look_at_machine(config: ServeConfig) -> Machine:
     )
 
 
-def _find(model: str, hub: Hub) -> tuple[Path | None, ModelFacts | None]:
+def _find(config: ServeConfig, hub: Hub) -> tuple[Path | None, ModelFacts | None]:
     """Return the directory of the model; otherwise what is known of it without its files. Nothing is downloaded."""
-    if is_simulated(model):
+    if is_simulated(config.model):
         return None, None
     try:
-        return find_model(model, may_download=False), None
+        path = find_model(config.model, config.revision, may_download=False)
+        if path != DEMO_MODEL_PATH and config.load_format == "auto":
+            check_weights(path, config.model, config.revision)
+        return path, None
     except ModelNotHere as error:
         if hub.is_offline or hub.problem is not None:
             return None, ModelFacts(problem=f"{error.message}, and Hugging Face is not reached", is_here=False)
-        return None, model_on_hub(model)
+        return None, model_on_hub(*split_revision(config.model, config.revision))
     except ConfigError as error:
         return None, ModelFacts(problem=error.message)
 
 
-def model_on_hub(model: str) -> ModelFacts:
+def model_on_hub(model: str, revision: str | None = None) -> ModelFacts:
     """Return what Hugging Face tells of a model, or of one GGUF file in a repository."""
     repository, file = "/".join(model.split("/")[:2]), "/".join(model.split("/")[2:])
     try:
-        info = HfApi().model_info(repository, files_metadata=True, timeout=HUB_TIMEOUT_S)
+        info = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=HUB_TIMEOUT_S)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         problem = " ".join(str(error).split())
         return ModelFacts(problem=f"Hugging Face refuses model {model!r}: {problem}", is_here=False)

@@ -179,14 +179,22 @@ def test_hugging_face_is_reached_or_not(hub: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_a_network_a_model_must_be_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    path, facts = probes._find("owner/never-downloaded", Hub(address="https://hub", problem="no route"))
+    path, facts = probes._find(
+        ServeConfig(model="owner/never-downloaded"), Hub(address="https://hub", problem="no route")
+    )
     assert path is None and facts is not None
     assert "has not been downloaded, and Hugging Face is not reached" in (facts.problem or "")
 
 
 def test_a_path_without_a_model_is_a_problem() -> None:
-    _, facts = probes._find("/no-such-model", Hub(address="https://hub"))
+    _, facts = probes._find(ServeConfig(model="/no-such-model"), Hub(address="https://hub"))
     assert facts is not None and "no such directory" in (facts.problem or "")
+
+
+def test_pickled_weights_are_a_problem_with_the_command_that_converts_them(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    _, facts = probes._find(ServeConfig(model=str(tmp_path)), Hub(address="https://hub"))
+    assert facts is not None and "servekit convert" in (facts.problem or "")
 
 
 def test_packages_of_an_extra_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
