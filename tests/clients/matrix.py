@@ -684,6 +684,22 @@ MISSING = [
     ),
     Missing(
         "OpenAI",
+        "Responses: `top_logprobs`",
+        "/v1/responses",
+        {"model": "demo", "input": "a", "top_logprobs": 2},
+        "top_logprobs is not supported",
+        "Chats have them: `logprobs` of `/v1/chat/completions`.",
+    ),
+    Missing(
+        "OpenAI",
+        "`/v1/responses/input_tokens`",
+        "/v1/responses/input_tokens",
+        {"model": "demo", "input": "a"},
+        "there is no route",
+        "`/v1/messages/count_tokens` counts the tokens of a conversation.",
+    ),
+    Missing(
+        "OpenAI",
         "Responses: `web_search`, `file_search`, `code_interpreter`, `mcp` and other tools of the server",
         "/v1/responses",
         {"model": "demo", "input": "a", "tools": [{"type": "web_search"}]},
