@@ -51,8 +51,10 @@ class MultipartReader:
     def feed(self, data: bytes) -> Iterator[Part | bytes]:
         """Yield the parts that begin in this piece of the body, each followed by what there is of its content.
 
-        Raises InvalidRequest for what is not a form.
+        What follows the last delimiter is dropped. Raises InvalidRequest for what is not a form.
         """
+        if self.is_complete:
+            return
         buffer = self._buffer
         buffer += data
         while not self.is_complete:
@@ -80,6 +82,7 @@ class MultipartReader:
             del buffer[: len(self._delimiter) + 2]
             if mark == b"--":
                 self.is_complete = True
+                buffer.clear()
             elif mark != b"\r\n":
                 raise InvalidRequest("the body is not a valid form: a boundary is followed by other text")
             self._is_in_part, self._is_in_headers = False, True

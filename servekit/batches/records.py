@@ -67,6 +67,12 @@ class BatchRecord(Struct, kw_only=True):
     cancelling_s: int | None = None
     cancelled_s: int | None = None
 
+    @property
+    def ended_s(self) -> int | None:
+        """When it ended, in whatever way; None before that."""
+        times = (self.completed_s, self.failed_s, self.expired_s, self.cancelled_s)
+        return next((time_s for time_s in times if time_s is not None), None)
+
 
 class LineResult(Struct, frozen=True):
     """The answer to one line, as a line of the output file or of the error file."""

@@ -293,10 +293,12 @@ class BatchStore:
         """Let a checked batch begin, or fail if its file has errors. A batch that was cancelled meanwhile stays so."""
 
         def begin(batch: BatchRecord) -> None:
+            if batch.status != "validating":
+                return  # with num_lines = 0: what is in its file is not read again
             batch.num_lines, batch.errors = num_lines, errors
-            if batch.status == "validating" and errors:
+            if errors:
                 batch.status, batch.failed_s = "failed", now_s
-            elif batch.status == "validating":
+            else:
                 batch.status, batch.in_progress_s = "in_progress", now_s
 
         self.change(batch_id, begin)
@@ -379,7 +381,7 @@ class BatchStore:
     # -- expiry --------------------------------------------------------------------------------------------------------
 
     def delete_expired(self, now_s: int, batches_before_s: int) -> int:
-        """Delete files that have expired, and batches that ended and were created before a time. Returns how many.
+        """Delete files that have expired, and batches that ended before a time. Returns how many.
 
         A file that a batch still reads stays.
         """
@@ -392,9 +394,8 @@ class BatchStore:
             self.delete_file(file)
         old = [
             batch
-            for (record,) in self._rows("SELECT record FROM batch ORDER BY number LIMIT 1000")
-            if (batch := _decode(record, BatchRecord)).created_s < batches_before_s
-            and batch.status not in OPEN_STATUSES
+            for (record,) in self._rows("SELECT record FROM batch ORDER BY number")
+            if (ended_s := (batch := _decode(record, BatchRecord)).ended_s) is not None and ended_s < batches_before_s
         ]
         for batch in old:
             with self._transaction():

@@ -79,7 +79,7 @@ class _Part:
         """Add a complete call. What is no JSON object, because the answer was cut short, becomes content."""
         try:
             self.calls.append(OllamaToolCall(function=OllamaFunctionCall(name=name, arguments=_object(arguments))))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):  # of msgspec, at some hundred levels
             self.content.append(arguments)
 
 

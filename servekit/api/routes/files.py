@@ -33,6 +33,7 @@ from servekit.shared_budget import SharedBudget
 MAX_UPLOADS = 8  # at the same time, in one process; a tenant may have as many as it leaves free
 MIN_BYTES_PER_S = 2**17  # of an upload, beyond --body-timeout
 MAX_FIELD_BYTES = 2**10
+FORM_BYTES = 2**14  # that a body may have besides the content of its file
 MAX_NAME = 255  # characters of a file's name
 WRITE_BYTES = 2**20  # that are written at once
 READ_BYTES = 2**18
@@ -63,7 +64,7 @@ async def upload_file(request: Request) -> Response:
     declared = request.headers.get("content-length", "0")
     declared_bytes = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
     limit = storage.config.batch_max_file_bytes
-    if declared_bytes > limit + 2**14:  # the form itself has some more bytes
+    if declared_bytes > limit + FORM_BYTES:
         raise _too_large(limit)
     await storage.check_room(tenant, num_files=1, num_bytes=max(1, declared_bytes))
     uploads.take(tenant, 1)
@@ -86,11 +87,16 @@ async def _receive(request: Request, storage: BatchStorage) -> FileRecord:
     file_id = new_file_id()
     path = storage.store.path_of(file_id)
     timeout_s = models_of(request).config.body_timeout + form.limit / MIN_BYTES_PER_S
+    num_received = 0
     try:
         file = await asyncio.to_thread(FileIO, path, "xb")
         try:
             async with pause_tolerant_timeout(timeout_s):
                 async for chunk in request.stream():
+                    num_received += len(chunk)
+                    # The form counts its file. This also bounds what is in no part: text before them and after them.
+                    if num_received > form.limit + FORM_BYTES:
+                        raise _too_large(form.limit)
                     for event in reader.feed(chunk):
                         form.add(event)
                     await form.write(file, WRITE_BYTES)

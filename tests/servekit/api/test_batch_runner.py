@@ -318,6 +318,25 @@ async def test_tenants_take_turns_and_one_batch_of_a_tenant_follows_the_other(tm
         assert asked.index("b3") < asked.index("a30"), "the short batch of b does not wait for the long one of a"
 
 
+async def test_a_batch_that_is_cancelled_while_its_wrong_file_is_checked_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with service(tmp_path) as made:
+        batch_id = made.create(3)
+        with made.store.path_of("file-0").open("a") as file:
+            file.write("no JSON\n")
+        begin = made.store.begin
+
+        def cancel_first(*arguments: Any) -> None:
+            made.store.cancel("", batch_id, 1)
+            begin(*arguments)
+
+        monkeypatch.setattr(made.store, "begin", cancel_first)
+        made.start()
+        async with asyncio.timeout(5):
+            assert (await made.ended(batch_id)).status == "cancelled"
+
+
 async def test_a_wrong_file_fails_its_batch_and_no_line_is_asked(tmp_path: Path) -> None:
     async with service(tmp_path) as made:
         batch_id = made.create(3, endpoint="/v1/chat/completions")

@@ -69,3 +69,12 @@ def test_another_type_is_refused(content_type: str) -> None:
 def test_what_is_no_form_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parts_of(TYPE, body, [7] * (len(body) // 7))
+
+
+def test_what_follows_the_form_is_dropped() -> None:
+    body = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\nhello\r\n--b--\r\n'
+    reader = MultipartReader(TYPE)
+    assert len(list(reader.feed(body + b"x" * 1000))) == 2
+    for _ in range(3):
+        assert list(reader.feed(b"x" * 1000)) == []
+    assert reader.is_complete and len(reader._buffer) == 0

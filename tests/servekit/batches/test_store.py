@@ -112,8 +112,8 @@ def test_a_batch_is_cancelled_only_before_its_end_and_by_its_tenant(store: Batch
 def test_a_batch_that_is_cancelled_while_it_is_checked_stays_so(store: BatchStore) -> None:
     store.add_batch(batch())
     store.cancel("a", "batch_1", 3)
-    store.begin("batch_1", 3, [], 4)
-    assert found(store).status == "cancelling"
+    store.begin("batch_1", 3, [LineError("invalid_json_line", "wrong", 2)], 4)
+    assert (found(store).status, found(store).num_lines, found(store).errors) == ("cancelling", 0, [])
     store.finalize("batch_1", 5)
     assert found(store).status == "cancelling"
 
@@ -156,11 +156,19 @@ def test_old_files_and_batches_are_deleted_but_not_what_is_in_use(store: BatchSt
     assert store.delete_expired(1000, 1000) == 0, "the batch has not ended, and reads its file"
     store.add_results([result(1)])
     store.end("batch_1", "completed", ("file-out", "file-err"), 2000, 5)
-    assert store.delete_expired(50, 1) == 0
-    assert store.delete_expired(1000, 1) == 1 and store.file("a", "file-1") is None
+    assert store.delete_expired(50, 5) == 0
+    assert store.delete_expired(1000, 5) == 1 and store.file("a", "file-1") is None
     assert not store.path_of("file-1").exists()
-    assert store.delete_expired(1000, 2) == 1 and store.batch("a", "batch_1") is None
+    assert store.delete_expired(1000, 6) == 1 and store.batch("a", "batch_1") is None
     assert store.file("a", "file-out") is None and store.answered_lines("batch_1") == set()
+
+
+def test_a_batch_is_kept_as_long_as_its_answers(store: BatchStore) -> None:
+    begun(store)
+    store.add_results([result(1)])
+    store.end("batch_1", "completed", ("file-out", "file-err"), 105, 50)
+    assert store.delete_expired(60, 5) == 0 and store.file("a", "file-out") is not None
+    assert store.delete_expired(100, 51) == 2, "the batch, and its input file"
 
 
 def test_content_without_an_entry_is_swept_up_when_it_is_old(store: BatchStore) -> None:

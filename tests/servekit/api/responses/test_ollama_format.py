@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ollama import ChatResponse, GenerateResponse
 
-from servekit.api.responses.ollama_format import AnswerKind, OllamaResponseBuilder, timestamp
+from servekit.api.responses.ollama_format import AnswerKind, OllamaResponseBuilder, _Part, timestamp
 from servekit.api.schemas.json_body import encode
 from servekit.api.schemas.ollama import OllamaChatResponse, OllamaGenerateResponse
 from servekit.engine.client_queue import TokenDelta
@@ -125,6 +125,12 @@ def test_the_end_has_the_times_in_nanoseconds_and_the_numbers_of_tokens() -> Non
         assert (end.total_duration, end.load_duration) == (6 * 10**9, 0)
         assert (end.prompt_eval_duration, end.eval_duration) == (15 * 10**8, 4 * 10**9)
         assert (end.prompt_eval_count, end.eval_count) == (7, len(deltas))
+
+
+def test_arguments_that_are_nested_too_deeply_become_content() -> None:
+    part, arguments = _Part(), '{"a": ' + "[" * 5000 + "]" * 5000 + "}"
+    part.add_call("add", arguments)
+    assert part.calls == [] and part.content == [arguments]
 
 
 def test_times_of_the_day_are_utc() -> None:

@@ -114,6 +114,15 @@ async def test_bodies_that_are_no_complete_form_are_refused(tmp_path: Path) -> N
     assert list((tmp_path / "files").iterdir()) == []
 
 
+async def test_a_body_that_goes_on_behind_its_form_is_refused(tmp_path: Path) -> None:
+    app = make_app(batch_dir=str(tmp_path), batch_max_file_bytes=100_000)
+    content_type, body = form()
+    assert (await ask(app, "POST", "/v1/files", content_type, body=body + b"x" * 1000)).status == 200
+    for wrong in (body + b"x" * 120_000, b"x" * 120_000 + b"\r\n" + body):
+        assert (await ask(app, "POST", "/v1/files", content_type, body=wrong)).status == 413
+    assert len(list((tmp_path / "files").iterdir())) == 1
+
+
 async def test_one_tenant_fills_only_half_of_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     app, own = guarded(batch_dir=str(tmp_path), batch_max_total_bytes=10_000), bearer(KEY)
     read(await upload(app, own, content=b"x" * 3_000))
