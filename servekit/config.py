@@ -60,6 +60,13 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         str | None,
         Meta(description="TOML file with several models to serve, in place of --model (docs/several_models.md)"),
     ] = None
+    kind: Annotated[
+        Literal["auto", "generate", "embed", "rerank", "classify"],
+        Meta(
+            description="what the model does: generate text, embed texts, rerank documents for a query, or classify "
+            "texts or images; auto reads it in the model's files (docs/embeddings.md)"
+        ),
+    ] = "auto"
     host: Annotated[str, Meta(description="IP address or host name to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="TCP port to listen on; 0 selects a free port")] = 8000
     reuse_port: Annotated[
@@ -141,6 +148,18 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_num_batched_tokens: Annotated[
         int, Meta(ge=1, le=1_048_576, description="maximum tokens of one step, prefill and decode together")
     ] = 2048
+    max_batch_delay_ms: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            le=10_000.0,
+            description="maximum milliseconds that an input to an embedder, a reranker or a classifier waits for "
+            "others while the worker is idle; a full batch does not wait",
+        ),
+    ] = 0.0
+    max_image_pixels: Annotated[
+        int, Meta(ge=1, le=2**30, description="maximum pixels of an image that a classifier gets; more are refused")
+    ] = 2**25
     block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens per KV block")] = 16
     num_kv_blocks: Annotated[
         Positive | None, Meta(description="KV blocks in the pool; by default as many as fit into the KV cache memory")
@@ -640,7 +659,7 @@ _TLS = "there is no TLS; put a reverse proxy in front (docs/security.md)"
 _GRAPHS = "CUDA graphs are used wherever they can be, and cannot be turned off"
 _ATTENTION = "the attention backend is selected for the device, there is no setting for it"
 _GRAMMARS = "structured output is always available and uses llguidance"
-_EMBEDDINGS = "only text generation is supported: no embeddings, classification or reranking yet"
+_KIND = "--kind chooses between generate, embed, rerank and classify; by default the model's files do"
 _IMAGES = "only text is supported: no images, audio or video yet"
 _TRANSFER = "KV transfer and disaggregated prefill are not supported yet"
 _SEED = "each request has its own seed parameter"
@@ -650,7 +669,7 @@ _ALWAYS = "this is always on"
 EXPLAINED_SETTINGS = {
     "adapter_path": _LORA,
     "attention_backend": _ATTENTION,
-    "convert": _EMBEDDINGS,
+    "convert": _KIND,
     "cpu_offload_gb": _OFFLOADING,
     "cuda_graph_max_bs": _GRAPHS,
     "cuda_graphs": _GRAPHS,
@@ -670,7 +689,7 @@ EXPLAINED_SETTINGS = {
     "grammar_backend": _GRAMMARS,
     "guided_decoding_backend": _GRAMMARS,
     "huggingface_hub_cache": _DOWNLOADS,
-    "is_embedding": _EMBEDDINGS,
+    "is_embedding": _KIND,
     "kv_transfer_config": _TRANSFER,
     "limit_mm_per_prompt": _IMAGES,
     "lora_adapters": _LORA,
@@ -683,7 +702,7 @@ EXPLAINED_SETTINGS = {
     "nnodes": _PARALLELISM,
     "num_speculative_tokens": _SPECULATION,
     "random_seed": _SEED,
-    "runner": _EMBEDDINGS,
+    "runner": _KIND,
     "seed": _SEED,
     "speculate": _SPECULATION,
     "speculative_algorithm": _SPECULATION,
@@ -694,7 +713,7 @@ EXPLAINED_SETTINGS = {
     "ssl_keyfile": _TLS,
     "structured_outputs_config": _GRAMMARS,
     "swap_space": _OFFLOADING,
-    "task": _EMBEDDINGS,
+    "task": _KIND,
     "tokenizer": _TOKENIZER,
     "tokenizer_mode": _TOKENIZER,
     "tokenizer_path": _TOKENIZER,

@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-format", default="text", choices=["text", "json"])
     for name in ("--task-fd", "--result-fd", "--parent-pid"):  # of a server that starts it
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--predictor", action="store_true", help=argparse.SUPPRESS)  # of a server that starts it
     parser.add_argument("--quantize", metavar="JOB", help=argparse.SUPPRESS)  # of `servekit quantize`
     parser.add_argument("--facts", action="store_true", help=argparse.SUPPRESS)  # of `servekit doctor`
     parser.add_argument("--convert", metavar="JOB", help=argparse.SUPPRESS)  # of a server and `servekit convert`
@@ -98,7 +99,7 @@ def bind_to_cores(text: str) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Execute step plans until the server sends Shutdown or exits."""
+    """Execute step plans, or a predictor's batches, until the server sends Shutdown or exits."""
     configure_logging(arguments.log_level, arguments.log_format)
     die_with_parent(arguments.parent_pid)
     ignore_signals()
@@ -110,6 +111,11 @@ def execute(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         results.send(WorkerFailed(error.message, is_config_error=True))
         return 2
+
+    if arguments.predictor:
+        from workers.predictor_worker import PredictorWorker
+
+        return PredictorWorker(tasks, results).run()
 
     from workers.model_worker import ModelWorker
 

@@ -20,6 +20,7 @@ WALL_CLOCK_CALLS = {
     "servekit/api/responses/openai_format.py": {"time.time"},
     "servekit/api/responses/responses_api_format.py": {"time.time"},
     "servekit/doctor/probes.py": {"time.time"},
+    "servekit/api/routes/predictions.py": {"time.time"},
     "servekit/protocol/logging.py": {"time.localtime"},
     "servekit/server/engine_process.py": {"time.time"},
     "servekit/observability/tracing.py": {"time.time_ns"},

@@ -1,12 +1,10 @@
-"""Run the worker's main loop: receive a message, execute it, send the answer."""
+"""The worker of a language model: load it, execute step plans, send their results."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
-import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -18,14 +16,11 @@ from servekit.errors import ConfigError
 from servekit.protocol.cpu_list import format_cpu_list
 from servekit.protocol.framing import MessageReceiver, MessageSender
 from servekit.protocol.messages import (
-    HEARTBEAT_S,
     FromWorker,
-    Heartbeat,
     Loading,
     LoadModel,
     Profiled,
     RankInfo,
-    Shutdown,
     StartProfile,
     StepAcknowledged,
     StepFailed,
@@ -33,13 +28,12 @@ from servekit.protocol.messages import (
     StepResult,
     StopProfile,
     ToWorker,
-    WorkerFailed,
     WorkerReady,
 )
 from servekit.simulation.model import is_simulated
 from workers.csrc.build import compile_ahead
-from workers.device.heap import HeapTrimmer
 from workers.runner.interface import OutOfMemory, Pending, Runner, done
+from workers.worker_loop import WorkerLoop
 
 if TYPE_CHECKING:
     from workers.runner.profiler import Profiler
@@ -53,16 +47,14 @@ POLL_S = 0.0002
 NVIDIA_DRIVER = Path("/dev/nvidiactl")  # exists with the driver; torch knows more, but takes seconds to import
 
 
-class ModelWorker:
+class ModelWorker(WorkerLoop):
     """One process, one device, one model or one rank's part of it.
 
     It holds no state that the manager could not have computed again.
     """
 
     def __init__(self, tasks: MessageReceiver[ToWorker], results: MessageSender[FromWorker]) -> None:
-        self._tasks = tasks
-        self._results = results
-        self._sending = threading.Lock()  # answers and heartbeats share the pipe
+        super().__init__(tasks, results)
         self._runner: Runner | None = None
         self._sends_results = True
         self._failed_epoch: int | None = None
@@ -70,39 +62,26 @@ class ModelWorker:
         # Steps that were launched and not answered, the oldest first: as many as the manager plans ahead.
         self._in_flight: deque[Pending[StepResult] | Pending[StepFailed]] = deque()
 
-    def run(self) -> int:
-        """Serve until a Shutdown message, or until the manager's process ends; return the exit code."""
-        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
-        try:
-            while not isinstance(message := self._receive(), Shutdown):
-                if isinstance(message, StepPlan):
-                    self._launch(message)
-                else:
-                    self._answer_all()
-                    self._send(self._handle(message))
-        except (EOFError, BrokenPipeError):
-            log.warning("the server process that started this worker has ended; stopping")
-        except ConfigError as error:
-            self._send(WorkerFailed(error.message, is_config_error=True))
-            return 2
-        except Exception as error:
-            log.exception("the worker failed")
-            self._send(WorkerFailed(f"the model worker failed: {type(error).__name__}: {error}"))
-            return 1
-        return 0
+    def execute(self, message: ToWorker) -> None:
+        """Launch a step; handle any other message when the steps before it are answered."""
+        if isinstance(message, StepPlan):
+            self._launch(message)
+        else:
+            self._answer_all()
+            self.send(self._handle(message))
 
-    def _receive(self) -> ToWorker:
+    def receive(self) -> ToWorker:
         """Wait for a message, and meanwhile answer the steps that are complete.
 
         A message goes before answers, because the device may be idle. Steps are polled and not waited for: during a
         wait, the next plan could not be launched, and the device would begin it late.
         """
-        while self._in_flight and not self._tasks.has_message():
+        while self._in_flight and not self.tasks.has_message():
             if self._in_flight[0].is_done():
                 self._answer_oldest()
             else:
                 time.sleep(POLL_S)
-        return self._tasks.receive()
+        return self.tasks.receive()
 
     def _launch(self, plan: StepPlan) -> None:
         """Launch a step; where the device has no queue of its own, the step is complete then."""
@@ -119,22 +98,9 @@ class ModelWorker:
     def _answer_oldest(self) -> None:
         """Send the answer of the oldest step in flight; wait for the step if it is not complete."""
         answer = self._in_flight.popleft().finish()
-        self._send(answer if self._sends_results or isinstance(answer, StepFailed) else StepAcknowledged.of(answer))
+        self.send(answer if self._sends_results or isinstance(answer, StepFailed) else StepAcknowledged.of(answer))
 
-    def _send(self, message: FromWorker) -> None:
-        with self._sending:
-            self._results.send(message)
-
-    def _beat(self) -> None:
-        """Send heartbeats for the whole life of the process, also during long steps, and keep its heap small."""
-        heap = HeapTrimmer()
-        with contextlib.suppress(OSError):
-            while True:
-                time.sleep(HEARTBEAT_S)
-                self._send(Heartbeat())
-                heap.trim_if_grown()
-
-    def _handle(self, message: LoadModel | StartProfile | StopProfile) -> FromWorker:
+    def _handle(self, message: ToWorker) -> FromWorker:
         match message:
             case LoadModel():
                 return self._load(message)
@@ -142,6 +108,8 @@ class ModelWorker:
                 return self._start_profile(message)
             case StopProfile():
                 return self._stop_profile()
+            case _:
+                raise ValueError(f"{type(message).__name__} is not for a model worker")
 
     def _load(self, settings: LoadModel) -> WorkerReady:
         fingerprint = _fingerprint(settings)
@@ -158,7 +126,7 @@ class ModelWorker:
             if settings.device.startswith("cpu") or (settings.device == "auto" and not NVIDIA_DRIVER.exists()):
                 compile_ahead("float32" if settings.dtype == "auto" else settings.dtype)
             from workers.runner.model_runner import load  # type: ignore[assignment]  # and torch, which takes seconds
-        self._runner, ready = load(settings, lambda stage: self._send(Loading(stage)))
+        self._runner, ready = load(settings, lambda stage: self.send(Loading(stage)))
         place = RankInfo(ready.device, format_cpu_list(os.sched_getaffinity(0)))
         return replace(ready, model=replace(ready.model, fingerprint=fingerprint), ranks=(place,))
 

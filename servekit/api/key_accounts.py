@@ -26,6 +26,9 @@ class RequestAccount(Protocol):
     def charge(self, state: RequestState) -> None:
         """Charge the tokens of this admitted request to the key: when it ends, or earlier if its length is open."""
 
+    def charge_tokens(self, num_tokens: int) -> None:
+        """Charge so many tokens to the key when the request ends: those of a prediction."""
+
     def end(self) -> None:
         """Charge what is not charged yet, and release what the request held. Idempotent."""
 
@@ -60,12 +63,13 @@ class LocalKeyAccounts:
 class LocalRequestAccount:
     """A request that is counted in this process."""
 
-    __slots__ = ("_clock", "_running", "_state")
+    __slots__ = ("_clock", "_num_tokens", "_running", "_state")
 
     def __init__(self, running: RunningRequest, clock: Callable[[], float]) -> None:
         self._running = running
         self._clock = clock
         self._state: RequestState | None = None
+        self._num_tokens = 0  # of a prediction
 
     async def reserve(self, num_sequences: int, max_tokens: int | None, num_prompt_tokens: int) -> None:
         self.reserve_now(num_sequences, max_tokens, num_prompt_tokens)
@@ -80,7 +84,10 @@ class LocalRequestAccount:
             for output in state.outputs:
                 output.count_token = OpenAnswer(self._running, self._clock).count_token
 
+    def charge_tokens(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
     def end(self) -> None:
         state = self._state
-        num_tokens = state.num_prompt_tokens + state.num_generated_tokens if state else 0
+        num_tokens = state.num_prompt_tokens + state.num_generated_tokens if state else self._num_tokens
         self._running.end(num_tokens, self._clock())

@@ -14,9 +14,20 @@ from servekit.api.endpoint import caller_of, models_of
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.schemas.json_body import encode
 from servekit.engine.interface import GENERATE, Engine
+from servekit.engine.no_generation import ROUTES
 from servekit.errors import InvalidRequest
+from servekit.protocol.prediction import PredictorKind
 
 Conversation = list[dict[str, Any]]
+
+# What models of each kind do, and what those of other kinds do not do.
+DOES: dict[str, str] = {GENERATE: "generates text", **ROUTES}
+LACKS: dict[str, str] = {
+    GENERATE: "generates no text",
+    PredictorKind.EMBED: "computes no embeddings",
+    PredictorKind.RERANK: "scores no documents",
+    PredictorKind.CLASSIFY: "classifies nothing",
+}
 
 
 async def engine_for(
@@ -32,9 +43,12 @@ async def engine_for(
     begin = None if conversation is None else lambda: _beginning(conversation)
     model = models.find(name, caller, begin)
     if model.kind != kind:
+        does = DOES.get(model.kind, f"is of kind {model.kind}")
         raise InvalidRequest(
-            f"the model {model.name!r} is of kind {model.kind!r}; this route is for models of kind {kind!r}",
+            f"the model {model.name!r} {does}; it {LACKS[kind]}. Name or start a model of kind {kind} (--kind, if its "
+            "files do not say so)",
             param="model",
+            code="not_supported",
         )
     use = model.begin_use()
     if use is None:

@@ -57,6 +57,9 @@ class RemoteRequestAccount:
         assert isinstance(state, RemoteRequestState)
         self._client.send(ms.ChargeTokens(self.number, state.number))
 
+    def charge_tokens(self, num_tokens: int) -> None:
+        raise AssertionError("predictors are served by one API process")
+
     def end(self) -> None:
         if not self._has_ended:
             self._has_ended = True

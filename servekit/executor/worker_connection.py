@@ -29,6 +29,7 @@ from servekit.protocol.messages import (
     WorkerFailed,
     WorkerReady,
 )
+from servekit.protocol.prediction import PredictorReady
 
 log = logging.getLogger("servekit")
 
@@ -207,7 +208,7 @@ class WorkerConnection:
             if not answer.done():
                 answer.set_result(message)
         else:
-            self._is_ready = self._is_ready or isinstance(message, WorkerReady)
+            self._is_ready = self._is_ready or isinstance(message, WorkerReady | PredictorReady)
             self._inbox.put_nowait(message)
 
     def _on_end(self, what: str) -> None:

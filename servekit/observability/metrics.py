@@ -11,7 +11,7 @@ costs more than counting with it. For this reason they are exported with value 0
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 from msgspec import Struct
@@ -375,6 +375,97 @@ class ServerMetrics:
         build.labels(version=version).set(1)
 
 
+# Values of the label `outcome` of servekit_prediction_items_total.
+PREDICTION_OUTCOMES = ("computed", "aborted", "expired", "failed")
+
+
+class PredictionMetrics:
+    """Items of embedders, rerankers and classifiers: how many, how fast, and in which batches."""
+
+    def __init__(self, metrics: _MetricFactory) -> None:
+        items = metrics.labelled_counter(
+            "prediction_items_total",
+            "Inputs to an embedder, a reranker or a classifier that ended, by outcome.",
+            "outcome",
+        )
+        self._items = {outcome: items.labels(*metrics.label_values, outcome) for outcome in PREDICTION_OUTCOMES}
+        self._admitted = metrics.counter("prediction_items_admitted_total", "Inputs that were admitted.")
+        self._tokens = metrics.counter("prediction_tokens_total", "Tokens of admitted inputs.")
+        self._computed_tokens = metrics.counter(
+            "prediction_computed_tokens_total",
+            "Tokens that workers computed, those of padding and of repeats included.",
+        )
+        self._latency = metrics.histogram(
+            "prediction_latency_seconds", "Time from the arrival of an input to its end, for any outcome."
+        )
+        self._queue_time = metrics.histogram(
+            "prediction_queue_time_seconds", "Time from the arrival of an input to its batch, tokenization included."
+        )
+        self._batch_items = metrics.histogram("prediction_batch_items", "Inputs of a batch.", _TOKEN_BUCKETS[:12])
+        self._batch_duration = metrics.histogram(
+            "prediction_batch_duration_seconds", "Execution time of a batch in the worker.", _STEP_BUCKETS
+        )
+
+    def admitted(self, num_items: int, num_tokens: int) -> None:
+        self._admitted.inc(num_items)
+        self._tokens.inc(num_tokens)
+
+    def batch_sent(self, num_items: int, waited_s: list[float]) -> None:
+        self._batch_items.observe(num_items)
+        for each_s in waited_s:
+            self._queue_time.observe(each_s)
+
+    def batch_done(self, duration_s: float, num_computed_tokens: int) -> None:
+        self._batch_duration.observe(duration_s)
+        self._computed_tokens.inc(num_computed_tokens)
+
+    def ended(self, outcome: str, latency_s: float) -> None:
+        """An input ended, with one of PREDICTION_OUTCOMES."""
+        self._items[outcome].inc()
+        self._latency.observe(latency_s)
+
+
+class PredictorStats(Struct, frozen=True, kw_only=True):
+    """The state of a dynamic batcher at one moment."""
+
+    num_waiting: int
+    num_waiting_tokens: int
+    num_in_flight: int
+    num_suspects: int
+    num_stale_results: int
+
+
+class _PredictorCollector(Collector):
+    """Metrics of the dynamic batcher's state, read at each scrape."""
+
+    def __init__(self, model_name: str, read_stats: Callable[[], PredictorStats]) -> None:
+        self._model_name = model_name
+        self._read_stats = read_stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read_stats()
+        gauges = {
+            "items_waiting": ("Inputs that wait for a batch.", stats.num_waiting),
+            "tokens_waiting": ("Tokens of these, with padding.", stats.num_waiting_tokens),
+            "batches_in_flight": ("Batches that were sent to the worker and not returned.", stats.num_in_flight),
+            "items_suspected": (
+                "Inputs that are computed alone, because workers were lost over them.",
+                stats.num_suspects,
+            ),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"servekit_prediction_{name}", text, labels=["model_name"])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
+        stale = CounterMetricFamily(
+            "servekit_prediction_stale_results",
+            "Results of batches that were dropped, because they were repeated or came from a lost worker.",
+            labels=["model_name"],
+        )
+        stale.add_metric([self._model_name], stats.num_stale_results)
+        yield stale
+
+
 class SchedulerStats(Struct, frozen=True, kw_only=True):
     """The state of a workload manager at one moment, as far as metrics need it."""
 
@@ -614,6 +705,15 @@ class ModelMetrics:
             self._model_name, read_stats, lambda replica, now_s: self.of_replica(replica)[0].idle_s(now_s)
         )
         self.watch(collector)
+
+    def watch_predictor(self, read_stats: Callable[[], PredictorStats]) -> None:
+        """Export what `read_stats` returns at each scrape."""
+        self.watch(_PredictorCollector(self._model_name, read_stats))
+
+    @cached_property
+    def predictions(self) -> PredictionMetrics:
+        """The metrics of a predictor; a server without one does not export them."""
+        return PredictionMetrics(self._factory)
 
     def watch_drafts(self, drafter: str, read_counts: Callable[[], list[DraftLengths]]) -> None:
         """Export what `read_counts` returns for each replica at each scrape. `drafter` is who makes the drafts."""

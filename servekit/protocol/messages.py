@@ -16,6 +16,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from servekit.protocol.prediction import BatchResult, LoadPredictor, PredictBatch, PredictorReady
 from servekit.protocol.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
 
@@ -371,7 +372,17 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
     """The last message to a worker: exit."""
 
 
-ToWorker = LoadModel | StepPlan | StartProfile | StopProfile | Shutdown
+ToWorker = LoadModel | StepPlan | StartProfile | StopProfile | LoadPredictor | PredictBatch | Shutdown
 FromWorker = (
-    Loading | WorkerReady | WorkerFailed | Leaving | Heartbeat | StepResult | StepAcknowledged | StepFailed | Profiled
+    Loading
+    | WorkerReady
+    | WorkerFailed
+    | Leaving
+    | Heartbeat
+    | StepResult
+    | StepAcknowledged
+    | StepFailed
+    | Profiled
+    | PredictorReady
+    | BatchResult
 )

@@ -66,12 +66,15 @@ class PredictorInfo(Struct, frozen=True):
     modality: Modality
     architecture: str
     num_parameters: int
+    vocab_size: int  # 0 for a model of images
     max_model_len: int  # tokens of an item, its special tokens included
     dimensions: int = 0  # of an embedding
     labels: tuple[str, ...] = ()
     activation: Activation = Activation.NONE
     prompts: dict[str, str] = {}  # texts that are put before inputs, by name
     default_prompt: str | None = None  # its name
+    lowercases: bool = False  # texts become lower case before they are tokenized
+    pools_prompts: bool = True  # whether a prompt's tokens count for the embedding
     item_tokens: int = 1  # that an image counts for in a batch
     fingerprint: str = ""
 

@@ -25,6 +25,7 @@ from servekit.api_processes import messages as ms
 from servekit.api_processes.engine_session import EngineSession, SharedEngine
 from servekit.config import ServeConfig
 from servekit.engine.llm_engine import LLMEngine
+from servekit.engine.make_engine import make_engine
 from servekit.errors import InternalError, ServekitError
 from servekit.observability.process_metrics import watch_api_processes
 from servekit.protocol.child_process import ignore_signals
@@ -253,7 +254,8 @@ def serve(config: ServeConfig) -> int:
 
 async def _serve(config: ServeConfig) -> int:
     keys = read_keys(config)
-    engine = LLMEngine(config)
+    engine = make_engine(config)
+    assert isinstance(engine, LLMEngine), "others are refused with several API processes"
     processes = ApiProcesses(config, engine, keys)
     signals = _Signals(engine, processes)
     reload = KeysReload(processes.replace_keys, config)

@@ -13,10 +13,13 @@ import uvloop
 from servekit import __version__
 from servekit.config import ServeConfig, doubts, non_default
 from servekit.engine.llm_engine import LLMEngine
+from servekit.engine.make_engine import AnyEngine
+from servekit.engine.predictor_engine import PredictorEngine
 from servekit.models.manager import ModelManager
 from servekit.observability.metrics import Metrics, SeveralModelsMetrics
 from servekit.observability.process_metrics import Children, watch_event_loop, watch_processes
 from servekit.protocol.logging import configure_logging, fields, logs_json, num_dropped_lines
+from servekit.protocol.prediction import PredictorKind
 from servekit.server.keys_file import KeysReload
 
 log = logging.getLogger("servekit")
@@ -58,17 +61,17 @@ def watching(
             task.cancel()
 
 
-async def start_and_watch(engine: LLMEngine | ModelManager, begin: Callable[[], Awaitable[str]]) -> None:
+async def start_and_watch(engine: AnyEngine | ModelManager, begin: Callable[[], Awaitable[str]]) -> None:
     """Start the engine, or several, then begin to serve, and return when it has ended. Raises its failure.
 
     `begin` returns the server's URL when clients are served.
     """
-    is_one = isinstance(engine, LLMEngine)
+    is_one = isinstance(engine, AnyEngine)
     log.info("servekit %s: loading %s", __version__, engine.config.model if is_one else "several models")
     await engine.start()
     tune_garbage_collector()
     url = await begin()
-    if isinstance(engine, LLMEngine):
+    if isinstance(engine, AnyEngine):
         announce(engine, url)
     else:
         announce_models(engine, url)
@@ -88,10 +91,13 @@ def tune_garbage_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-def announce(engine: LLMEngine, url: str) -> None:
+def announce(engine: AnyEngine, url: str) -> None:
     """Log that the server is ready, and its main settings: as JSON in one entry, as text in several lines."""
     config, worker = engine.config, engine.worker
     assert worker is not None
+    if isinstance(engine, PredictorEngine):
+        announce_predictor(engine, url)
+        return
     for doubt in doubts(config):
         log.warning("%s", doubt)
     if not logs_json():
@@ -122,6 +128,38 @@ def announce_models(manager: ModelManager, url: str) -> None:
         names = f", also {', '.join(entry.aliases)}" if entry.aliases else ""
         log.info("model %s: %s%s; keep = %r, %s", model.name, config.model, names, entry.keep, model.state)
     log.info("ready at %s", url)
+
+
+def announce_predictor(engine: PredictorEngine, url: str) -> None:
+    """Log that a server of a model that generates nothing is ready."""
+    config, ready = engine.config, engine.ready
+    assert ready is not None
+    if logs_json():
+        described = fields(
+            settings=non_default(config),
+            kind=engine.kind,
+            model=ready.model.architecture,
+            dtype=ready.dtype,
+            device=ready.device,
+            max_model_len=ready.model.max_model_len,
+        )
+        log.info("ready at %s", url, extra=described)
+        return
+    for name, value in non_default(config).items():
+        log.info("  %-24s %s", name, value)
+    model = ready.model
+    log.info("model: %s, %s on %s, kind %s", model.architecture, ready.dtype, ready.device, engine.kind)
+    log.info("ready at %s; try:", url)
+    key = "" if config.api_key is None and config.api_keys_file is None else " -H 'Authorization: Bearer KEY'"
+    log.info("  curl %s%s%s", url, TRIES[engine.kind if model.vocab_size else "image"], key)
+
+
+TRIES = {
+    PredictorKind.EMBED: """/v1/embeddings -d '{"input": "What color is the sky?"}'""",
+    PredictorKind.RERANK: """/v1/rerank -d '{"query": "sky color", "documents": ["The sky is blue.", "Fish swim."]}'""",
+    PredictorKind.CLASSIFY: """/predict -d '{"input": "A wonderful film."}'""",
+    "image": "/predict -F image=@FILE",
+}
 
 
 def describe(engine: LLMEngine, url: str) -> Iterator[str]:

@@ -19,8 +19,8 @@ from servekit import __version__
 from servekit.api import app as api
 from servekit.api.app import create_app, replace_keys
 from servekit.config import ServeConfig
-from servekit.engine.interface import Service
-from servekit.engine.llm_engine import LLMEngine
+from servekit.engine.interface import Models, Service
+from servekit.engine.make_engine import AnyEngine, make_engine
 from servekit.errors import ConfigError, shutting_down
 from servekit.models.manager import ModelManager
 from servekit.models.model_file import ModelFile
@@ -53,16 +53,16 @@ async def _serve(config: ServeConfig, model_file: ModelFile | None) -> int:
     keys_of_file = read_keys(config)
     tracing = connect_tracing(config)
     listener = bind(config)
-    engine: LLMEngine | ModelManager
+    engine: AnyEngine | ModelManager
     if model_file is None:
-        engine = LLMEngine(config)
+        engine = make_engine(config)
         metrics: Metrics | SeveralModelsMetrics = engine.server_metrics
     else:
         engine = ModelManager(config, model_file)
         metrics = engine.metrics
-    app = create_app(engine, keys_of_file, None if tracing is None else tracing.record)
+    app = create_app(cast(Models, engine), keys_of_file, None if tracing is None else tracing.record)
     server = Server(app, engine)
-    replace_models = None if isinstance(engine, LLMEngine) else engine.replace_file
+    replace_models = engine.replace_file if isinstance(engine, ModelManager) else None
     reload = KeysReload(partial(replace_keys, app), config, replace_models)
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup sets this
     if reload.has_file or not is_ignored:
@@ -86,7 +86,7 @@ async def _serve(config: ServeConfig, model_file: ModelFile | None) -> int:
     return 0
 
 
-async def _supervise(engine: LLMEngine | ModelManager, app: Starlette, server: Server, listener: socket.socket) -> None:
+async def _supervise(engine: AnyEngine | ModelManager, app: Starlette, server: Server, listener: socket.socket) -> None:
     """Start the engine and listen, and end the server when the engine fails. Raises the engine's failure."""
 
     async def begin() -> str:

@@ -349,7 +349,7 @@ OPENAI = [
         "openai",
         "`embeddings.create`",
         lambda c: c.openai.embeddings.create(model="demo", input="a"),
-        "there is no route",
+        "computes no embeddings",
     ),
     Call("openai", "`images.generate`", lambda c: c.openai.images.generate(prompt="a"), "there is no route"),
     Call("openai", "`moderations.create`", lambda c: c.openai.moderations.create(input="a"), "there is no route"),
@@ -624,7 +624,7 @@ CHAT = "/v1/chat/completions"
 IMAGE = [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}]
 _ONE_MODEL = "A server has one model, and its operator chooses it. Run one server for each model."
 _ONLY_TEXT = "The models that are served read and write text."
-_NO_EMBEDDINGS = "Only the next token is computed. Use a server for embeddings, such as text-embeddings-inference."
+_NO_POOLING = "Models that embed, rerank or classify have routes of their own (embeddings.md)."
 MISSING = [
     Missing(
         "OpenAI", "images, audio and files in messages", CHAT, {"messages": PICTURE}, "supports text only", _ONLY_TEXT
@@ -645,7 +645,6 @@ MISSING = [
         "send tools",
         "The older form of `tools`, which OpenAI has deprecated, too.",
     ),
-    Missing("OpenAI", "`/v1/embeddings`", "/v1/embeddings", {"input": "a"}, "there is no route", _NO_EMBEDDINGS),
     Missing(
         "OpenAI",
         "`/v1/moderations`",
@@ -804,11 +803,11 @@ MISSING = [
     ),
     Missing(
         "vLLM",
-        "`/pooling`, `/classify`, `/score`, `/rerank`",
-        "/rerank",
-        {"query": "a"},
+        "`/pooling`, `/classify`",
+        "/pooling",
+        {"input": "a"},
         "there is no route",
-        _NO_EMBEDDINGS,
+        _NO_POOLING,
     ),
     Missing(
         "vLLM",
@@ -929,14 +928,6 @@ MISSING = [
         {"model": "a"},
         "one model",
         _ONE_MODEL,
-    ),
-    Missing(
-        "Ollama",
-        "`/api/embed`, `/api/embeddings`",
-        "/api/embed",
-        {"model": "demo", "input": "a"},
-        "no embeddings",
-        _NO_EMBEDDINGS,
     ),
 ]
 

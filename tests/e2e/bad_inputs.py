@@ -392,7 +392,7 @@ def bytes_of_all_kinds() -> Iterator[BadInput]:
 
 def routes() -> Iterator[BadInput]:
     for path in (
-        "/nowhere", "/v1", "/v1/", "/v1/embeddings", "/v1/models/gpt-9", "/v1/models/" + "x" * 2000, "/v1/models/%00",
+        "/nowhere", "/v1", "/v1/", "/v1/moderations", "/v1/models/gpt-9", "/v1/models/" + "x" * 2000, "/v1/models/%00",
         "/%2e%2e/%2e%2e/etc/passwd", "/generate%00", "/generate%0d%0aX-Evil:%201", "/GENERATE",
         "/invocations", "/docs/%2e%2e/%2e%2e/etc/passwd", "/docs//etc/passwd", "/" + "x" * 8000,
         "/%ff%fe", "/\u202e", "/<script>alert(1)</script>", "/{{7*7}}", "/v1/models/{{7*7}}",

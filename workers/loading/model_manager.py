@@ -84,21 +84,30 @@ class LoadedModel:
     rounds_activations: bool = False  # weights are multiplied by int8
 
 
+def torch_device(device: str) -> torch.device:
+    """Return the device that torch names so, or "auto" chooses, and use it from now on.
+
+    Raises ConfigError for a CUDA device that torch does not see.
+    """
+    if device == "auto":
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    found = torch.device(device)
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {device!r}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; "
+            "choose another --device, such as cpu"
+        )
+    if found.type == "cuda":
+        torch.cuda.set_device(found.index or 0)  # streams, events and Triton use the current device
+    return found
+
+
 class ModelManager:
     """Loads models, or one rank's part of each layer, onto one device."""
 
     def __init__(self, device: str) -> None:
         """`device` is as torch names it, or "auto". Raises ConfigError for a CUDA device that torch does not see."""
-        if device == "auto":
-            device = "cuda:0" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and (self.device.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(
-                f"device {device!r}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; "
-                "choose another --device, such as cpu"
-            )
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device.index or 0)  # streams, events and Triton use the current device
+        self.device = torch_device(device)
         # transformers' warnings are about generate() with masks and padding, which servekit does not use.
         transformers_logging.set_verbosity_error()
 

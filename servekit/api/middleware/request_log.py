@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from servekit.api.disconnect import disconnect_of
 from servekit.engine.caller import Caller
 from servekit.engine.interface import ModelUse
+from servekit.engine.prediction_state import PredictionState
 from servekit.engine.request_state import RequestState
 from servekit.protocol.logging import fields
 
@@ -107,6 +108,10 @@ def _log_end(scope: Scope, exchange: _Exchange, duration_s: float) -> None:
             entry["drafted_tokens"] = state.num_drafted_tokens
             entry["accepted_tokens"] = state.num_accepted_tokens
         entry["finish_reasons"] = state.finish_reasons
+    prediction: PredictionState | None = scope["state"].get("prediction")
+    if prediction is not None:
+        entry["inputs"] = len(prediction.items)
+        entry["prompt_tokens"] = prediction.num_tokens
     log.log(level, "request", extra=fields(**entry))
 
 

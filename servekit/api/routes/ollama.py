@@ -216,15 +216,12 @@ def _size(num_parameters: int) -> str:
 # -- what this server does not do --------------------------------------------------------------------------------------
 
 _ONE_MODEL = "this server has one model, which --model names when it starts"
-_TEXT_ONLY = "this server generates text; it computes no embeddings"
 REFUSED = (
     ("POST", "pull", f"models are not pulled over the API: {_ONE_MODEL}"),
     ("POST", "push", f"models are not pushed: {_ONE_MODEL}"),
     ("POST", "create", f"models are not created over the API: {_ONE_MODEL}"),
     ("POST", "copy", f"models are not copied: {_ONE_MODEL}; --served-model-name gives it another name"),
     ("DELETE", "delete", f"models are not deleted over the API: {_ONE_MODEL}"),
-    ("POST", "embed", _TEXT_ONLY),
-    ("POST", "embeddings", _TEXT_ONLY),
 )
 
 

@@ -19,6 +19,15 @@ from servekit.api.schemas.json_body import MAX_BODY_DECODED_TWICE, decode, is_tg
 from servekit.api.schemas.native import AbortRequest, GenerateRequest
 from servekit.api.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from servekit.api.schemas.openai import ChatCompletionRequest, CompletionRequest
+from servekit.api.schemas.predictions import (
+    EmbeddingsRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    PredictRequest,
+    RerankRequest,
+    ScoreRequest,
+    TeiEmbedRequest,
+)
 from servekit.api.schemas.responses_api import ResponsesRequest
 from servekit.api.schemas.tgi import TgiRequest, decode_tgi
 from servekit.api.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
@@ -47,6 +56,13 @@ _LONG_FIELDS: dict[type[Struct], dict[str, Any]] = {
     OllamaChatRequest: {},
     OllamaGenerateRequest: {"suffix": ""},
     OllamaShowRequest: {},
+    EmbeddingsRequest: {"input": ""},
+    TeiEmbedRequest: {"inputs": ""},
+    OllamaEmbedRequest: {"input": ""},
+    OllamaEmbeddingsRequest: {"prompt": ""},
+    RerankRequest: {"query": "", "documents": [], "texts": []},
+    ScoreRequest: {"text_1": "", "text_2": ""},
+    PredictRequest: {"input": "", "image": "", "inputs": ""},
 }
 TGI_KINDS = (TgiRequest, TgiTokenizeRequest)
 KINDS = {kind.__name__: kind for kind in _LONG_FIELDS}

@@ -18,6 +18,7 @@ from servekit.observability.metrics import (
     LoadMetrics,
     Metrics,
     ModelMetrics,
+    PredictorStats,
     QueueUsage,
     SchedulerStats,
     SeveralModelsMetrics,
@@ -332,3 +333,26 @@ def test_scrape_of_several_models_has_each_family_once_and_counts_outlive_an_eng
     text = metrics.render().decode()
     assert "servekit_num_requests_running" not in text
     assert 'servekit_model_loads_total{model_name="a",result="loaded"} 1.0' in text
+
+
+def test_a_predictor_counts_inputs_by_outcome_and_batches_by_size() -> None:
+    metrics = make_metrics()
+    assert not any("prediction" in name for name, *_ in samples(metrics)), "a language model has no such metrics"
+    predictions = metrics.predictions
+    predictions.admitted(3, 50)
+    predictions.batch_sent(2, [0.5, 1.5])
+    predictions.batch_done(0.25, 64)
+    predictions.ended("computed", 2.0)
+    predictions.ended("expired", 1.0)
+    stats = PredictorStats(num_waiting=1, num_waiting_tokens=16, num_in_flight=2, num_suspects=3, num_stale_results=4)
+    metrics.watch_predictor(lambda: stats)
+    found = samples(metrics)
+    assert found["prediction_items_admitted_total",] == 3 and found["prediction_tokens_total",] == 50
+    assert found["prediction_items_total", "computed"] == found["prediction_items_total", "expired"] == 1
+    assert found["prediction_items_total", "failed"] == 0
+    assert found["prediction_batch_items_sum",] == 2 and found["prediction_queue_time_seconds_sum",] == 2.0
+    assert found["prediction_computed_tokens_total",] == 64 and found["prediction_latency_seconds_sum",] == 3.0
+    assert found["prediction_batch_duration_seconds_sum",] == 0.25
+    assert found["prediction_items_waiting",] == 1 and found["prediction_tokens_waiting",] == 16
+    assert found["prediction_batches_in_flight",] == 2 and found["prediction_items_suspected",] == 3
+    assert found["prediction_stale_results_total",] == 4

@@ -59,7 +59,7 @@ def _is_in(frame: FrameType | None, function: str) -> bool:
 def _is_early(name: str, frame: FrameType | None) -> bool:
     """Return whether the fault would be another one at this moment."""
     if name.startswith("sleep"):  # a worker that sleeps while it sends, for which its heartbeats wait, is silent
-        return _is_in(frame, "_send")
+        return _is_in(frame, "send")
     return name == "out of memory" and not _is_in(frame, "_execute")  # only there an allocation may fail
 
 

@@ -145,7 +145,7 @@ async def test_uploads_at_the_same_time_are_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"endpoint": "/v1/files"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {"a" * 65: "b"}}, "metadata"),

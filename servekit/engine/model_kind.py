@@ -1,0 +1,78 @@
+"""Decide what a model does: generate text, embed, rerank or classify. The files of its checkpoint say so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from servekit.config import DEMO_MODEL, ServeConfig
+from servekit.engine.hub import download_file, split_revision
+from servekit.errors import ConfigError
+from servekit.protocol.prediction import PredictorKind
+from servekit.simulation.model import is_simulated
+
+GENERATE = "generate"
+FILES = ("config.json", "config_sentence_transformers.json", "modules.json")
+
+
+def choose_kind(config: ServeConfig) -> str:
+    """Return the kind of the model that the settings name: that of --kind, or what its files say.
+
+    Of a model that is not on this machine, the small files are downloaded. If that fails, the kind is `generate`, and
+    loading the model reports why.
+    """
+    if config.kind != "auto":
+        return config.kind
+    model = config.model
+    if model == DEMO_MODEL or is_simulated(model) or model.endswith(".gguf") or Path(model).is_file():
+        return GENERATE
+    if Path(model).is_dir():
+        return kind_of({name: _read_json(Path(model) / name) for name in FILES})
+    if model.startswith((".", "/", "~")):
+        return GENERATE
+    return kind_of({name: _download_json(config, name) for name in FILES})
+
+
+def kind_of(files: dict[str, Any]) -> str:
+    """Return the kind of a checkpoint with these files, decoded; None stands for a file that there is not."""
+    config = files["config.json"] or {}
+    names = config.get("architectures") or [""]
+    architecture = str(names[0]) if isinstance(names, list) and names else ""
+    is_cross_encoder = "sbert_ce_default_activation_function" in config or isinstance(
+        config.get("sentence_transformers"), dict
+    )
+    own = files["config_sentence_transformers.json"]
+    model_type = own.get("model_type") if isinstance(own, dict) else None
+    if architecture.endswith("ForImageClassification"):
+        return PredictorKind.CLASSIFY
+    if architecture.endswith("ForSequenceClassification"):
+        has_one_label = model_type == "CrossEncoder" or is_cross_encoder or _num_labels(config) == 1
+        return PredictorKind.RERANK if has_one_label else PredictorKind.CLASSIFY
+    if model_type == "SentenceTransformer" or files["modules.json"] is not None:
+        return PredictorKind.EMBED
+    is_encoder = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    return PredictorKind.EMBED if is_encoder else GENERATE
+
+
+def _num_labels(config: dict[str, Any]) -> int:
+    """Return the number of labels; transformers takes 2 where config.json gives none."""
+    labels = config.get("id2label")
+    return len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        content = msgspec.json.decode(file.read_bytes())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return content if file.name == "modules.json" or isinstance(content, dict) else None
+
+
+def _download_json(config: ServeConfig, name: str) -> Any:
+    try:
+        repository, revision = split_revision(config.model, config.revision)
+        return _read_json(download_file(repository, name, revision))
+    except ConfigError:  # no network, no such repository, no such file: loading the model reports it
+        return None

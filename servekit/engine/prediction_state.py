@@ -1,0 +1,53 @@
+"""The state of one admitted prediction: its items, and what was computed of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from servekit.dynamic_batching.item import Item
+from servekit.engine.caller import Caller
+from servekit.errors import ServekitError
+
+
+class PredictionState:
+    """A prediction that was admitted. Await its `results`, or `abort` it."""
+
+    def __init__(self, caller: Caller, items: list[Item], abort: Callable[[PredictionState], None]) -> None:
+        self.caller = caller
+        self.items = items  # one for each input, in order
+        self._abort = abort
+        self._results: list[bytes] = [b""] * len(items)
+        self._num_missing = len(items)
+        self._done: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all inputs; an image has none."""
+        return sum(item.length for item in self.items)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there are results, or an error."""
+        return self._done.done()
+
+    async def results(self) -> Sequence[bytes]:
+        """Wait for what was computed: numbers of 32 bits for each input. Raises ServekitError; then all are lost."""
+        return await asyncio.shield(self._done)
+
+    def put(self, index: int, result: bytes) -> None:
+        """Take the result of an item."""
+        self._results[index] = result
+        self._num_missing -= 1
+        if not self._num_missing and not self._done.done():
+            self._done.set_result(self._results)
+
+    def fail(self, error: ServekitError) -> None:
+        """Report an error to whoever waits for the results. The first one counts."""
+        if not self._done.done():
+            self._done.set_exception(error)
+            self._done.exception()  # nobody may wait for it any more
+
+    def abort(self) -> None:
+        """End what is left of the prediction. Does not await, so it may be called in a `finally` clause."""
+        self._abort(self)

@@ -1,0 +1,216 @@
+"""Turn texts and pairs of texts into token ids for a predictor, in threads; cut or refuse those that are too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Encoding
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
+from servekit.aio.round_robin_executor import ExecutorShutDown, RoundRobinExecutor
+from servekit.errors import ConfigError, ContextTooLong, InvalidRequest, QueueFull, shutting_down
+from servekit.prediction import Input, PredictionRequest
+from servekit.protocol.prediction import PredictorInfo, TextItem
+
+LONG_REQUEST = 2**15  # characters; requests of this length and more are encoded in threads of their own
+CHARACTERS_PER_TOKEN = 32  # of a long text, at first so many characters are encoded for each token that it may have
+SPARE_TOKENS = 64  # encoded beyond those that are kept: a cut in the text moves the borders of the tokens near it
+TIMEOUT_S = 60.0  # including the wait for others
+
+
+class PredictorTokenizer:
+    """The tokenizer of one predictor. The Rust library releases the interpreter's lock while it encodes."""
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer, info: PredictorInfo) -> None:
+        # The file may contain these settings from training.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._info = info
+        self._threads = RoundRobinExecutor("tokenizer", num_threads=2, max_submitted=8, max_per_tenant=7)
+        self._threads_for_long = RoundRobinExecutor("tokenizer-long", num_threads=2, max_submitted=2, max_per_tenant=1)
+
+    async def encode(self, request: PredictionRequest, tenant: str) -> list[TextItem]:
+        """Return the items of a request's texts. Raises ContextTooLong, InvalidRequest, or QueueFull if it is slow."""
+        num_characters = sum(map(_num_characters, request.inputs))
+        threads = self._threads if num_characters < LONG_REQUEST else self._threads_for_long
+        try:
+            async with pause_tolerant_timeout(TIMEOUT_S):
+                return await threads.run(tenant, lambda: self.encode_blocking(request))
+        except ExecutorShutDown:
+            raise shutting_down() from None
+        except TimeoutError:
+            raise QueueFull(
+                f"the texts were not encoded within {TIMEOUT_S:g} s, because others were encoded before them; try "
+                "again later, or send shorter texts",
+                retry_after_s=5,
+            ) from None
+
+    def encode_blocking(self, request: PredictionRequest) -> list[TextItem]:
+        """Like `encode`, but in the calling thread."""
+        prompt, limit = self._prompt(request), self._limit(request)
+        num_unpooled = 0 if self._info.pools_prompts or not prompt else self._num_prompt_tokens(prompt)
+        items: dict[int, TextItem] = {}
+        short: dict[int, list[str]] = {}
+        for index, value in enumerate(request.inputs):
+            if isinstance(value, list):
+                items[index] = self._of_token_ids(value, request, index, limit)
+                continue
+            assert isinstance(value, str | tuple)
+            parts = self._prepared(value, prompt)
+            if sum(map(len, parts)) <= CHARACTERS_PER_TOKEN * limit:
+                short[index] = parts
+            else:
+                items[index] = self._item(self._encode_long(parts, limit), parts, request, index, limit, num_unpooled)
+        batch = [parts[0] if len(parts) == 1 else (parts[0], parts[1]) for parts in short.values()]
+        encodings = self._tokenizer.encode_batch(batch) if batch else []
+        for (index, parts), encoding in zip(short.items(), encodings, strict=True):
+            items[index] = self._item(encoding, parts, request, index, limit, num_unpooled)
+        return [items[index] for index in range(len(request.inputs))]
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self._threads_for_long.shutdown()
+
+    # -- prompts and limits -------------------------------------------------------------------------------------------
+
+    def _prompt(self, request: PredictionRequest) -> str:
+        """Return the text that comes before each input. Raises InvalidRequest for a name that the model has not."""
+        prompts, name = self._info.prompts, request.prompt_name or self._info.default_prompt
+        if name is None:
+            return ""
+        if name not in prompts:
+            known = ", ".join(sorted(prompts)) or "none"
+            raise InvalidRequest(
+                f"prompt_name = {name[:60]!r}: the model has no prompt of that name; it has {known}",
+                param="prompt_name",
+            )
+        return prompts[name]
+
+    def _limit(self, request: PredictionRequest) -> int:
+        most = self._info.max_model_len
+        if request.max_tokens is None:
+            return most
+        num_special = self._tokenizer.num_special_tokens_to_add(is_pair=isinstance(request.inputs[0], tuple))
+        if request.max_tokens <= num_special:
+            raise InvalidRequest(
+                f"inputs cannot be cut to {request.max_tokens} tokens: {num_special} special tokens are among them",
+                param="truncate_prompt_tokens",
+            )
+        return min(most, request.max_tokens)
+
+    def _num_prompt_tokens(self, prompt: str) -> int:
+        """Return how many of the first tokens are those of the prompt, the start token included."""
+        encoding = self._tokenizer.encode(prompt)
+        return len(encoding) - encoding.special_tokens_mask[-1]
+
+    def _prepared(self, value: str | tuple[str, str], prompt: str) -> list[str]:
+        """Return the text, or the two of a pair, as they are encoded."""
+        parts = [value] if isinstance(value, str) else list(value)
+        parts[0] = prompt + parts[0]
+        return [part.lower() for part in parts] if self._info.lowercases else parts
+
+    # -- encodings ----------------------------------------------------------------------------------------------------
+
+    def _encode_long(self, parts: list[str], limit: int) -> Encoding:
+        """Encode a beginning of the text that has more tokens than are kept. The whole may take seconds."""
+        num_characters = CHARACTERS_PER_TOKEN * limit
+        while True:
+            encoding = self._encode([part[:num_characters] for part in parts])
+            has_all = all(len(part) <= num_characters for part in parts)
+            # Of a pair, the longer part is cut. It has enough tokens if it alone has more than are kept.
+            if has_all or len(encoding) > len(parts) * (limit + SPARE_TOKENS):
+                return encoding
+            num_characters *= 4
+
+    def _encode(self, parts: list[str]) -> Encoding:
+        return self._tokenizer.encode(parts[0], parts[1] if len(parts) == 2 else None)
+
+    def _item(
+        self,
+        encoding: Encoding,
+        parts: list[str],
+        request: PredictionRequest,
+        index: int,
+        limit: int,
+        num_unpooled: int,
+    ) -> TextItem:
+        if len(encoding) > limit:
+            if not request.truncates:
+                raise _too_long(request, index, len(encoding), limit)
+            encoding = self._cut(parts, limit)
+        types = encoding.type_ids
+        num_first = types.index(1) if 1 in types else 0
+        num_unpooled = min(num_unpooled, len(encoding) - 1)
+        return TextItem(tuple(encoding.ids), num_first, num_unpooled, request.dimensions)
+
+    def _cut(self, parts: list[str], limit: int) -> Encoding:
+        """Encode a text that is too long, without its last tokens; of a pair, the longer one loses them first."""
+        num_characters = CHARACTERS_PER_TOKEN * 4 * limit
+        encoded = [self._tokenizer.encode(part[:num_characters], add_special_tokens=False) for part in parts]
+        for number, part in enumerate(parts):  # with many spaces, for example
+            if len(encoded[number]) < limit + SPARE_TOKENS and len(part) > num_characters:
+                encoded[number] = self._tokenizer.encode(part, add_special_tokens=False)
+        room = limit - self._tokenizer.num_special_tokens_to_add(is_pair=len(parts) == 2)
+        for encoding, length in zip(encoded, kept_lengths([len(each) for each in encoded], room), strict=True):
+            encoding.truncate(length)
+        return self._tokenizer.post_process(encoded[0], encoded[1] if len(encoded) == 2 else None)
+
+    def _of_token_ids(self, token_ids: Sequence[int], request: PredictionRequest, index: int, limit: int) -> TextItem:
+        if max(token_ids) >= self._info.vocab_size:
+            raise InvalidRequest(
+                f"{request.param} has token id {max(token_ids)}; the model's are below {self._info.vocab_size}",
+                param=request.param,
+            )
+        if len(token_ids) > limit:
+            if not request.truncates:
+                raise _too_long(request, index, len(token_ids), limit)
+            token_ids = token_ids[:limit]
+        return TextItem(tuple(token_ids), dimensions=request.dimensions)
+
+
+def kept_lengths(lengths: Sequence[int], room: int) -> list[int]:
+    """Return how many tokens are kept of each part, so that they fit: the longest part loses tokens first.
+
+    This is how transformers' tokenizers cut pairs by the strategy longest_first.
+    """
+    if len(lengths) == 1:
+        return [min(lengths[0], room)]
+    first, second = lengths
+    if first + second <= room:
+        return [first, second]
+    shorter = min(first, second)
+    if shorter <= room // 2:
+        return [first, room - first] if first <= second else [room - second, second]
+    return [room // 2, room - room // 2] if first <= second else [room - room // 2, room // 2]
+
+
+def load_predictor_tokenizer(path: Path, info: PredictorInfo) -> PredictorTokenizer:
+    """Load the tokenizer from a model's directory. Raises ConfigError."""
+    file = path / "tokenizer.json"
+    if not file.exists():
+        raise ConfigError(
+            f"{path} has no tokenizer.json; copy the model's file there, or convert the model's tokenizer with "
+            "transformers' AutoTokenizer"
+        )
+    try:
+        return PredictorTokenizer(HuggingFaceTokenizer.from_file(str(file)), info)
+    except Exception as error:  # the Rust library raises plain exceptions
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def _num_characters(value: Input) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return sum(map(len, value)) if isinstance(value, tuple) else 0
+
+
+def _too_long(request: PredictionRequest, index: int, num_tokens: int, limit: int) -> ContextTooLong:
+    param = request.param if len(request.inputs) == 1 else f"{request.param}[{index}]"
+    return ContextTooLong(
+        f"This model's maximum context length is {limit} tokens. However, {param} has {num_tokens} or more. Please "
+        "reduce its length, or let it be cut (truncate_prompt_tokens: -1).",
+        param=param,
+    )

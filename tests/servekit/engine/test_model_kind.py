@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servekit.config import ServeConfig
+from servekit.engine.model_kind import choose_kind
+
+TRANSFORMER = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+ONE_LABEL = {"id2label": {"0": "LABEL_0"}}
+FILES: list[tuple[dict[str, Any], str]] = [
+    ({"config.json": {"architectures": ["LlamaForCausalLM"]}}, "generate"),
+    ({"config.json": {"architectures": ["GPT2LMHeadModel"]}}, "generate"),
+    ({"config.json": {"architectures": ["BertModel"]}}, "embed"),
+    ({"config.json": {"architectures": ["XLMRobertaModel"]}}, "embed"),
+    ({"config.json": {"architectures": ["Qwen3ForCausalLM"]}, "modules.json": TRANSFORMER}, "embed"),
+    (
+        {
+            "config.json": {"architectures": ["BertForMaskedLM"]},
+            "config_sentence_transformers.json": {"model_type": "SentenceTransformer"},
+        },
+        "embed",
+    ),
+    ({"config.json": {"architectures": ["BertForSequenceClassification"], **ONE_LABEL}}, "rerank"),
+    ({"config.json": {"architectures": ["BertForSequenceClassification"]}}, "classify"),
+    (
+        {
+            "config.json": {"architectures": ["BertForSequenceClassification"], **ONE_LABEL},
+            "config_sentence_transformers.json": {"model_type": "CrossEncoder"},
+            "modules.json": TRANSFORMER,
+        },
+        "rerank",
+    ),
+    (
+        {
+            "config.json": {
+                "architectures": ["BertForSequenceClassification"],
+                "sbert_ce_default_activation_function": "x",
+            }
+        },
+        "rerank",
+    ),
+    ({"config.json": {"architectures": ["ViTForImageClassification"]}}, "classify"),
+    ({}, "generate"),
+    ({"config.json": ["no object"]}, "generate"),
+    ({"config.json": {"architectures": "BertModel"}}, "generate"),
+]
+
+
+@pytest.mark.parametrize(("files", "kind"), FILES)
+def test_the_files_of_a_checkpoint_say_what_it_does(files: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert choose_kind(ServeConfig(model=str(tmp_path))) == kind
+
+
+def test_the_setting_comes_first() -> None:
+    assert choose_kind(ServeConfig(model="./nowhere", kind="embed")) == "embed"
+
+
+@pytest.mark.parametrize("model", ["demo", "sim:instant", "./nowhere", "/nowhere/model.gguf"])
+def test_other_models_generate(model: str) -> None:
+    assert choose_kind(ServeConfig(model=model)) == "generate"

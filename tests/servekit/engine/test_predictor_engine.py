@@ -1,0 +1,184 @@
+"""The engine of a predictor: what it admits, and what becomes of requests when workers, clients and time interfere."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servekit.config import ServeConfig
+from servekit.engine.caller import Caller
+from servekit.engine.prediction_state import PredictionState
+from servekit.engine.predictor_engine import PredictorEngine
+from servekit.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    QueueFull,
+    RequestCrashesWorker,
+    ServekitError,
+    WorkerLost,
+    WorkerNotReady,
+)
+from servekit.prediction import ImageInput, PredictionRequest
+from servekit.protocol.prediction import PredictorKind
+from tests.support.local_predictor import LocalExecutor, local_engine
+from tests.support.predictor_checkpoints import TEXTS, make_embedder
+
+Engine = tuple[PredictorEngine, LocalExecutor]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_embedder(tmp_path_factory.mktemp("embedder"))
+
+
+@pytest.fixture
+async def engine(checkpoint: Path) -> AsyncIterator[Engine]:
+    async with local_engine(checkpoint, PredictorKind.EMBED, max_num_queued_reqs=20) as made:
+        yield made
+
+
+def request(*texts: str, **more: Any) -> PredictionRequest:
+    return PredictionRequest(inputs=list(texts), param="input", **more)
+
+
+async def failure_of(state: PredictionState) -> ServekitError:
+    with pytest.raises(ServekitError) as raised:
+        await asyncio.wait_for(state.results(), 30)
+    return raised.value
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_results_come_in_the_order_of_the_inputs_whatever_the_batches(engine: Engine) -> None:
+    predictor, _ = engine
+    alone = [(await (await predictor.submit(request(text))).results())[0] for text in TEXTS]
+    states = await asyncio.gather(*(predictor.submit(request(*TEXTS[start:])) for start in range(3)))
+    for start, state in enumerate(states):
+        for found, expected in zip(await state.results(), alone[start:], strict=True):
+            pairs = zip(array("f", found), array("f", expected), strict=True)
+            assert all(abs(first - second) < 1e-5 for first, second in pairs)
+    assert predictor.stats().num_waiting == 0 and predictor._places.total == predictor._tokens.total == 0
+
+
+async def test_what_a_lost_worker_had_is_computed_again(engine: Engine) -> None:
+    predictor, executor = engine
+    executor.hold = True
+    states = [await predictor.submit(request(text)) for text in TEXTS]
+    await settle()
+    executor.lose()
+    executor.hold = False
+    assert all(len(each) == 1 for each in await asyncio.gather(*(state.results() for state in states)))
+    assert predictor.state == "ready" and predictor.stats().num_stale_results == 0
+
+
+async def test_only_the_request_that_loses_three_workers_fails(engine: Engine) -> None:
+    predictor, executor = engine
+    executor.hold = True
+    deadly = await predictor.submit(request("cats and dogs"))
+    other = await predictor.submit(request("fish"))
+    for _ in range(3):
+        await settle()
+        assert executor.sent
+        executor.lose()
+    executor.hold = False
+    assert isinstance(await failure_of(deadly), RequestCrashesWorker)
+    assert len(await other.results()) == 1
+
+
+async def test_without_a_replacement_all_requests_fail_and_the_engine_ends(engine: Engine) -> None:
+    predictor, executor = engine
+    executor.hold, executor.start_failure = True, WorkerLost("no replacement")
+    state = await predictor.submit(request("a"))
+    await settle()
+    executor.lose()
+    assert (await failure_of(state)).message == "no replacement"
+    await predictor.wait_until_failed()
+    assert predictor.state == "failed" and not predictor.is_healthy
+    with pytest.raises(WorkerLost):
+        await predictor.submit(request("a"))
+
+
+async def test_a_deadline_ends_a_request_and_frees_its_places(engine: Engine) -> None:
+    predictor, executor = engine
+    executor.hold = True
+    state = await predictor.submit(request("a", "b", deadline_ms=50))
+    assert isinstance(await failure_of(state), DeadlineExceeded)
+    assert predictor._places.total == 0
+    executor.release()
+    await settle()
+    assert predictor.batcher.num_in_flight == 0
+
+
+async def test_a_client_that_leaves_frees_its_places(engine: Engine) -> None:
+    predictor, executor = engine
+    executor.hold = True
+    state = await predictor.submit(request("a", "b"))
+    state.abort()
+    state.abort()
+    assert predictor._places.total == predictor._tokens.total == 0
+    assert await predictor.abort_request("", "x") == 0
+    other = await predictor.submit(request("a", "b"), Caller(tenant="t", request_id="x"))
+    assert await predictor.abort_request("other", "x") == 0
+    assert await predictor.abort_request("t", "x") == 2
+    assert (await failure_of(other)).answer_code == "aborted"
+
+
+async def test_a_full_queue_is_refused_and_a_tenant_may_have_half_of_it(engine: Engine) -> None:
+    predictor, executor = engine
+    executor.hold = True
+    await predictor.submit(request(*["a"] * 6), Caller(tenant="t"))
+    with pytest.raises(QueueFull, match="the queue is full: 6 inputs are queued, 6 of them for your API key") as raised:
+        await predictor.submit(request(*["a"] * 5), Caller(tenant="t"))
+    assert raised.value.retry_after_s is not None and raised.value.retry_after_s >= 1
+    await predictor.submit(request(*["a"] * 5), Caller(tenant="u"))
+    with pytest.raises(InvalidRequest, match="the queue holds 10 of one tenant"):
+        await predictor.submit(request(*["a"] * 11), Caller(tenant="t"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (request("a", dimensions=33), "dimensions = 33; the model's embeddings have 32"),
+        (PredictionRequest(inputs=[ImageInput(b"", False)], param="image"), "takes texts, and image has images"),
+        (request(*["a"] * 1025), r"has 1025 inputs; the limit is 1024 \(max_client_batch_size\)"),
+        (request("a", prompt_name="query"), "it has none"),
+    ],
+)
+async def test_what_the_model_cannot_compute_is_refused(engine: Engine, wanted: PredictionRequest, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        await engine[0].submit(wanted)
+    assert engine[0]._places.total == 0
+
+
+async def test_a_draining_engine_answers_what_it_has_and_admits_no_more(engine: Engine) -> None:
+    predictor, executor = engine
+    executor.hold = True
+    state = await predictor.submit(request("a"))
+    predictor.drain()
+    assert predictor.state == "draining"
+    with pytest.raises(WorkerNotReady, match="shutting down"):
+        await predictor.submit(request("a"))
+    executor.release()
+    assert len(await state.results()) == 1
+
+
+async def test_readiness_is_proved_by_an_item_when_no_batch_came_lately(engine: Engine) -> None:
+    predictor, executor = engine
+    predictor._probe._proven_s = None
+    assert await predictor.probe_readiness()
+    assert [len(batch.items) for batch in executor.sent] == [1]
+
+
+@pytest.mark.parametrize("settings", [{"api_processes": 2}, {"speculative": "ngram"}, {"data_parallel_size": 2}])
+def test_settings_that_a_predictor_cannot_have_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"leave out --{next(iter(settings)).replace('_', '-')}"):
+        PredictorEngine(ServeConfig(**settings), PredictorKind.EMBED)

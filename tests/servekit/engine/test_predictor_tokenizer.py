@@ -1,0 +1,115 @@
+"""Token ids equal those of transformers' tokenizers, whole and cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from servekit.engine.predictor_tokenizer import PredictorTokenizer, load_predictor_tokenizer
+from servekit.errors import ConfigError, ContextTooLong, InvalidRequest
+from servekit.prediction import PredictionRequest
+from servekit.protocol.prediction import Modality, PredictorInfo, PredictorKind
+from tests.support.predictor_checkpoints import CLS, PAIRS, SEP, TEXTS, VOCAB, make_tokenizer
+
+LIMIT = 16
+
+
+def make(**more: Any) -> PredictorTokenizer:
+    settings = {"vocab_size": len(VOCAB), "max_model_len": LIMIT, **more}
+    return PredictorTokenizer(
+        make_tokenizer(), PredictorInfo(PredictorKind.EMBED, Modality.TEXT, "BertModel", 1, **settings)
+    )
+
+
+def request(inputs: Any, **more: Any) -> PredictionRequest:
+    return PredictionRequest(inputs=inputs, param="input", **more)
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedTokenizerFast:
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(), **names)
+
+
+LONG = "the sky is blue and the fish swim . " * 400
+SPACED = "the sky" + " " * 5000 + "is blue and fish swim . what color is the sky ? cats and dogs sleep . a , b ."
+
+
+@pytest.mark.parametrize("text", [*TEXTS, LONG, SPACED, ""])
+@pytest.mark.parametrize("limit", [3, 7, LIMIT])
+def test_texts_are_cut_as_transformers_cuts_them(text: str, limit: int, reference: PreTrainedTokenizerFast) -> None:
+    (item,) = make().encode_blocking(request([text], truncates=True, max_tokens=limit))
+    assert list(item.token_ids) == reference(text, truncation=True, max_length=limit)["input_ids"]
+
+
+# Not two long texts: of what is cut off these, transformers' tokenizers make combinations, which takes minutes.
+LONG_PAIRS = [(LONG[:600], "fish swim"), ("fish swim", LONG[:600]), (SPACED, "a"), ("", "a")]
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, *LONG_PAIRS])
+@pytest.mark.parametrize("limit", [5, 8, LIMIT])
+def test_pairs_are_cut_as_transformers_cuts_them(
+    pair: tuple[str, str], limit: int, reference: PreTrainedTokenizerFast
+) -> None:
+    (item,) = make().encode_blocking(request([pair], truncates=True, max_tokens=limit))
+    expected = reference(*pair, truncation="longest_first", max_length=limit, return_token_type_ids=True)
+    assert list(item.token_ids) == expected["input_ids"]
+    num_first = item.num_first or len(item.token_ids)
+    assert expected["token_type_ids"] == [0] * num_first + [1] * (len(item.token_ids) - num_first)
+
+
+def test_two_long_texts_are_cut_to_the_same_length() -> None:
+    (item,) = make().encode_blocking(request([(LONG, LONG)], truncates=True))
+    assert len(item.token_ids) == LIMIT and item.num_first == 2 + 6
+
+
+def test_what_is_too_long_is_refused_by_its_place() -> None:
+    for inputs in (["a", LONG], ["a", "a " * 20]):
+        with pytest.raises(ContextTooLong, match=r"maximum context length is 16 tokens. However, input\[1\] has"):
+            make().encode_blocking(request(inputs))
+    with pytest.raises(ContextTooLong, match="However, input has 20"):
+        make().encode_blocking(request([[5] * 20]))
+    with pytest.raises(InvalidRequest, match="2 special tokens are among them"):
+        make().encode_blocking(request(["a"], truncates=True, max_tokens=2))
+
+
+def test_token_ids_are_taken_as_they_are() -> None:
+    (item,) = make().encode_blocking(request([[CLS, 7, SEP]], dimensions=4))
+    assert item.token_ids == (CLS, 7, SEP) and item.dimensions == 4
+    (item,) = make().encode_blocking(request([[5] * 20], truncates=True))
+    assert item.token_ids == (5,) * LIMIT
+    with pytest.raises(InvalidRequest, match=f"token id {len(VOCAB)}; the model's are below {len(VOCAB)}"):
+        make().encode_blocking(request([[len(VOCAB)]]))
+
+
+def test_prompts_come_before_inputs_and_their_tokens_are_counted() -> None:
+    prompts = {"query": "query ", "passage": "passage "}
+    tokenizer = make(prompts=prompts, default_prompt="query", pools_prompts=False)
+    plain, (first,) = make(), tokenizer.encode_blocking(request(["the sky"]))
+    assert first.token_ids == plain.encode_blocking(request(["query the sky"]))[0].token_ids
+    assert first.num_unpooled == 2, "the start token, and the prompt's only one"
+    (named,) = tokenizer.encode_blocking(request(["the sky"], prompt_name="passage"))
+    assert named.token_ids == plain.encode_blocking(request(["passage the sky"]))[0].token_ids
+    with pytest.raises(InvalidRequest, match="it has passage, query"):
+        tokenizer.encode_blocking(request(["a"], prompt_name="other"))
+
+
+async def test_texts_become_lower_case_if_the_checkpoint_says_so() -> None:
+    tokenizer = make(lowercases=True)
+    try:
+        (item,) = await tokenizer.encode(request(["THE SKY"]), "tenant")
+    finally:
+        tokenizer.close()
+    assert item.token_ids == make().encode_blocking(request(["the sky"]))[0].token_ids
+
+
+def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    info = PredictorInfo(PredictorKind.EMBED, Modality.TEXT, "BertModel", 1, 10, 10)
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        load_predictor_tokenizer(tmp_path, info)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        load_predictor_tokenizer(tmp_path, info)
