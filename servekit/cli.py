@@ -151,19 +151,24 @@ def _add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a config.json, or a model as servekit serve takes it")
+    add("model", metavar="MODEL", help="a config.json, a model's directory, or a Hugging Face id")
     add("--device", metavar="NAME", help="h100, h200, b200, a100, l40s, l4, a10, rtx4090, mi300x (default: h100)")
     add("--devices-file", metavar="FILE", type=Path, help="TOML file with devices of your own (docs/planning.md)")
-    add("--weights", metavar="FORMAT", help="float32, bfloat16, fp8, int8, int4, w4a8 or nf4 (default: the model's)")
+    add("--weights", metavar="FORMAT", help="float32, bfloat16, fp8, int8, int4, w4a8 or nf4 (default: as stored)")
     add("--kv-cache", metavar="FORMAT", help="float32, bfloat16, int8 or fp8_e4m3 (default: bfloat16)")
     add("--tensor-parallel-size", metavar="NUM", type=_positive, help="devices that share one replica (default: 1)")
     add("--prompt-tokens", metavar="NUM", type=_positive, help="mean length of prompts (default: 1000)")
     add("--output-tokens", metavar="NUM", type=_positive, help="mean length of answers (default: 200)")
     add("--max-model-len", metavar="NUM", type=_positive, help="longest sequence (default: eight times the mean)")
     add("--rate", metavar="NUM", type=_share, help="requests per second of the whole service")
-    add("--slo", metavar="LIMITS", help="latency of 99 %% of the requests (default: ttft:1s,itl:50ms)")
+    add("--slo", metavar="LIMITS", help="limits for 99 %% of the requests (default: ttft:1s,tpot:50ms)")
     add("--price-per-hour", metavar="NUM", type=_share, help="price of one device")
-    add("--api-price", metavar="NUM", type=_share, help="price of an API, for a million tokens")
+    add(
+        "--api-price",
+        metavar="NUM",
+        type=_share,
+        help="price of an API for a million tokens, prompts and answers alike",
+    )
     add(
         "--requests",
         metavar="NUM",
@@ -184,11 +189,16 @@ def _add_lab_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("ablation", nargs="?", metavar="ABLATION", help="the experiment, in the place of the comparison of modes")
+    add("ablation", nargs="?", metavar="ABLATION", help="one setting to vary, instead of comparing modes")
     add("--workload", metavar="NAME", help="textbook, chat or documents (default: chat)")
     add("--requests", metavar="NUM", type=_positive, help="requests of the workload (default: 64; of textbook: 8)")
     add("--seed", metavar="NUM", type=_whole, help="seed of lengths and arrivals (default: 0)")
-    add("--load", metavar="SHARE", type=_share, help="arrivals, as a share of what continuous batching can serve")
+    add(
+        "--load",
+        metavar="SHARE",
+        type=_share,
+        help="arrivals, as a share of what continuous batching can serve (default: 0.8)",
+    )
     add("--modes", metavar="NAMES", type=_names, help="modes to play, separated by commas (default: all)")
     add("--model", metavar="MODEL", help="sim:SPEC (docs/simulated_model.md); with --real a model (default: demo)")
     add("--real", action="store_true", help="also play each mode with a real model in a worker process")

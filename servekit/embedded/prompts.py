@@ -21,7 +21,8 @@ def to_prompt(value: PromptInput) -> Prompt:
     if isinstance(content, str):
         return Prompt(content, "prompt")
     try:
-        token_ids = array("i", content)
+        # array() would take the memory of bytes as integers.
+        token_ids = array("i", None if isinstance(content, bytes | bytearray | memoryview) else content)
     except (TypeError, OverflowError):
         raise InvalidRequest(
             f"a prompt is a text, a list of token ids, or a dictionary with 'prompt' or 'prompt_token_ids'; this is "

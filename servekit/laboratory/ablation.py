@@ -130,7 +130,8 @@ ABLATIONS = {
 def knee(summaries: list[Summary]) -> int:
     """The index of the run up to which twice as many slots gave at least a quarter more tokens per second."""
     rates = [summary.tokens_per_s_while_waiting for summary in summaries]
-    for index in range(1, len(rates)):
+    num_known = next((index for index, rate in enumerate(rates) if not rate), len(rates))  # up to where requests waited
+    for index in range(1, num_known):
         if rates[index] < MIN_GAIN * rates[index - 1]:
             return index - 1
-    return len(rates) - 1
+    return max(0, num_known - 1)

@@ -27,7 +27,7 @@ from servekit.simulation.step_time_fit import MeasuredStep, as_spec, fit_step_ti
 TEXTBOOK_MODEL = "sim:step=10ms"  # 100 tokens/s for each slot, whatever the others do
 DEFAULT_MODEL = "sim:h100-8b"
 REAL_MODEL = "demo"
-REAL_MAX_MODEL_LEN = 512  # the context of the demo model
+REAL_MAX_MODEL_LEN = 512  # so that a KV cache of the default size holds all slots
 DEFAULT_LOAD = 0.8
 TEXTBOOK_NOTE = """\
 Textbooks compare 170 tokens/s of the static batch with 800, which is all slots times 100 steps/s. The same eight
@@ -78,6 +78,8 @@ def _settings(options: LabOptions) -> LabSettings:
     for name in options.modes:
         if name not in MODES:
             raise ConfigError(f"--modes {name}: unknown; use one or several of {', '.join(MODES)}")
+    if options.load <= 0:
+        raise ConfigError("--load 0: no request would ever come; give a share above 0")
     if options.ablation is not None and options.ablation not in ABLATIONS:
         raise ConfigError(f"ablation {options.ablation}: unknown; use one of {', '.join(ABLATIONS)}")
     max_model_len = min(options.max_model_len, REAL_MAX_MODEL_LEN) if options.real else options.max_model_len
@@ -184,9 +186,17 @@ def _print_ablation(options: LabOptions, settings: LabSettings, workload: Worklo
     print(f"{ablation.explanation}; {workload.name}, {_model_name(options)}, in virtual time\n")
     print(as_table(ablation.name, rows, ablation.figures))
     if ablation.name == "batch-size":
-        label, _ = rows[knee([summary for _, summary in rows])]
-        print(f"\nThe knee is at {label}: up to there, twice as many slots give at least a quarter more tokens/s.")
+        print("\n" + _knee_text(rows))
     return 0
+
+
+def _knee_text(rows: Sequence[tuple[str, Summary]]) -> str:
+    index = knee([summary for _, summary in rows])
+    label, _ = rows[index]
+    following = rows[index + 1 : index + 2]
+    if not following or not following[0][1].tokens_per_s_while_waiting:
+        return f"There is no knee up to {label}: twice as many slots still give at least a quarter more tokens/s."
+    return f"The knee is at {label}: up to there, twice as many slots give at least a quarter more tokens/s."
 
 
 # -- a real model -----------------------------------------------------------------------------------------------------

@@ -56,9 +56,15 @@ class RealRun:
             )
             async with llm:
                 await self._warm_up(llm)
-                await self._play(llm, Gate(self._mode, scheduler.max_num_seqs, self._settings.max_delay_s))
+                try:
+                    await self._play(llm, Gate(self._mode, scheduler.max_num_seqs, self._settings.max_delay_s))
+                finally:
+                    for task in self._tasks:  # of answers that have not ended, because another one failed
+                        task.cancel()
             watcher = _JournalWatcher(self._settings.make_timeline(), self._arrivals_s)
             result = replay_journal(journal, watcher)
+        if result.num_restarts:
+            raise ServekitError("the worker was lost during the run, so its times mean nothing; run it again")
         if result.difference is not None:
             raise ServekitError(f"the journal of the run cannot be replayed: {result.difference}")
         return watcher.timeline

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import ceil
 
 from msgspec import Struct
 
@@ -16,7 +17,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     num_output_tokens: int
     duration_s: float  # from the first arrival to the last token
     tokens_per_s: float
-    # The same until the last request has a slot: after that there is nothing left to fill free slots with.
+    # The same until the last request has a slot: after that there is nothing left to fill free slots with. 0 if
+    # requests waited for less than half of that time.
     tokens_per_s_while_waiting: float
     ttft_p50_s: float
     ttft_p99_s: float
@@ -30,7 +32,7 @@ class Summary(Struct, frozen=True, kw_only=True):
 
 def percentile(values: list[float], share: float) -> float:
     """The value that this share of all values does not exceed: the nearest rank. 0 without values."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+    return sorted(values)[max(0, ceil(share * len(values)) - 1)] if values else 0.0
 
 
 def summarise(timeline: Timeline, num_slots: int) -> Summary:
@@ -52,7 +54,7 @@ def summarise(timeline: Timeline, num_slots: int) -> Summary:
         num_output_tokens=num_tokens,
         duration_s=duration_s,
         tokens_per_s=num_tokens / duration_s if duration_s else 0.0,
-        tokens_per_s_while_waiting=num_early / filled_s if filled_s > 0 else 0.0,
+        tokens_per_s_while_waiting=num_early / filled_s if _waiting_s(requests) > filled_s / 2 else 0.0,
         ttft_p50_s=percentile(ttft, 0.5),
         ttft_p99_s=percentile(ttft, 0.99),
         itl_p50_s=percentile(gaps, 0.5),
@@ -62,6 +64,16 @@ def summarise(timeline: Timeline, num_slots: int) -> Summary:
         cached_prompt_share=sum(request.num_cached_tokens for request in requests) / num_prompt_tokens,
         num_steps=len(timeline.steps),
     )
+
+
+def _waiting_s(requests: list[RequestTimeline]) -> float:
+    """How long at least one request waited for a slot. `requests` are in order of arrival."""
+    waiting_s, until_s = 0.0, 0.0
+    for request in requests:
+        admitted_s = _admitted_s(request)
+        waiting_s += max(0.0, admitted_s - max(request.arrival_s, until_s))
+        until_s = max(until_s, admitted_s)
+    return waiting_s
 
 
 def _admitted_s(request: RequestTimeline) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from statistics import mean, stdev
 
@@ -14,7 +15,7 @@ from servekit.laboratory.virtual_run import LabSettings, StepDurations, VirtualR
 from servekit.laboratory.workload import Workload
 from servekit.planning.demand import SLO_SHARE, ServiceLevel
 
-FLOOD_RATE = 1e9  # requests per second: all come at once
+SATURATING_RATE = 1e9  # requests per second: all come at once
 SEARCH_STEPS = 6  # each one halves the interval in which the highest rate lies
 LOADS = (0.3, 0.6, 0.85, 1.1)  # of the rate that a replica can serve at most
 MakeRequests = Callable[[float, int], Workload]  # (requests per second, seed)
@@ -51,9 +52,9 @@ def measure_capacity(
 
     def good_share(rate: float, seed: int) -> float:
         timeline = play(rate, seed)
-        return mean(keeps(request, service_level) for request in timeline.requests.values())
+        return mean(meets(request, service_level) for request in timeline.requests.values())
 
-    max_rate = _steady_rate(play(FLOOD_RATE, seeds[0]))
+    max_rate = _steady_rate(play(SATURATING_RATE, seeds[0]))
     # A short run may keep the service level beyond that rate, because its queue has no time to grow.
     low, high = 0.0, max_rate
     for _ in range(SEARCH_STEPS):
@@ -77,15 +78,20 @@ def measure_capacity(
 
 
 def _steady_rate(timeline: Timeline) -> float:
-    """How many requests end per second, without the beginning and the end, when not all slots are taken."""
-    ends_s = sorted(request.ended_s for request in timeline.requests.values())
-    first, last = len(ends_s) // 4, 3 * len(ends_s) // 4
+    """How many requests end per second between the beginning, when slots fill, and the last admission."""
+    requests = timeline.requests.values()
+    ends_s = sorted(request.ended_s for request in requests)
+    last_admitted_s = max(request.admitted_s or 0.0 for request in requests)
+    first = len(ends_s) // 4
+    last = bisect_right(ends_s, last_admitted_s) - 1
+    if last <= first or ends_s[last] <= ends_s[first]:  # too few requests for the slots: nothing ever waited for long
+        return len(ends_s) / ends_s[-1]
     return (last - first) / (ends_s[last] - ends_s[first])
 
 
-def keeps(request: RequestTimeline, service_level: ServiceLevel) -> bool:
-    """Whether a request's first token and its mean inter-token latency are within the limits."""
+def meets(request: RequestTimeline, service_level: ServiceLevel) -> bool:
+    """Whether a request's first token and its mean time between two tokens are within the limits."""
     times_s = request.token_times_s
     if times_s[0] - request.arrival_s > service_level.ttft_s:
         return False
-    return len(times_s) == 1 or (times_s[-1] - times_s[0]) / (len(times_s) - 1) <= service_level.itl_s
+    return len(times_s) == 1 or (times_s[-1] - times_s[0]) / (len(times_s) - 1) <= service_level.tpot_s

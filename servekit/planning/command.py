@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from math import ceil, floor, log2
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
+from servekit.engine.hub import ModelNotHere, download_file, split_revision
 from servekit.engine.model_files import find_model
 from servekit.errors import ConfigError
 from servekit.laboratory.report import as_json, as_table
@@ -21,9 +23,9 @@ from servekit.planning.roofline import (
     WEIGHT_BITS,
     Layout,
     Roofline,
-    arithmetic_intensity,
     make_roofline,
 )
+from servekit.simulation.model import is_simulated
 
 MEMORY_UTILIZATION = 0.9  # of the device, as `--gpu-memory-utilization` has it
 MAX_SLOTS = 256  # as `--max-num-seqs` has it
@@ -49,7 +51,7 @@ class PlanOptions(Struct, frozen=True, kw_only=True):
     output_tokens: int = 200
     max_model_len: int | None = None
     rate: float | None = None
-    slo: str = "ttft:1s,itl:50ms"
+    slo: str = "ttft:1s,tpot:50ms"
     price_per_hour: float | None = None
     api_price: float | None = None
     requests: int | None = None  # of each simulated run; by default so many that each slot has several
@@ -82,9 +84,10 @@ class CostPlan(Struct, frozen=True, kw_only=True):
     num_devices: int
     num_replicas: int
     rate: float  # requests per second
-    per_hour: float | None
-    per_million_output_tokens: float | None
-    break_even_requests_per_month: float | None  # from which on it is cheaper than the API
+    per_hour: float | None = None
+    per_million_output_tokens: float | None = None
+    break_even_requests_per_month: float | None = None  # from which on it is cheaper than the API
+    is_ever_cheaper: bool | None = None  # whether these devices can serve as many
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -112,9 +115,14 @@ def plan(options: PlanOptions) -> int:
 def make_plan(options: PlanOptions) -> Plan:
     """Compute the plan. Raises ConfigError."""
     device = find_device(options.device, options.devices_file)
-    shape, checkpoint_bytes = _read_model(options.model)
+    config, checkpoint_bytes = _read_model(options.model)
+    shape = read_shape(config)
     _check(options, shape)
-    weights = options.weights or "bfloat16"
+    weights = options.weights or _stored_format(config)
+    if weights not in WEIGHT_BITS and checkpoint_bytes is None:
+        raise ConfigError(
+            f"the weights are stored as {weights}, and their files are not here; say with --weights how they are kept"
+        )
     layout = Layout(
         shape=shape,
         weight_format=weights,
@@ -150,18 +158,23 @@ def make_plan(options: PlanOptions) -> Plan:
         device=device,
         weights=weights,
         memory=memory,
-        phases=_phases(options, layout, roofline, device, memory),
+        phases=_phases(options, roofline, memory),
         service_level=service_level,
         capacity=capacity,
-        cost=_cost(options, capacity),
+        cost=_cost(options, device, capacity),
     )
 
 
-def _read_model(model: str) -> tuple[ModelShape, int | None]:
-    """Read the shape of a config.json, or of a model's directory, and the size of its weights if these are there."""
+def _read_model(model: str) -> tuple[dict[str, Any], int | None]:
+    """Return a model's configuration, and the size of its weights if they are on this machine. Downloads no weights."""
     path = Path(model)
+    if is_simulated(model):
+        raise ConfigError(f"model {model!r} is simulated and has no configuration; give a config.json")
     if path.suffix != ".json":
-        path = find_model(model) / "config.json"
+        try:
+            path = find_model(model, may_download=False) / "config.json"
+        except ModelNotHere:
+            path = download_file(*_file_of(model))
     try:
         config = json.loads(path.read_bytes())
     except OSError as error:
@@ -170,8 +183,27 @@ def _read_model(model: str) -> tuple[ModelShape, int | None]:
         raise ConfigError(f"{path}: this is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: this is not a model's configuration")
-    num_bytes = sum(each.stat().st_size for each in path.parent.glob("*.safetensors")) or None
-    return read_shape(config), num_bytes
+    return config, _weight_bytes(path.parent)
+
+
+def _weight_bytes(directory: Path) -> int | None:
+    """The size of a checkpoint's weights; None if they are not there."""
+    files = [each for each in directory.glob("*.safetensors") if not each.name.startswith("consolidated")]
+    return sum(each.stat().st_size for each in files or directory.glob("*.gguf")) or None
+
+
+def _file_of(model: str) -> tuple[str, str, str | None]:
+    name, revision = split_revision(model, None)
+    return name, "config.json", revision
+
+
+def _stored_format(config: dict[str, Any]) -> str:
+    """How a configuration says that its weights are stored."""
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, dict):
+        return str(quantization.get("quant_method") or "quantized")
+    named = config.get("dtype") or config.get("torch_dtype")
+    return "float32" if named == "float32" else "bfloat16"  # float16 takes and computes as much
 
 
 def _check(options: PlanOptions, shape: ModelShape) -> None:
@@ -179,6 +211,8 @@ def _check(options: PlanOptions, shape: ModelShape) -> None:
         raise ConfigError(f"--weights {options.weights}: unknown; use one of {', '.join(WEIGHT_BITS)}")
     if options.kv_cache not in KV_BYTES:
         raise ConfigError(f"--kv-cache {options.kv_cache}: unknown; use one of {', '.join(KV_BYTES)}")
+    if options.rate is not None and options.rate <= 0:
+        raise ConfigError("--rate 0: give the requests per second that the service must serve")
     if shape.num_heads % options.tensor_parallel_size:
         raise ConfigError(
             f"--tensor-parallel-size {options.tensor_parallel_size}: the model has {shape.num_heads} heads, which so "
@@ -215,38 +249,39 @@ def _memory(options: PlanOptions, layout: Layout, device: Device) -> MemoryPlan:
     )
 
 
-def _phases(
-    options: PlanOptions, layout: Layout, roofline: Roofline, device: Device, memory: MemoryPlan
-) -> tuple[PhasePlan, ...]:
+def _phases(options: PlanOptions, roofline: Roofline, memory: MemoryPlan) -> tuple[PhasePlan, ...]:
     context = options.prompt_tokens + options.output_tokens / 2
     largest = max(1, min(MAX_SLOTS, memory.num_sequences))
-    balance = device.flop_per_s("bfloat16") / device.bytes_per_s
     prompt = options.prompt_tokens
-    steps = [("prefill of one prompt", prompt, 0.0, prompt * prompt / 2)]
-    steps += [(f"decode, batch of {size}", size, size * context, 0.0) for size in sorted({1, min(8, largest), largest})]
+    steps = [("prefill of one prompt", prompt, 1, 0.0, prompt * prompt / 2)]
+    steps += [
+        (f"decode, batch of {size}", size, size, size * context, 0.0) for size in sorted({1, min(8, largest), largest})
+    ]
     phases = []
-    for name, num_tokens, num_context, num_pairs in steps:
-        duration_s = roofline.step_s(num_tokens, num_context, num_pairs)
-        intensity = arithmetic_intensity(layout, num_tokens, num_context, num_pairs)
+    for name, num_tokens, num_sampled, num_context, num_pairs in steps:
+        step = roofline.step(num_tokens, num_sampled, num_context, num_pairs)
         phases.append(
             PhasePlan(
                 name=name,
-                duration_s=duration_s,
-                tokens_per_s=num_tokens / duration_s,
-                arithmetic_intensity=intensity,
-                bound="memory" if intensity < balance else "arithmetic",
+                duration_s=step.duration_s,
+                tokens_per_s=num_tokens / step.duration_s,
+                arithmetic_intensity=step.arithmetic_intensity,
+                bound="memory" if step.is_memory_bound else "arithmetic",
             )
         )
     return tuple(phases)
 
 
-def _cost(options: PlanOptions, capacity: Capacity) -> CostPlan:
+def _cost(options: PlanOptions, device: Device, capacity: Capacity) -> CostPlan:
     rate = options.rate if options.rate is not None else capacity.slo_rate
-    num_replicas = ceil(rate / capacity.slo_rate - 1e-9) if capacity.slo_rate else 0
+    if not capacity.slo_rate:
+        return CostPlan(num_devices=0, num_replicas=0, rate=rate)
+    num_replicas = ceil(rate / capacity.slo_rate - 1e-9)
     num_devices = num_replicas * options.tensor_parallel_size
-    per_hour = None if options.price_per_hour is None else num_devices * options.price_per_hour
+    price = options.price_per_hour if options.price_per_hour is not None else device.price_per_hour
+    per_hour = None if price is None else num_devices * price
     tokens_per_hour = rate * options.output_tokens * SECONDS_PER_HOUR
-    per_million = None if per_hour is None or not tokens_per_hour else 1e6 * per_hour / tokens_per_hour
+    per_month = num_replicas * capacity.slo_rate * SECONDS_PER_HOUR * HOURS_PER_MONTH
     break_even = None
     if per_hour is not None and options.api_price:
         tokens = options.prompt_tokens + options.output_tokens
@@ -256,8 +291,9 @@ def _cost(options: PlanOptions, capacity: Capacity) -> CostPlan:
         num_replicas=num_replicas,
         rate=rate,
         per_hour=per_hour,
-        per_million_output_tokens=per_million,
+        per_million_output_tokens=None if per_hour is None else 1e6 * per_hour / tokens_per_hour,
         break_even_requests_per_month=break_even,
+        is_ever_cheaper=None if break_even is None else break_even <= per_month,
     )
 
 
@@ -305,7 +341,7 @@ def _capacity_text(result: Plan) -> str:
     for point in capacity.points:
         error = f" ± {point.goodput_error:.2f}" if point.goodput_error else ""
         rows.append((f"{point.rate:.2f}, of these in time {point.goodput:.2f}{error}", point.summary))
-    limits = f"TTFT {1e3 * level.ttft_s:.0f} ms, ITL {1e3 * level.itl_s:.0f} ms"
+    limits = f"TTFT {1e3 * level.ttft_s:.0f} ms, TPOT {1e3 * level.tpot_s:.0f} ms"
     return (
         f"one replica, simulated: at most {capacity.max_rate:.2f} requests/s; "
         f"{capacity.slo_rate:.2f} with {SLO_SHARE:.0%} within {limits}\n\n" + as_table("requests/s", rows, FIGURES)
@@ -322,5 +358,9 @@ def _cost_text(result: Plan) -> str:
     if cost.per_hour is not None and cost.per_million_output_tokens is not None:
         text += f"; {cost.per_hour:,.2f} an hour, {cost.per_million_output_tokens:,.2f} for a million output tokens"
     if cost.break_even_requests_per_month is not None:
-        text += f"\ncheaper than the API from {cost.break_even_requests_per_month:,.0f} requests a month on"
+        break_even = f"{cost.break_even_requests_per_month:,.0f} requests a month"
+        if cost.is_ever_cheaper:
+            text += f"\ncheaper than the API from {break_even} on"
+        else:
+            text += f"\nthe API is cheaper: these devices would have to serve {break_even}, and cannot"
     return text

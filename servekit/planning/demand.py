@@ -25,21 +25,21 @@ class Demand(Struct, frozen=True, kw_only=True):
 
 
 class ServiceLevel(Struct, frozen=True, kw_only=True):
-    """Limits for a request: until its first token, and between two tokens on average."""
+    """Limits for a request: TTFT, and TPOT, the mean time between two of its tokens."""
 
     ttft_s: float = 1.0
-    itl_s: float = 0.05
+    tpot_s: float = 0.05
 
 
 def parse_service_level(text: str) -> ServiceLevel:
-    """Parse `ttft:500ms,itl:50ms`. Raises ConfigError."""
+    """Parse `ttft:500ms,tpot:50ms`. Raises ConfigError."""
     values: dict[str, float] = {}
     for part in text.split(","):
         name, _, limit = part.strip().partition(":")
         unit = "ms" if limit.endswith("ms") else "s"
         number = limit.removesuffix(unit)
-        if name not in ("ttft", "itl") or not number.replace(".", "", 1).isdigit() or float(number) <= 0:
-            raise ConfigError(f"--slo {text}: {part!r} is not like ttft:500ms or itl:0.05s")
+        if name not in ("ttft", "tpot") or not number.replace(".", "", 1).isdigit() or float(number) <= 0:
+            raise ConfigError(f"--slo {text}: {part!r} is not like ttft:500ms or tpot:0.05s")
         values[f"{name}_s"] = float(number) * _UNITS[unit]
     return ServiceLevel(**values)
 

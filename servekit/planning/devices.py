@@ -37,7 +37,12 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.bandwidth_gb_s * GIGA
 
     def flop_per_s(self, data_type: str) -> float:
-        """Multiplications and additions of a second; of bfloat16 where the device has no other figure."""
+        """Multiplications and additions of a second. What a device lacks below bfloat16, it computes in that.
+
+        Raises ConfigError for float32, if the device has no figure for it.
+        """
+        if data_type == "float32" and "float32" not in self.tflops:
+            raise ConfigError(f"device {self.name!r}: tflops has no float32, which these weights need")
         return self.tflops.get(data_type, self.tflops["bfloat16"]) * TERA
 
 

@@ -12,30 +12,23 @@ from servekit.errors import ConfigError
 # Architectures whose feed-forward layers have two matrices; all others have a third one, for the gate.
 UNGATED = frozenset(
     {
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neox",
-        "gptj",
-        "opt",
-        "phi",
-        "starcoder2",
-        "bloom",
-        "falcon",
-        "mpt",
-        "codegen",
-        "nemotron",
+        *("gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "starcoder2"),
+        *("bloom", "falcon", "mpt", "codegen", "nemotron"),
     }
 )
 # Architectures that use the embedding as output matrix unless the configuration says otherwise.
 TIED_BY_DEFAULT = frozenset(
-    {"gpt2", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "gemma", "gemma2", "gemma3_text", "starcoder2"}
+    {
+        *("gpt2", "gpt_bigcode", "gpt_neo", "opt", "bloom", "falcon", "mpt", "starcoder2", "xglm"),
+        *("gemma", "gemma2", "gemma3_text", "gemma3n_text", "cohere", "cohere2", "smollm3", "ernie4_5", "lfm2"),
+    }
 )
 # Architectures with a matrix of learned positions.
-LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "opt"})
-WORDS_OF = {  # in the configurations of older architectures
+LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "gpt_neo", "opt"})
+CONFIG_KEY_ALIASES = {  # in the configurations of older architectures
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-    "hidden_size": ("n_embd", "d_model"),
-    "num_attention_heads": ("n_head", "n_heads"),
+    "hidden_size": ("n_embd", "n_embed", "d_model"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
     "intermediate_size": ("n_inner", "ffn_dim"),
     "max_position_embeddings": ("n_positions", "max_seq_len", "n_ctx"),
     "num_key_value_heads": ("num_kv_heads",),
@@ -70,8 +63,13 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def num_active_parameters(self) -> int:
-        """The parameters that one token is multiplied by: its embedding is only looked up."""
-        return self.num_active_layer_parameters + self.hidden_size * self.vocab_size
+        """The parameters that one sampled token is multiplied by: its embedding is only looked up."""
+        return self.num_active_layer_parameters + self.num_head_parameters
+
+    @property
+    def num_head_parameters(self) -> int:
+        """The output matrix, by which only positions are multiplied whose next token is sampled."""
+        return self.hidden_size * self.vocab_size
 
     @property
     def kv_numbers_per_token(self) -> int:
@@ -93,7 +91,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     model_type = str(config.get("model_type") or "unknown")
     hidden, num_heads = reader.number("hidden_size"), reader.number("num_attention_heads")
     num_kv_heads = reader.number("num_key_value_heads", num_heads)
-    if config.get("multi_query") is True:
+    if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:  # of Falcon
         num_kv_heads = 1
     head_dim = reader.number("head_dim", hidden // num_heads)
     latent, rope_dim = reader.number("kv_lora_rank", 0), reader.number("qk_rope_head_dim", 0)
@@ -144,7 +142,7 @@ class _Reader:
 
     def number(self, name: str, default: int | None = None) -> int:
         smallest = 1 if default is None else 0  # a number that is needed is used as a divisor, too
-        for key in (name, *WORDS_OF.get(name, ())):
+        for key in (name, *CONFIG_KEY_ALIASES.get(name, ())):
             value = self._config.get(key)
             if value is None:
                 continue

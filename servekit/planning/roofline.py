@@ -64,30 +64,61 @@ class Layout(Struct, frozen=True, kw_only=True):
         return numbers * KV_BYTES[self.kv_format] + scales
 
 
-class Roofline(Struct, frozen=True, kw_only=True):
-    """A step's time. All times are of one rank, in seconds."""
+class StepTime(Struct, frozen=True):
+    """The parts of a step's time, in seconds."""
 
-    dense_weights_s: float  # to read everything but experts, once
+    read_s: float  # weights, and keys and values
+    compute_s: float  # with weights, and attention
+    duration_s: float  # the larger one of each pair, exchange and overhead
+    num_bytes: float  # that are read
+    flop: float  # that are computed
+
+    @property
+    def is_memory_bound(self) -> bool:
+        """Whether the step waits for memory most of the time."""
+        return self.read_s >= self.compute_s
+
+    @property
+    def arithmetic_intensity(self) -> float:
+        """Operations for each byte that is read."""
+        return self.flop / self.num_bytes
+
+
+class Roofline(Struct, frozen=True, kw_only=True):
+    """The times of one rank of a model on a device, in seconds."""
+
+    dense_weights_s: float  # to read everything but experts, once; of the input embedding only rows are read
     experts_s: float  # to read all experts, once
     num_experts: int
     num_experts_per_token: int
-    token_s: float  # to multiply one token by the weights
+    token_s: float  # to multiply one token by the weights of all layers
+    head_s: float  # and by the output matrix, where the next token is sampled
     context_s: float  # to read keys and values of one token
     attention_s: float  # to compute with one pair of tokens
     exchange_s: float  # between ranks, for each step
     exchange_token_s: float  # and for each token in it
+    bytes_per_s: float
+    flop_per_s: float
+    attention_flop_per_s: float
     overhead_s: float = OVERHEAD_S
 
     def duration_s(self, plan: StepPlan) -> float:
         """A step's duration."""
         num_context = sum(chunk.start for chunk in plan.chunks)
-        return self.step_s(plan.num_tokens, num_context, num_attention_pairs(plan))
+        num_sampled = sum(chunk.samples for chunk in plan.chunks)
+        return self.step(plan.num_tokens, num_sampled, num_context, num_attention_pairs(plan)).duration_s
 
-    def step_s(self, num_tokens: int, num_context: float, num_pairs: float = 0.0) -> float:
-        """The same by numbers: tokens computed, tokens whose keys are read, pairs of tokens in prompts."""
-        weights_s = max(self.weights_s(num_tokens), num_tokens * self.token_s)
-        attention_s = max(num_context * self.context_s, (num_pairs + num_context) * self.attention_s)
-        return self.overhead_s + weights_s + attention_s + self.exchange_s + num_tokens * self.exchange_token_s
+    def step(self, num_tokens: int, num_sampled: int, num_context: float, num_pairs: float = 0.0) -> StepTime:
+        """The same by numbers: tokens computed and sampled, tokens whose keys are read, pairs of tokens in prompts."""
+        weights_s = self.weights_s(num_tokens)
+        multiply_s = num_tokens * self.token_s + num_sampled * self.head_s
+        context_s = num_context * self.context_s
+        attention_s = (num_pairs + num_context) * self.attention_s
+        exchange_s = self.exchange_s + num_tokens * self.exchange_token_s
+        duration_s = max(weights_s, multiply_s) + max(context_s, attention_s) + exchange_s + self.overhead_s
+        read_s = weights_s + context_s
+        flop = multiply_s * self.flop_per_s + attention_s * self.attention_flop_per_s
+        return StepTime(read_s, multiply_s + attention_s, duration_s, read_s * self.bytes_per_s, flop)
 
     def weights_s(self, num_tokens: int) -> float:
         """To read the weights that so many tokens need: each token chooses its experts, and they overlap."""
@@ -98,35 +129,33 @@ class Roofline(Struct, frozen=True, kw_only=True):
 
 
 def make_roofline(layout: Layout, device: Device) -> Roofline:
-    """Compute the times of a model on a device."""
+    """Compute the times of a model on a device. Raises ConfigError if its data sheet lacks a figure."""
     shape, ranks = layout.shape, layout.tensor_parallel_size
     bytes_per_s = MEMORY_EFFICIENCY * device.bytes_per_s
-    data_type = COMPUTES_IN.get(layout.weight_format, "bfloat16")
-    flop_per_s = COMPUTE_EFFICIENCY * device.flop_per_s(data_type)
+    flop_per_s = COMPUTE_EFFICIENCY * device.flop_per_s(COMPUTES_IN.get(layout.weight_format, "bfloat16"))
+    attends_in = "float32" if layout.weight_format == "float32" else "bfloat16"
+    attention_flop_per_s = COMPUTE_EFFICIENCY * device.flop_per_s(attends_in)
     num_bytes = layout.num_weight_bytes
     num_expert_bytes = num_bytes * shape.num_expert_parameters / shape.num_parameters
+    num_looked_up = shape.num_embedding_parameters - shape.num_head_parameters
+    num_embedding_bytes = num_bytes * num_looked_up / shape.num_parameters
     num_exchanges = 2 * shape.num_layers if ranks > 1 else 0
     exchanged_bytes = num_exchanges * 2 * shape.hidden_size * 2 * (ranks - 1) / ranks
     return Roofline(
-        dense_weights_s=(num_bytes - num_expert_bytes) / bytes_per_s,
+        dense_weights_s=(num_bytes - num_expert_bytes - num_embedding_bytes) / bytes_per_s,
         experts_s=num_expert_bytes / bytes_per_s,
         num_experts=shape.num_experts,
         num_experts_per_token=shape.num_experts_per_token,
-        token_s=FLOP_PER_WEIGHT * shape.num_active_parameters / ranks / flop_per_s,
+        token_s=FLOP_PER_WEIGHT * shape.num_active_layer_parameters / ranks / flop_per_s,
+        head_s=FLOP_PER_WEIGHT * shape.num_head_parameters / ranks / flop_per_s,
         context_s=layout.kv_bytes_per_token / bytes_per_s,
-        attention_s=_flop_per_pair(shape) / ranks / (COMPUTE_EFFICIENCY * device.flop_per_s("bfloat16")),
+        attention_s=_flop_per_pair(shape) / ranks / attention_flop_per_s,
         exchange_s=num_exchanges * ALL_REDUCE_S,
         exchange_token_s=exchanged_bytes / (device.link_gb_s * 1e9),
+        bytes_per_s=bytes_per_s,
+        flop_per_s=flop_per_s,
+        attention_flop_per_s=attention_flop_per_s,
     )
-
-
-def arithmetic_intensity(layout: Layout, num_tokens: int, num_context: float, num_pairs: float = 0.0) -> float:
-    """Operations of a step for each byte that it reads."""
-    shape = layout.shape
-    flop: float = FLOP_PER_WEIGHT * shape.num_active_parameters * num_tokens
-    flop += _flop_per_pair(shape) * (num_pairs + num_context)
-    ranks = layout.tensor_parallel_size
-    return flop / (ranks * (layout.num_weight_bytes + num_context * layout.kv_bytes_per_token))
 
 
 def _flop_per_pair(shape: ModelShape) -> int:

@@ -39,6 +39,12 @@ def test_the_knee_is_the_last_run_if_every_one_gains() -> None:
     assert knee(runs) == len(runs) - 1
 
 
+def test_the_knee_is_sought_only_where_requests_waited() -> None:
+    """With eight requests, more than four slots leave nobody waiting."""
+    runs = play("batch-size", "textbook", "sim:step=4ms", num_requests=8)
+    assert list(runs)[knee(list(runs.values()))] == "4 slots" and runs["8 slots"].tokens_per_s_while_waiting == 0.0
+
+
 def test_larger_chunks_trade_inter_token_latency_for_first_tokens() -> None:
     runs = list(play("chunks", "documents").values())
     assert runs[0].itl_p99_s < runs[-1].itl_p99_s and runs[0].ttft_p99_s > runs[-1].ttft_p99_s

@@ -40,6 +40,7 @@ def test_json_has_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
         (["speed"], "kv-cache, chunks"),
         (["--workload", "mail"], "textbook, chat"),
         (["--model", "demo"], "--real"),
+        (["--load", "0"], "--load 0"),
         (["--max-model-len", "100"], "at least as many"),
         (["--no-paged", "--kv-tokens", "2", "--block-size", "1", "--max-model-len", "1024", "--slots", "0"], "0"),
         (["--out", "/dev/null/x"], "--out"),

@@ -38,11 +38,26 @@ def test_figures_are_those_of_two_requests_by_hand() -> None:
     summary = summarise(timeline, num_slots=2)
     assert summary.duration_s == 5.0 and summary.tokens_per_s == 4 / 5
     assert summary.tokens_per_s_while_waiting == 3 / 4  # until the second one has its slot
-    assert (summary.ttft_p50_s, summary.ttft_p99_s) == (4.0, 4.0) and summary.itl_p50_s == 2.0
+    assert (summary.ttft_p50_s, summary.ttft_p99_s) == (1.0, 4.0) and summary.itl_p50_s == 1.0
     assert summary.idle_slot_share == pytest.approx(0.5)  # 5 of 10 slot seconds
     assert summary.unused_memory_share == 0.5 and summary.cached_prompt_share == 0.5
 
 
+def test_where_nothing_waits_there_is_no_rate_of_waiting() -> None:
+    timeline = Timeline()
+    for number in range(3):
+        timeline.requests[number] = RequestTimeline(
+            sequence_id=number,
+            arrival_s=float(number),
+            num_prompt_tokens=1,
+            admitted_s=float(number),
+            token_times_s=[number + 0.5],
+            ended_s=number + 0.5,
+        )
+    assert summarise(timeline, num_slots=2).tokens_per_s_while_waiting == 0.0
+
+
 def test_percentiles_are_values_that_occurred() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0 and percentile([3.0, 1.0, 2.0], 0.99) == 3.0
+    assert percentile([1.0, 2.0], 0.5) == 1.0 and percentile([float(each) for each in range(1, 101)], 0.99) == 99.0
     assert percentile([], 0.5) == 0.0

@@ -8,7 +8,7 @@ from servekit.errors import ConfigError
 from servekit.laboratory.timeline import RequestTimeline
 from servekit.laboratory.virtual_run import LabSettings
 from servekit.laboratory.workload import Workload
-from servekit.planning.capacity import keeps, measure_capacity
+from servekit.planning.capacity import measure_capacity, meets
 from servekit.planning.demand import Demand, ServiceLevel, make_requests, parse_service_level
 from servekit.simulation.model import parse_simulated
 
@@ -28,8 +28,17 @@ def test_the_highest_rate_is_that_of_slots_that_are_always_taken() -> None:
     assert 0.5 * capacity.max_rate < capacity.slo_rate <= capacity.max_rate
 
 
+@pytest.mark.parametrize("num_requests", [1, 3, 6])
+def test_few_requests_that_never_wait_have_a_rate_too(num_requests: int) -> None:
+    few = Demand(prompt_tokens=5, output_tokens=1, max_length=512, num_requests=num_requests)
+    capacity = measure_capacity(
+        lambda rate, seed: make_requests(few, rate, seed), SETTINGS, STEP_10_MS, ServiceLevel(), (0,)
+    )
+    assert capacity.max_rate > 0
+
+
 def test_a_limit_below_a_steps_time_is_never_kept() -> None:
-    capacity = measure_capacity(requests, SETTINGS, STEP_10_MS, ServiceLevel(itl_s=0.009), (0,))
+    capacity = measure_capacity(requests, SETTINGS, STEP_10_MS, ServiceLevel(tpot_s=0.009), (0,))
     assert capacity.slo_rate == 0.0 and all(point.goodput == 0.0 for point in capacity.points)
 
 
@@ -42,9 +51,9 @@ def test_latency_grows_and_goodput_falls_beyond_the_highest_rate() -> None:
 
 def test_a_request_keeps_its_limits_by_its_first_token_and_its_mean_pause() -> None:
     request = RequestTimeline(sequence_id=0, arrival_s=1.0, num_prompt_tokens=1, token_times_s=[1.5, 1.6, 1.9])
-    assert keeps(request, ServiceLevel(ttft_s=0.5, itl_s=0.21)) and not keeps(request, ServiceLevel(itl_s=0.19))
-    assert not keeps(request, ServiceLevel(ttft_s=0.4, itl_s=1.0))
-    assert keeps(
+    assert meets(request, ServiceLevel(ttft_s=0.5, tpot_s=0.21)) and not meets(request, ServiceLevel(tpot_s=0.19))
+    assert not meets(request, ServiceLevel(ttft_s=0.4, tpot_s=1.0))
+    assert meets(
         RequestTimeline(sequence_id=0, arrival_s=1.0, num_prompt_tokens=1, token_times_s=[1.1]), ServiceLevel()
     )
 
@@ -58,8 +67,8 @@ def test_lengths_and_arrivals_have_the_wanted_means() -> None:
 
 
 def test_a_service_level_is_written_with_units() -> None:
-    assert parse_service_level("ttft:500ms, itl:0.05s") == ServiceLevel(ttft_s=0.5, itl_s=0.05)
-    assert parse_service_level("itl:20ms") == ServiceLevel(itl_s=0.02)
-    for wrong in ("ttft", "ttft:0ms", "e2e:1s", "ttft:-1s", "ttft:1s,itl:fast"):
+    assert parse_service_level("ttft:500ms, tpot:0.05s") == ServiceLevel(ttft_s=0.5, tpot_s=0.05)
+    assert parse_service_level("tpot:20ms") == ServiceLevel(tpot_s=0.02)
+    for wrong in ("ttft", "ttft:0ms", "e2e:1s", "ttft:-1s", "ttft:1s,tpot:fast"):
         with pytest.raises(ConfigError, match="ttft:500ms"):
             parse_service_level(wrong)

@@ -23,13 +23,13 @@ def config(tmp_path: Path) -> str:
 
 
 def small_plan(config: str, **options: Any) -> Any:
-    settings = {"device": "l4", "requests": 20, "prompt_tokens": 2000, "output_tokens": 20, "slo": "ttft:20s,itl:1s"}
+    settings = {"device": "l4", "requests": 20, "prompt_tokens": 2000, "output_tokens": 20, "slo": "ttft:20s,tpot:1s"}
     return make_plan(PlanOptions(model=config, **{**settings, **options}))
 
 
 def test_it_prints_memory_steps_latencies_and_cost(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--device", "l40s", "--rate", "1000", "--price-per-hour", "2", "--api-price", "0.5", *FEW]
-    assert main(["plan", config, *arguments, "--slo", "ttft:30s,itl:2s"]) == 0
+    assert main(["plan", config, *arguments, "--slo", "ttft:30s,tpot:2s"]) == 0
     text = capsys.readouterr().out
     assert "8.03 billion parameters" in text and "131,072 bytes for each token" in text
     assert all(words in text for words in ("decode, batch of 1", "bound by", "replicas", "an hour", "requests a month"))
@@ -57,7 +57,7 @@ def test_smaller_weights_leave_more_room_and_read_faster(config: str) -> None:
 
 
 def test_the_size_of_a_checkpoint_is_that_of_its_files(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "demo", "--device", "l4", "--json", "--requests", "10", "--max-model-len", "2048"]) == 0
+    assert main(["plan", "demo", "--device", "l4", "--json", "--requests", "10", "--output-tokens", "5"]) == 0
     weights = Path(__file__).parents[3] / "servekit" / "assets" / "demo_model" / "model.safetensors"
     assert json.loads(capsys.readouterr().out)["memory"]["num_weight_bytes"] == weights.stat().st_size
 
@@ -71,6 +71,7 @@ def test_the_size_of_a_checkpoint_is_that_of_its_files(capsys: pytest.CaptureFix
         (["--tensor-parallel-size", "3"], "32 heads"),
         (["--max-model-len", "100"], "--max-model-len"),
         (["--slo", "fast"], "ttft:500ms"),
+        (["--rate", "0"], "--rate 0"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_remedy(
@@ -88,3 +89,29 @@ def test_a_file_that_is_no_configuration_is_refused(
     (tmp_path / "config.json").write_text(text)
     assert main(["plan", str(tmp_path / "config.json")]) == 2 and words in capsys.readouterr().err
     assert main(["plan", str(tmp_path / "missing.json")]) == 2
+
+
+def test_a_simulated_model_has_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "sim:h100-8b"]) == 2 and "config.json" in capsys.readouterr().err
+
+
+def test_without_a_flag_weights_are_as_they_are_stored(config: str) -> None:
+    assert small_plan(config).weights == "bfloat16"
+    Path(config).write_text(json.dumps({**LLAMA_8B, "torch_dtype": "float32"}))
+    assert small_plan(config, device="h100").weights == "float32"
+
+
+def test_where_no_rate_keeps_the_service_level_nothing_has_a_price(config: str) -> None:
+    cost = small_plan(config, slo="tpot:1ms", price_per_hour=2.0, api_price=1.0).cost
+    assert (cost.num_replicas, cost.per_hour, cost.per_million_output_tokens) == (0, None, None)
+
+
+def test_a_service_that_cannot_earn_its_price_is_never_cheaper(config: str) -> None:
+    cheap, dear = (small_plan(config, price_per_hour=2.0, api_price=price).cost for price in (1e-6, 1e6))
+    assert dear.is_ever_cheaper is True and cheap.is_ever_cheaper is False
+
+
+def test_quantized_weights_whose_files_are_missing_need_a_flag(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(config).write_text(json.dumps({**LLAMA_8B, "quantization_config": {"quant_method": "awq"}}))
+    assert main(["plan", config]) == 2 and "--weights" in capsys.readouterr().err
+    assert small_plan(config, weights="int4").weights == "int4"

@@ -47,7 +47,8 @@ DEEPSEEK_V3 = {
     "vocab_size": 129280,
     "tie_word_embeddings": False,
 }
-SHAPES = [name for name in ARCHITECTURES if name not in ("phi", "stablelm")]  # these two have unusual biases and norms
+UNUSUAL = ("phi", "stablelm", "falcon", "gpt_neo")  # their biases, norms or settings count here, and not at real size
+SHAPES = [name for name in ARCHITECTURES if name not in UNUSUAL]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -88,6 +89,20 @@ def test_known_models_have_their_known_size(config: dict[str, object], billions:
 def test_a_token_of_a_mixture_uses_a_part_of_it() -> None:
     """DeepSeek-V3's report (arXiv 2412.19437): 671 billion parameters, 37 of them for a token."""
     assert read_shape(DEEPSEEK_V3).num_active_parameters / 1e9 == pytest.approx(37, rel=0.02)
+
+
+def test_falcon_has_one_head_for_keys_only_in_its_first_form() -> None:
+    falcon = {
+        "model_type": "falcon",
+        "hidden_size": 128,
+        "num_attention_heads": 8,
+        "num_kv_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 100,
+        "multi_query": True,
+    }
+    assert read_shape(falcon).num_kv_heads == 1
+    assert read_shape({**falcon, "new_decoder_architecture": True}).num_kv_heads == 4
 
 
 def test_the_language_part_of_a_model_of_text_and_images_is_read() -> None:

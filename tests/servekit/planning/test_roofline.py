@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from servekit.errors import ConfigError
 from servekit.planning.devices import find_device
 from servekit.planning.model_shape import read_shape
 from servekit.planning.roofline import (
     COMPUTE_EFFICIENCY,
     MEMORY_EFFICIENCY,
     Layout,
-    arithmetic_intensity,
     make_roofline,
 )
 from servekit.protocol.messages import ScheduledChunk, StepPlan
@@ -45,23 +45,42 @@ def test_latent_attention_would_keep_a_71st_of_what_whole_keys_and_values_take()
 
 def test_a_decode_step_of_one_sequence_reads_the_weights_once_and_a_prompt_computes() -> None:
     roofline = replace(make_roofline(Layout(shape=read_shape(LLAMA_8B)), H100), overhead_s=0.0)
-    read_s = 16.06e9 / (MEMORY_EFFICIENCY * 3.35e12)
-    assert roofline.step_s(1, 0) == pytest.approx(read_s, rel=0.01)
-    flop = 2 * 4096 * 7.5e9  # all weights but the embedding
-    assert roofline.step_s(4096, 0) == pytest.approx(flop / (COMPUTE_EFFICIENCY * 989e12), rel=0.01)
+    num_read = 16.06e9 - 2 * 4096 * 128256  # of the input embedding, only a row
+    decode = roofline.step(1, 1, 0)
+    assert decode.duration_s == pytest.approx(num_read / (MEMORY_EFFICIENCY * 3.35e12), rel=0.01)
+    assert decode.is_memory_bound
+    prompt = roofline.step(4096, 1, 0)
+    flop = 2 * 4096 * 6.98e9  # all weights but the embeddings
+    assert prompt.duration_s == pytest.approx(flop / (COMPUTE_EFFICIENCY * 989e12), rel=0.01)
+    assert not prompt.is_memory_bound
 
 
 def test_a_decode_of_a_half_precision_model_computes_one_operation_for_each_byte() -> None:
     """One multiplication and one addition for each weight of two bytes. (A textbook that counts h² twice says 0.5.)"""
-    layout = Layout(shape=read_shape({**LLAMA_2_7B, "vocab_size": 1}))
-    assert arithmetic_intensity(layout, 1, 0) == pytest.approx(1.0, rel=0.01)
-    assert arithmetic_intensity(layout, 64, 0) == pytest.approx(64.0, rel=0.01)
+    roofline = make_roofline(Layout(shape=read_shape(LLAMA_2_7B)), H100)
+    assert roofline.step(1, 1, 0).arithmetic_intensity == pytest.approx(1.0, rel=0.001)
+    assert roofline.step(64, 64, 0).arithmetic_intensity == pytest.approx(64.0, rel=0.001)
+
+
+def test_a_mixture_reads_what_its_tokens_choose() -> None:
+    """A decode of one token computes with all that it reads, so its intensity is that of a dense model."""
+    roofline = make_roofline(Layout(shape=read_shape(DEEPSEEK_V3)), find_device("b200"))
+    assert roofline.step(1, 1, 0).arithmetic_intensity == pytest.approx(1.0, rel=0.01)
 
 
 def test_a_plan_takes_what_its_numbers_say() -> None:
     roofline = make_roofline(Layout(shape=read_shape(LLAMA_8B)), H100)
     chunks = (ScheduledChunk(0, 500, 1, (), (), True), ScheduledChunk(1, 100, 40, (), (), False))
-    assert roofline.duration_s(StepPlan(0, 0, (), chunks)) == roofline.step_s(41, 600, 40 * 120)
+    assert roofline.duration_s(StepPlan(0, 0, (), chunks)) == roofline.step(41, 1, 600, 40 * 120).duration_s
+
+
+def test_float32_computes_at_its_own_rate_or_not_at_all() -> None:
+    layout = Layout(shape=read_shape(LLAMA_8B), weight_format="float32")
+    assert make_roofline(layout, H100).token_s == pytest.approx(
+        make_roofline(Layout(shape=read_shape(LLAMA_8B)), H100).token_s * 989 / 67
+    )
+    with pytest.raises(ConfigError, match="no float32"):
+        make_roofline(layout, replace(H100, tflops={"bfloat16": 1.0}))
 
 
 def test_few_tokens_of_a_mixture_read_few_experts() -> None:
