@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from msgspec import Raw, Struct
@@ -38,10 +38,12 @@ POLL_S = 1.0  # how soon a batch is noticed that another process has created or 
 ROOM_POLL_S = 0.02  # how soon a line begins when a slot is free
 BEGIN_POLL_S = 0.002  # how soon it is noticed that a line's prompt is computed
 RETRY_S = 5.0  # after a failure of the disk, or of a batch
-MAX_RETRY_AFTER_S = 10.0
+MAX_ATTEMPTS = 60  # of one line; with the pauses between them they take half an hour
+MAX_RETRY_AFTER_S = 60.0
 SWEEP_INTERVAL_S = 600.0
 UPLOAD_MAX_AGE_S = 6 * 3600.0  # content without an entry is of an upload that was cut off
 MAX_RUNNING = 64  # batches that are worked on at the same time; one of each tenant
+OPEN_LINES_PER_PLACE = 4  # of one batch: those that are computed, and those that wait to be tried again
 MIN_FREE_BYTES = 2**20  # that a tenant must be allowed to store, for its batches to run
 LOWEST_PRIORITY = 1000
 MAX_ANSWERS = 8  # that one line may ask for: prompts times n
@@ -124,8 +126,7 @@ class BatchRunner:
     # -- what there is to do -------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        while not self._lock.try_acquire():  # noqa: ASYNC110  # another process ends
-            await asyncio.sleep(POLL_S)
+        await self._become_owner()
         next_sweep_s = 0.0
         loop = asyncio.get_running_loop()
         while True:
@@ -144,6 +145,17 @@ class BatchRunner:
                 async with asyncio.timeout(POLL_S):
                     await self._woken.wait()
             self._woken.clear()
+
+    async def _become_owner(self) -> None:
+        """Wait until no other process runs the batches of the folder."""
+        while True:
+            try:
+                if self._lock.try_acquire():
+                    return
+            except OSError as error:
+                log.error("batches do not run: %s; trying again in %g s", error, RETRY_S)
+                await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(POLL_S)
 
     async def _sweep(self) -> None:
         storage, store, now_s = self._storage, self._store, self._storage.now_s()
@@ -232,7 +244,7 @@ class BatchRunner:
         try:
             num_lines, errors = await asyncio.to_thread(check_lines, path, batch.endpoint)
         except FileNotFoundError:  # somebody has removed it from the folder
-            num_lines, errors = 0, [LineError("file_not_found", f"the content of {batch.input_file_id} is missing")]
+            num_lines, errors = 0, [_missing(batch)]
         except OSError as error:
             raise self._store.failure(error) from None
         await self._storage.call(self._store.begin, batch.id, num_lines, errors, self._storage.now_s())
@@ -242,13 +254,19 @@ class BatchRunner:
     async def _answer_lines(self, batch: BatchRecord) -> None:
         """Answer all lines that have no answer, and end the batch."""
         answered = await self._storage.call(self._store.answered_lines, batch.id)
-        with await self._open(batch, answered) as reader:
+        try:
+            opened = await self._open(batch, answered)
+        except FileNotFoundError:
+            await self._end(batch, "failed", [_missing(batch)])
+            return
+        open_lines = asyncio.Semaphore(OPEN_LINES_PER_PLACE * self._service.config.batch_concurrency)
+        with opened as reader:
             async with asyncio.TaskGroup() as group:
                 while lines := await asyncio.to_thread(reader.read):
                     for number, line in lines:
-                        await self._places.acquire(batch.tenant)
+                        await open_lines.acquire()
                         task = group.create_task(self._answer(batch, number, line))
-                        task.add_done_callback(lambda _: self._places.release(batch.tenant))
+                        task.add_done_callback(lambda _: open_lines.release())
         await self._storage.call(self._store.finalize, batch.id, self._storage.now_s())
         await self._end(batch, "completed")
 
@@ -265,15 +283,18 @@ class BatchRunner:
         await self._end(batch, end)
 
     async def _open(self, batch: BatchRecord, answered: set[int]) -> LineReader:
+        """Raises FileNotFoundError if somebody has removed the file from the folder, else StorageFailed."""
         try:
             return await asyncio.to_thread(LineReader, self._store.path_of(batch.input_file_id), answered)
+        except FileNotFoundError:
+            raise
         except OSError as error:
             raise self._store.failure(error) from None
 
-    async def _end(self, batch: BatchRecord, end: End) -> None:
+    async def _end(self, batch: BatchRecord, end: End, errors: Sequence[LineError] = ()) -> None:
         file_ids = new_file_id(), new_file_id()
         now_s, expire_s = self._storage.now_s(), self._storage.files_expire_s
-        ended = await self._storage.call(self._store.end, batch.id, end, file_ids, expire_s, now_s)
+        ended = await self._storage.call(self._store.end, batch.id, end, file_ids, expire_s, now_s, errors)
         if ended is not None:
             counts = f"{ended.num_completed} of {ended.num_lines} requests completed, {ended.num_failed} failed"
             log.info("batch %s %s: %s", batch.id, ended.status, counts, extra=fields(tenant=batch.tenant))
@@ -281,31 +302,39 @@ class BatchRunner:
     # -- one line ------------------------------------------------------------------------------------------------------
 
     async def _answer(self, batch: BatchRecord, number: int, line: RequestLine) -> None:
-        """Answer a line, and return when the answer is on disk."""
-        while True:
-            request_id = secrets.token_hex(16)
-            async with self._beginning:
-                while self._service.state != "ready" or not self._service.has_free_slots:  # noqa: ASYNC110
-                    await asyncio.sleep(ROOM_POLL_S)
-                asking = await self._begin(batch, line, request_id)
-            status, retry_after_s, body = await asking
-            if status not in RETRIED:
-                break
-            await asyncio.sleep(min(retry_after_s, MAX_RETRY_AFTER_S))
-        response = _Response(status, request_id, Raw(body))
-        await self._results.write(_result(batch, number, line, response, None))
+        """Answer a line, and return when the answer is on disk.
+
+        It holds a place, except while it waits to be tried again.
+        """
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            await self._places.acquire(batch.tenant)
+            try:
+                request_id = secrets.token_hex(16)
+                async with self._beginning:
+                    while self._service.state != "ready" or not self._service.has_free_slots:  # noqa: ASYNC110
+                        await asyncio.sleep(ROOM_POLL_S)
+                    asking = await self._begin(batch, line, request_id)
+                status, retry_after_s, body = await asking
+                if status not in RETRIED or attempt == MAX_ATTEMPTS:
+                    response = _Response(status, request_id, Raw(body))
+                    await self._results.write(_result(batch, number, line, response, None))
+                    return
+            finally:
+                self._places.release(batch.tenant)
+            await asyncio.sleep(min(max(retry_after_s, attempt), MAX_RETRY_AFTER_S))
 
     async def _begin(
         self, batch: BatchRecord, line: RequestLine, request_id: str
     ) -> asyncio.Task[tuple[int, float, bytes]]:
-        """Begin to ask, and return when the prompt is computed.
+        """Begin to ask, and return when the prompt is computed, or the line waits until its model is loaded.
 
         Until then no other line begins. So whatever else comes finds one line's prompt before it, not those of many.
+        But loading takes minutes, and lines for other models do not wait for it.
         """
         state: dict[str, Any] = {}
         asking = asyncio.create_task(self._ask(batch, line, request_id, state), name="line of a batch")
         try:
-            while not asking.done() and not _has_token(state):  # noqa: ASYNC110
+            while not (asking.done() or _has_token(state) or state.get("waits_for_model")):  # noqa: ASYNC110
                 await asyncio.sleep(BEGIN_POLL_S)
         except asyncio.CancelledError:
             asking.cancel()
@@ -366,6 +395,10 @@ def _has_token(state: dict[str, Any]) -> bool:
     """Return whether the request with this state has been given a token."""
     request_state: RequestState | None = state.get("request_state")
     return request_state is not None and request_state.num_generated_tokens > 0
+
+
+def _missing(batch: BatchRecord) -> LineError:
+    return LineError("file_not_found", f"the content of {batch.input_file_id} is missing; upload the file again")
 
 
 def new_file_id() -> str:

@@ -50,10 +50,11 @@ async def engine_for(
             param="model",
             code="not_supported",
         )
-    use = model.begin_use()
+    use, state = model.begin_use(), request.scope["state"]
     if use is None:
+        state["waits_for_model"] = True  # for the batches, whose other lines begin meanwhile
         use = await unless_disconnected(request, model.wait_for_use(caller))
-    engine, state = use.engine, request.scope["state"]
+    engine = use.engine
     state["engine"], state["model_use"] = engine, use
     return engine
 

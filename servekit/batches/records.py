@@ -13,7 +13,7 @@ BatchStatus = Literal[
 OPEN_STATUSES: tuple[BatchStatus, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 
 
-End = Literal["completed", "expired", "cancelled"]
+End = Literal["completed", "failed", "expired", "cancelled"]
 
 
 class FileRecord(Struct, frozen=True, kw_only=True):

@@ -341,11 +341,17 @@ class BatchStore:
             batch.num_bytes += len(result.content)
 
     def end(
-        self, batch_id: str, end: End, file_ids: tuple[str, str], files_expire_s: int, now_s: int
+        self,
+        batch_id: str,
+        end: End,
+        file_ids: tuple[str, str],
+        files_expire_s: int,
+        now_s: int,
+        errors: Sequence[LineError] = (),
     ) -> BatchRecord | None:
-        """End a batch all of whose lines have an answer, and add its output file and its error file, if not empty.
+        """End a batch, and add its output file and its error file, if not empty.
 
-        `file_ids` are the ids that the two get.
+        `file_ids` are the ids that the two get; `errors` say why the batch cannot go on.
         """
         with self._transaction():
             batch = self._batch(batch_id)
@@ -373,7 +379,7 @@ class BatchStore:
                     )
                 )
                 setattr(batch, "error_file_id" if is_error else "output_file_id", file_id)
-            batch.status = end
+            batch.status, batch.errors = end, list(errors)
             setattr(batch, f"{end}_s", now_s)
             self._update(batch)
         return batch
@@ -425,9 +431,11 @@ class OwnerLock:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             os.close(descriptor)
-            return False
+            if isinstance(error, BlockingIOError):
+                return False
+            raise
         self._descriptor = descriptor
         return True
 

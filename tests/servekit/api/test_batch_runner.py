@@ -46,6 +46,7 @@ class App:
         self.may_answer.set()
         self.may_begin = asyncio.Event()  # else no prompt is computed
         self.may_begin.set()
+        self.waits_for_model = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = json.loads((await receive())["body"])
@@ -54,6 +55,8 @@ class App:
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:
+            if self.waits_for_model:
+                scope["state"]["waits_for_model"] = True
             await self.may_begin.wait()
             scope["state"]["request_state"] = SimpleNamespace(num_generated_tokens=1)
             await self.may_answer.wait()
@@ -239,6 +242,48 @@ async def test_a_busy_server_is_asked_again_and_an_error_is_an_answer(tmp_path: 
         assert batch.output_file_id and batch.error_file_id and made.app.asked.count("1") == 3
 
 
+async def test_a_line_that_is_refused_again_and_again_holds_no_place_and_gets_the_error_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_runner, "MAX_RETRY_AFTER_S", 0.05)
+    monkeypatch.setattr(batch_runner, "MAX_ATTEMPTS", 5)
+    app = App(lambda prompt: (503, {"error": {"code": "model_failed"}}) if prompt == "1" else (200, {}))
+    async with service(tmp_path, app, batch_concurrency=1) as made:
+        batch_id = made.create(3)
+        made.start()
+        batch = await made.ended(batch_id)
+        assert (batch.status, batch.num_completed, batch.num_failed) == ("completed", 2, 1)
+        assert made.app.asked.count("1") == 5 and made.app.most_running == 1
+        assert made.app.asked.index("3") < len(made.app.asked) - 1, "the others are answered between the attempts"
+        (failed,) = await made.lines(batch_id, is_error=True)
+        assert (failed["response"]["status_code"], failed["response"]["body"]["error"]["code"]) == (503, "model_failed")
+
+
+async def test_a_line_that_waits_for_its_model_does_not_keep_the_others_from_beginning(tmp_path: Path) -> None:
+    app = App()
+    app.may_begin.clear()
+    app.waits_for_model = True
+    async with service(tmp_path, app, batch_concurrency=2) as made:
+        batch_id = made.create(3)
+        made.start()
+        await made.wait(lambda: made.app.num_running == 2)
+        made.app.may_begin.set()
+        assert (await made.ended(batch_id)).num_completed == 3
+
+
+async def test_a_lock_that_cannot_be_opened_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_runner.log, "propagate", True)
+    async with service(tmp_path) as made:
+        (tmp_path / "owner.lock").mkdir()
+        batch_id = made.create(2)
+        made.start()
+        await made.wait(lambda: "batches do not run" in caplog.text)
+        (tmp_path / "owner.lock").rmdir()
+        assert (await made.ended(batch_id)).num_completed == 2
+
+
 async def test_an_exception_in_the_application_is_an_error_of_its_line(tmp_path: Path) -> None:
     def answer(prompt: str) -> Answer:
         if prompt == "1":
@@ -354,11 +399,31 @@ async def test_a_batch_whose_file_was_removed_ends_all_the_same(tmp_path: Path) 
         assert [error.code for error in (await made.ended(missing)).errors] == ["file_not_found"]
         made.engine.has_free_slots = False
         begun = made.create(3)
-        await made.wait(lambda: made.store.batch("", begun).status == "in_progress")  # type: ignore[union-attr]
+        await made.wait(made.runner._beginning.locked)
         made.store.path_of("file-1").unlink()
         await made.storage.call(made.store.cancel, "", begun, 1)
         made.runner.wake()
         assert (await made.ended(begun)).status == "cancelled"
+
+
+async def test_a_batch_whose_file_is_removed_while_it_runs_fails_and_keeps_its_answers(tmp_path: Path) -> None:
+    async with service(tmp_path, batch_concurrency=1) as made:
+        first = made.create(9)
+        made.app.may_answer.clear()
+        made.start()
+        await made.wait(lambda: made.app.num_running == 1)
+        made.app.may_answer.set()
+        made.app.may_answer.clear()  # one line is answered
+        await made.wait(lambda: made.app.asked == ["1", "2"])
+        await made.runner.stop()
+        made.store.path_of("file-0").unlink()
+        made.app.may_answer.set()
+        second = made.create(2)
+        made.start()
+        batch = await made.ended(first)
+        assert (batch.status, [error.code for error in batch.errors]) == ("failed", ["file_not_found"])
+        assert batch.output_file_id is not None and [line["custom_id"] for line in await made.lines(first)] == ["id-1"]
+        assert (await made.ended(second)).num_completed == 2, "the tenant's next batch runs"
 
 
 async def test_answers_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

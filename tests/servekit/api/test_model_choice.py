@@ -1,0 +1,38 @@
+"""Claims about how a request gets its model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from servekit.api import model_choice
+from servekit.engine.caller import ANONYMOUS
+from servekit.engine.interface import GENERATE
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+async def test_a_request_notes_that_it_waits_until_its_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, is_loaded: bool
+) -> None:
+    noted_while_waiting = []
+    state: dict[str, Any] = {"caller": ANONYMOUS}
+    use = SimpleNamespace(engine="engine")
+
+    async def wait_for_use(_: Any) -> Any:
+        noted_while_waiting.append("waits_for_model" in state)
+        return use
+
+    async def connected(_: Any, work: Any) -> Any:
+        return await work
+
+    monkeypatch.setattr(model_choice, "unless_disconnected", connected)
+    model = SimpleNamespace(
+        name="a", kind=GENERATE, begin_use=lambda: use if is_loaded else None, wait_for_use=wait_for_use
+    )
+    app = SimpleNamespace(state=SimpleNamespace(models=SimpleNamespace(find=lambda *_: model)))
+    request = Request({"type": "http", "app": app, "state": state})
+    assert await model_choice.engine_for(request, "a") == "engine"
+    assert noted_while_waiting == ([] if is_loaded else [True]) and ("waits_for_model" in state) != is_loaded
