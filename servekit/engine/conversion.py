@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
+import selectors
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
-from servekit.config import ENVIRONMENT_PREFIX
 from servekit.errors import ConfigError
-from servekit.executor.worker_process import worker_environment
+from servekit.executor.worker_process import WORKER_ENVIRONMENT, worker_environment
 from servekit.protocol.conversion_job import ConversionJob, ConversionOutcome
 
 log = logging.getLogger("servekit")
@@ -29,6 +30,14 @@ TOKENIZER_CPU_S = 300
 # gigabyte (workers/compression/checkpoint_writer.py) with the bytes that it is written as.
 WEIGHTS_MEMORY_BYTES = 2**32
 WEIGHTS_BYTES_PER_CPU_S = 2**24  # a hundredth of what two cores took
+MAX_OUTPUT_BYTES = 2**16  # of what the process writes; more is read, and forgotten
+MAX_ERROR_LENGTH = 2_000
+# The variables that it gets: what Python and the libraries need to start. An operator may have secrets in any other.
+VARIABLES = frozenset({
+    *WORKER_ENVIRONMENT, "HF_HUB_OFFLINE", "PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV",
+    "CONDA_PREFIX", "XDG_CACHE_HOME",
+})  # fmt: skip
+VARIABLE_PREFIXES = ("LC_", "LD_", "PYTHON")
 MAX_SLOWDOWN = 10  # wall time for each second of processor time: disks may be slow
 
 
@@ -68,7 +77,7 @@ def run_conversion(job: ConversionJob) -> ConversionOutcome:
     command = [sys.executable, "-P", "-m", "servekit.worker", "--convert", msgspec.json.encode(job).decode()]
     timeout_s = MAX_SLOWDOWN * job.cpu_s
     try:
-        ended = subprocess.run(command, capture_output=True, env=_environment(), timeout=timeout_s, check=False)
+        ended = _run(command, timeout_s)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"the files in {job.model} took more than {timeout_s} s to convert, which is the limit"
@@ -76,13 +85,53 @@ def run_conversion(job: ConversionJob) -> ConversionOutcome:
     try:
         outcome = msgspec.json.decode(ended.stdout, type=ConversionOutcome)
     except msgspec.DecodeError:
-        log.debug("what the process that converts wrote: %s", ended.stderr.decode("utf-8", "replace")[-10_000:])
+        log.debug("what the process that converts wrote: %s", ended.stderr.decode("utf-8", "replace"))
         raise ConfigError(
             f"the files in {job.model} could not be converted: {_end_of(job, ended.returncode)}"
         ) from None
     if outcome.error:
-        raise ConfigError(outcome.error)
+        raise ConfigError(outcome.error[:MAX_ERROR_LENGTH])
     return outcome
+
+
+def _run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+    """Run the process, and return the end of what it wrote. Raises TimeoutExpired.
+
+    The process may be an attacker's: it gets no terminal, into which it could type, and its output takes no memory
+    beyond the bound.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    with (
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=_environment(),
+            start_new_session=True,
+        ) as process,
+        selectors.DefaultSelector() as selector,
+    ):
+        assert process.stdout is not None and process.stderr is not None
+        written = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
+        try:
+            for pipe in written:
+                selector.register(pipe, selectors.EVENT_READ)
+            while selector.get_map():
+                ready = selector.select(max(deadline_s - time.monotonic(), 0))
+                if time.monotonic() >= deadline_s:
+                    raise subprocess.TimeoutExpired(command, timeout_s)
+                for key, _ in ready:
+                    new = os.read(key.fd, MAX_OUTPUT_BYTES)
+                    written[key.fd] = (written[key.fd] + new)[-MAX_OUTPUT_BYTES:]
+                    if not new:
+                        selector.unregister(key.fd)
+            process.wait(max(deadline_s - time.monotonic(), 0))
+        except BaseException:
+            process.kill()
+            raise
+        output, errors = written.values()
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def _end_of(job: ConversionJob, exit_code: int) -> str:
@@ -97,10 +146,11 @@ def _end_of(job: ConversionJob, exit_code: int) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of the process: without tokens and keys, and without the network for the libraries."""
+    """The environment of the process: no secrets, no network for the libraries, and no threads (confinement.py)."""
     environment = worker_environment({"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"})
     return {
-        name: value
-        for name, value in environment.items()
-        if not name.startswith(ENVIRONMENT_PREFIX) and "TOKEN" not in name and "SECRET" not in name
+        **{name: environment[name] for name in environment if name in VARIABLES or name.startswith(VARIABLE_PREFIXES)},
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
     }

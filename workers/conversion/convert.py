@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from servekit.errors import ConfigError
@@ -32,6 +33,8 @@ def convert(job: ConversionJob) -> ConversionOutcome:
             convert_tokenizer(path, output)
     except ConfigError as error:
         return ConversionOutcome(error=error.message)
+    except (OSError, SafetensorError) as error:  # a full disk, most of all
+        return ConversionOutcome(error=f"the files in {path} cannot be read, or nothing more can be written: {error}")
     except MemoryError:
         return ConversionOutcome(error=f"the files in {path} take more memory than their size allows")
     return ConversionOutcome(num_tensors=num_tensors, num_bytes=num_bytes, num_files=num_files)

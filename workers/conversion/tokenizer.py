@@ -48,7 +48,7 @@ def convert_tokenizer(path: Path, directory: Path) -> None:
         raise _refusal(path, f"its class {type(tokenizer).__name__} runs in Python and has no form as {TOKENIZER}")
     if backend.get_vocab_size() == 0:
         raise _refusal(path, "transformers found no vocabulary in them")
-    backend.save(str(directory / TOKENIZER))
+    (directory / TOKENIZER).write_text(backend.to_str(pretty=True), encoding="utf-8")
 
 
 def _with_older_files(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 
 from servekit.cli import main
 from servekit.config import ServeConfig
-from servekit.engine.conversion import run_conversion, tokenizer_job
+from servekit.engine.conversion import run_conversion, tokenizer_job, weights_job
 from servekit.engine.model_files import find_served_model
 from servekit.engine.tokenizer import load_tokenizer
 from servekit.engine.tokenizer_directory import with_tokenizer
@@ -154,10 +155,57 @@ def _program(directory: Path, code: str) -> Path:
 
 
 def test_the_process_gets_no_tokens_and_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_TOKEN", "SERVEKIT_API_KEY", "AWS_SECRET_ACCESS_KEY"):
+    names = (
+        "HF_TOKEN",
+        "SERVEKIT_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_ACCESS_KEY_ID",
+        "OPENAI_API_KEY",
+        "PGPASSWORD",
+    )
+    for name in names:
         monkeypatch.setenv(name, "secret")
     seen = tmp_path / "seen"
     monkeypatch.setattr("servekit.engine.conversion.sys.executable", str(_program(tmp_path, f"env > {seen}")))
     with pytest.raises(ConfigError):
         run_conversion(tokenizer_job(tmp_path, tmp_path))
     assert "secret" not in seen.read_text() and "HF_HUB_OFFLINE=1" in seen.read_text()
+
+
+def test_the_process_is_alone_in_its_session_and_starts_no_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.setenv(name, "4")
+    code = f"env > {tmp_path / 'seen'}; cut -d ' ' -f 1,6 /proc/$$/stat > {tmp_path / 'session'}"
+    monkeypatch.setattr("servekit.engine.conversion.sys.executable", str(_program(tmp_path, code)))
+    with pytest.raises(ConfigError):
+        run_conversion(tokenizer_job(tmp_path, tmp_path))
+    assert "OMP_NUM_THREADS=1\n" in (seen := (tmp_path / "seen").read_text()) and "OPENBLAS_NUM_THREADS=1\n" in seen
+    pid, session = (tmp_path / "session").read_text().split()
+    assert pid == session, "so it has no terminal, into which it could type"
+
+
+def test_what_the_process_writes_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "head -c 50000000 /dev/zero; head -c 50000000 /dev/zero >&2"
+    monkeypatch.setattr("servekit.engine.conversion.sys.executable", str(_program(tmp_path, code)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match="could not be converted"):
+            run_conversion(tokenizer_job(tmp_path, tmp_path))
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_full_disk_is_reported_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on the size of files stands for a full disk."""
+    model, output = tmp_path / "model", tmp_path / "out"
+    model.mkdir()
+    output.mkdir()
+    make_opt(model)
+    code = f'ulimit -f 1; exec {sys.executable} "$@"'
+    monkeypatch.setattr("servekit.engine.conversion.sys.executable", str(_program(tmp_path, code)))
+    for job in (tokenizer_job(model, output), weights_job(model, output, [model / "pytorch_model.bin"], False)):
+        with pytest.raises(ConfigError, match=r"nothing more can be written: .*File too large"):
+            run_conversion(job)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 PROBES = """
-import ctypes, json, mmap, os, socket, subprocess, sys
+import ctypes, fcntl, json, mmap, os, resource, signal, socket, subprocess, sys, termios, threading
 from pathlib import Path
 from workers.conversion.confinement import confine
 
@@ -29,7 +29,43 @@ def io_uring():
     if library.syscall(425, 1, ctypes.create_string_buffer(120)) < 0:
         raise OSError(ctypes.get_errno(), "io_uring_setup")
 
+def system_call(number, *arguments):
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.syscall(number, *arguments) < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+def fork():
+    if os.fork() == 0:
+        os._exit(0)
+
+def thread():
+    thread = threading.Thread(target=lambda: (outside / "of a thread").write_text("x"))
+    thread.start()
+    thread.join()
+    assert not (outside / "of a thread").exists()
+
+TGKILL = 234 if os.uname().machine == "x86_64" else 131
+
 print(json.dumps({
+    "a process like itself": result_of(fork),
+    "to end a thread of its parent": result_of(lambda: system_call(TGKILL, os.getppid(), os.getppid(), 0)),
+    "to let the kernel signal its parent": result_of(lambda: fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())),
+    "to limit its parent": result_of(lambda: resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE)),
+    "to type into a terminal": result_of(lambda: fcntl.ioctl(0, termios.TIOCSTI, b"x")),
+    "to start threads, which have no more rights": result_of(thread),
+    "to signal itself": result_of(lambda: system_call(TGKILL, os.getpid(), threading.get_native_id(), 0)),
+    "to ask for its own limits": result_of(lambda: resource.getrlimit(resource.RLIMIT_NOFILE)),
+    "to link outside": result_of(lambda: os.symlink("/", outside / "link")),
+    "to link inside": result_of(lambda: os.symlink("/", inside / "link")),
+    "to link to a file outside": result_of(lambda: os.link(outside / "there", inside / "hard link")),
+    "to cut a file outside": result_of(lambda: os.truncate(outside / "there", 0)),
+    "to cut a file outside by opening it": result_of(lambda: os.open(outside / "there", os.O_RDONLY | os.O_TRUNC)),
+    "to change permissions": result_of(lambda: os.chmod(outside / "there", 0o666)),
+    "to change owners": result_of(lambda: os.chown(outside / "there", os.getuid(), os.getgid())),
+    "to change times": result_of(lambda: os.utime(outside / "there", (0, 0))),
+    "to change attributes": result_of(lambda: os.setxattr(outside / "there", "user.x", b"x")),
+    "to cut a file inside": result_of(lambda: (inside / "old").open("r+").truncate(0)),
     "a socket to the internet": result_of(lambda: socket.socket(socket.AF_INET)),
     "a socket to a program of this machine": result_of(lambda: socket.socket(socket.AF_UNIX)),
     "a socket by another way": result_of(io_uring),
@@ -50,8 +86,9 @@ print(json.dumps({
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     inside, outside = tmp_path_factory.mktemp("inside"), tmp_path_factory.mktemp("outside")
     (outside / "there").write_text("secret")
+    (inside / "old").write_text("x")
     command = [sys.executable, "-c", PROBES, str(inside), str(outside)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     results: dict[str, str] = json.loads(ended.stdout)
     return results
@@ -66,6 +103,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "another program",
         "another program, in place of this one",
         "to end its parent",
+        "a process like itself",
+        "to end a thread of its parent",
+        "to let the kernel signal its parent",
+        "to limit its parent",
+        "to type into a terminal",
+        "to link outside",
+        "to link inside",
+        "to link to a file outside",
+        "to cut a file outside",
+        "to change permissions",
+        "to change owners",
+        "to change times",
+        "to change attributes",
     ],
 )
 def test_a_confined_process_may_not_have(right: str, results: dict[str, str]) -> None:
@@ -77,7 +127,24 @@ def test_a_confined_process_gets_no_more_memory_than_its_limit(results: dict[str
 
 
 def test_a_confined_process_reads_files_and_writes_in_one_directory(results: dict[str, str]) -> None:
-    assert results["to read"] == results["to write inside"] == "done"
+    assert results["to read"] == results["to write inside"] == results["to cut a file inside"] == "done"
+
+
+@pytest.mark.parametrize("right", ["to signal itself", "to ask for its own limits"])
+def test_a_confined_process_keeps_what_libraries_need(right: str, results: dict[str, str]) -> None:
+    assert results[right] == "done"
+
+
+def test_a_process_with_threads_is_not_confined_in_part() -> None:
+    code = """
+import threading
+from pathlib import Path
+from workers.conversion.confinement import confine
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+confine(Path("."), 2**27, 60)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "has 2 threads before it gives up its rights" in ended.stderr
 
 
 @pytest.mark.parametrize("right", ["to write outside", "to overwrite outside", "to remove outside"])
