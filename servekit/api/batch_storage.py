@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from servekit.batches.records import FileRecord
 from servekit.batches.store import BatchStore
 from servekit.config import ServeConfig
 from servekit.errors import StorageFailed
@@ -44,7 +45,14 @@ class BatchStorage:
 
     async def check_room(self, tenant: str, num_files: int = 0, num_batches: int = 0, num_bytes: int = 0) -> None:
         """Raise StorageFailed if the tenant may not store so much more."""
-        own, total = await self.call(self.store.usage, tenant), await self.call(self.store.usage)
+        await self.call(self._check_room, tenant, num_files, num_batches, num_bytes)
+
+    async def add_file(self, file: FileRecord) -> None:
+        """Add a file if its tenant has room for it, whatever others store meanwhile. Raises StorageFailed."""
+        await self.call(self.store.add_file, file, lambda: self._check_room(file.tenant, 1, 0, max(1, file.num_bytes)))
+
+    def _check_room(self, tenant: str, num_files: int, num_batches: int, num_bytes: int) -> None:
+        own, total = self.store.usage(tenant), self.store.usage()
         for what, limit, amount, held, used in (
             ("files", MAX_FILES, num_files, own.num_files, total.num_files),
             ("batches", MAX_BATCHES, num_batches, own.num_batches, total.num_batches),

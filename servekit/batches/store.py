@@ -146,8 +146,11 @@ class BatchStore:
         """Return where the content of an uploaded file is. The id must be one that this server made."""
         return self.uploads / file_id
 
-    def add_file(self, file: FileRecord) -> None:
-        """Add a file whose content is complete: first that is made durable, then the entry is written."""
+    def add_file(self, file: FileRecord, check_room: Callable[[], None] = lambda: None) -> None:
+        """Add a file whose content is complete: first that is made durable, then the entry is written.
+
+        `check_room` raises if there is no room. It is called in the transaction, so nobody stores anything between.
+        """
         try:
             with self.path_of(file.id).open("rb") as content:
                 os.fsync(content.fileno())
@@ -155,6 +158,7 @@ class BatchStore:
         except OSError as error:
             raise self.failure(error) from None
         with self._transaction():
+            check_room()
             self._insert_file(file)
 
     def _insert_file(self, file: FileRecord) -> None:

@@ -107,8 +107,7 @@ async def _receive(request: Request, storage: BatchStorage) -> FileRecord:
             raise InvalidRequest("the body ends before the form does; its last boundary is missing")
         record = form.record(file_id, caller_of(request).tenant, storage)
         # The length may have been undeclared, and others may have stored something meanwhile.
-        await storage.check_room(record.tenant, num_files=1, num_bytes=max(1, record.num_bytes))
-        await storage.call(storage.store.add_file, record)
+        await storage.add_file(record)
     except BaseException as error:
         with suppress(OSError):
             path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,13 @@ async def test_one_tenant_fills_only_half_of_the_storage(tmp_path: Path, monkeyp
     file = read(await ask(app, "GET", "/v1/files", own))["data"][0]
     answers = [(await create(app, file["id"], own)).status for _ in range(3)]
     assert answers == [200, 200, 507]
+
+
+async def test_uploads_at_the_same_time_do_not_exceed_the_storage_together(tmp_path: Path) -> None:
+    app = make_app(batch_dir=str(tmp_path), batch_max_total_bytes=10_000)
+    answers = await asyncio.gather(*(upload(app, content=b"x" * 3_000) for _ in range(6)))
+    assert sorted(answer.status for answer in answers) == [200] * 3 + [507] * 3
+    assert len(list((tmp_path / "files").iterdir())) == 3
 
 
 async def test_uploads_at_the_same_time_are_bounded(tmp_path: Path) -> None:
