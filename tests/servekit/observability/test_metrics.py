@@ -273,7 +273,7 @@ def test_each_replica_has_its_own_values_of_the_same_metrics() -> None:
 def test_drafts_are_counted_by_position_drafter_and_replica() -> None:
     metrics, counts = make_metrics(), [DraftLengths(2), DraftLengths(2)]
     for num_accepted in (0, 1, 2):
-        counts[0].record(make_sequence(), 2, num_accepted)
+        counts[0].record(make_sequence(), 2, 2, num_accepted)
     metrics.watch_drafts("ngram", lambda: counts)
     values = samples(metrics)
     assert {key[1] for key in values if key[0].startswith("spec_decode")} == {"ngram"}
