@@ -839,16 +839,26 @@ static void sum_blocks(const quantized_weight *weight, const scalar *x, float *s
         }
 }
 
+/* The largest absolute value. In four chains, because each comparison waits for the one before it. */
+static float largest_size(const scalar *x, int64_t size) {
+    enum { CHAINS = 4 };
+    floats largest[CHAINS] = {};
+    for (int64_t first = 0; first < size; first += CHAINS * LANES)
+        UNROLLED for (int64_t c = 0; c < CHAINS; c++) {
+            const int64_t i = first + c * LANES;
+            if (i >= size) break;
+            const floats found = absolute(load(x + i));
+            largest[c] = select_lanes(found > largest[c], found, largest[c]);
+        }
+    for (int c = 1; c < CHAINS; c++) largest[0] = select_lanes(largest[c] > largest[0], largest[c], largest[0]);
+    return max_of_lanes(largest[0]);
+}
+
 /* Quantize one row to int8, symmetrically; return its scale. x and `to` may begin at the same address, because what is
    read is wider than what is written. */
 static float quantize_row(const quantized_weight *weight, const scalar *x, int8_t *to, float *sums, int32_t *starts) {
     const int64_t num_inputs = weight->base.num_inputs, most = panel_inputs((int)weight->kernel);
-    floats largest = {};
-    for (int64_t i = 0; i < num_inputs; i += LANES) {
-        const floats size = absolute(load(x + i));
-        largest = select_lanes(size > largest, size, largest);
-    }
-    const float limit = max_of_lanes(largest), inverse = limit > 1e-30f ? 127.0f / limit : 0.0f;
+    const float limit = largest_size(x, num_inputs), inverse = limit > 1e-30f ? 127.0f / limit : 0.0f;
     for (int64_t group = 0; group < num_inputs; group += weight->group_size)
         for (int64_t first = 0; first < weight->group_size; first += most, sums++, starts++) {
             const int64_t left = weight->group_size - first, end = first + (left < most ? left : most);
@@ -922,10 +932,7 @@ static void multiply_strips_of_thread(const quantized_weight *quantized, const i
         case INT5_BY_FLOAT: strip_of_int5_by_float(sums, quantized, inputs, &tables, strip, next_strip, &shaped_for); break;
         case INT6_BY_FLOAT: strip_of_int6_by_float(sums, quantized, inputs, &tables, strip, next_strip, &shaped_for); break;
         }
-        if (inputs->row_scales)
-            for (int64_t row = 0; row < inputs->num_rows; row++)
-                HALVES(h) *(floats *)(sums + row * STRIP + h * LANES) *= inputs->row_scales[row];
-        finish_strip(weight, sums, i * STRIP, residual, output, inputs->num_rows);
+        finish_strip(weight, sums, inputs->row_scales, i * STRIP, residual, output, inputs->num_rows);
     }
 #ifdef HAS_TILES
     if (shaped_for) _tile_release();

@@ -152,7 +152,7 @@ static void multiply_strips_of_thread(const packed_weight *packed, const scalar 
         if (!by_tiles) strip_of_rows_by_vectors(sums, num_rows, x, weights, stride, next, num_inputs);
         else if (num_rows > TILE) strip_by_tiles(sums, 1, x, weights, stride, next, num_inputs);
         else strip_by_tiles(sums, 0, x, weights, stride, next, num_inputs);
-        finish_strip(weight, sums, i * STRIP, residual, output, num_rows);
+        finish_strip(weight, sums, NULL, i * STRIP, residual, output, num_rows);
     }
     if (by_tiles) _tile_release();
 }

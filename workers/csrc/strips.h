@@ -29,16 +29,17 @@ static inline const void *strip_to_prefetch(const prepared_weight *weight, strip
     return next->data + (strips_of_thread(next).first + index - strips.end) * next->strip_bytes;
 }
 
-/* output = sums [num_rows, STRIP] + bias + residual, for the outputs from `first` on. residual and output have
-   num_outputs columns. */
-static inline void finish_strip(const prepared_weight *weight, const float *sums, int64_t first,
-                                const scalar *residual, scalar *output, int64_t num_rows) {
+/* output = sums [num_rows, STRIP] * row_scales + bias + residual, for the outputs from `first` on. residual and output have
+   num_outputs columns. row_scales [num_rows]; NULL: all are 1. */
+static inline void finish_strip(const prepared_weight *weight, const float *sums, const float *row_scales,
+                                int64_t first, const scalar *residual, scalar *output, int64_t num_rows) {
     const int64_t num_outputs = weight->num_outputs, left = num_outputs - first;
     for (int64_t row = 0; row < num_rows; row++, sums += STRIP) {
         const int64_t offset = row * num_outputs + first;
+        const float scale = row_scales ? row_scales[row] : 1.0f;
         if (left >= STRIP) {
             for (int64_t i = 0; i < STRIP; i += LANES) {
-                floats sum = *(const floats *)(sums + i);
+                floats sum = *(const floats *)(sums + i) * scale;
                 if (weight->bias) sum += load(weight->bias + first + i);
                 if (residual) sum += load(residual + offset + i);
                 store(output + offset + i, sum);
@@ -46,7 +47,7 @@ static inline void finish_strip(const prepared_weight *weight, const float *sums
         } else {
             for (int64_t i = 0; i < left; i++) {
                 const float bias = weight->bias ? to_float(weight->bias[first + i]) : 0.0f;
-                output[offset + i] = from_float(sums[i] + bias + (residual ? to_float(residual[offset + i]) : 0.0f));
+                output[offset + i] = from_float(sums[i] * scale + bias + (residual ? to_float(residual[offset + i]) : 0.0f));
             }
         }
     }
