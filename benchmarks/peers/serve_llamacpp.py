@@ -2,8 +2,8 @@
 
     python benchmarks/peers/serve_llamacpp.py MODEL.gguf PORT [--slots 32] [--slot-tokens 640] [--threads 2]
 
-Run it with an interpreter that has xllamacpp, a wheel with llama-server inside. `llama-server -m MODEL.gguf --port PORT`
-is the same server.
+Run it with an interpreter that has xllamacpp, a wheel with llama-server inside. `llama-server -m MODEL.gguf --port
+PORT` is the same server.
 """
 
 from __future__ import annotations

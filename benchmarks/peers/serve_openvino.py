@@ -68,6 +68,14 @@ class Engine:
                     del running[request]
 
 
+def choice(text: str, finish_reason: str | None) -> dict[str, object]:
+    return {"index": 0, "text": text, "finish_reason": finish_reason}
+
+
+async def send(response: web.StreamResponse, **event: object) -> None:
+    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
 def make_app(engine: Engine) -> web.Application:
     async def complete(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -78,10 +86,10 @@ def make_app(engine: Engine) -> web.Application:
         num_tokens = 0
         while token_ids := await ours.batches.get():
             num_tokens += len(token_ids)
-            choice = {"index": 0, "text": engine.tokenizer.decode(token_ids), "finish_reason": None}
-            await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
-        usage = {"choices": [], "usage": {"completion_tokens": num_tokens}}
-        await response.write(b"data: " + json.dumps(usage).encode() + b"\n\ndata: [DONE]\n\n")
+            await send(response, choices=[choice(engine.tokenizer.decode(token_ids), None)])
+        await send(response, choices=[choice("", "length")])
+        await send(response, choices=[], usage={"completion_tokens": num_tokens})
+        await response.write(b"data: [DONE]\n\n")
         return response
 
     async def health(_: web.Request) -> web.Response:
