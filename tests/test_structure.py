@@ -38,7 +38,7 @@ UNSAFE_CALLS = {
 UNSAFE_METHODS = {"recv_pyobj", "send_pyobj", "unsafe_load", "full_load", "import_module", "load_module", "getoutput"}
 # and arguments.
 UNSAFE_ARGUMENTS = ("allow_pickle", "trust_remote_code", "shell")
-# The one exception: `servekit convert` unpickles weights, and nothing else, in a process without rights.
+# The one exception: `servekit convert` unpickles weights, and nothing else, in an unprivileged process.
 UNPICKLES_WEIGHTS = "workers/conversion/pickled_weights.py"
 
 

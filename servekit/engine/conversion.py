@@ -1,4 +1,4 @@
-"""Convert a model's files in a process without rights: pickled weights, and tokenizers of other programs.
+"""Convert a model's files in an unprivileged process: pickled weights, and tokenizers of other programs.
 
 The process imports torch and transformers, which this one does not. It may neither use the network nor write anywhere
 but in the directory that it is given (workers/conversion/confinement.py), and is ended if it takes too long.

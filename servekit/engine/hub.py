@@ -32,8 +32,11 @@ IGNORED = ["original/*", "consolidated*", "onnx/*"]
 PICKLED_WEIGHTS = "pytorch_model*.bin"
 
 
-class ModelNotHere(ConfigError):
+class ModelNotDownloaded(ConfigError):
     """The model is named by an id of Hugging Face, and has not been downloaded to this machine."""
+
+
+ModelNotHere = ModelNotDownloaded  # the former name, which servekit/doctor still uses
 
 
 def split_revision(model: str, revision: str | None) -> tuple[str, str | None]:
@@ -58,7 +61,7 @@ def download_snapshot(
 ) -> Path:
     """Return the directory of a model in the cache; download what it lacks.
 
-    Raises ConfigError, and ModelNotHere for what would have to be downloaded, and must not be.
+    Raises ConfigError, and ModelNotDownloaded for what would have to be downloaded, and must not be.
     """
     patterns = [*DOWNLOADED, PICKLED_WEIGHTS] if with_pickled_weights else DOWNLOADED
     return _download(
@@ -103,7 +106,7 @@ def _download(model: str, revision: str | None, download: Callable[[], str], may
         raise ConfigError(f"model {model!r} is neither a directory nor a Hugging Face id: {error}") from None
     except Exception as error:  # of the library, and of the HTTP client that it happens to use
         if not may_download:
-            raise ModelNotHere(f"model {model!r} is not a local directory, and has not been downloaded") from None
+            raise ModelNotDownloaded(f"model {model!r} is not a local directory, and has not been downloaded") from None
         raise ConfigError(f"model {model!r} {_explain(model, revision, error)}") from None
 
 
@@ -146,8 +149,8 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
             command = f"hf download {model}" + ("" if revision is None else f" --revision {revision}")
             return (
                 f"is not in the cache {constants.HF_HUB_CACHE}, or not all of it, and HF_HUB_OFFLINE forbids to "
-                f"download it: run `{command}` where there is a network and copy the cache (HF_HOME names its folder), "
-                "or give a directory"
+                f"download it: run `{command}` where there is a network and copy the cache (HF_HOME names its "
+                "directory), or give a directory"
             )
         case LocalEntryNotFoundError():
             return (

@@ -65,8 +65,8 @@ class _TokenizerConfig(msgspec.Struct):
 def find_model(model: str, revision: str | None = None, *, may_download: bool = True) -> Path:
     """Return the directory of a model; download it if necessary.
 
-    A repository's name may end with its revision: org/name@revision. Raises ConfigError, and ModelNotHere for a model
-    that would have to be downloaded, and must not be.
+    A repository's name may end with its revision: org/name@revision. Raises ConfigError, and ModelNotDownloaded for
+    a model that would have to be downloaded, and must not be.
     """
     if revision is not None and (model == DEMO_MODEL or is_simulated(model) or Path(model).exists()):
         raise ConfigError(
@@ -144,7 +144,7 @@ def check_weights(path: Path, model: str, revision: str | None = None) -> None:
         source = name if revision is None else f"{name}@{revision}"
         raise ConfigError(
             f"the weights of {model!r} are pickled ({PICKLED_WEIGHTS}), and servekit serves safetensors: run `servekit "
-            f"convert {shlex.quote(source)} OUT`, which reads them in a process without rights, and then serve OUT"
+            f"convert {shlex.quote(source)} OUT`, which reads them in an unprivileged process, and then serve OUT"
         )
     for pattern, kind in OTHER_WEIGHTS.items():
         if found := [file for file in names if fnmatch(file, pattern)]:

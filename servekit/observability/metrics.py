@@ -757,7 +757,7 @@ class _AllRegistries:
 
 _LOAD_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0)
 
-# Values of the label `temperature` of servekit_model_wait_seconds, and of `state` of servekit_model_state.
+# Values of the label `start` of servekit_model_wait_seconds, and of `state` of servekit_model_state.
 WAITS = ("hot", "warm", "cold")
 MODEL_STATES = ("cold", "waiting", "loading", "ready", "unloading", "failed")
 
@@ -784,7 +784,7 @@ class LoadMetrics:
             "Time that a request waited for its model. hot: it was loaded; warm: another request had begun to load it; "
             "cold: this request made it wait for its turn to be loaded.",
             _LOAD_BUCKETS,
-            "temperature",
+            "start",
         )
         self._waits = {each: waits.labels(*factory.label_values, each) for each in WAITS}
         states = factory.labelled_gauge("model_state", "1 for the state that the model is in.", "state")
@@ -810,9 +810,9 @@ class LoadMetrics:
         """A request was refused because it would have waited too long."""
         self._refusals.inc()
 
-    def waited(self, temperature: str, duration_s: float) -> None:
+    def waited(self, start: str, duration_s: float) -> None:
         """A request uses the model after a wait; one of WAITS."""
-        self._waits[temperature].observe(duration_s)
+        self._waits[start].observe(duration_s)
 
 
 class SeveralModelsMetrics:

@@ -165,7 +165,7 @@ def table() -> Iterator[str]:
     yield "|---|---|---|---|"
     for client in map(Client, PAGES):
         packages = ", ".join(f"`{package}`" for package in client.packages)
-        yield f"| [{client.name}](clients/{client.page.name}) | {packages} | {', '.join(client.shown)} | works |"
+        yield f"| [{client.name}](clients/{client.page.name}) | {packages} | {'; '.join(client.shown)} | works |"
 
 
 def page_with_table(text: str) -> str:

@@ -46,7 +46,7 @@ SCHEMA: dict[str, Any] = {
 JSON_SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA}}
 TOOL: Any = {"type": "function", "function": {"name": "count_legs", "parameters": SCHEMA}}
 RESPONSES_TOOL: Any = {"type": "function", "name": "count_legs", "parameters": SCHEMA, "strict": True}
-DEMANDED: Any = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+REQUIRED: Any = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
 PICTURE: list[Any] = [
     {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}
 ]
@@ -305,13 +305,13 @@ OPENAI = [
     ),
     Call(
         "openai",
-        "`chat.completions.create`, `tools`, demanded",
-        lambda c: c.chat(**DEMANDED).choices[0].message.tool_calls[0].function.name == "count_legs",
+        "`chat.completions.create`, `tools`, `tool_choice` `required`",
+        lambda c: c.chat(**REQUIRED).choices[0].message.tool_calls[0].function.name == "count_legs",
     ),
     Call(
         "openai",
-        "`chat.completions.create`, `tools`, demanded and streamed",
-        lambda c: any(x.choices[0].delta.tool_calls for x in c.chat(stream=True, **DEMANDED)),
+        "`chat.completions.create`, `tools`, `tool_choice` `required`, `stream`",
+        lambda c: any(x.choices[0].delta.tool_calls for x in c.chat(stream=True, **REQUIRED)),
     ),
     Call(
         "openai",
@@ -330,7 +330,7 @@ OPENAI = [
     ),
     Call(
         "openai",
-        "`responses.create`, `tools`, demanded",
+        "`responses.create`, `tools`, `tool_choice` `required`",
         lambda c: c.respond(tools=[RESPONSES_TOOL], tool_choice="required", parallel_tool_calls=False).output[0].name,
     ),
     Call("openai", "`models.list`", lambda c: [model.id for model in c.openai.models.list()] == ["demo"]),
@@ -429,7 +429,7 @@ LANGCHAIN = [
     ),
     Call(
         "langchain-openai",
-        "`ChatOpenAI.bind_tools`, demanded",
+        "`ChatOpenAI.bind_tools`, `tool_choice` `required`",
         lambda c: (
             c.langchain.bind_tools([TOOL], tool_choice="required", parallel_tool_calls=False).invoke(CAT).tool_calls
         ),
@@ -465,7 +465,7 @@ OLLAMA = [
     ),
     Call(
         "ollama",
-        "`chat`, `tools`, demanded by an option",
+        "`chat`, `tools`, the option `tool_choice` `required`",
         lambda c: c.ollama.chat("demo", USER, tools=[TOOL], options={"tool_choice": "required"}).message.tool_calls,
     ),
     Call(
@@ -504,9 +504,9 @@ OLLAMA = [
     Call("ollama", "`ps`", lambda c: c.ollama.ps().models[0].context_length == 2048),
     Call("ollama", "`show`", lambda c: c.ollama.show("demo").capabilities == ["completion"]),
     Call("ollama", "`AsyncClient`", lambda c: asyncio.run(_ask_ollama(c.url))),
-    Call("ollama", "`pull`", lambda c: c.ollama.pull("llama3.2"), "this server has one model"),
-    Call("ollama", "`create`", lambda c: c.ollama.create("other", from_="demo"), "this server has one model"),
-    Call("ollama", "`delete`", lambda c: c.ollama.delete("demo"), "this server has one model"),
+    Call("ollama", "`pull`", lambda c: c.ollama.pull("llama3.2"), "the operator names them"),
+    Call("ollama", "`create`", lambda c: c.ollama.create("other", from_="demo"), "the operator names them"),
+    Call("ollama", "`delete`", lambda c: c.ollama.delete("demo"), "the operator names them"),
     Call("ollama", "`embed`", lambda c: c.ollama.embed("demo", "a"), "computes no embeddings"),
 ]
 ANTHROPIC_TOOLS: Any = {
@@ -532,7 +532,7 @@ ANTHROPIC = [
     Call("anthropic", "`messages.stream`", lambda c: _anthropic_stream(c) == BLUE),
     Call(
         "anthropic",
-        "`messages.create`, `tools`, demanded",
+        "`messages.create`, `tools`, `tool_choice` `any`",
         lambda c: c.message(**ANTHROPIC_TOOLS).content[0].name == "count_legs",
     ),
     Call(
@@ -622,7 +622,7 @@ class Missing(NamedTuple):
 
 CHAT = "/v1/chat/completions"
 IMAGE = [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}]
-_ONE_MODEL = "A server has one model, and its operator chooses it. Run one server for each model."
+_BY_THE_OPERATOR = "The operator chooses the models (`--models`); clients cannot add or remove them."
 _ONLY_TEXT = "The models that are served read and write text."
 _NO_POOLING = "Models that embed, rerank or classify have routes of their own (embeddings.md)."
 MISSING = [
@@ -679,7 +679,7 @@ MISSING = [
         "/v1/responses",
         {"model": "demo", "input": "a", "previous_response_id": "resp_1"},
         "stores no responses",
-        "The server keeps nothing that was said. Clients send the conversation, and the prefix cache makes that cheap.",
+        "The server stores no conversations. Send the conversation again: the prefix cache avoids computing it twice.",
     ),
     Missing(
         "OpenAI",
@@ -687,7 +687,7 @@ MISSING = [
         "/v1/responses",
         {"model": "demo", "input": "a", "top_logprobs": 2},
         "top_logprobs is not supported",
-        "Chats have them: `logprobs` of `/v1/chat/completions`.",
+        "Use `logprobs` of `/v1/chat/completions`.",
     ),
     Missing(
         "OpenAI",
@@ -711,7 +711,7 @@ MISSING = [
         "/v1/conversations",
         {"items": []},
         "there is no route",
-        "The server keeps nothing that was said. Files are there for [batches](batches.md).",
+        "The server stores no conversations. Files are for [batches](batches.md).",
     ),
     Missing(
         "OpenAI",
@@ -727,7 +727,7 @@ MISSING = [
         "/v1/completions",
         {"prompt": "a", "use_beam_search": True},
         "use_beam_search is not supported",
-        "Its sequences fork at each step, which prefix sharing by prompt does not do. `best_of` samples instead.",
+        "Here sequences are forked only after the prompt, not at each step. `best_of` samples instead.",
     ),
     Missing(
         "vLLM",
@@ -775,15 +775,15 @@ MISSING = [
         "/v1/completions",
         {"prompt": "a", "truncation_side": "right"},
         "keeps the last;",
-        "What comes last is what is asked.",
+        "Only the beginning of a prompt is dropped.",
     ),
     Missing(
         "vLLM",
-        "`echo` and `documents` in chats",
+        "`echo` and `documents` in `/v1/chat/completions`",
         CHAT,
         {"messages": USER, "documents": [{"text": "a"}]},
         "documents is not supported",
-        "Few templates know them. `chat_template_kwargs` passes them on to those.",
+        "Few chat templates use them. `chat_template_kwargs` passes them on to a template that does.",
     ),
     Missing(
         "vLLM",
@@ -831,7 +831,7 @@ MISSING = [
         "/update_weights_from_disk",
         {"model_path": "a"},
         "there is no route",
-        _ONE_MODEL,
+        _BY_THE_OPERATOR,
     ),
     Missing(
         "SGLang",
@@ -839,7 +839,7 @@ MISSING = [
         "/generate",
         {"text": "a", "sampling_params": {"max_new_tokens": 1}},
         "unknown field 'text'",
-        "Its streams repeat the whole text in each event. Its `/v1` routes are supported.",
+        "SGLang's format differs: each event repeats the whole text. Its `/v1` routes are supported.",
     ),
     Missing(
         "SGLang",
@@ -855,7 +855,7 @@ MISSING = [
         "/generate",
         {"inputs": "a", "parameters": {"watermark": True}},
         "watermark",
-        "No model here has a detector for it.",
+        "The server has no detector for watermarks.",
     ),
     Missing(
         "TGI",
@@ -911,7 +911,7 @@ MISSING = [
         "/api/generate",
         {"model": "demo", "prompt": "a", "context": [1]},
         "/api/chat",
-        "The prefix cache makes a conversation that is sent again as cheap. Ollama has deprecated it, too.",
+        "Send the conversation again: the prefix cache avoids computing it twice. Ollama has deprecated this, too.",
     ),
     Missing(
         "Ollama",
@@ -926,8 +926,8 @@ MISSING = [
         "`/api/pull`, `/api/push`, `/api/create`, `/api/copy`, `/api/delete`",
         "/api/pull",
         {"model": "a"},
-        "one model",
-        _ONE_MODEL,
+        "the operator names them",
+        _BY_THE_OPERATOR,
     ),
 ]
 

@@ -214,7 +214,7 @@ def test_models_are_not_managed_over_the_api(client: Client) -> None:
         lambda: client.delete("demo"),
     ]
     for call in calls:
-        with pytest.raises(ResponseError, match="one model"):
+        with pytest.raises(ResponseError, match="the operator names them with --model or --models"):
             call()
     for embed in (lambda: client.embed("demo", SKY), lambda: client.embeddings("demo", SKY)):
         with pytest.raises(ResponseError, match="no embeddings"):

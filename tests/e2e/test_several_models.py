@@ -118,7 +118,7 @@ def test_third_model_makes_the_one_used_least_recently_make_room(server: ServerP
         1.0,
         1.0,
     ]
-    assert sample(server, 'servekit_model_wait_seconds_count{model_name="b",temperature="cold"}') == 1.0
+    assert sample(server, 'servekit_model_wait_seconds_count{model_name="b",start="cold"}') == 1.0
 
 
 def test_model_field_of_every_api_chooses_and_without_it_the_default_answers(server: ServerProcess) -> None:

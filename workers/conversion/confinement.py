@@ -1,4 +1,4 @@
-"""Give up rights of this process for good: no network, no other programs, no changes outside of one directory.
+"""Drop the privileges of this process for good: no network, no other programs, no changes outside of one directory.
 
 A file of a model may come from an attacker. Should it take over the code that reads it, there is nothing that this code
 could do but write other weights.
@@ -74,7 +74,7 @@ _LANDLOCK_CREATE_RULESET_VERSION = 1
 _LANDLOCK_RULE_PATH_BENEATH = 1
 _WRITE_FILE, _REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_REG = 1 << 1, 1 << 4, 1 << 5, 1 << 7, 1 << 8
 _TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
-# Rights to change files, with the version that knows them: write a file; remove and make files and directories of all
+# Access rights that change files, with the version that knows them: write a file; remove and make files and directories of all
 # kinds; change a file's length; give commands to devices. To move a file to another directory needs no mention: every
 # ruleset refuses it.
 _CHANGES = {1: _WRITE_FILE | sum(1 << bit for bit in range(4, 13)), 3: _TRUNCATE, 5: _IOCTL_DEV}
@@ -82,7 +82,7 @@ _ALLOWED_INSIDE = _WRITE_FILE | _REMOVE_DIR | _REMOVE_FILE | _MAKE_DIR | _MAKE_R
 
 
 def confine(writable: Path, memory_bytes: int, cpu_s: int) -> None:
-    """Give up all rights but those to read files, and to write in `writable`.
+    """Drop all privileges but reading files, and writing in `writable`.
 
     Call it after slow imports, while the process has one thread: Landlock confines only the thread that asks for it,
     and those that it starts later.
@@ -94,7 +94,7 @@ def confine(writable: Path, memory_bytes: int, cpu_s: int) -> None:
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads != 1:
         raise ConfigError(
-            f"the process that reads files of others has {num_threads} threads before it gives up its rights, and may "
+            f"the process that reads files of others has {num_threads} threads before it drops its privileges, and may "
             "have 1; a library started the others when it was imported"
         )
     limit_address_space(memory_bytes)
@@ -187,6 +187,6 @@ def _forbid_writing_outside(library: ctypes.CDLL, writable: Path) -> None:
 def _refused(what: str) -> ConfigError:
     reason = os.strerror(ctypes.get_errno())
     return ConfigError(
-        f"the kernel refuses {what} ({reason}), without which the process that reads files of others cannot give up "
-        "its rights; convert them on another machine, or in a container that allows it"
+        f"the kernel refuses {what} ({reason}), without which the process that reads files of others cannot drop "
+        "its privileges; convert them on another machine, or in a container that allows it"
     )

@@ -1,4 +1,4 @@
-"""Run a conversion in this process, which gives up its rights before it reads the first byte of the model."""
+"""Run a conversion in this process, which drops its privileges before it reads the first byte of the model."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def _run_side_by_side(commands: Iterable[list[str]]) -> None:
 def _cache_folder() -> Path | None:
     """Return the folder that keeps the libraries; None if there is none that only this user can write to.
 
-    A library that another user could have put there would run with this process's rights.
+    A library that another user could have put there would run with this process's privileges.
     """
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: the user has no home

@@ -215,13 +215,13 @@ def _size(num_parameters: int) -> str:
 
 # -- what this server does not do --------------------------------------------------------------------------------------
 
-_ONE_MODEL = "this server has one model, which --model names when it starts"
+_BY_THE_OPERATOR = "the operator names them with --model or --models"
 REFUSED = (
-    ("POST", "pull", f"models are not pulled over the API: {_ONE_MODEL}"),
-    ("POST", "push", f"models are not pushed: {_ONE_MODEL}"),
-    ("POST", "create", f"models are not created over the API: {_ONE_MODEL}"),
-    ("POST", "copy", f"models are not copied: {_ONE_MODEL}; --served-model-name gives it another name"),
-    ("DELETE", "delete", f"models are not deleted over the API: {_ONE_MODEL}"),
+    ("POST", "pull", f"models are not pulled over the API; {_BY_THE_OPERATOR}"),
+    ("POST", "push", f"models are not pushed; {_BY_THE_OPERATOR}"),
+    ("POST", "create", f"models are not created over the API; {_BY_THE_OPERATOR}"),
+    ("POST", "copy", f"models are not copied; {_BY_THE_OPERATOR}, and --served-model-name gives another name"),
+    ("DELETE", "delete", f"models are not deleted over the API; {_BY_THE_OPERATOR}"),
 )
 
 

@@ -321,7 +321,7 @@ def test_scrape_of_several_models_has_each_family_once_and_counts_outlive_an_eng
         'servekit_model_loads_total{model_name="b",result="failed"} 1.0',
         'servekit_model_unloads_total{model_name="a"} 1.0',
         'servekit_model_load_refusals_total{model_name="b"} 1.0',
-        'servekit_model_wait_seconds_sum{model_name="b",temperature="cold"} 1.5',
+        'servekit_model_wait_seconds_sum{model_name="b",start="cold"} 1.5',
         'servekit_model_load_seconds_sum{model_name="a"} 2.0',
         'servekit_admission_rejections_total{model_name="",reason="model_not_found"} 1.0',
         'servekit_log_lines_dropped_total{model_name=""} 5.0',

@@ -1,4 +1,4 @@
-"""Tests of what a process cannot do after it has given up its rights. The process is a real one."""
+"""Tests of what a process cannot do after it has dropped its privileges. The process is a real one."""
 
 from __future__ import annotations
 
