@@ -624,7 +624,7 @@ CHAT = "/v1/chat/completions"
 IMAGE = [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}]
 _BY_THE_OPERATOR = "The operator chooses the models (`--models`); clients cannot add or remove them."
 _ONLY_TEXT = "The models that are served read and write text."
-_NO_POOLING = "Models that embed, rerank or classify have routes of their own (embeddings.md)."
+_NO_POOLING = "Models that embed, rerank or classify have [routes of their own](embeddings.md)."
 MISSING = [
     Missing(
         "OpenAI", "images, audio and files in messages", CHAT, {"messages": PICTURE}, "supports text only", _ONLY_TEXT
