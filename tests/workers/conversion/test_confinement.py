@@ -144,7 +144,7 @@ threading.Thread(target=threading.Event().wait, daemon=True).start()
 confine(Path("."), 2**27, 60)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and "has 2 threads before it gives up its rights" in ended.stderr
+    assert ended.returncode == 1 and "has 2 threads before it drops its privileges" in ended.stderr
 
 
 @pytest.mark.parametrize("right", ["to write outside", "to overwrite outside", "to remove outside"])
