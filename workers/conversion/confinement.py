@@ -74,7 +74,7 @@ _LANDLOCK_CREATE_RULESET_VERSION = 1
 _LANDLOCK_RULE_PATH_BENEATH = 1
 _WRITE_FILE, _REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_REG = 1 << 1, 1 << 4, 1 << 5, 1 << 7, 1 << 8
 _TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
-# Access rights that change files, with the version that knows them: write a file; remove and make files and directories of all
+# Access rights, with the version that knows them: write a file; remove and make files and directories of all
 # kinds; change a file's length; give commands to devices. To move a file to another directory needs no mention: every
 # ruleset refuses it.
 _CHANGES = {1: _WRITE_FILE | sum(1 << bit for bit in range(4, 13)), 3: _TRUNCATE, 5: _IOCTL_DEV}
