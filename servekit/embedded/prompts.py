@@ -21,8 +21,9 @@ def to_prompt(value: PromptInput) -> Prompt:
     if isinstance(content, str):
         return Prompt(content, "prompt")
     try:
-        # array() would take the memory of bytes as integers.
-        token_ids = array("i", None if isinstance(content, bytes | bytearray | memoryview) else content)
+        if isinstance(content, bytes | bytearray | memoryview):
+            raise TypeError("array() would take this memory as integers")
+        token_ids = array("i", content)
     except (TypeError, OverflowError):
         raise InvalidRequest(
             f"a prompt is a text, a list of token ids, or a dictionary with 'prompt' or 'prompt_token_ids'; this is "
