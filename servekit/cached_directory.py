@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from servekit.errors import ConfigError
+
+# Servers that run, or that are making a directory, are left what they use. Each start notes the use.
+UNUSED_S = 24 * 3600
+INCOMPLETE = "incomplete-"
 
 
 def cache_folder(kind: str) -> Path:
@@ -30,7 +35,7 @@ def made(directory: Path) -> Iterator[Path]:
     folder = directory.parent
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        incomplete = Path(tempfile.mkdtemp(dir=folder, prefix="incomplete-"))
+        incomplete = Path(tempfile.mkdtemp(dir=folder, prefix=INCOMPLETE))
     except OSError as error:
         raise _unwritable(folder, error) from None
     try:
@@ -45,18 +50,27 @@ def made(directory: Path) -> Iterator[Path]:
 
 
 def remove_others(directory: Path, link: str, source: Path) -> None:
-    """Remove the directories beside it whose `link` leads to the same source, or to one that is gone."""
+    """Remove the directories beside it that no server started with for a day, and that nobody needs.
+
+    Their `link` leads to the same source, or to one that is gone; or they were never completed.
+    """
     if not directory.parent.exists():
         return
+    newest_s = time.time() - UNUSED_S
     for other in directory.parent.iterdir():
         other_link = other / link
         with suppress(OSError):  # another server may be doing the same
-            if (
-                other != directory
-                and other_link.is_symlink()
-                and (not other_link.exists() or other_link.readlink() == source)
-            ):
+            if other == directory or other.stat().st_mtime > newest_s:
+                continue
+            is_replaced = other_link.is_symlink() and (not other_link.exists() or other_link.readlink() == source)
+            if is_replaced or other.name.startswith(INCOMPLETE):
                 shutil.rmtree(other, ignore_errors=True)
+
+
+def note_use(directory: Path) -> None:
+    """Note that a server starts with the directory, so that others do not remove it."""
+    with suppress(OSError):  # it may be another user's, who keeps it
+        os.utime(directory)
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:

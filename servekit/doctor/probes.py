@@ -29,7 +29,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from servekit.config import ServeConfig
 from servekit.doctor.machine import Clock, Cores, Folder, Hub, Limits, Machine, Memory, Port, Processor
-from servekit.engine.hub import DOWNLOADED, ModelNotHere, split_revision
+from servekit.engine.hub import DOWNLOADED, IGNORED, ModelNotHere, split_revision
 from servekit.engine.model_files import DEMO_MODEL_PATH, check_weights, find_model
 from servekit.errors import ConfigError
 from servekit.executor.worker_process import worker_environment
@@ -105,7 +105,13 @@ def model_on_hub(model: str, revision: str | None = None) -> ModelFacts:
         problem = " ".join(str(error).split())
         return ModelFacts(problem=f"Hugging Face refuses model {model!r}: {problem}", is_here=False)
     wanted = [file] if file else [pattern for pattern in DOWNLOADED if pattern.endswith("safetensors")]
-    sizes = [each.size or 0 for each in info.siblings or () if any(fnmatch(each.rfilename, name) for name in wanted)]
+    ignored = [] if file else IGNORED
+    sizes = [
+        each.size or 0
+        for each in info.siblings or ()
+        if any(fnmatch(each.rfilename, name) for name in wanted)
+        and not any(fnmatch(each.rfilename, name) for name in ignored)
+    ]
     if not sizes:
         missing = repr(file) if file else "*.safetensors"
         return ModelFacts(problem=f"the repository {repository!r} of Hugging Face has no {missing}", is_here=False)

@@ -12,8 +12,9 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
-from servekit.cached_directory import cache_folder, made, remove_others
+from servekit.cached_directory import cache_folder, made, note_use, remove_others
 from servekit.engine.conversion import run_conversion, tokenizer_job
+from servekit.errors import ConfigError
 
 log = logging.getLogger("servekit")
 
@@ -45,6 +46,7 @@ def with_tokenizer(path: Path) -> Path:
     path = path.resolve()
     directory = cache_folder("tokenizers") / _identity(path)
     if (directory / TOKENIZER).exists():
+        note_use(directory)
         return directory
     log.info("making %s of the tokenizer's files in %s", TOKENIZER, path)
     remove_others(directory, _SOURCE_LINK, path)
@@ -63,9 +65,17 @@ def needs_tokenizer(path: Path) -> bool:
 
 
 def _identity(path: Path) -> str:
-    """The name of the directory, which changes when a file of the model does, or transformers."""
+    """The name of the directory, which changes when a file of the model does, or transformers.
+
+    Raises ConfigError for a link to a file that does not exist.
+    """
     parts = [str(FORMAT), version("transformers"), version("tokenizers"), os.fspath(path)]
     for file in sorted(path.iterdir()):
-        status = file.stat()
+        try:
+            status = file.stat()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read {file}: {error.strerror}; if it is a link to nothing, download the model again"
+            ) from None
         parts += [file.name, str(status.st_size), str(status.st_mtime_ns)]
     return sha256(os.fsencode("\0".join(parts))).hexdigest()[:32]

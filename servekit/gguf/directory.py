@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from servekit.cached_directory import cache_folder, made, remove_others
+from servekit.cached_directory import cache_folder, made, note_use, remove_others
 from servekit.errors import ConfigError
 from servekit.gguf.architectures import index_of
 from servekit.gguf.header import Header, read_header
@@ -39,6 +39,7 @@ def directory_of(file: Path) -> Path:
     identity = f"{FORMAT} {file} {status.st_size} {status.st_mtime_ns}"
     directory = cache_folder("gguf") / sha256(os.fsencode(identity)).hexdigest()[:32]
     if (directory / WEIGHTS).exists():
+        note_use(directory)
         return directory
     log.info("reading the configuration and the tokenizer of %s", file)
     contents = _small_files(read_header(file))

@@ -26,6 +26,8 @@ REPOSITORY = {
         {"rfilename": "model-00001-of-00002.safetensors", "size": 700},
         {"rfilename": "model-00002-of-00002.safetensors", "size": 288},
         {"rfilename": "model-Q8_0.gguf", "size": 500},
+        {"rfilename": "consolidated.safetensors", "size": 988},  # these two are not downloaded
+        {"rfilename": "original/model.safetensors", "size": 988},
     ],
     "safetensors": {"parameters": {"BF16": 494}, "total": 494},
 }

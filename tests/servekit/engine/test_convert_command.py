@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -126,7 +127,25 @@ def test_a_model_gets_its_tokenizer_once(tmp_path: Path, monkeypatch: pytest.Mon
     (model / "vocab.json").write_text("{}")
     changed = with_tokenizer(model)
     assert len(jobs) == 2, "its files have changed"
-    assert changed != directory and not directory.exists(), "nobody needs it any more"
+    assert changed != directory and directory.exists(), "a server may run with it"
+    young, old = (directory.parent / f"incomplete-{name}" for name in ("young", "old"))
+    young.mkdir()
+    old.mkdir()
+    two_days_ago_s = time.time() - 2 * 86_400
+    for path in (directory, changed, old):
+        os.utime(path, (two_days_ago_s, two_days_ago_s))
+    assert with_tokenizer(model) == changed
+    (model / "vocab.json").write_text("{ }")
+    with_tokenizer(model)
+    assert not directory.exists() and not old.exists(), "no server started with it for a day"
+    assert changed.exists() and young.exists()
+
+
+def test_a_link_to_a_file_that_is_gone_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").touch()
+    (tmp_path / "merges.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"cannot read .*merges\.txt: No such file or directory; .* download"):
+        with_tokenizer(tmp_path)
 
 
 def test_a_conversion_ends_at_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
