@@ -101,7 +101,7 @@ def test_what_is_in_the_cache_is_found_without_a_network(hub: StubHub, tmp_path:
     assert missing == (
         f"model 'org/model' is not in the cache {tmp_path / 'hub'}, or not all of it, and HF_HUB_OFFLINE forbids to "
         "download it: run `hf download org/model` where there is a network and copy the cache (HF_HOME names its "
-        "folder), or give a directory"
+        "directory), or give a directory"
     )
     assert hub.requests == []
     cached, missing = find("http://127.0.0.1:9", tmp_path, "org/model@v2", "org/model")
