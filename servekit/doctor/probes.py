@@ -29,7 +29,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from servekit.config import ServeConfig
 from servekit.doctor.machine import Clock, Cores, Folder, Hub, Limits, Machine, Memory, Port, Processor
-from servekit.engine.hub import DOWNLOADED, IGNORED, ModelNotHere, split_revision
+from servekit.engine.hub import DOWNLOADED, IGNORED, ModelNotDownloaded, split_revision
 from servekit.engine.model_files import DEMO_MODEL_PATH, check_weights, find_model
 from servekit.errors import ConfigError
 from servekit.executor.worker_process import worker_environment
@@ -88,7 +88,7 @@ def _find(config: ServeConfig, hub: Hub) -> tuple[Path | None, ModelFacts | None
         if path != DEMO_MODEL_PATH and config.load_format == "auto":
             check_weights(path, config.model, config.revision)
         return path, None
-    except ModelNotHere as error:
+    except ModelNotDownloaded as error:
         if hub.is_offline or hub.problem is not None:
             return None, ModelFacts(problem=f"{error.message}, and Hugging Face is not reached", is_here=False)
         return None, model_on_hub(*split_revision(config.model, config.revision))

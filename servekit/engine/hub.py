@@ -36,9 +36,6 @@ class ModelNotDownloaded(ConfigError):
     """The model is named by an id of Hugging Face, and has not been downloaded to this machine."""
 
 
-ModelNotHere = ModelNotDownloaded  # the former name, which servekit/doctor and servekit/planning still use
-
-
 def split_revision(model: str, revision: str | None) -> tuple[str, str | None]:
     """Return the id and the revision of `org/name@revision`. `revision` is the value of --revision.
 

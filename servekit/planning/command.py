@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from servekit.engine.hub import ModelNotHere, download_file, split_revision
+from servekit.engine.hub import ModelNotDownloaded, download_file, split_revision
 from servekit.engine.model_files import find_model
 from servekit.errors import ConfigError
 from servekit.laboratory.report import as_json, as_table
@@ -173,7 +173,7 @@ def _read_model(model: str) -> tuple[dict[str, Any], int | None]:
     if path.suffix != ".json":
         try:
             path = find_model(model, may_download=False) / "config.json"
-        except ModelNotHere:
+        except ModelNotDownloaded:
             path = download_file(*_file_of(model))
     try:
         config = json.loads(path.read_bytes())
