@@ -29,6 +29,7 @@
     ├─ SandboxUnavailable    503  the process that renders chats and compiles grammars failed twice
     ├─ StorageFailed         507  files and batches cannot be written, or have no room left
     ├─ ConfigError           a setting is wrong, or does not fit the model; the process exits with code 2
+    │  └─ ModelNotDownloaded     in servekit.engine.hub: the model is not on this machine, and must not be downloaded
     ├─ RequestFailed         in servekit.client: a server refused a request of one of our clients, or did not answer
     ├─ StandardStreamFailed  in servekit.terminal: standard input or output cannot be used
     └─ InternalError         500  a bug in servekit

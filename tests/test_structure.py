@@ -17,6 +17,7 @@ WALL_CLOCK_CALLS = {
     "servekit/api/app.py": {"time.time"},
     "servekit/api/batch_storage.py": {"time.time"},
     "servekit/api/responses/ollama_format.py": {"time.time"},
+    "servekit/cached_directory.py": {"time.time"},
     "servekit/api/responses/openai_format.py": {"time.time"},
     "servekit/api/responses/responses_api_format.py": {"time.time"},
     "servekit/doctor/probes.py": {"time.time"},

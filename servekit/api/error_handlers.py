@@ -27,7 +27,9 @@ def exception_handlers(endpoints: Sequence[Endpoint]) -> dict[type[Exception], H
     """Return the handlers by exception, for an application with these routes."""
     methods: dict[str, list[str]] = {}
     for endpoint in endpoints:
-        methods.setdefault(endpoint.path.partition("{")[0].rstrip("/") or "/", []).append(endpoint.method)
+        # A path that ends with a name, like /v1/models/{model}, is suggested without it.
+        path = endpoint.path.rpartition("{")[0].rstrip("/") if endpoint.path.endswith("}") else endpoint.path
+        methods.setdefault(path or "/", []).append(endpoint.method)
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
         return _refuse_route(request, error, methods)

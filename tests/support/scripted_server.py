@@ -37,7 +37,7 @@ MODELS = json.dumps({"data": [{"id": "scripted"}]}).encode()
 def frame(model_name: str, **fields: object) -> bytes:
     """An event of the live feed."""
     limits = LiveLimits(8, 2048, 4096, 64, 16)
-    state = LiveState(1.0, "ready", "", model_name, "1", [], limits, **fields)  # type: ignore[arg-type]
+    state = LiveState(1.0, "ready", "", model_name, "1", [], limits=limits, **fields)  # type: ignore[arg-type]
     return b"event: state\nid: 1\ndata: " + msgspec.json.encode(state) + b"\n\n"
 
 
