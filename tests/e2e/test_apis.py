@@ -533,7 +533,16 @@ def test_v1_ignores_unknown_fields_and_treats_null_as_absent(server: ServerProce
 
 
 # What this server's model, which generates text, does not compute.
-PREDICTION_PATHS = {"/v1/embeddings", "/embed", "/v1/rerank", "/rerank", "/score", "/predict"}
+PREDICTION_PATHS = {
+    "/v1/embeddings",
+    "/embed",
+    "/api/embed",
+    "/api/embeddings",
+    "/v1/rerank",
+    "/rerank",
+    "/score",
+    "/predict",
+}
 
 
 def test_the_document_has_every_route_and_its_examples_are_answered(server: ServerProcess) -> None:
