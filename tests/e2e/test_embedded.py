@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import proc
+from tests.support.default_signals import heed_signals
 
 TIMEOUT_S = 120
 MARK = "TEST_OF_EMBEDDED"
@@ -43,7 +44,13 @@ class Program:
         environment = {**os.environ, MARK: self._mark, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            [sys.executable, str(file)], stdout=pipe, stderr=pipe, text=True, env=environment, cwd=folder
+            [sys.executable, str(file)],
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            env=environment,
+            cwd=folder,
+            preexec_fn=heed_signals,
         )
 
     def read_line(self) -> str:
@@ -52,7 +59,11 @@ class Program:
 
     def end(self) -> tuple[int, str, str]:
         """Wait for the end, check that nothing is left, and return (exit code, output, errors)."""
-        output, errors = self.process.communicate(timeout=TIMEOUT_S)
+        try:
+            output, errors = self.process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # its workers end with it; otherwise they take the time of all later tests
+            raise
         self.check_nothing_is_left()
         return self.process.returncode, output, errors
 

@@ -13,3 +13,9 @@ def heed_hangups() -> None:
 def heed_interrupts() -> None:
     """Undo what a shell does to a command in the background: it ignores SIGINT, and so does what it starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def heed_signals() -> None:
+    """Undo both."""
+    heed_hangups()
+    heed_interrupts()
