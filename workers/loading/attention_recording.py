@@ -157,19 +157,22 @@ def attention_switched(model: PreTrainedModel, implementation: str) -> Iterator[
 class _StepKeyword:
     """Hands the step to attention modules whose decoder layers drop keyword arguments: StableLM, Nemotron.
 
-    The model's call leaves the step here, and each attention module takes it from here.
+    The call of the model leaves the step here, and each attention module takes it from here. So does the call of its
+    decoder alone, which is how a draft model is called.
     """
 
     def __init__(self, model: PreTrainedModel, modules: list[nn.Module]) -> None:
         self._given: Mapping[str, Any] = {}
-        model.register_forward_pre_hook(self._keep, with_kwargs=True)
-        # Nothing is kept beyond the call, or a step would keep the KV cache's memory after its runner is dropped.
-        model.register_forward_hook(self._forget, always_call=True)
+        for called in (model, model.base_model):
+            called.register_forward_pre_hook(self._keep, with_kwargs=True)
+            # Nothing is kept beyond the call, or a step would keep the KV cache's memory after its runner is dropped.
+            called.register_forward_hook(self._forget, always_call=True)
         for module in modules:
             module.register_forward_pre_hook(self._add, with_kwargs=True)
 
     def _keep(self, _: nn.Module, __: Any, options: Mapping[str, Any]) -> None:
-        self._given = {STEP_KEYWORD: options[STEP_KEYWORD]} if STEP_KEYWORD in options else {}
+        if STEP_KEYWORD in options:
+            self._given = {STEP_KEYWORD: options[STEP_KEYWORD]}
 
     def _forget(self, *_: Any) -> None:
         self._given = {}

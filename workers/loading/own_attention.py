@@ -47,9 +47,11 @@ def adapt_own_attention(model: PreTrainedModel) -> None:
                 module.layer_idx = module.layer_id  # GPT-Neo's name
             name, adapted = make(module, attention)
             setattr(module, name, _Switched(getattr(module, name), adapted, attention))
-    model.register_forward_pre_hook(attention.keep, with_kwargs=True)
-    # Nothing is kept beyond the call, or a step would keep the KV cache's memory after its runner is dropped.
-    model.register_forward_hook(attention.forget, always_call=True)
+    # A draft model's runner calls the decoder alone, without the head.
+    for called in (model, model.base_model):
+        called.register_forward_pre_hook(attention.keep, with_kwargs=True)
+        # Nothing is kept beyond the call, or a step would keep the KV cache's memory after its runner is dropped.
+        called.register_forward_hook(attention.forget, always_call=True)
     model.set_attn_implementation = attention.choose  # type: ignore[method-assign, assignment]
 
 
@@ -59,13 +61,15 @@ class _Attention:
     def __init__(self) -> None:
         self.implementation = PAGED_ATTENTION
         self.position_ids: Tensor | None = None  # [1, num_tokens]
-        self._given: dict[str, Any] = {}
+        self._given: dict[str, Any] | None = None  # None outside of a call
 
     def choose(self, implementation: str) -> None:
         self.implementation = implementation
 
     def keep(self, model: nn.Module, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Keep what the model's own code would drop, or would not take."""
+        if self._given is not None:
+            return arguments, options  # the model calls its decoder, with what was passed on
         known = inspect.signature(type(model).forward).parameters
         passed_on = {name: value for name, value in options.items() if name in known}
         if self.implementation != OWN_IMPLEMENTATION:
@@ -75,10 +79,11 @@ class _Attention:
         return arguments, passed_on
 
     def forget(self, *_: Any) -> None:
-        self.position_ids, self._given = None, {}
+        self.position_ids, self._given = None, None
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Return [1, num_tokens, num_heads, head_dim] of [1, num_heads, num_tokens, head_dim] each."""
+        assert self._given is not None
         attend: Any = ALL_ATTENTION_FUNCTIONS[self.implementation]
         output: Tensor = attend(module, query, key, value, None, dropout=0.0, **options, **self._given)[0]
         return output

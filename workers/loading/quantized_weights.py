@@ -115,7 +115,8 @@ class QuantizedMatrices:
             def num_quantized_parameters(self) -> int:
                 return num_quantized_parameters(self)
 
-        QuantizedModel.__name__ = model_class.__name__  # transformers compares it with the name in config.json
+        # transformers compares the name with that in config.json, and renames weights only for classes of its own.
+        QuantizedModel.__name__, QuantizedModel.__module__ = model_class.__name__, model_class.__module__
         return QuantizedModel
 
     def unquantized(self) -> dict[str, Lazy]:

@@ -55,7 +55,8 @@ def partial_class(config: Any, architecture: str, ranks: Ranks, model_class: Any
                     part = distribute_tensor(parameter, group.mesh, [placement], src_data_rank=None)
                     _set(self, name, part)
 
-    PartialModel.__name__ = model_class.__name__  # transformers compares it with the name in config.json
+    # transformers compares the name with that in config.json, and renames weights only for classes of its own.
+    PartialModel.__name__, PartialModel.__module__ = model_class.__name__, model_class.__module__
     return PartialModel
 
 
