@@ -98,11 +98,11 @@ class PredictorSimulation:
         """Play the scenario to its end. Raises Violation."""
         num_rounds = 0
         while self._events or self._by_id or self._in_flight:
-            self._end_all(self.batcher.expire(self.now_s), "expired")
             self._plan_all()
             self.now_s = self._next_s()
             self._play_events()
             self._deliver()
+            self._end_all(self.batcher.expire(self.now_s), "expired")
             num_rounds += 1
             if num_rounds > 100 + 20 * len(self.scenario.arrivals) + 10 * len(self.scenario.faults):
                 raise Violation(f"no end after {num_rounds} rounds; alive: {list(self._by_id)}")
