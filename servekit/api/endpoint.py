@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from servekit.engine.caller import ANONYMOUS, Caller
-from servekit.engine.interface import Engine, HttpCounters, Models
+from servekit.engine.interface import Engine, GeneratingEngine, HttpCounters, Models
 from servekit.errors import ServekitError
 
 
@@ -41,9 +41,9 @@ def models_of(request: Request) -> Models:
     return models
 
 
-def engine_of(request: Request) -> Engine:
+def engine_of(request: Request) -> GeneratingEngine:
     """Return the engine of the request's model. `engine_for` (servekit.api.model_choice) has found it before."""
-    engine: Engine = request.state.engine
+    engine: GeneratingEngine = request.state.engine
     return engine
 
 

@@ -6,6 +6,7 @@ else that a request holds.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -13,43 +14,59 @@ from starlette.requests import Request
 from servekit.api.endpoint import caller_of, models_of
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.schemas.json_body import encode
-from servekit.engine.interface import GENERATE, Engine
-from servekit.engine.no_generation import ROUTES
+from servekit.engine.interface import Engine, GeneratingEngine, PredictingEngine, ServedModel, generates, predicts
+from servekit.engine.model_kind import GENERATE
 from servekit.errors import InvalidRequest
 from servekit.protocol.prediction import PredictorKind
 
 Conversation = list[dict[str, Any]]
 
-# What models of each kind do, and what those of other kinds do not do.
-DOES: dict[str, str] = {GENERATE: "generates text", **ROUTES}
+# What models of each kind do, and by which route; and what those of other kinds do not do.
+DOES: dict[str, str] = {
+    GENERATE: "generates text",
+    PredictorKind.EMBED: "computes embeddings: POST /v1/embeddings",
+    PredictorKind.RERANK: "scores documents for a query: POST /v1/rerank",
+    PredictorKind.CLASSIFY: "classifies: POST /predict",
+}
 LACKS: dict[str, str] = {
     GENERATE: "generates no text",
     PredictorKind.EMBED: "computes no embeddings",
     PredictorKind.RERANK: "scores no documents",
     PredictorKind.CLASSIFY: "classifies nothing",
 }
+MAX_FITTING_SHOWN = 20  # models that a refusal names
 
 
-async def engine_for(
-    request: Request, name: str | None, conversation: Conversation | None = None, kind: str = GENERATE
-) -> Engine:
-    """Return the engine of the model that a request names; `engine_of` returns it from now on.
+async def engine_for(request: Request, name: str | None, conversation: Conversation | None = None) -> GeneratingEngine:
+    """Return the engine of the model that a request names, which generates text; `engine_of` returns it from now on.
 
     Without a name it is the default model's. `conversation` keeps the requests of a conversation at one model of an
     alias. Raises ModelNotFound, InvalidRequest for a model of another kind, ClientDisconnect, and what `wait_for_use`
     raises.
     """
-    models, caller = models_of(request), caller_of(request)
     begin = None if conversation is None else lambda: _beginning(conversation)
-    model = models.find(name, caller, begin)
+    engine = await _use(request, name, GENERATE, begin)
+    assert generates(engine)
+    return engine
+
+
+async def predictor_for(request: Request, name: str | None, kind: PredictorKind) -> PredictingEngine:
+    """Return the engine of the model that a request names, which embeds, reranks or classifies.
+
+    Raises what `engine_for` raises.
+    """
+    engine = await _use(request, name, kind)
+    assert predicts(engine)
+    return engine
+
+
+async def _use(
+    request: Request, name: str | None, kind: str, conversation: Callable[[], bytes] | None = None
+) -> Engine:
+    models, caller = models_of(request), caller_of(request)
+    model = models.find(name, caller, conversation, kind)
     if model.kind != kind:
-        does = DOES.get(model.kind, f"is of kind {model.kind}")
-        raise InvalidRequest(
-            f"the model {model.name!r} {does}; it {LACKS[kind]}. Name or start a model of kind {kind} (--kind, if its "
-            "files do not say so)",
-            param="model",
-            code="not_supported",
-        )
+        raise _wrong_kind(model, kind, models.served(caller))
     use, state = model.begin_use(), request.scope["state"]
     if use is None:
         state["waits_for_model"] = True  # for the batches, whose other lines begin meanwhile
@@ -57,6 +74,17 @@ async def engine_for(
     engine = use.engine
     state["engine"], state["model_use"] = engine, use
     return engine
+
+
+def _wrong_kind(model: ServedModel, kind: str, served: Sequence[ServedModel]) -> InvalidRequest:
+    """Return the error for a model that does something else. `served` are those that the caller may use."""
+    fitting = [repr(each.name) for each in served if each.kind == kind]
+    shown = ", ".join(fitting[:MAX_FITTING_SHOWN]) + (" and others" if len(fitting) > MAX_FITTING_SHOWN else "")
+    remedy = f"name {shown}" if fitting else f"start a model of kind {kind} (--kind, if its files do not say so)"
+    does = DOES.get(model.kind, f"is of kind {model.kind}")
+    return InvalidRequest(
+        f"the model {model.name!r} {does}; it {LACKS[kind]}. Please {remedy}.", param="model", code="not_supported"
+    )
 
 
 def _beginning(conversation: Conversation) -> bytes:

@@ -152,6 +152,10 @@ class EngineClient(OneModel):
             raise self._not_ready()
         return limits
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        return self.scheduler_config.max_total_tokens
+
     def _not_ready(self) -> ServekitError:
         return WorkerNotReady(f"the model is not ready to serve: {self.stage}", retry_after_s=RETRY_AFTER_S)
 
@@ -172,8 +176,8 @@ class EngineClient(OneModel):
     async def render_metrics(self) -> bytes:
         return await self.ask(ms.RenderMetrics(question_id=self.next_question_id()), bytes)
 
-    async def describe_replicas(self) -> list[dict[str, Any]]:
-        return await self.ask(ms.DescribeReplicas(question_id=self.next_question_id()), list[dict[str, Any]])
+    async def describe(self) -> dict[str, Any]:
+        return await self.ask(ms.DescribeEngine(question_id=self.next_question_id()), dict[str, Any])
 
     # -- start and stop ------------------------------------------------------------------------------------------------
 

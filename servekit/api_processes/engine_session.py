@@ -120,7 +120,7 @@ class EngineSession:
             ),
             ms.ProbeReadiness: lambda question: self._answer_later(question, self._probe_readiness),
             ms.RenderMetrics: lambda question: self._answer_later(question, self._engine.render_metrics),
-            ms.DescribeReplicas: lambda question: self._answer_later(question, self._engine.describe_replicas),
+            ms.DescribeEngine: lambda question: self._answer_later(question, self._engine.describe),
             ms.LookAtScheduler: lambda question: self._answer_later(question, shared.look),
             ms.ProfileStart: lambda question: self._answer_later(question, self._engine.profiling.start),
             ms.ProfileStop: lambda question: self._answer_later(question, self._engine.profiling.stop),

@@ -340,8 +340,8 @@ class RenderMetrics(Question[bytes], frozen=True, tag=True, kw_only=True):
     """Return all metrics in Prometheus' text format."""
 
 
-class DescribeReplicas(Question[list[dict[str, Any]]], frozen=True, tag=True, kw_only=True):
-    """Return what /info says of each replica."""
+class DescribeEngine(Question[dict[str, Any]], frozen=True, tag=True, kw_only=True):
+    """Return what /info says of the running engine."""
 
 
 class LookAtScheduler(Question[Any], frozen=True, tag=True, kw_only=True):
@@ -375,7 +375,7 @@ FromApiProcess = (
     | AbortRequest
     | ProbeReadiness
     | RenderMetrics
-    | DescribeReplicas
+    | DescribeEngine
     | LookAtScheduler
     | ProfileStart
     | ProfileStop

@@ -1,8 +1,12 @@
 """What the API asks of the models of a server and of their engines, in this process or in another one.
 
-`LLMEngine` is the engine of one model. With `--api-processes`, several processes serve HTTP, and in each of them an
-`EngineClient` (servekit.api_processes) answers in its place. Methods that may have to ask another process are
-coroutines; in the engine's own process they return without waiting.
+An `Engine` serves one model, whatever the model does. A `GeneratingEngine` generates text: `LLMEngine`. A
+`PredictingEngine` embeds, reranks or classifies: `PredictorEngine`. `generates` and `predicts` tell which one an engine
+is. A `ManagedEngine` is one in this process, which its owner starts and stops.
+
+With `--api-processes`, several processes serve HTTP, and in each of them an `EngineClient` (servekit.api_processes)
+answers in the engine's place. Methods that may have to ask another process are coroutines; in the engine's own process
+they return without waiting.
 
 `Models` has all models of a server. Where there is one, its engine is that, too (`OneModel`). Where there are several,
 it is the ModelManager (servekit.models).
@@ -11,20 +15,24 @@ it is the ModelManager (servekit.models).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
 from servekit.config import ServeConfig
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.input_processor import InputProcessor
 from servekit.engine.live_view import LiveView
+from servekit.engine.model_kind import GENERATE
+from servekit.engine.prediction_state import PredictionState
 from servekit.engine.request_state import RequestState
 from servekit.engine.tokenizer import Tokenizer
 from servekit.errors import ServekitError
+from servekit.prediction import PredictionRequest
 from servekit.protocol.messages import Profiled, WorkerReady
+from servekit.protocol.prediction import PredictorInfo, PredictorKind, PredictorReady
 from servekit.request import GenerationRequest
 from servekit.scheduler.scheduler_config import SchedulerConfig
 
-GENERATE = "generate"  # the kind of models that generate text
+LoadedBy = WorkerReady | PredictorReady  # what a worker reports of the model that it has loaded
 
 
 class Places(Protocol):
@@ -99,11 +107,35 @@ class Service(Protocol):
 
 
 class Engine(Service, Protocol):
-    """The engine of one model. `tokenizer` and the others raise WorkerNotReady until the model is loaded."""
+    """The engine of one model, whatever that does."""
 
     @property
-    def worker(self) -> WorkerReady | None:
+    def kind(self) -> str:
+        """What the model does: GENERATE, or a PredictorKind."""
+
+    @property
+    def worker(self) -> LoadedBy | None:
         """What the first worker reported; None until it is ready."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest sequence, or of the longest input. Raises WorkerNotReady until the model is loaded."""
+
+    async def live_view(self) -> LiveView:
+        """One frame of the live view."""
+
+    async def describe(self) -> dict[str, Any]:
+        """What /info says of the running engine. Raises WorkerNotReady until the model is loaded."""
+
+
+class GeneratingEngine(Engine, Protocol):
+    """The engine of a model that generates text.
+
+    `tokenizer` and the properties after it raise WorkerNotReady until the model is loaded.
+    """
+
+    @property
+    def worker(self) -> WorkerReady | None: ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -117,12 +149,6 @@ class Engine(Service, Protocol):
     @property
     def profiling(self) -> Profiler: ...
 
-    async def live_view(self) -> LiveView:
-        """One frame of the live view."""
-
-    async def describe_replicas(self) -> list[dict[str, Any]]:
-        """What /info says of each replica."""
-
     async def take_places(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> Places:
         """Take a request's places in the queue. The prompts' contents may still be missing.
 
@@ -134,6 +160,52 @@ class Engine(Service, Protocol):
 
         Raises RequestError or WorkerError.
         """
+
+
+class PredictingEngine(Engine, Protocol):
+    """The engine of a model that embeds, reranks or classifies."""
+
+    @property
+    def worker(self) -> PredictorReady | None: ...
+
+    @property
+    def model(self) -> PredictorInfo:
+        """What is known of the loaded model. Raises WorkerNotReady until then."""
+
+    async def submit(self, request: PredictionRequest, caller: Caller = ANONYMOUS) -> PredictionState:
+        """Admit all inputs of a request, or none. Raises RequestError or WorkerError."""
+
+
+def generates(engine: Engine) -> TypeGuard[GeneratingEngine]:
+    """Return whether the engine's model generates text."""
+    return engine.kind == GENERATE
+
+
+def predicts(engine: Engine) -> TypeGuard[PredictingEngine]:
+    """Return whether the engine's model embeds, reranks or classifies."""
+    return engine.kind in PredictorKind
+
+
+class ManagedEngine(Engine, Protocol):
+    """An engine in this process, which its owner starts and stops."""
+
+    failure: ServekitError | None  # why it has ended, if it did
+
+    @property
+    def worker_pids(self) -> list[int | None]:
+        """The process id of each worker; None before its first start."""
+
+    async def start(self) -> None:
+        """Load the model and begin to serve. Raises ConfigError or WorkerError."""
+
+    async def stop(self, graceful: bool = True) -> None:
+        """End the engine and its workers, and fail the requests that still run.
+
+        If graceful, workers may exit by themselves before they are killed.
+        """
+
+    async def wait_until_failed(self) -> None:
+        """Return when the engine has ended by itself, which it does only on failure."""
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -161,7 +233,7 @@ class ServedModel(Protocol):
 
     @property
     def kind(self) -> str:
-        """What it does; GENERATE, for one."""
+        """What it does: GENERATE, or a PredictorKind."""
 
     @property
     def config(self) -> ServeConfig: ...
@@ -174,7 +246,7 @@ class ServedModel(Protocol):
         """Its engine, if the model is loaded."""
 
     @property
-    def worker(self) -> WorkerReady | None:
+    def worker(self) -> LoadedBy | None:
         """What its worker reported when it was loaded last; None if it was never loaded."""
 
     @property
@@ -207,10 +279,17 @@ class Models(Service, Protocol):
     def served(self, caller: Caller) -> Sequence[ServedModel]:
         """The models that the caller may use."""
 
-    def find(self, name: str | None, caller: Caller, conversation: Callable[[], bytes] | None = None) -> ServedModel:
+    def find(
+        self,
+        name: str | None,
+        caller: Caller,
+        conversation: Callable[[], bytes] | None = None,
+        kind: str | None = None,
+    ) -> ServedModel:
         """Return the model that a request names; without a name, the default one. Raises ModelNotFound.
 
-        `conversation` returns bytes that stay the same for all requests of a conversation.
+        `conversation` returns bytes that stay the same for all requests of a conversation. Without a name, `kind` is
+        what the model should do: if the default one does something else, the first one that does it is returned.
         """
 
     # For operators, who may use all models. These methods raise InvalidRequest where there is one model.

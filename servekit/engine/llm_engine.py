@@ -170,9 +170,10 @@ class LLMEngine(OneModel):
         """All metrics in Prometheus' text format."""
         return self.server_metrics.render()
 
-    async def describe_replicas(self) -> list[dict[str, Any]]:
-        """What /info says of each replica."""
-        return [{**replica.info(), "drafter": self.speculative.method} for replica in self.replicas.all]
+    async def describe(self) -> dict[str, Any]:
+        """What /info says of the running engine. Raises WorkerNotReady until the model is loaded."""
+        replicas = [{**replica.info(), "drafter": self.speculative.method} for replica in self.replicas.all]
+        return {"max_drafts": self.scheduler_config.max_drafts, "replicas": replicas}
 
     @property
     def server_metrics(self) -> Metrics:
@@ -203,6 +204,11 @@ class LLMEngine(OneModel):
     def scheduler_config(self) -> SchedulerConfig:
         """The present limits of the scheduler; with several replicas, of the one with the most KV blocks."""
         return self._running_replicas.limits
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest sequence. Raises WorkerNotReady."""
+        return self.scheduler_config.max_total_tokens
 
     @property
     def _running_replicas(self) -> Replicas:

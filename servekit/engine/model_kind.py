@@ -13,7 +13,7 @@ from servekit.errors import ConfigError
 from servekit.protocol.prediction import PredictorKind
 from servekit.simulation.model import is_simulated
 
-GENERATE = "generate"
+GENERATE = "generate"  # the kind of models that generate text
 FILES = ("config.json", "config_sentence_transformers.json", "modules.json")
 
 

@@ -8,9 +8,8 @@ from typing import Literal, Self
 
 from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
-from servekit.engine.interface import GENERATE
+from servekit.engine.model_kind import GENERATE
 from servekit.errors import InvalidRequest, ModelNotFound
-from servekit.scheduler.scheduler_config import SchedulerConfig
 
 # Names that clients of one-model servers send: huggingface_hub sends "dummy", TGI's own clients "tgi".
 ANY_MODEL = ("", "dummy", "tgi")
@@ -21,7 +20,7 @@ class OneModel(ABC):
     """What makes an engine the `Models` of its server, the one `ServedModel` in it, and each `ModelUse` of that."""
 
     config: ServeConfig
-    kind = GENERATE
+    kind: str = GENERATE
     has_choice = False
     headers: Sequence[tuple[bytes, bytes]] = ()  # an answer says nothing of the choice
 
@@ -32,13 +31,8 @@ class OneModel(ABC):
 
     @property
     @abstractmethod
-    def scheduler_config(self) -> SchedulerConfig:
-        """The limits of the engine. Raises WorkerNotReady."""
-
-    @property
     def max_prompt_tokens(self) -> int:
-        """Tokens of the longest sequence. Raises WorkerNotReady."""
-        return self.scheduler_config.max_total_tokens
+        """Tokens of the longest sequence, or of the longest input. Raises WorkerNotReady."""
 
     @property
     def engine(self) -> Self:
@@ -49,7 +43,13 @@ class OneModel(ABC):
         """Return the model; every caller may use it."""
         return [self]
 
-    def find(self, name: str | None, caller: Caller, conversation: Callable[[], bytes] | None = None) -> Self:
+    def find(
+        self,
+        name: str | None,
+        caller: Caller,
+        conversation: Callable[[], bytes] | None = None,
+        kind: str | None = None,
+    ) -> Self:
         """Return the model if the name is its own, or none. Raises ModelNotFound."""
         config = self.config
         if name is None or name in ANY_MODEL or name == config.model_name or name == config.model:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from servekit import __version__
 from servekit.aio.daemon_thread import run_in_daemon_thread
@@ -24,8 +25,8 @@ from servekit.dynamic_batching.dynamic_batcher import CRASHES_TO_FAIL, Batch, Ba
 from servekit.dynamic_batching.item import NEVER, Item
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.engine_core import RETRY_AFTER_S
+from servekit.engine.live_view import LiveView
 from servekit.engine.model_files import find_model
-from servekit.engine.no_generation import NoGeneration
 from servekit.engine.one_model import OneModel
 from servekit.engine.prediction_state import PredictionState
 from servekit.engine.predictor_tokenizer import PredictorTokenizer, load_predictor_tokenizer
@@ -43,6 +44,7 @@ from servekit.errors import (
     shutting_down,
 )
 from servekit.executor.predictor_executor import FLOAT_BYTES, PredictorExecutor
+from servekit.observability.live_frames import LiveState, LiveWorker
 from servekit.observability.metrics import HttpMetrics, Metrics, ModelMetrics, PredictorStats
 from servekit.prediction import ImageInput, PredictionRequest
 from servekit.protocol.prediction import (
@@ -66,7 +68,7 @@ PROBE_CALLER = Caller(request_id="servekit-probe")
 PROBE_PRIORITY = -(2**20)
 
 
-class PredictorEngine(NoGeneration, OneModel):
+class PredictorEngine(OneModel):
     """Serves one model. Call `start`, then `submit` any number of requests, then `stop`."""
 
     def __init__(
@@ -79,7 +81,7 @@ class PredictorEngine(NoGeneration, OneModel):
         """`metrics` are given where the server has several models. Raises ConfigError for settings of other kinds."""
         check_settings(config, kind)
         self.config = config
-        self.kind = kind
+        self.kind: str = kind
         self.metrics = metrics or Metrics(config, __version__)
         self.failure: ServekitError | None = None  # why the main loop ended, if it did
         self.model_path: Path | None = None  # known when the engine has started
@@ -137,7 +139,7 @@ class PredictorEngine(NoGeneration, OneModel):
         return self.batcher.num_waiting < self.batcher.limits.max_batch_size
 
     @property
-    def ready(self) -> PredictorReady | None:
+    def worker(self) -> PredictorReady | None:
         """What the first worker reported; None until it is ready."""
         return self._executor.ready
 
@@ -147,6 +149,11 @@ class PredictorEngine(NoGeneration, OneModel):
         if self._executor.ready is None or self._main_loop is None:
             raise self._not_ready()
         return self._executor.ready.model
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest input. Raises WorkerNotReady."""
+        return self.model.max_model_len
 
     @property
     def worker_pids(self) -> list[int | None]:
@@ -181,6 +188,17 @@ class PredictorEngine(NoGeneration, OneModel):
             num_suspects=batcher.num_suspects,
             num_stale_results=batcher.num_stale_results,
         )
+
+    async def live_view(self) -> LiveView:
+        """One frame of the live view, without sequences and blocks."""
+        ready, worker = self.worker, LiveWorker(self.stage)
+        if ready is not None:
+            worker = LiveWorker(self.stage, ready.device, ready.dtype)
+        return LiveView(LiveState(self.now(), self.state, self.stage, self.config.model_name, __version__, [worker]))
+
+    async def describe(self) -> dict[str, Any]:
+        """What /info says of the running engine. Raises WorkerNotReady until the model is loaded."""
+        return {"replicas": [{"replica": 0, "state": self.stage, "predictor": self.model}]}
 
     async def probe_readiness(self) -> bool:
         """Whether the engine computes: a batch was computed recently, or one item is for this call."""

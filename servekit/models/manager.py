@@ -19,8 +19,9 @@ from msgspec.structs import replace
 from servekit import __version__
 from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
+from servekit.engine.interface import LoadedBy, ManagedEngine
 from servekit.engine.live_view import LiveView
-from servekit.engine.llm_engine import LLMEngine
+from servekit.engine.make_engine import make_engine
 from servekit.engine.one_model import ANY_MODEL, MAX_NAME_SHOWN, model_not_found
 from servekit.errors import (
     ConfigError,
@@ -36,7 +37,6 @@ from servekit.models.names import Names, Split, StickyBy
 from servekit.models.residency import Admit, Load, ModelNeeds, Residency, State, Unload
 from servekit.observability.live_frames import LiveState
 from servekit.observability.metrics import HttpMetrics, LoadMetrics, ModelMetrics, SeveralModelsMetrics
-from servekit.protocol.messages import WorkerReady
 from servekit.shared_budget import SharedBudget
 
 log = logging.getLogger("servekit")
@@ -49,7 +49,7 @@ class ModelUse:
 
     __slots__ = ("_is_held", "_model", "engine", "headers")
 
-    def __init__(self, model: ManagedModel, engine: LLMEngine, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    def __init__(self, model: ManagedModel, engine: ManagedEngine, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.engine = engine
         self.headers = headers
         self._model = model
@@ -68,9 +68,9 @@ class ManagedModel:
         self.spec = spec
         self.metrics = ModelMetrics(spec.config)
         self.loads = LoadMetrics(self.metrics, lambda: self.load_state, lambda: manager.residency.num_uses(self.name))
-        self.engine: LLMEngine | None = None  # while it is loaded
-        self.starting: LLMEngine | None = None  # while it is being loaded
-        self.worker: WorkerReady | None = None
+        self.engine: ManagedEngine | None = None  # while it is loaded
+        self.starting: ManagedEngine | None = None  # while it is being loaded
+        self.worker: LoadedBy | None = None
         self.max_prompt_tokens: int | None = None
         self.is_removed = False  # it is not in the file any more
         self.failure: ServekitError | None = None  # why it could not be loaded, or ended
@@ -137,7 +137,7 @@ class ManagedModel:
     async def wait_for_use(self, caller: Caller) -> ModelUse:
         return await self._manager.wait_for_use(self)
 
-    def end_use(self, engine: LLMEngine) -> None:
+    def end_use(self, engine: ManagedEngine) -> None:
         """A request does not use the model any more."""
         if engine is self.engine:  # not one that has failed meanwhile
             self._manager.residency.end_use(self.name, self.now())
@@ -200,7 +200,7 @@ class ModelManager:
         return all(each.has_free_slots for each in self._engines)
 
     @property
-    def _engines(self) -> list[LLMEngine]:
+    def _engines(self) -> list[ManagedEngine]:
         return [each.engine for each in self._models.values() if each.engine is not None]
 
     @property
@@ -247,8 +247,14 @@ class ModelManager:
     def served(self, caller: Caller) -> list[ManagedModel]:
         return [each for each in self.models if each.may_be_used_by(caller)]
 
-    def find(self, name: str | None, caller: Caller, conversation: Callable[[], bytes] | None = None) -> ManagedModel:
-        wanted = self._file.default if name is None or name in ANY_MODEL else name
+    def find(
+        self,
+        name: str | None,
+        caller: Caller,
+        conversation: Callable[[], bytes] | None = None,
+        kind: str | None = None,
+    ) -> ManagedModel:
+        wanted = self._default(caller, kind) if name is None or name in ANY_MODEL else name
         split = self._names.split(wanted)
         if split is None:
             found = self._names.find(wanted)
@@ -258,6 +264,14 @@ class ModelManager:
         if found is None or not self._may_use(wanted, caller):
             raise model_not_found(wanted, self.names_for(caller))
         return self._models[found]
+
+    def _default(self, caller: Caller, kind: str | None) -> str:
+        """Return the name of the default model, or of the first one of this kind if the default one is of another."""
+        default = self._file.default
+        kinds = {self._models[each].kind for each in self._names.ids_of(default)}
+        if kind is None or kind in kinds:
+            return default
+        return next((each.name for each in self.served(caller) if each.kind == kind), default)
 
     def _may_use(self, name: str, caller: Caller) -> bool:
         """Whether the caller may use all models that a name stands for."""
@@ -495,9 +509,9 @@ class ModelManager:
         """Load a model, and report how that ended."""
         config, started_s = model.spec.config, self.now()
         log.info("loading the model %s (%s)", model.name, config.model)
-        engine: LLMEngine | None = None
+        engine: ManagedEngine | None = None
         try:
-            engine = model.starting = LLMEngine(config, self._clock, model.metrics, self._result_budget)
+            engine = model.starting = make_engine(config, self._clock, model.metrics, self._result_budget)
             await engine.start()
         except Exception as error:
             if not isinstance(error, ServekitError):
@@ -508,7 +522,7 @@ class ModelManager:
             self._report_failure(model)
             return
         model.engine, model.starting, model.failure = engine, None, None
-        model.worker, model.max_prompt_tokens = engine.worker, engine.scheduler_config.max_total_tokens
+        model.worker, model.max_prompt_tokens = engine.worker, engine.max_prompt_tokens
         if self._is_draining:
             engine.drain(not self._rejects_requests)
         now_s = self.now()
@@ -522,7 +536,7 @@ class ModelManager:
             self.residency.want(model.name, now_s)
         self.look()
 
-    async def _give_up(self, model: ManagedModel, engine: LLMEngine | None, error: Exception) -> None:
+    async def _give_up(self, model: ManagedModel, engine: ManagedEngine | None, error: Exception) -> None:
         """End an engine that has failed."""
         model.failure = error if isinstance(error, ServekitError) else InternalError(f"internal error: {error}")
         if engine is not None:
@@ -540,7 +554,7 @@ class ModelManager:
         self._forget_removed(model)
         self.look()
 
-    async def _watch(self, model: ManagedModel, engine: LLMEngine) -> None:
+    async def _watch(self, model: ManagedModel, engine: ManagedEngine) -> None:
         """Report when a loaded model fails."""
         await engine.wait_until_failed()
         if model.engine is not engine or engine.failure is None:

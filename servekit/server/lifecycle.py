@@ -93,11 +93,11 @@ def tune_garbage_collector() -> None:
 
 def announce(engine: AnyEngine, url: str) -> None:
     """Log that the server is ready, and its main settings: as JSON in one entry, as text in several lines."""
-    config, worker = engine.config, engine.worker
-    assert worker is not None
     if isinstance(engine, PredictorEngine):
         announce_predictor(engine, url)
         return
+    config, worker = engine.config, engine.worker
+    assert worker is not None
     for doubt in doubts(config):
         log.warning("%s", doubt)
     if not logs_json():
@@ -132,7 +132,7 @@ def announce_models(manager: ModelManager, url: str) -> None:
 
 def announce_predictor(engine: PredictorEngine, url: str) -> None:
     """Log that a server of a model that generates nothing is ready."""
-    config, ready = engine.config, engine.ready
+    config, ready = engine.config, engine.worker
     assert ready is not None
     if logs_json():
         described = fields(

@@ -19,7 +19,7 @@ from servekit import __version__
 from servekit.api import app as api
 from servekit.api.app import create_app, replace_keys
 from servekit.config import ServeConfig
-from servekit.engine.interface import Models, Service
+from servekit.engine.interface import Service
 from servekit.engine.make_engine import AnyEngine, make_engine
 from servekit.errors import ConfigError, shutting_down
 from servekit.models.manager import ModelManager
@@ -53,14 +53,14 @@ async def _serve(config: ServeConfig, model_file: ModelFile | None) -> int:
     keys_of_file = read_keys(config)
     tracing = connect_tracing(config)
     listener = bind(config)
-    engine: AnyEngine | ModelManager
+    engine: AnyEngine | ModelManager  # each is the `Models` of the server
     if model_file is None:
         engine = make_engine(config)
         metrics: Metrics | SeveralModelsMetrics = engine.server_metrics
     else:
         engine = ModelManager(config, model_file)
         metrics = engine.metrics
-    app = create_app(cast(Models, engine), keys_of_file, None if tracing is None else tracing.record)
+    app = create_app(engine, keys_of_file, None if tracing is None else tracing.record)
     server = Server(app, engine)
     replace_models = engine.replace_file if isinstance(engine, ModelManager) else None
     reload = KeysReload(partial(replace_keys, app), config, replace_models)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from servekit.api.endpoint import caller_of, engine_of
 from servekit.api.responses.generation import submit
 from servekit.api.schemas.openai import ChatCompletionRequest
-from servekit.engine.interface import Engine
+from servekit.engine.interface import GeneratingEngine
 from servekit.engine.request_state import RequestState
 from servekit.parsing.chat_format import AnswerFormat
 from servekit.request import GenerationRequest
@@ -33,7 +33,9 @@ async def submit_chat(
     return state, chat.answer_format
 
 
-async def render(engine: Engine, tenant: str, wanted: ChatCompletionRequest, conversation: Conversation) -> str:
+async def render(
+    engine: GeneratingEngine, tenant: str, wanted: ChatCompletionRequest, conversation: Conversation
+) -> str:
     """Return the text of the prompt. Raises InvalidRequest."""
     return await engine.input_processor.render_chat(
         tenant,
@@ -49,7 +51,9 @@ async def render(engine: Engine, tenant: str, wanted: ChatCompletionRequest, con
 class _Chat:
     """One conversation. The end of its rendered text decides in which form the answer begins."""
 
-    def __init__(self, engine: Engine, tenant: str, wanted: ChatCompletionRequest, conversation: Conversation) -> None:
+    def __init__(
+        self, engine: GeneratingEngine, tenant: str, wanted: ChatCompletionRequest, conversation: Conversation
+    ) -> None:
         self._engine = engine
         self._tenant = tenant
         self._wanted = wanted

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from servekit.api.endpoint import caller_of
 from servekit.api.key_accounts import RequestAccount
 from servekit.api.responses.generation import CHARACTERS_PER_TOKEN, unless_disconnected
+from servekit.engine.interface import PredictingEngine
 from servekit.engine.prediction_state import PredictionState
-from servekit.engine.predictor_engine import PredictorEngine
 from servekit.prediction import Input, PredictionRequest
 from servekit.protocol.prediction import Activation
 
@@ -21,7 +21,7 @@ NUMBERS_PER_TOKEN = 16  # of an answer: so many take about as long to encode as 
 
 
 async def compute(
-    request: Request, engine: PredictorEngine, wanted: PredictionRequest
+    request: Request, engine: PredictingEngine, wanted: PredictionRequest
 ) -> tuple[PredictionState, Sequence[bytes]]:
     """Admit a prediction with its caller's tenant, and wait for its results: 32-bit floats for each input.
 

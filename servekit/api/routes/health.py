@@ -43,9 +43,10 @@ async def info(request: Request) -> Response:
         "version": __version__,
         "model_name": model.name,
         "max_total_tokens": max_total_tokens,
-        "max_drafts": None if engine is None else engine.scheduler_config.max_drafts,
+        "kind": model.kind,
+        "max_drafts": None,
         "worker": model.worker,
-        "replicas": [] if engine is None else await engine.describe_replicas(),
+        "replicas": [],
         "settings": redacted(config),
         # The names that TGI's clients read.
         "model_id": config.model,
@@ -53,6 +54,8 @@ async def info(request: Request) -> Response:
         "max_concurrent_requests": config.max_num_queued_reqs,
         "max_client_batch_size": config.max_client_batch_size,
     }
+    if engine is not None:
+        described |= await engine.describe()
     if models.has_choice:
         described["models"] = [
             {"id": each.name, "kind": each.kind, "state": each.state, "model": each.config.model}

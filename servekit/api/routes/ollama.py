@@ -34,7 +34,7 @@ from servekit.api.schemas.ollama import (
     OllamaVersion,
 )
 from servekit.config import ServeConfig
-from servekit.engine.interface import Engine, ServedModel
+from servekit.engine.interface import GeneratingEngine, LoadedBy, ServedModel
 from servekit.errors import InvalidRequest, ModelNotFound
 from servekit.protocol.messages import WorkerReady
 
@@ -89,7 +89,7 @@ async def _answer_chat(
     return await answer(request, state, builder, wanted.streams)
 
 
-async def _engine(request: Request, wanted: OllamaFields, conversation: Conversation) -> Engine:
+async def _engine(request: Request, wanted: OllamaFields, conversation: Conversation) -> GeneratingEngine:
     """Return the engine of the model. Raises ModelNotFound, and InvalidRequest for reasoning that it cannot do."""
     engine = await engine_for(request, _name(request, wanted.model), conversation)
     if wanted.think and not engine.input_processor.chat_format.has_reasoning:
@@ -173,7 +173,7 @@ async def show(request: Request) -> Response:
     )
 
 
-def _worker(engine: Engine) -> WorkerReady:
+def _worker(engine: GeneratingEngine) -> WorkerReady:
     engine.scheduler_config  # noqa: B018 - raises WorkerNotReady while the model loads
     assert engine.worker is not None
     return engine.worker
@@ -194,14 +194,15 @@ def _model(served: ServedModel) -> OllamaModel:
     )
 
 
-def _details(config: ServeConfig, worker: WorkerReady) -> OllamaModelDetails:
+def _details(config: ServeConfig, worker: LoadedBy) -> OllamaModelDetails:
     family = _family(worker.model.architecture)
+    quantization = worker.model.quantization if isinstance(worker, WorkerReady) else None
     return OllamaModelDetails(
         format="gguf" if config.model.endswith(".gguf") else "safetensors",
         family=family,
         families=[family],
         parameter_size=_size(worker.model.num_parameters),
-        quantization_level=(worker.model.quantization or worker.dtype).upper(),
+        quantization_level=(quantization or worker.dtype).upper(),
     )
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from servekit.api.endpoint import Endpoint
-from servekit.api.model_choice import engine_for
+from servekit.api.model_choice import predictor_for
 from servekit.api.multipart import MultipartReader, Part
 from servekit.api.request_body import read, read_body
 from servekit.api.responses.collect import new_id
@@ -43,18 +42,8 @@ from servekit.api.schemas.predictions import (
     TeiRank,
     image_request,
 )
-from servekit.engine.predictor_engine import PredictorEngine
 from servekit.errors import InvalidRequest
 from servekit.protocol.prediction import Activation, PredictorKind
-
-
-async def predictor_for(request: Request, name: str | None, kind: PredictorKind) -> PredictorEngine:
-    """Return the engine of the model that a request names. The only place that looks for it.
-
-    Raises ModelNotFound, InvalidRequest for a model of another kind, and what `engine_for` raises.
-    """
-    return cast(PredictorEngine, await engine_for(request, name, kind=kind))
-
 
 # -- embeddings --------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from servekit.api.endpoint import Endpoint
 from servekit.api.model_choice import engine_for
 from servekit.api.responses.http import respond
-from servekit.engine.interface import Engine
+from servekit.engine.interface import GeneratingEngine
 from servekit.engine.profiling import ProfilerRefuses
 
 
@@ -37,7 +37,7 @@ async def profile_stop(request: Request) -> Response:
     return respond(ProfileWritten(trace.path, trace.num_steps))
 
 
-async def _engine(request: Request) -> Engine:
+async def _engine(request: Request) -> GeneratingEngine:
     return await engine_for(request, request.query_params.get("model"))
 
 

@@ -23,7 +23,7 @@ from servekit.api.schemas.tokens import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from servekit.engine.interface import Engine
+from servekit.engine.interface import GeneratingEngine
 from servekit.engine.tokenizer import MAX_SPANS, TooManyTokens
 from servekit.errors import InvalidRequest, QueueFull
 
@@ -91,7 +91,9 @@ async def detokenize(request: Request) -> Response:
     )
 
 
-async def encode_text(engine: Engine, tenant: str, text: str, add_special_tokens: bool, param: str) -> Sequence[int]:
+async def encode_text(
+    engine: GeneratingEngine, tenant: str, text: str, add_special_tokens: bool, param: str
+) -> Sequence[int]:
     """Return the token ids of a text that a request sent. Raises InvalidRequest, or QueueFull if it takes too long."""
     engine.input_processor.check_text(text, param)
     engine.tokenizer.check_queue(tenant, text)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from servekit.api import model_choice
 from servekit.engine.caller import ANONYMOUS
-from servekit.engine.interface import GENERATE
+from servekit.engine.model_kind import GENERATE
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
@@ -19,7 +19,8 @@ async def test_a_request_notes_that_it_waits_until_its_model_is_loaded(
 ) -> None:
     noted_while_waiting = []
     state: dict[str, Any] = {"caller": ANONYMOUS}
-    use = SimpleNamespace(engine="engine")
+    engine = SimpleNamespace(kind=GENERATE)
+    use = SimpleNamespace(engine=engine)
 
     async def wait_for_use(_: Any) -> Any:
         noted_while_waiting.append("waits_for_model" in state)
@@ -34,5 +35,5 @@ async def test_a_request_notes_that_it_waits_until_its_model_is_loaded(
     )
     app = SimpleNamespace(state=SimpleNamespace(models=SimpleNamespace(find=lambda *_: model)))
     request = Request({"type": "http", "app": app, "state": state})
-    assert await model_choice.engine_for(request, "a") == "engine"
+    assert await model_choice.engine_for(request, "a") is engine
     assert noted_while_waiting == ([] if is_loaded else [True]) and ("waits_for_model" in state) != is_loaded

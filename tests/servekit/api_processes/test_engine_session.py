@@ -105,7 +105,7 @@ class Engine:
     async def render_metrics(self) -> bytes:
         return b"metrics"
 
-    async def describe_replicas(self) -> list[dict[str, Any]]:
+    async def describe(self) -> dict[str, Any]:
         raise KeyError("a mistake")
 
     async def live_view(self) -> LiveView:
@@ -322,7 +322,7 @@ async def test_viewers_of_all_processes_share_a_look_at_the_scheduler() -> None:
 async def test_a_mistake_in_an_answer_is_an_internal_error_and_ends_nothing() -> None:
     async with opened() as both:
         with pytest.raises(Exception, match="internal error \\(KeyError\\)"):
-            await both.client.describe_replicas()
+            await both.client.describe()
         assert await both.client.render_metrics() == b"metrics"
         assert await both.client.probe_readiness()
 

@@ -76,7 +76,7 @@ FROM_API_PROCESS: list[Struct] = [
     ms.AbortRequest(question_id=4, tenant="a", request_id="b"),
     ms.ProbeReadiness(question_id=1),
     ms.RenderMetrics(question_id=1),
-    ms.DescribeReplicas(question_id=1),
+    ms.DescribeEngine(question_id=1),
     ms.LookAtScheduler(question_id=1),
     ms.ProfileStart(question_id=1),
     ms.ProfileStop(question_id=1),

@@ -15,7 +15,6 @@ from starlette.applications import Starlette
 
 from servekit.api.app import create_app
 from servekit.api.auth.keys import parse_keys_file
-from servekit.engine.no_generation import ROUTES
 from servekit.protocol.prediction import PredictorKind
 from tests.support.asgi import Answer, Log, ask, bearer, make_app
 from tests.support.local_predictor import local_engine
@@ -37,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def app_of(folder: Path, name: str, **settings: Any) -> AsyncIterator[Starlette]:
     kind = PredictorKind.CLASSIFY if name == "image" else PredictorKind(name)
     async with local_engine(folder / name, kind, served_model_name=name, **settings) as (engine, _):
-        yield create_app(engine)  # type: ignore[arg-type]
+        yield create_app(engine)
 
 
 @pytest.fixture
@@ -168,7 +167,8 @@ async def test_images_are_base64_data_urls_or_uploads(image_classifier: Starlett
 async def test_a_model_of_another_kind_is_refused_in_words(embedder: Starlette) -> None:
     answer = await post(embedder, "/v1/rerank", {"query": "a", "documents": ["b"]})
     assert answer.status == 400 and answer.error["code"] == "not_supported"
-    assert ROUTES[PredictorKind.EMBED] in answer.error["message"]
+    assert "computes embeddings: POST /v1/embeddings; it scores no documents" in answer.error["message"]
+    assert "start a model of kind rerank" in answer.error["message"]
     for path, body in (
         ("/generate", {"prompt": "a"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
