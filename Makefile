@@ -8,7 +8,7 @@ RUNTIME := $(VENV)/.installed-runtime
 TERMINAL := $(VENV)/.installed-terminal
 DEVELOPMENT := $(VENV)/.installed
 
-.PHONY: serve chat top test test-long docs simulate torture coverage check format bench bench-manager bench-journal bench-grammar bench-scheduling bench-routing bench-replicas bench-speculation bench-streams bench-api-processes bench-accuracy bench-kv-cache bench-formats bench-memory bench-worker bench-gpu bench-viewers parallel-queries wheel screenshot demo-model demo-model-eval clean help
+.PHONY: serve chat top test test-long docs simulate torture coverage check format bench bench-manager bench-journal bench-grammar bench-scheduling bench-routing bench-replicas bench-models bench-speculation bench-streams bench-api-processes bench-accuracy bench-kv-cache bench-formats bench-memory bench-worker bench-gpu bench-viewers parallel-queries wheel screenshot demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ bench-routing: $(DEVELOPMENT)  ## compare the router with simple policies on a s
 
 bench-replicas: $(DEVELOPMENT)  ## compare two replicas with two threads, and with two servers (15 minutes)
 	$(BIN)/python -m benchmarks.replicas $(ARGS)
+
+bench-models: $(DEVELOPMENT)  ## compare models that are loaded on demand with models that stay loaded (3 minutes)
+	$(BIN)/python -m benchmarks.several_models $(ARGS)
 
 bench-speculation: $(DEVELOPMENT)  ## compare drafters with no speculation, by task and load (25 minutes)
 	$(BIN)/python -m benchmarks.speculation $(ARGS)

@@ -440,6 +440,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 MODEL_SETTINGS = frozenset(
     {
         "model",
+        "kind",
         "revision",
         "device",
         "dtype",
@@ -453,6 +454,8 @@ MODEL_SETTINGS = frozenset(
         "max_model_len",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "max_batch_delay_ms",
+        "max_image_pixels",
         "block_size",
         "num_kv_blocks",
         "kv_cache_memory_bytes",

@@ -183,7 +183,7 @@ def generates(engine: Engine) -> TypeGuard[GeneratingEngine]:
 
 def predicts(engine: Engine) -> TypeGuard[PredictingEngine]:
     """Return whether the engine's model embeds, reranks or classifies."""
-    return engine.kind in PredictorKind
+    return engine.kind in list(PredictorKind)
 
 
 class ManagedEngine(Engine, Protocol):

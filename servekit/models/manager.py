@@ -32,7 +32,7 @@ from servekit.errors import (
     WorkerNotReady,
     shutting_down,
 )
-from servekit.models.model_file import ModelFile, ModelSpec, check_split
+from servekit.models.model_file import ModelFile, ModelSpec, check_kinds, check_split
 from servekit.models.names import Names, Split, StickyBy
 from servekit.models.residency import Admit, Load, ModelNeeds, Residency, State, Unload
 from servekit.observability.live_frames import LiveState
@@ -83,7 +83,7 @@ class ManagedModel:
 
     @property
     def kind(self) -> str:
-        return self.spec.entry.kind
+        return self.config.kind
 
     @property
     def config(self) -> ServeConfig:
@@ -305,7 +305,10 @@ class ModelManager:
         if alias in taken:
             raise InvalidRequest(f"{alias!r} is the name of a model; an alias that is divided needs another one")
         try:
-            check_split(f"the alias {alias[:MAX_NAME_SHOWN]!r}", split, {each.id for each in self._file.models})
+            where = f"the alias {alias[:MAX_NAME_SHOWN]!r}"
+            kinds = {each.id: each.config.kind for each in self._file.models}
+            check_split(where, split, set(kinds))
+            check_kinds(where, split, kinds)
         except ConfigError as error:
             raise InvalidRequest(error.message, param="models") from None
         self._file = replace(self._file, splits={**self._file.splits, alias: split})

@@ -1,7 +1,7 @@
 """Parse the file that lists the models of a server. This is pure: the caller reads the file.
 
 The settings of a model have the names of the server's flags. What a model's entry leaves out is as the server's own
-setting.
+setting. `kind` is one of them: `auto` until the caller has looked at the model's own files (read_file.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from servekit.models.names import Split
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]{1,200}\Z")]
 Tenant = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
 Bytes = Annotated[int, Meta(ge=0, le=2**60)]
-Kind = Literal["generate"]
 
 Converted = TypeVar("Converted", bound=Struct)
 
@@ -29,7 +28,6 @@ _DEVICE = re.compile(r"cpu|cuda:\d+")
 _TAKES = {
     "id": "1 to 200 letters, digits, '.', '_', ':', '/' and '-'",
     "aliases": "a list of names, each of 1 to 200 letters, digits, '.', '_', ':', '/' and '-'",
-    "kind": "'generate'",
     "keep": "'always' or 'on_demand'",
     "memory_bytes": "an integer from 0 to 2**60: the bytes that each worker of the model takes on its device",
     "tenants": "a list of tenants, each of 1 to 64 letters, digits, '.', '_' and '-'",
@@ -47,7 +45,6 @@ class ModelEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     id: Name
     aliases: list[Name] = []
-    kind: Kind = "generate"
     keep: Literal["always", "on_demand"] = "always"
     memory_bytes: Bytes | None = None  # of one worker, on its device
     tenants: list[Tenant] | None = None  # that may use it; None: all
@@ -162,6 +159,14 @@ def check_split(where: str, split: Split, ids: set[str]) -> None:
             raise ConfigError(f"{where}: {name!r} is not the id of a model; there are {_list(ids)}")
     if not any(split.models.values()):
         raise ConfigError(f"{where}: models needs at least one weight above 0")
+
+
+def check_kinds(where: str, split: Split, kinds: Mapping[str, str]) -> None:
+    """Raise ConfigError if an alias divides requests among models that do different things. `kinds` is by id."""
+    found = {kinds[name]: name for name in split.models}
+    if len(found) > 1:
+        described = " and ".join(f"{name!r} of kind {kind}" for kind, name in found.items())
+        raise ConfigError(f"{where}: its models must be of one kind, and there are {described}")
 
 
 def make_spec(entry: ModelEntry, config: ServeConfig, device: str) -> ModelSpec:

@@ -9,9 +9,20 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from servekit.config import ServeConfig
+from servekit.engine.model_kind import GENERATE, choose_kind
+from servekit.engine.predictor_engine import check_settings
 from servekit.errors import ConfigError
 from servekit.executor.placement import auto_device
-from servekit.models.model_file import ModelEntry, ModelFile, make_model_file, make_spec, parse_model_file
+from servekit.models.model_file import (
+    ModelEntry,
+    ModelFile,
+    ModelSpec,
+    check_kinds,
+    make_model_file,
+    make_spec,
+    parse_model_file,
+)
+from servekit.protocol.prediction import PredictorKind
 
 # NAME=MODEL. A simulated model has a colon before its first equals sign, as in sim:step=5ms.
 _NAMED = re.compile(r"([A-Za-z0-9._-]+)=(.+)")
@@ -26,7 +37,7 @@ def read_model_file(config: ServeConfig) -> ModelFile:
         toml = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"models = {path!r}: {error.strerror}") from None
-    return parse_model_file(toml, path, config, auto_device())
+    return with_kinds(parse_model_file(toml, path, config, auto_device()), path)
 
 
 def from_command_line(config: ServeConfig, models: Sequence[str]) -> ModelFile:
@@ -42,7 +53,29 @@ def from_command_line(config: ServeConfig, models: Sequence[str]) -> ModelFile:
         name, path = (model, model) if named is None else (named[1], named[2])
         entry = ModelEntry(id=name)
         specs.append(make_spec(entry, replace(config, model=path, served_model_name=name), auto_device()))
-    return make_model_file(specs, where)
+    return with_kinds(make_model_file(specs, where), where)
+
+
+def with_kinds(file: ModelFile, where: str) -> ModelFile:
+    """Return the file with the kind of each model: what the model's own files say, if its entry does not.
+
+    Raises ConfigError for a setting that a model of the kind cannot have, and for an alias of models of several kinds.
+    """
+    models = [_with_kind(spec, where) for spec in file.models]
+    kinds = {spec.id: spec.config.kind for spec in models}
+    for alias, split in file.splits.items():
+        check_kinds(f"{where}: the alias {alias!r}", split, kinds)
+    return replace(file, models=models)
+
+
+def _with_kind(spec: ModelSpec, where: str) -> ModelSpec:
+    kind = choose_kind(spec.config)
+    if kind != GENERATE:
+        try:
+            check_settings(spec.config, PredictorKind(kind))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: the model {spec.id!r}: {error.message}") from None
+    return replace(spec, config=replace(spec.config, kind=kind))
 
 
 def _check_server(config: ServeConfig, where: str) -> None:

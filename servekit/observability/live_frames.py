@@ -87,6 +87,7 @@ class LiveModel(Struct, frozen=True):
 
     name: str
     state: str  # cold | waiting | loading | ready | recovering | draining | unloading | failed
+    kind: str = "generate"  # generate | embed | rerank | classify
 
 
 class LiveLimits(Struct, frozen=True):

@@ -126,7 +126,10 @@ def announce_models(manager: ModelManager, url: str) -> None:
         for doubt in doubts(config):
             log.warning("the model %s: %s", model.name, doubt)
         names = f", also {', '.join(entry.aliases)}" if entry.aliases else ""
-        log.info("model %s: %s%s; keep = %r, %s", model.name, config.model, names, entry.keep, model.state)
+        log.info(
+            "model %s: %s%s; kind %s, keep = %r, %s",
+            *(model.name, config.model, names, model.kind, entry.keep, model.state),
+        )
     log.info("ready at %s", url)
 
 

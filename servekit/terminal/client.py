@@ -52,6 +52,7 @@ class _StreamChunk(Struct):
 
 class _Model(Struct):
     id: str
+    kind: str = "generate"  # servers of others do not tell
 
 
 class _Models(Struct):
@@ -67,11 +68,12 @@ class Client(HttpClient):
         return path if self.model is None else f"{path}?model={quote(self.model, safe='')}"
 
     async def model_name(self) -> str:
-        """Return the name of the model that the server serves."""
+        """Return the name of the model to talk to: the first one that generates text."""
         if self.model is not None:
             return self.model
         models = await self.get("/v1/models", _Models, MAX_EVENT_BYTES)
-        return models.data[0].id if models.data else ""
+        named = [each.id for each in models.data if each.kind == "generate"] or [each.id for each in models.data]
+        return named[0] if named else ""
 
     async def live_state(self) -> LiveState:
         """Return one frame of the live view."""

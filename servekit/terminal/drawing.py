@@ -90,11 +90,15 @@ def _title(state: LiveState, width: int) -> Text:
 
 
 def _models(state: LiveState) -> list[Text]:
-    """Name all models of a server with several, each with its state; the one that is shown is bold."""
+    """Name all models of a server with several, each with its state; the one that is shown is bold.
+
+    What generates no text has its kind, too.
+    """
     return [
         Text.assemble(
             (safe_line(each.name), _TITLE if each.name == state.model_name else _INK),
             (f" {safe_line(each.state)}", _STATE_STYLE.get(each.state, _MUTED)),
+            ("" if each.kind == "generate" else f" {safe_line(each.kind)}", _MUTED),
         )
         for each in state.models
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -38,7 +40,7 @@ async def info(request: Request) -> Response:
     models, caller = models_of(request), caller_of(request)
     model = models.find(request.query_params.get("model"), caller)
     engine, max_total_tokens, config = model.engine, model.max_prompt_tokens, model.config
-    described = {
+    described: dict[str, Any] = {
         "name": "servekit",
         "version": __version__,
         "model_name": model.name,

@@ -102,7 +102,7 @@ class Feed:
         if tenant not in self._frames:
             state = view.for_tenant(tenant)
             if self._models.has_choice:
-                models = [LiveModel(each.name, each.state) for each in self._models.served(Caller(tenant))]
+                models = [LiveModel(each.name, each.state, each.kind) for each in self._models.served(Caller(tenant))]
                 state = replace(state, models=models)
             if state is not view.state:
                 self._frames[tenant] = self._encode(state)

@@ -71,6 +71,7 @@ def _describe(request: Request, served: ServedModel) -> Model:
         request.app.state.created_s,
         served.max_prompt_tokens,
         root=served.config.model,
+        kind=served.kind,
         state=served.state if models_of(request).has_choice else UNSET,
     )
 

@@ -68,7 +68,7 @@ async def embeddings(request: Request) -> Response:
 async def embed(request: Request) -> Response:
     """Compute the embeddings of texts, in the format of text-embeddings-inference: a list of lists of numbers."""
     wanted = await read(request, TeiEmbedRequest)
-    engine = await predictor_for(request, None, PredictorKind.EMBED)
+    engine = await predictor_for(request, wanted.model, PredictorKind.EMBED)
     _, results = await compute(request, engine, wanted.to_prediction_request())
     return await respond_at_length(lambda items: items(map(floats, results)), num_described(results))
 

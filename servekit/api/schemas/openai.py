@@ -760,6 +760,7 @@ class Model(Struct):
     owned_by: str = "servekit"
     root: str | None = None
     parent: None = None
+    kind: str = "generate"  # what it does: generate, embed, rerank or classify
     state: str | UnsetType = UNSET  # of a server with several models: cold, waiting, loading, ready, unloading, failed
 
 

@@ -114,6 +114,7 @@ class TeiEmbedRequest(PredictionFields, kw_only=True):
     """The body of /embed, in the format of text-embeddings-inference."""
 
     inputs: Annotated[Texts, described("a text or a list of texts")]
+    model: Model = None
     truncate: Truncate = None
     prompt_name: Annotated[str | None, described("of the model's prompts, the one to put before each input")] = None
     dimensions: Count | None = None

@@ -12,9 +12,10 @@ from servekit.api.app import create_app
 from servekit.api.auth.keys import parse_keys_file
 from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
-from servekit.errors import ModelNotFound
+from servekit.errors import ConfigError, ModelNotFound
 from servekit.models.manager import ModelManager
 from servekit.models.model_file import ModelFile, parse_model_file
+from servekit.models.read_file import with_kinds
 from tests.support.asgi import Answer, ask, bearer
 
 KEYS = """
@@ -49,7 +50,7 @@ LAW, SEARCH = Caller("law"), Caller("search")
 
 
 def parsed(text: str = MODELS) -> ModelFile:
-    return parse_model_file(text.encode(), "models.toml", CONFIG, "cpu")
+    return with_kinds(parse_model_file(text.encode(), "models.toml", CONFIG, "cpu"), "models.toml")
 
 
 @pytest.fixture
@@ -159,3 +160,64 @@ def test_metrics_have_each_family_once(manager: ModelManager) -> None:
         assert f'servekit_model_state{{model_name="{name}",state="cold"}} 1.0' in lines
     samples = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
     assert len(samples) == len(set(samples))
+
+
+KINDS = """
+default = "chat"
+[[model]]
+id = "chat"
+model = "sim:instant"
+keep = "on_demand"
+[[model]]
+id = "embedder"
+model = "sim:instant"
+kind = "embed"
+keep = "on_demand"
+tenants = ["law"]
+[[model]]
+id = "other-embedder"
+model = "sim:instant"
+kind = "embed"
+keep = "on_demand"
+"""
+
+
+async def test_request_without_a_name_gets_the_first_model_of_its_kind_that_it_may_use() -> None:
+    manager = ModelManager(CONFIG, parsed(KINDS))
+    assert [each.kind for each in manager.models] == ["generate", "embed", "embed"]
+    for kind, of_law, of_search in (
+        (None, "chat", "chat"),
+        ("generate", "chat", "chat"),
+        ("embed", "embedder", "other-embedder"),
+        ("rerank", "chat", "chat"),
+    ):
+        assert (manager.find(None, LAW, kind=kind).name, manager.find("", SEARCH, kind=kind).name) == (
+            of_law,
+            of_search,
+        )
+    assert manager.find("chat", LAW, kind="embed").name == "chat", "a name is a name"
+
+
+async def test_refusal_of_a_model_of_another_kind_names_those_that_the_key_may_use() -> None:
+    app = create_app(ModelManager(CONFIG, parsed(KINDS)), parse_keys_file(KEYS.encode(), "keys.toml"))
+    for key, names in (("of-law", "'embedder', 'other-embedder'"), ("of-search", "'other-embedder'")):
+        answer = await post(app, "/v1/embeddings", key, model="chat", input="x")
+        assert answer.status == 400 and answer.error["code"] == "not_supported"
+        assert f"generates text; it computes no embeddings. Please name {names}." in answer.error["message"]
+    answer = await post(app, "/v1/completions", "of-law", model="embedder", prompt="x")
+    assert answer.status == 400 and "it generates no text. Please name 'chat'." in answer.error["message"]
+
+
+async def test_alias_stands_for_models_of_one_kind() -> None:
+    with pytest.raises(ConfigError, match="alias 'mixed': its models must be of one kind"):
+        parsed(KINDS + '[[alias]]\nname = "mixed"\nmodels = { chat = 1, embedder = 1 }\n')
+    app = create_app(ModelManager(CONFIG, parsed(KINDS)), parse_keys_file(KEYS.encode(), "keys.toml"))
+    answer = await post(app, "/v1/aliases/mixed", "of-operator", models={"chat": 1, "embedder": 1})
+    assert answer.status == 400 and "'chat' of kind generate and 'embedder' of kind embed" in answer.error["message"]
+
+
+def test_setting_that_a_kind_cannot_have_is_refused_with_the_models_name() -> None:
+    with pytest.raises(ConfigError, match=r"models\.toml: the model 'embedder': quantization = 'int4'"):
+        parsed(KINDS.replace('kind = "embed"\n', 'kind = "embed"\nquantization = "int4"\n', 1))
+    with pytest.raises(ConfigError, match="kind"):
+        parsed(KINDS.replace('kind = "embed"', 'kind = "embedding"'))
