@@ -3,6 +3,7 @@
 
 import { byId, runGuarded, setText } from "./dom.js";
 import { LiveFeed } from "./live_feed.js";
+import { ModelChoice } from "./model_choice.js";
 import { Playground } from "./playground.js";
 
 const STATE_COLOURS = { ready: "good", failed: "bad" }; // others, such as loading and draining: warn
@@ -48,7 +49,7 @@ const feed = new LiveFeed({
 		const text = state.state === "ready" ? "ready" : `${state.state}: ${state.stage}`;
 		showServerState(text, STATE_COLOURS[state.state] ?? "warn");
 		session.modelName = state.model_name;
-		setText(byId("model"), state.model_name);
+		modelChoice.showFrame(state);
 		withSchedulerView((view) => view.showFrame(state));
 	},
 	onDisconnected(reason) {
@@ -56,6 +57,8 @@ const feed = new LiveFeed({
 		withSchedulerView((view) => view.showDisconnected(reason));
 	},
 });
+
+const modelChoice = new ModelChoice((name) => feed.showModel(name));
 
 byId("key-form").addEventListener("submit", (event) => {
 	event.preventDefault();

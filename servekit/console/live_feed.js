@@ -14,6 +14,8 @@ export class LiveFeed {
 	#callbacks;
 	#needsKey = false; // after a 401 there is no retry until the user enters a key
 	#request = null; // AbortController of the open connection
+	#model = ""; // whose frames are wanted; none: those of the server's default model
+	#isSwitching = false; // the connection was ended to open one for another model
 	#endPause = () => {}; // ends the pause before the next connection
 	#timer = 0; // before a connection it ends the pause; during one it aborts a silent connection
 
@@ -30,6 +32,14 @@ export class LiveFeed {
 		this.#endPause();
 	}
 
+	// Shows another model from now on.
+	showModel(name) {
+		this.#model = name;
+		this.#isSwitching = true;
+		this.#request?.abort();
+		this.#endPause();
+	}
+
 	#suspend() {
 		clearTimeout(this.#timer);
 		this.#request?.abort();
@@ -43,6 +53,11 @@ export class LiveFeed {
 			this.#request = new AbortController();
 			const { reason, receivedAny } = await this.#readOneConnection();
 			clearTimeout(this.#timer);
+			if (this.#isSwitching) {
+				this.#isSwitching = false;
+				retryMs = 0;
+				continue;
+			}
 			if (!document.hidden) this.#callbacks.onDisconnected(reason);
 			retryMs = receivedAny ? FIRST_RETRY_MS : Math.min(Math.max(FIRST_RETRY_MS, 2 * retryMs), MAX_RETRY_MS);
 		}
@@ -69,7 +84,8 @@ export class LiveFeed {
 		let response;
 		try {
 			const headers = this.#callbacks.headers();
-			response = await fetch("ui/events", { headers, signal: request.signal, cache: "no-store" });
+			const path = this.#model ? `ui/events?model=${encodeURIComponent(this.#model)}` : "ui/events";
+			response = await fetch(path, { headers, signal: request.signal, cache: "no-store" });
 		} catch {
 			return { reason: "The server cannot be reached.", receivedAny };
 		}

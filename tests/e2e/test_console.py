@@ -614,6 +614,22 @@ def test_page_does_not_scroll_sideways(server: ServerProcess, page: Page) -> Non
         page.set_viewport_size({"width": 1280, "height": 900})
 
 
+def test_model_that_is_chosen_is_shown_and_gets_the_requests(page: Page, tmp_path: Path) -> None:
+    with serving("one=sim:instant", "two=sim:instant", log=tmp_path / "log") as server:
+        open_at(page, server)
+        choice = page.locator("#model-choice")
+        assert choice.locator("option").all_text_contents() == ["one: ready", "two: ready"]
+        assert choice.input_value() == "one" and not page.locator("#model").is_visible()
+        choice.select_option("two")
+        page.locator("#model").filter(has_text="two").wait_for(state="attached")  # a frame of it has come
+        send(page, "Hello", max_tokens=3)
+        wait_for_status(page, "Done.")
+        assert choice.input_value() == "two"
+        line = 'servekit_http_requests_total{handler="/v1/completions",method="POST",model_name="two",status="200"} 1.0'
+        assert line in server.client.get("/metrics").text
+        page.goto("about:blank")  # or it would complain about the end of the server
+
+
 def test_text_has_enough_contrast() -> None:
     style = (CONSOLE / "style.css").read_text()
     light = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", style.partition("@media")[0]))

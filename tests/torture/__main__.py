@@ -46,6 +46,7 @@ PARTS = {
     "rolling": Part("rolling", 10, "restarts"),
     "failover": Part("failover", 10, "kills of each kind of worker"),
     "joins": Part("joins", 10, "minutes"),
+    "models": Part("models", 10, "minutes"),
     "batches": Part("batches", 10_000, "lines"),
     "clients": Part("clients", 500, "times each"),
     "raw_http": Part("raw_http", 100_000, "cases"),
