@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from servekit import __version__
 from servekit.api.endpoint import Endpoint, caller_of, engine_of, models_of
-from servekit.api.model_choice import engine_for
+from servekit.api.model_choice import engine_for, predictor_for
 from servekit.api.request_body import read, read_chat
 from servekit.api.responses.chat_submission import Conversation, submit_chat
 from servekit.api.responses.generation import answer, submit
@@ -35,8 +35,10 @@ from servekit.api.schemas.ollama import (
 )
 from servekit.config import ServeConfig
 from servekit.engine.interface import GeneratingEngine, LoadedBy, ServedModel
+from servekit.engine.model_kind import GENERATE
 from servekit.errors import InvalidRequest, ModelNotFound
 from servekit.protocol.messages import WorkerReady
+from servekit.protocol.prediction import PredictorKind
 
 # Clients compare it with the version that they need. This is the one whose API these routes follow.
 OLLAMA_VERSION = "0.13.0"
@@ -142,7 +144,11 @@ async def ps(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """Describe a model: its size, its context, and whether it knows tools and reasoning."""
     wanted = await read(request, OllamaShowRequest)
-    engine = await engine_for(request, _name(request, wanted.model or wanted.name or "/"))
+    name = _name(request, wanted.model or wanted.name or "/")
+    kind = models_of(request).find(name, caller_of(request)).kind
+    if kind != GENERATE:
+        return await _show_predictor(request, name, PredictorKind(kind))
+    engine = await engine_for(request, name)
     model, chat_format = _worker(engine).model, engine.input_processor.chat_format
     family = _family(model.architecture)
     capabilities = {
@@ -168,6 +174,29 @@ async def show(request: Request) -> Response:
             },
             capabilities=[name for name, has in capabilities.items() if has],
             parameters="\n".join(f"{name} {value}" for name, value in defaults.items()),
+            modified_at=timestamp(request.app.state.created_s),
+        )
+    )
+
+
+async def _show_predictor(request: Request, name: str, kind: PredictorKind) -> Response:
+    engine = await predictor_for(request, name, kind)
+    model, worker = engine.model, engine.worker
+    assert worker is not None
+    family = _family(model.architecture)
+    return respond(
+        OllamaShowResponse(
+            details=_details(engine.config, worker),
+            model_info={
+                "general.architecture": family,
+                "general.basename": engine.config.model_name,
+                "general.parameter_count": model.num_parameters,
+                f"{family}.context_length": model.max_model_len,
+                f"{family}.embedding_length": model.dimensions,
+                f"{family}.vocab_size": model.vocab_size,
+            },
+            capabilities=["embedding"] if kind is PredictorKind.EMBED else [],
+            parameters="",
             modified_at=timestamp(request.app.state.created_s),
         )
     )
@@ -207,7 +236,7 @@ def _details(config: ServeConfig, worker: LoadedBy) -> OllamaModelDetails:
 
 
 def _family(architecture: str) -> str:
-    return architecture.removesuffix("ForCausalLM").lower()
+    return architecture.partition("For")[0].removesuffix("Model").removesuffix("LMHead").lower()
 
 
 def _size(num_parameters: int) -> str:

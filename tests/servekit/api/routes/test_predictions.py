@@ -185,14 +185,17 @@ async def test_operators_see_the_model_and_its_state(embedder: Starlette) -> Non
     info = json.loads((await ask(embedder, "GET", "/info")).body)
     assert info["worker"]["model"]["architecture"] == "BertModel" and info["max_total_tokens"] == 64
     models = json.loads((await ask(embedder, "GET", "/v1/models")).body)
-    assert models["data"][0]["id"] == "embed"
+    assert models["data"][0]["id"] == "embed" and models["data"][0]["kind"] == "embed"
+    shown = json.loads((await post(embedder, "/api/show", {"model": "embed"})).body)
+    assert shown["capabilities"] == ["embedding"] and shown["details"]["family"] == "bert"
+    assert shown["model_info"]["bert.embedding_length"] == 32 and shown["model_info"]["bert.context_length"] == 64
     metrics = (await ask(embedder, "GET", "/metrics")).body.decode()
     assert "servekit_prediction_items_waiting" in metrics
 
 
 async def test_tokens_count_against_the_limits_of_a_key(folder: Path, log: Log) -> None:
     async with local_engine(folder / "embed", PredictorKind.EMBED, api_keys_file="keys.toml") as (engine, _):
-        app = create_app(engine, parse_keys_file(KEYS, "keys.toml"))  # type: ignore[arg-type]
+        app = create_app(engine, parse_keys_file(KEYS, "keys.toml"))
         assert (await post(app, "/v1/embeddings", {"input": "a"})).status == 401
         answer = await post(app, "/v1/embeddings", {"input": "a " * 40}, bearer("one"))
         assert answer.status == 200
