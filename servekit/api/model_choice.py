@@ -73,6 +73,8 @@ async def _use(
         use = await unless_disconnected(request, model.wait_for_use(caller))
     engine = use.engine
     state["engine"], state["model_use"] = engine, use
+    if engine.kind != kind:  # the models file was read again while the request waited
+        raise _wrong_kind(model, kind, models.served(caller))
     return engine
 
 

@@ -11,6 +11,25 @@ from starlette.requests import Request
 from servekit.api import model_choice
 from servekit.engine.caller import ANONYMOUS
 from servekit.engine.model_kind import GENERATE
+from servekit.errors import InvalidRequest
+
+
+async def test_model_that_became_another_kind_while_a_request_waited_is_refused() -> None:
+    use = SimpleNamespace(engine=SimpleNamespace(kind="embed"))
+
+    class Model:
+        name, kind = "a", GENERATE
+
+        def begin_use(self) -> Any:
+            self.kind = "embed"
+            return use
+
+    models = SimpleNamespace(find=lambda *_: Model(), served=lambda _: [SimpleNamespace(name="b", kind=GENERATE)])
+    state: dict[str, Any] = {"caller": ANONYMOUS}
+    request = Request({"type": "http", "app": SimpleNamespace(state=SimpleNamespace(models=models)), "state": state})
+    with pytest.raises(InvalidRequest, match=r"it generates no text\. Please name 'b'"):
+        await model_choice.engine_for(request, "a")
+    assert state["model_use"] is use, "the use ends with the request"
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])

@@ -140,9 +140,7 @@ def check(measure: Callable[[], tuple[int, int]], bits: float, least_bits: float
             peak = min(peak, measure()[1])
     assert held < 1.03 * expected + PAGES_BYTES
     assert held > 0.97 * least - PAGES_BYTES, "some of the weights are not counted"
-    assert peak < most, (
-        "while it is loaded, memory holds more than one layer and one matrix in addition"
-    )
+    assert peak < most, "while it is loaded, memory holds more than one layer and one matrix in addition"
 
 
 @pytest.mark.parametrize("kind", AT_LOAD)
