@@ -20,7 +20,7 @@ from servekit.api.schemas.responses_api import ResponsesRequest
 from servekit.api.schemas.tgi import TgiParameters
 from servekit.config import ServeConfig, settings
 from servekit.observability.journal import Journal, JournalCollector
-from servekit.observability.metrics import LoadMetrics, Metrics, PredictorStats, QueueUsage, SchedulerStats
+from servekit.observability.metrics import LoadMetrics, Metrics, PredictorStats, QueueUsage, RemoteStats, SchedulerStats
 from servekit.scheduler.draft_length import DraftLengths
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -96,6 +96,8 @@ def metrics_table() -> Iterator[str]:
     LoadMetrics(metrics, lambda: "", lambda: 0)
     metrics.watch_predictor(lambda: PredictorStats(**dict.fromkeys(PredictorStats.__struct_fields__, 1)))
     assert metrics.predictions
+    metrics.watch_remote(lambda: RemoteStats("closed", 1, 1))
+    assert metrics.remote
     metrics.http.request_refused("")
     metrics.http.request_ended("", "", 0)
     yield "| metric | type | labels | meaning |"

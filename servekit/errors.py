@@ -20,12 +20,15 @@
     │  ├─ TooManyConnections    503  the maximum number of connections is open
     │  ├─ HttpVersionUnsupported 505 the request is of another version of HTTP
     │  └─ DeadlineExceeded      504  the request's deadline passed before it could enter the queue
-    ├─ WorkerError           a worker process failed
+    ├─ WorkerError           a worker process failed, or a server that stands in its place
     │  ├─ WorkerNotReady        503  the model is still loading, or the server is shutting down
     │  ├─ WorkerLost            503  the worker process ended, and no other replaced it in time
     │  ├─ WorkerTimeout         503  the worker process did not answer in time
     │  ├─ HandshakeFailed       503  in servekit.protocol.handshake: a worker and a server do not accept each other
-    │  └─ RequestCrashesWorker  500  workers ended repeatedly while they computed this request
+    │  ├─ RequestCrashesWorker  500  workers ended repeatedly while they computed this request
+    │  ├─ RemoteFailed          502  the server of a remote model failed, or sent what makes no sense
+    │  ├─ RemoteUnavailable     503  the server of a remote model cannot be reached, or is too busy
+    │  └─ RemoteTimeout         504  the server of a remote model did not answer in time
     ├─ SandboxUnavailable    503  the process that renders chats and compiles grammars failed twice
     ├─ StorageFailed         507  files and batches cannot be written, or have no room left
     ├─ ConfigError           a setting is wrong, or does not fit the model; the process exits with code 2
@@ -191,7 +194,7 @@ class TooManyConnections(RequestError):
 
 
 class WorkerError(ServekitError):
-    """A worker process failed; the client can repeat the request."""
+    """A worker process failed, or a server that stands in its place; the client can repeat the request."""
 
     status = 503
     code = "worker_unavailable"
@@ -214,6 +217,26 @@ class RequestCrashesWorker(WorkerError):
 
     status = 500
     code = "request_crashes_worker"
+
+
+class RemoteFailed(WorkerError):
+    """The server of a remote model failed while it answered, or sent what makes no sense."""
+
+    status = 502
+    code = "remote_failed"
+
+
+class RemoteUnavailable(WorkerError):
+    """The server of a remote model cannot be reached, refuses this server, or is too busy."""
+
+    code = "remote_unavailable"
+
+
+class RemoteTimeout(WorkerError):
+    """The server of a remote model did not answer in time."""
+
+    status = 504
+    code = "remote_timeout"
 
 
 def prompt_too_long(limit: int, min_tokens: int, param: str) -> ContextTooLong:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from enum import StrEnum
+from typing import Any
 
 from msgspec import Struct
 
@@ -63,6 +64,20 @@ class Sampling(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
+class Chat(Struct, frozen=True, kw_only=True):
+    """A conversation that is not rendered here, because the model runs on another server."""
+
+    messages: list[dict[str, Any]]  # as chat templates expect them
+    tools: list[dict[str, Any]] | None = None  # as OpenAI's API writes them
+    tool_choice: str | dict[str, Any] | None = None  # the same
+    is_parallel: bool | None = None  # whether an answer may have several calls
+    reasoning_effort: str | None = None
+    max_reasoning_tokens: int | None = None
+    template_variables: dict[str, Any] = {}
+    adds_generation_prompt: bool = True
+    continues_final_message: bool = False
+
+
 class GenerationRequest(Struct, frozen=True, kw_only=True):
     """Prompts, and how to answer each of them."""
 
@@ -83,6 +98,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     prediction: str | None = None  # a text that the answers may repeat
     suffix: str | None = None  # a text that comes after the answers, which fill in what is before it
     markers: tuple[str, ...] = ()  # texts that stay in answers, even if they are special tokens
+    chat: Chat | None = None  # in place of the text of its only prompt
 
     @property
     def num_sequences(self) -> int:

@@ -23,6 +23,9 @@ from servekit.errors import (
     InvalidRequest,
     ModelNotFound,
     ObjectNotFound,
+    RemoteFailed,
+    RemoteTimeout,
+    RemoteUnavailable,
     RequestError,
     RequestNotFound,
     RequestTooLarge,
@@ -36,7 +39,15 @@ Json = dict[str, Any]
 _REFERENCE = "#/components/schemas/{name}"
 
 # Errors that only some routes return. All others can come from any route that is not public.
-ERRORS_OF_FIELDS = (InvalidRequest, ContextTooLong, DeadlineExceeded)  # routes with a body or query parameters
+# Of routes with a body or query parameters.
+ERRORS_OF_FIELDS = (
+    InvalidRequest,
+    ContextTooLong,
+    DeadlineExceeded,
+    RemoteFailed,
+    RemoteUnavailable,
+    RemoteTimeout,
+)
 ERRORS_OF_BODIES = (ModelNotFound, RequestTooLarge, UnsupportedEncoding)
 ERRORS_OF_PATH_PARAMETERS = (ModelNotFound,)
 ERRORS_OF_ONE_ROUTE = (ProfilerRefuses, RequestNotFound, ObjectNotFound)
@@ -167,7 +178,7 @@ def _errors_of(endpoint: Endpoint) -> Iterator[type[ServekitError]]:
     for error in (*_leaves(RequestError), *_leaves(WorkerError), InternalError):
         if error not in of_some_routes or error in expected:
             yield error
-    yield from expected - {*_leaves(RequestError)}
+    yield from expected - {*_leaves(RequestError), *_leaves(WorkerError)}
 
 
 def _leaves(kind: type[ServekitError]) -> Iterator[type[ServekitError]]:

@@ -13,6 +13,7 @@ from typing import ClassVar
 from msgspec import Struct
 
 from servekit.aio.single_waiter_event import SingleWaiterEvent
+from servekit.parsing.answer_events import AnswerEvent
 from servekit.protocol.messages import TokenLogprobs
 from servekit.scheduler.sequence import FinishReason
 
@@ -27,6 +28,12 @@ class TokenDelta(Struct, frozen=True, array_like=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     logprobs: TokenLogprobs | None = None
+
+
+class ParsedDelta(TokenDelta, frozen=True, array_like=True, gc=False):
+    """A piece of a chat's answer that its server has parsed: what it adds, beside the text of its content."""
+
+    events: tuple[AnswerEvent, ...] = ()
 
 
 class ClientQueue:

@@ -138,6 +138,13 @@ class GeneratingEngine(Engine, Protocol):
     def worker(self) -> WorkerReady | None: ...
 
     @property
+    def takes_messages(self) -> bool:
+        """Whether chats are submitted as `GenerationRequest.chat`, because another server renders and tokenizes them.
+
+        Then there is no input processor, and the tokenizer knows no tokens.
+        """
+
+    @property
     def tokenizer(self) -> Tokenizer: ...
 
     @property

@@ -22,6 +22,7 @@ class OneModel(ABC):
     config: ServeConfig
     kind: str = GENERATE
     has_choice = False
+    takes_messages = False
     headers: Sequence[tuple[bytes, bytes]] = ()  # an answer says nothing of the choice
 
     @property

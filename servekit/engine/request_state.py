@@ -111,6 +111,10 @@ class RequestState:
         """Tokens of all answers so far, including answers of `best_of` that are not returned."""
         return sum(output.num_tokens for output in self.outputs)
 
+    def num_answer_tokens(self, num_counted: int) -> int:
+        """Return how many tokens the returned answers have, of which a reader of the queue has counted so many."""
+        return num_counted
+
     @property
     def num_drafted_tokens(self) -> int:
         """Drafts that were verified for all answers so far, in speculative decoding."""

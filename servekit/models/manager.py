@@ -37,6 +37,7 @@ from servekit.models.names import Names, Split, StickyBy
 from servekit.models.residency import Admit, Load, ModelNeeds, Residency, State, Unload
 from servekit.observability.live_frames import LiveState
 from servekit.observability.metrics import HttpMetrics, LoadMetrics, ModelMetrics, SeveralModelsMetrics
+from servekit.remote.remote_engine import RemoteEngine
 from servekit.shared_budget import SharedBudget
 
 log = logging.getLogger("servekit")
@@ -340,7 +341,8 @@ class ModelManager:
             if present is None:
                 self._add(spec)
                 continue
-            if present.engine is not None and present.engine.config != spec.config:
+            changes = (present.spec.remote, present.config) != (spec.remote, spec.config)
+            if present.engine is not None and changes:
                 log.warning("the model %s: its changed settings apply when it is loaded next", spec.id)
             present.spec, present.is_removed = spec, False
             self.residency.replace(ModelNeeds(spec.id, spec.memory, spec.entry.keep == "always"))
@@ -514,7 +516,7 @@ class ModelManager:
         log.info("loading the model %s (%s)", model.name, config.model)
         engine: ManagedEngine | None = None
         try:
-            engine = model.starting = make_engine(config, self._clock, model.metrics, self._result_budget)
+            engine = model.starting = self._make_engine(model)
             await engine.start()
         except Exception as error:
             if not isinstance(error, ServekitError):
@@ -525,7 +527,8 @@ class ModelManager:
             self._report_failure(model)
             return
         model.engine, model.starting, model.failure = engine, None, None
-        model.worker, model.max_prompt_tokens = engine.worker, engine.max_prompt_tokens
+        model.worker = engine.worker
+        model.max_prompt_tokens = engine.known_length if isinstance(engine, RemoteEngine) else engine.max_prompt_tokens
         if self._is_draining:
             engine.drain(not self._rejects_requests)
         now_s = self.now()
@@ -538,6 +541,13 @@ class ModelManager:
         elif model.waiting:
             self.residency.want(model.name, now_s)
         self.look()
+
+    def _make_engine(self, model: ManagedModel) -> ManagedEngine:
+        """Return the engine of a model. Raises ConfigError."""
+        spec = model.spec
+        if spec.remote is not None:
+            return RemoteEngine(spec.config, spec.remote, self._clock, model.metrics)
+        return make_engine(spec.config, self._clock, model.metrics, self._result_budget)
 
     async def _give_up(self, model: ManagedModel, engine: ManagedEngine | None, error: Exception) -> None:
         """End an engine that has failed."""

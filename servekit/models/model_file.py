@@ -13,10 +13,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from servekit.config import MODEL_SETTINGS, ServeConfig, explain_setting
 from servekit.errors import ConfigError
 from servekit.models.names import Split
+from servekit.remote.settings import TAKES as REMOTE_TAKES
+from servekit.remote.settings import RemoteSettings
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]{1,200}\Z")]
 Tenant = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
@@ -24,6 +27,9 @@ Bytes = Annotated[int, Meta(ge=0, le=2**60)]
 
 Converted = TypeVar("Converted", bound=Struct)
 
+REMOTE_KINDS = ("openai",)  # by what the model's server speaks
+# The settings that a remote model can have. All others are about how a model is computed.
+REMOTE_MODEL_SETTINGS = ("model", "max_model_len", "max_num_queued_reqs", "max_client_batch_size", "stream_interval")
 _DEVICE = re.compile(r"cpu|cuda:\d+")
 _TAKES = {
     "id": "1 to 200 letters, digits, '.', '_', ':', '/' and '-'",
@@ -56,6 +62,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     entry: ModelEntry
     config: ServeConfig
     memory: Mapping[str, int]  # in bytes, by device
+    remote: RemoteSettings | None = None  # of a model that runs on another server
 
     @property
     def id(self) -> str:
@@ -187,12 +194,40 @@ def make_spec(entry: ModelEntry, config: ServeConfig, device: str) -> ModelSpec:
     return ModelSpec(entry=entry, config=config, memory=memory)
 
 
+def _take_remote(entry: dict[str, Any], where: str) -> RemoteSettings | None:
+    """Take what an entry says of the model's server out of it; return None if this server runs the model.
+
+    Raises ConfigError.
+    """
+    if entry.get("kind") not in REMOTE_KINDS:
+        if "remote" in entry:
+            raise ConfigError(f"{where}: remote is for models of another server; set kind = 'openai', or leave it out")
+        return None
+    del entry["kind"]
+    remote = entry.pop("remote", None)
+    if not isinstance(remote, dict):
+        raise ConfigError(
+            f"{where}: kind = 'openai' needs the server's address, such as remote = {{ url = 'http://gpu-7:8000/v1' }}"
+        )
+    if "memory_bytes" in entry:
+        raise ConfigError(f"{where}: memory_bytes is of models that this server runs; leave it out")
+    for name in entry:
+        if name in MODEL_SETTINGS and name not in REMOTE_MODEL_SETTINGS:
+            raise ConfigError(
+                f"{where}: {name} is a setting of models that this server runs, and this one runs on another server; "
+                "leave it out, and set it there"
+            )
+    remote = {name.replace("-", "_"): value for name, value in remote.items()}
+    return _convert(remote, RemoteSettings, f"{where}: remote")
+
+
 def _parse_model(entry: Any, where: str, base: ServeConfig, device: str) -> ModelSpec:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: it must be a table")
     entry = {name.replace("-", "_"): value for name, value in entry.items()}
     if isinstance(entry.get("id"), str):
         where += f" ({entry['id'][:64]!r})"
+    remote = _take_remote(entry, where)
     own = {name: entry.pop(name) for name in list(entry) if name in ModelEntry.__struct_fields__}
     for name in entry:
         if name not in MODEL_SETTINGS:
@@ -202,11 +237,14 @@ def _parse_model(entry: Any, where: str, base: ServeConfig, device: str) -> Mode
     if "model" not in entry:
         raise ConfigError(f"{where}: it has no model, which is a directory, a GGUF file or a Hugging Face id")
     values = {**msgspec.structs.asdict(base), **entry, "served_model_name": own["id"], "models": None}
+    if remote is not None:
+        values["kind"] = "generate"
     try:
         config = msgspec.convert(values, ServeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {explain_setting(str(error), values)}") from None
-    return make_spec(_convert(own, ModelEntry, where), config, device)
+    spec = make_spec(_convert(own, ModelEntry, where), config, device)
+    return spec if remote is None else replace(spec, memory={}, remote=remote)
 
 
 def _entries(table: Mapping[str, Any], name: str, path: str) -> list[Any]:
@@ -229,9 +267,10 @@ def _convert(value: Any, kind: type[Converted], where: str) -> Converted:
         if "missing required field" in message:
             raise ConfigError(f"{where}: the field {message.split('`')[1]!r} is missing") from None
         field = re.search(r"at `\$\.(\w+)|at `\$\[", message)
-        if field is None or field[1] not in _TAKES:
+        takes = REMOTE_TAKES if kind is RemoteSettings else _TAKES
+        if field is None or field[1] not in takes:
             raise ConfigError(f"{where}: {message}") from None
-        raise ConfigError(f"{where}: {field[1]} must be {_TAKES[field[1]]}") from None
+        raise ConfigError(f"{where}: {field[1]} must be {takes[field[1]]}") from None
 
 
 def _explain_unknown(name: str) -> str:

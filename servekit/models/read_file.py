@@ -23,6 +23,7 @@ from servekit.models.model_file import (
     parse_model_file,
 )
 from servekit.protocol.prediction import PredictorKind
+from servekit.remote.api_keys import check_api_key
 
 # NAME=MODEL. A simulated model has a colon before its first equals sign, as in sim:step=5ms.
 _NAMED = re.compile(r"([A-Za-z0-9._-]+)=(.+)")
@@ -37,7 +38,11 @@ def read_model_file(config: ServeConfig) -> ModelFile:
         toml = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"models = {path!r}: {error.strerror}") from None
-    return with_kinds(parse_model_file(toml, path, config, auto_device()), path)
+    file = with_kinds(parse_model_file(toml, path, config, auto_device()), path)
+    for spec in file.models:
+        if spec.remote is not None:
+            check_api_key(spec.id, spec.remote)  # before any process is started, which would inherit it
+    return file
 
 
 def from_command_line(config: ServeConfig, models: Sequence[str]) -> ModelFile:

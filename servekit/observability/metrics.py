@@ -174,6 +174,10 @@ class RequestMetrics(Observer):
         for latency_s in inter_token_latencies_s:
             self._inter_token_latency.observe(latency_s)
 
+    def tokens_reported(self, num_tokens: int) -> None:
+        """Count tokens of a remote model that came without pieces of their own."""
+        self._generation_tokens.inc(num_tokens)
+
     def sequence_ended(
         self,
         sequence: Sequence,
@@ -377,6 +381,85 @@ class ServerMetrics:
 
 # Values of the label `outcome` of servekit_prediction_items_total.
 PREDICTION_OUTCOMES = ("computed", "aborted", "expired", "failed")
+
+
+# Values of the label `result` of servekit_remote_requests_total, and of `state` of servekit_remote_breaker_state.
+REMOTE_RESULTS = ("answered", "refused", "busy", "failed", "timeout", "unreachable", "aborted")
+BREAKER_STATES = ("closed", "open", "half_open")
+
+
+class RemoteMetrics:
+    """Requests to the server of a remote model: how they end, how many are repeated, and whether any are sent."""
+
+    def __init__(self, metrics: _MetricFactory) -> None:
+        requests = metrics.labelled_counter(
+            "remote_requests_total", "Requests to the server of a remote model, repeated ones too, by result.", "result"
+        )
+        self._requests = {result: requests.labels(*metrics.label_values, result) for result in REMOTE_RESULTS}
+        self._retries = metrics.counter("remote_retries_total", "Requests to the server that repeated a failed one.")
+        self._exhausted = metrics.counter(
+            "remote_retry_budget_exhausted_total", "Failed requests that were not repeated, for lack of retry budget."
+        )
+        self._rejections = metrics.counter(
+            "remote_breaker_rejections_total", "Requests that were not sent, because the circuit breaker was open."
+        )
+        self._transitions = metrics.counter("remote_breaker_opened_total", "Times that the circuit breaker opened.")
+        self._answer_start = metrics.histogram(
+            "remote_answer_start_seconds", "Time from sending a request to the beginning of the server's response."
+        )
+
+    def request_ended(self, result: str) -> None:
+        self._requests[result].inc()
+
+    def answer_began(self, waited_s: float) -> None:
+        self._answer_start.observe(waited_s)
+
+    def retried(self) -> None:
+        self._retries.inc()
+
+    def retry_refused(self) -> None:
+        self._exhausted.inc()
+
+    def rejected(self) -> None:
+        self._rejections.inc()
+
+    def breaker_opened(self) -> None:
+        self._transitions.inc()
+
+
+class RemoteStats(Struct, frozen=True):
+    """The state of the engine of a remote model at one moment."""
+
+    breaker: str  # closed, open or half_open
+    num_connections: int  # requests that are being answered, or repeated
+    num_waiting: int  # requests that wait for a connection
+
+
+class _RemoteCollector(Collector):
+    """Reads the state of the engine of a remote model when Prometheus scrapes."""
+
+    def __init__(self, model_name: str, read_stats: Callable[[], RemoteStats]) -> None:
+        self._model_name = model_name
+        self._read_stats = read_stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read_stats()
+        gauges = {
+            "num_connections": (stats.num_connections, "Requests that the server of a remote model answers."),
+            "num_waiting": (stats.num_waiting, "Requests that wait for a connection to the server of a remote model."),
+        }
+        for name, (value, text) in gauges.items():
+            gauge = GaugeMetricFamily(f"servekit_remote_{name}", text, labels=["model_name"])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
+        state = GaugeMetricFamily(
+            "servekit_remote_breaker_state",
+            "1 for the state of the circuit breaker of a remote model.",
+            labels=["model_name", "state"],
+        )
+        for each in BREAKER_STATES:
+            state.add_metric([self._model_name, each], float(each == stats.breaker))
+        yield state
 
 
 class PredictionMetrics:
@@ -714,6 +797,15 @@ class ModelMetrics:
     def predictions(self) -> PredictionMetrics:
         """The metrics of a predictor; a server without one does not export them."""
         return PredictionMetrics(self._factory)
+
+    @cached_property
+    def remote(self) -> RemoteMetrics:
+        """The metrics of a remote model; a server without one does not export them."""
+        return RemoteMetrics(self._factory)
+
+    def watch_remote(self, read_stats: Callable[[], RemoteStats]) -> None:
+        """Export what `read_stats` returns at each scrape."""
+        self.watch(_RemoteCollector(self._model_name, read_stats))
 
     def watch_drafts(self, drafter: str, read_counts: Callable[[], list[DraftLengths]]) -> None:
         """Export what `read_counts` returns for each replica at each scrape. `drafter` is who makes the drafts."""

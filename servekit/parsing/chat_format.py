@@ -136,6 +136,21 @@ class AnswerFormat(Struct, frozen=True):
         return AnswerParser(self.reasoning, self.tools, self.start, self.use)
 
 
+class ParsedAnswerFormat(AnswerFormat, frozen=True):
+    """Answers that arrive as events, because the server that computes them has parsed them."""
+
+    @property
+    def has_reasoning(self) -> bool:
+        return True
+
+    @property
+    def is_parsed(self) -> bool:
+        return True
+
+
+PARSED_ANSWERS = ParsedAnswerFormat(NoReasoning(), None, Start.AFTER_REASONING, None, None)
+
+
 class ChatFormat:
     """The formats of one model. `tools` is None if its template does not tell."""
 

@@ -69,7 +69,8 @@ class AnthropicResponseBuilder:
 
     def _usage(self) -> AnthropicUsage:
         num_cached = self._state.num_cached_tokens
-        return AnthropicUsage(self._state.num_prompt_tokens - num_cached, self._reader.num_tokens, num_cached)
+        num_tokens = self._state.num_answer_tokens(self._reader.num_tokens)
+        return AnthropicUsage(self._state.num_prompt_tokens - num_cached, num_tokens, num_cached)
 
     # -- one JSON answer ----------------------------------------------------------------------------------------------
 

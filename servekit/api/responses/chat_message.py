@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from servekit.api.responses.collect import Answer
 from servekit.api.schemas.openai import FunctionCall, ToolCall
-from servekit.engine.client_queue import TokenDelta
+from servekit.engine.client_queue import ParsedDelta, TokenDelta
 from servekit.parsing.answer_events import AnswerEvent, CallArguments, CallBegins, Content, Reasoning
 from servekit.parsing.chat_format import AnswerParser
 
@@ -24,6 +24,10 @@ class ChatMessageReader:
         """Return the events that these tokens complete."""
         events: list[AnswerEvent] = []
         for delta in deltas:
+            if isinstance(delta, ParsedDelta):
+                events += delta.events
+                self.num_reasoning_tokens += any(isinstance(each, Reasoning) for each in delta.events)
+                continue
             if delta.token_id is not None and self._parser.is_reasoning:
                 self.num_reasoning_tokens += 1
             if delta.text:

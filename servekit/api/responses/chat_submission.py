@@ -14,7 +14,7 @@ from servekit.api.responses.generation import submit
 from servekit.api.schemas.openai import ChatCompletionRequest
 from servekit.engine.interface import GeneratingEngine
 from servekit.engine.request_state import RequestState
-from servekit.parsing.chat_format import AnswerFormat
+from servekit.parsing.chat_format import PARSED_ANSWERS, AnswerFormat
 from servekit.request import GenerationRequest
 
 Conversation = list[dict[str, Any]]  # messages as chat templates expect them
@@ -27,10 +27,18 @@ async def submit_chat(
 
     Raises what `submit` raises.
     """
-    chat = _Chat(engine_of(request), caller_of(request).tenant, wanted, conversation)
+    engine = engine_of(request)
+    if engine.takes_messages:
+        return await submit(request, wanted.to_relayed_request(conversation)), PARSED_ANSWERS
+    chat = _Chat(engine, caller_of(request).tenant, wanted, conversation)
     state = await submit(request, wanted.to_generation_request(""), chat.render)
     assert chat.answer_format is not None, "it was rendered"
     return state, chat.answer_format
+
+
+def may_reason(engine: GeneratingEngine) -> bool:
+    """Whether the model writes reasoning, as far as is known here."""
+    return engine.takes_messages or engine.input_processor.chat_format.has_reasoning
 
 
 async def render(

@@ -88,7 +88,7 @@ async def collect(state: RequestState, make_answer: Callable[[int], Answer]) -> 
 
 def usage_of(state: RequestState, completion_tokens: int) -> Usage:
     """Return the number of tokens that a request has used, with this many in the answers that it returns."""
-    prompt_tokens = state.num_prompt_tokens
+    prompt_tokens, completion_tokens = state.num_prompt_tokens, state.num_answer_tokens(completion_tokens)
     usage = Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, state.num_cached_tokens)
     if state.num_drafted_tokens:
         usage.drafted_tokens = state.num_drafted_tokens

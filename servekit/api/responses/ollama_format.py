@@ -204,7 +204,7 @@ class OllamaResponseBuilder:
         answer.load_duration = 0
         answer.prompt_eval_count = self._state.num_prompt_tokens
         answer.prompt_eval_duration = _nanoseconds(first_s - begun_s)
-        answer.eval_count = self._num_tokens
+        answer.eval_count = self._state.num_answer_tokens(self._num_tokens)
         answer.eval_duration = _nanoseconds(last_s - first_s)
 
     def _logprobs(self, deltas: Iterable[TokenDelta]) -> Iterator[ChatLogprob]:

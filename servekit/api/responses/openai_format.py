@@ -77,6 +77,7 @@ class _Common:
 
     def _usage(self, completion_tokens: int, reasoning_tokens: int | None = None) -> OpenAIUsage:
         prompt_tokens = self._state.num_prompt_tokens
+        completion_tokens = self._state.num_answer_tokens(completion_tokens)
         details = PromptTokensDetails(self._state.num_cached_tokens)
         usage = OpenAIUsage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
         details_of_answers = CompletionTokensDetails()

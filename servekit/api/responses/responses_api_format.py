@@ -79,7 +79,8 @@ class ResponsesBuilder:
     def _ended(self, reason: FinishReason) -> ResponseObject:
         """Return the whole answer. What was cut, by its limit or its deadline, is incomplete."""
         is_cut, blocks = reason is not FinishReason.STOP, self._reader.blocks
-        num_prompt_tokens, num_tokens = self._state.num_prompt_tokens, self._reader.num_tokens
+        num_prompt_tokens = self._state.num_prompt_tokens
+        num_tokens = self._state.num_answer_tokens(self._reader.num_tokens)
         return replace(
             self._beginning,
             status="incomplete" if is_cut else "completed",

@@ -47,7 +47,7 @@ class TgiResponseBuilder:
     def headers(self, prompts: list[list[Answer]]) -> dict[str, str]:
         return {
             "x-prompt-tokens": str(self._state.num_prompt_tokens),
-            "x-generated-tokens": str(prompts[0][0].num_tokens),
+            "x-generated-tokens": str(self._state.num_answer_tokens(prompts[0][0].num_tokens)),
         }
 
     def response(self, prompts: list[list[Answer]], items: ItemList) -> Any:
@@ -92,7 +92,8 @@ class TgiResponseBuilder:
     def _end(self, answer: Answer) -> tuple[str, int, int | None]:
         """Return (finish reason, number of tokens, seed). The seed is None unless the client sent one."""
         seed = None if self._parameters.seed is None else self._state.seed(answer.index)
-        return finish_reason(answer.finish_reason, answer.stop_reason), answer.num_tokens, seed
+        num_tokens = self._state.num_answer_tokens(answer.num_tokens)
+        return finish_reason(answer.finish_reason, answer.stop_reason), num_tokens, seed
 
     def _lists(
         self, answer: Answer, items: ItemList

@@ -11,7 +11,7 @@ from servekit.api.endpoint import Endpoint, caller_of
 from servekit.api.model_choice import engine_for
 from servekit.api.request_body import read_chat
 from servekit.api.responses.anthropic_format import AnthropicResponseBuilder
-from servekit.api.responses.chat_submission import render, submit_chat
+from servekit.api.responses.chat_submission import may_reason, render, submit_chat
 from servekit.api.responses.collect import new_id
 from servekit.api.responses.generation import answer, unless_disconnected
 from servekit.api.responses.http import respond
@@ -32,8 +32,8 @@ async def messages(request: Request) -> Response:
     engine = await engine_for(request, wanted.model, conversation)
     wanted.check()
     chat = wanted.to_chat()
-    if not engine.input_processor.chat_format.has_reasoning:
-        chat.thinking_token_budget = None  # the model uses none of it
+    if engine.takes_messages or not may_reason(engine):
+        chat.thinking_token_budget = None  # the model uses none of it, or its server does not take one
     state, answer_format = await submit_chat(request, chat, conversation)
     builder = AnthropicResponseBuilder(state, answer_format, new_id("msg", "_"), engine.config.model_name)
     return await answer(request, state, builder, bool(wanted.stream))

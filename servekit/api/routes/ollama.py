@@ -15,7 +15,7 @@ from servekit import __version__
 from servekit.api.endpoint import Endpoint, caller_of, engine_of, models_of
 from servekit.api.model_choice import engine_for, predictor_for
 from servekit.api.request_body import read, read_chat
-from servekit.api.responses.chat_submission import Conversation, submit_chat
+from servekit.api.responses.chat_submission import Conversation, may_reason, submit_chat
 from servekit.api.responses.generation import answer, submit
 from servekit.api.responses.http import OLLAMA_PATHS, respond
 from servekit.api.responses.ollama_format import AnswerKind, OllamaResponseBuilder, loaded, timestamp
@@ -70,7 +70,8 @@ async def generate(request: Request) -> Response:
     prompt: str = conversation[-1]["content"]
     if not prompt and not wanted.suffix:
         return respond(loaded(OllamaGenerateResponse, engine.config.model_name))
-    if engine.input_processor.has_chat_template and not wanted.raw and not wanted.suffix:
+    has_template = engine.takes_messages or engine.input_processor.has_chat_template
+    if has_template and not wanted.raw and not wanted.suffix:
         return await _answer_chat(request, wanted, conversation, OllamaGenerateResponse)
     state = await submit(request, wanted.to_generation_request(prompt))
     name = engine.config.model_name
@@ -94,7 +95,7 @@ async def _answer_chat(
 async def _engine(request: Request, wanted: OllamaFields, conversation: Conversation) -> GeneratingEngine:
     """Return the engine of the model. Raises ModelNotFound, and InvalidRequest for reasoning that it cannot do."""
     engine = await engine_for(request, _name(request, wanted.model), conversation)
-    if wanted.think and not engine.input_processor.chat_format.has_reasoning:
+    if wanted.think and not may_reason(engine):
         raise InvalidRequest(
             f"{engine.config.model_name!r} does not support thinking, as far as its chat template tells; leave think "
             "out, or start the server with --reasoning-parser",
@@ -204,6 +205,10 @@ async def _show_predictor(request: Request, name: str, kind: PredictorKind) -> R
 
 def _worker(engine: GeneratingEngine) -> WorkerReady:
     engine.scheduler_config  # noqa: B018 - raises WorkerNotReady while the model loads
+    if engine.takes_messages:
+        raise InvalidRequest(
+            f"{engine.config.model_name!r} runs on another server; ask that server what it is", code="not_supported"
+        )
     assert engine.worker is not None
     return engine.worker
 

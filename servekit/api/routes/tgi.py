@@ -6,6 +6,7 @@ requests that are recognizably for another task are refused with an error that n
 
 from __future__ import annotations
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -40,6 +41,8 @@ async def generate(request: Request, wanted: TgiRequest, stream: bool = False, i
             param="parameters.best_of",
         )
     engine = await engine_for(request, wanted.model if models_of(request).has_choice else None)
+    if stream and engine.takes_messages and not wanted.given_parameters.top_n_tokens:
+        generation = replace(generation, logprobs=None)  # these events can do without, and a remote model has none
     state = await submit(request, generation)
     builder = TgiResponseBuilder(wanted, state, engine.tokenizer, in_list)
     return await answer(request, state, builder, stream)

@@ -68,9 +68,9 @@ async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     wanted = await read(request, DetokenizeRequest)
     engine = await engine_for(request, wanted.model)
+    token_bytes = engine.tokenizer.token_bytes_of(bool(wanted.skip_special_tokens))
     assert engine.worker is not None
     vocab_size = engine.worker.model.vocab_size
-    token_bytes = engine.tokenizer.token_bytes_of(bool(wanted.skip_special_tokens))
     limit, text = engine.config.max_body_bytes, bytearray()
     for start in range(0, len(wanted.tokens), TOKENS_PER_SLICE):
         token_ids = wanted.tokens[start : start + TOKENS_PER_SLICE]

@@ -26,7 +26,7 @@ from servekit.api.schemas.common_fields import (
 from servekit.api.schemas.json_body import is_shallow
 from servekit.errors import InvalidRequest
 from servekit.parsing.chat_format import AnswerFormat, Function, ToolUse
-from servekit.request import GenerationRequest, Grammar, GrammarKind, Prompt
+from servekit.request import Chat, GenerationRequest, Grammar, GrammarKind, Prompt
 from servekit.scheduler.sequence import FinishReason
 
 MAX_MESSAGES = 2**14  # far more than a context holds
@@ -614,6 +614,36 @@ class ChatCompletionRequest(OpenAIFields, kw_only=True):
             markers=() if answer_format is None else answer_format.markers,
             **shared,
         )
+
+    def to_relayed_request(self, conversation: list[dict[str, Any]]) -> GenerationRequest:
+        """Return the request with a conversation that another server renders. Raises InvalidRequest."""
+        if self.chat_template is not None:
+            raise InvalidRequest(
+                "chat_template: the model runs on another server, which has its own; leave it out",
+                param="chat_template",
+                code="not_supported",
+            )
+        choice = self.tool_choice
+        chat = Chat(
+            messages=conversation,
+            tools=[_tool_as_written(tool) for tool in self.tools or ()] or None,
+            tool_choice=msgspec.to_builtins(choice) if isinstance(choice, NamedTool) else choice,
+            is_parallel=self.parallel_tool_calls,
+            reasoning_effort=self.reasoning_effort,
+            max_reasoning_tokens=self.max_reasoning_tokens,
+            template_variables=self.chat_template_kwargs or {},
+            adds_generation_prompt=self.add_generation_prompt is not False,
+            continues_final_message=bool(self.continue_final_message),
+        )
+        text = "".join(message["content"] for message in conversation)  # what its length is estimated of
+        return msgspec.structs.replace(self.to_generation_request(text), chat=chat)
+
+
+def _tool_as_written(tool: Tool) -> dict[str, Any]:
+    function = tool.function.for_template()
+    if tool.function.strict is not None:
+        function["strict"] = tool.function.strict
+    return {"type": "function", "function": function}
 
 
 class TopLogprob(Struct):

@@ -127,6 +127,38 @@ def test_mistake_is_explained_with_file_entry_and_field(text: str, message: str)
         parse(text)
 
 
+REMOTE = '[[model]]\nid = "far"\nkind = "openai"\nmodel = "gpt-4o"\n'
+SERVER = "remote = { url = 'https://api.example.com/v1', api-key-env = 'KEY', max_connections = 8 }\n"
+
+
+def test_remote_model_has_a_server_and_takes_no_memory() -> None:
+    file = parse(LIMITED + MODEL + "memory_bytes = 100\n" + REMOTE + SERVER + "max_num_queued_reqs = 5")
+    near, far = file.models
+    assert near.remote is None and far.remote is not None and far.memory == {}
+    assert (far.remote.url, far.remote.api_key_env) == ("https://api.example.com/v1", "KEY")
+    assert far.remote.max_connections == 8 and far.remote.dialect == "openai"
+    assert (far.config.model, far.config.model_name, far.config.max_num_queued_reqs) == ("gpt-4o", "far", 5)
+    assert far.config.kind == "generate"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (REMOTE, r"\[\[model\]\] 1 \('far'\): kind = 'openai' needs the server's address"),
+        (MODEL + SERVER, r"remote is for models of another server"),
+        (REMOTE + SERVER + "dtype = 'float32'", r"dtype is a setting of models that this server runs"),
+        (REMOTE + SERVER + "memory_bytes = 5", r"memory_bytes is of models that this server runs"),
+        (REMOTE + "remote = { }", r"remote: the field 'url' is missing"),
+        (REMOTE + "remote = { url = 'ftp://h' }", r"remote: url must be an address such as"),
+        (REMOTE + "remote = { url = 'http://h', key = 'x' }", r"remote: unknown field 'key'; the known ones are url"),
+        (REMOTE + "remote = { url = 'http://h', max_retries = -1 }", r"remote: max_retries must be an integer from 0"),
+    ],
+)
+def test_mistake_about_a_remote_model_is_explained(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(text)
+
+
 def test_settings_of_a_model_are_settings() -> None:
     assert set(ServeConfig.__struct_fields__) > MODEL_SETTINGS
 

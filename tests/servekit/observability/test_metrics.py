@@ -20,6 +20,7 @@ from servekit.observability.metrics import (
     ModelMetrics,
     PredictorStats,
     QueueUsage,
+    RemoteStats,
     SchedulerStats,
     SeveralModelsMetrics,
 )
@@ -333,6 +334,29 @@ def test_scrape_of_several_models_has_each_family_once_and_counts_outlive_an_eng
     text = metrics.render().decode()
     assert "servekit_num_requests_running" not in text
     assert 'servekit_model_loads_total{model_name="a",result="loaded"} 1.0' in text
+
+
+def test_a_remote_model_counts_requests_by_result_and_shows_its_breaker() -> None:
+    metrics = make_metrics()
+    assert not any("remote" in name for name, *_ in samples(metrics)), "a local model has no such metrics"
+    remote = metrics.remote
+    remote.request_ended("answered")
+    remote.request_ended("busy")
+    remote.answer_began(0.25)
+    remote.retried()
+    remote.retry_refused()
+    remote.rejected()
+    remote.breaker_opened()
+    metrics.requests.tokens_reported(3)
+    metrics.watch_remote(lambda: RemoteStats("open", 2, 5))
+    found = samples(metrics)
+    assert found["remote_requests_total", "answered"] == found["remote_requests_total", "busy"] == 1
+    assert found["remote_requests_total", "timeout"] == 0 and found["remote_answer_start_seconds_sum",] == 0.25
+    names = ("retries", "retry_budget_exhausted", "breaker_rejections", "breaker_opened")
+    assert [found[f"remote_{name}_total",] for name in names] == [1, 1, 1, 1]
+    assert found["remote_breaker_state", "open"] == 1 and found["remote_breaker_state", "closed"] == 0
+    assert found["remote_num_connections",] == 2 and found["remote_num_waiting",] == 5
+    assert found["generation_tokens_total",] == 3
 
 
 def test_a_predictor_counts_inputs_by_outcome_and_batches_by_size() -> None:

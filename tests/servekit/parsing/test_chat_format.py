@@ -15,6 +15,7 @@ from servekit.errors import InvalidRequest
 from servekit.parsing.answer_events import AnswerEvent, CallArguments, CallBegins
 from servekit.parsing.chat_format import (
     HARMONY,
+    PARSED_ANSWERS,
     REASONING_FORMATS,
     TOOL_FORMATS,
     Function,
@@ -172,6 +173,11 @@ def test_arguments_arrive_in_pieces_while_the_model_writes_them() -> None:
     assert parser.feed("ce upon") == [CallArguments(0, "ce upon")]
     assert parser.feed(' a time"}') == [CallArguments(0, ' a time"}')]
     assert parser.feed("}</tool_call>") == parser.finish() == []
+
+
+def test_answers_that_their_server_has_parsed_may_have_reasoning_and_calls() -> None:
+    assert PARSED_ANSWERS.has_reasoning and PARSED_ANSWERS.is_parsed
+    assert PARSED_ANSWERS.make_parser().finish() == [], "nothing is held back"
 
 
 def test_without_parallel_calls_further_ones_are_left_out() -> None:

@@ -35,6 +35,10 @@ class State:
     class request:  # noqa: N801
         prompt_logprobs = None
 
+    @staticmethod
+    def num_answer_tokens(num_counted: int) -> int:
+        return num_counted
+
 
 def deltas_of(text: str, reason: FinishReason, seed: int) -> list[TokenDelta]:
     """Return the text in pieces, one token each, and the token that ends it."""

@@ -30,7 +30,10 @@ def state() -> Any:
     """Return what a builder asks of a request's state. Its times are 1, 1.5, 3 and 7 s."""
     sequence = SimpleNamespace(arrival_s=1.0, first_scheduled_s=1.5)
     output = SimpleNamespace(sequence=sequence, first_token_s=3.0, last_token_s=7.0)
-    return SimpleNamespace(outputs=[output], num_prompt_tokens=7, request=SimpleNamespace(logprobs=None))
+    request = SimpleNamespace(logprobs=None)
+    return SimpleNamespace(
+        outputs=[output], num_prompt_tokens=7, request=request, num_answer_tokens=lambda num_counted: num_counted
+    )
 
 
 def builder_of(kind: AnswerKind, use: ToolUse | None, shows_thinking: bool = True) -> OllamaResponseBuilder:

@@ -9,7 +9,9 @@ import pytest
 
 from servekit.api.schemas.json_body import decode
 from servekit.api.schemas.openai import ChatCompletionRequest
+from servekit.errors import InvalidRequest
 from servekit.parsing.chat_format import Function, ToolUse, choose_chat_format
+from servekit.request import Chat
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": SCHEMA, "strict": True}}
@@ -127,3 +129,38 @@ def test_the_request_has_the_grammar_and_the_markers_of_its_answers() -> None:
     assert generation.grammar is found.grammar is not None
     assert generation.markers == ("<tool_call>", "</tool_call>")
     assert isinstance(found.use, ToolUse)
+
+
+def test_chat_for_another_server_keeps_what_it_asks_for() -> None:
+    named = {"type": "function", "function": {"name": "add"}}
+    wanted = chat(
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a"}],
+        tools=[ADD, LOOK],
+        tool_choice=named,
+        parallel_tool_calls=False,
+        reasoning_effort="low",
+        thinking_token_budget=5,
+        chat_template_kwargs={"x": 1},
+        max_tokens=7,
+    )
+    request = wanted.to_relayed_request(wanted.conversation())
+    look = {"type": "function", "function": {"name": "look", "parameters": NO_PARAMETERS}}
+    assert request.max_tokens == 7 and request.prompts[0].content == "be briefa", "its length is estimated of this"
+    assert request.chat == Chat(
+        messages=wanted.conversation(),
+        tools=[ADD, look],
+        tool_choice=named,
+        is_parallel=False,
+        reasoning_effort="low",
+        max_reasoning_tokens=5,
+        template_variables={"x": 1},
+    )
+    plain = chat(tool_choice="none", continue_final_message=True, add_generation_prompt=False)
+    assert plain.to_relayed_request(plain.conversation()).chat == Chat(
+        messages=plain.conversation(),
+        tool_choice="none",
+        adds_generation_prompt=False,
+        continues_final_message=True,
+    )
+    with pytest.raises(InvalidRequest, match="runs on another server"):
+        chat(chat_template="x").to_relayed_request([])

@@ -1,0 +1,113 @@
+"""Stop asking a server that fails, and ask it again with single requests until it answers.
+
+    closed ── failures_to_open failures in a row ──▶ open
+    open ── the cooldown is over, and a request comes ──▶ half_open: that request is the probe
+    half_open ── the probe is answered ──▶ closed
+    half_open ── the probe fails ──▶ open, for twice as long
+
+`TABLE` has all transitions. This is pure: times are arguments. Each transition begins a new epoch, and the outcome of a
+request of an earlier epoch changes nothing: it says how the server was, not how it is.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from math import ceil
+
+from msgspec import Struct
+
+MAX_COOLDOWN_S = 60.0
+
+
+class State(StrEnum):
+    """Whether requests are sent."""
+
+    CLOSED = "closed"  # all are
+    OPEN = "open"  # none is
+    HALF_OPEN = "half_open"  # one at a time is: the probe
+
+
+class Outcome(StrEnum):
+    """How a request ended, as far as the server's health is concerned."""
+
+    ANSWERED = "answered"  # the server works; it may have refused the request
+    FAILED = "failed"
+    UNKNOWN = "unknown"  # the client left first, or the server was busy
+
+
+class Event(StrEnum):
+    """What changes the state."""
+
+    ANSWERED = "answered"
+    FAILED = "failed"
+    FAILED_TOO_OFTEN = "failed_too_often"  # in a row
+    COOLED_DOWN = "cooled_down"
+
+
+TABLE = {
+    (State.CLOSED, Event.ANSWERED): State.CLOSED,
+    (State.CLOSED, Event.FAILED): State.CLOSED,
+    (State.CLOSED, Event.FAILED_TOO_OFTEN): State.OPEN,
+    (State.OPEN, Event.COOLED_DOWN): State.HALF_OPEN,
+    (State.HALF_OPEN, Event.ANSWERED): State.CLOSED,
+    (State.HALF_OPEN, Event.FAILED_TOO_OFTEN): State.OPEN,
+}
+
+
+class Permit(Struct, frozen=True):
+    """Permission to send one request. Whoever has it reports the outcome, once."""
+
+    epoch: int
+
+
+class CircuitBreaker:
+    """Permits requests to one server, or refuses them. All methods need times that never go back."""
+
+    def __init__(self, failures_to_open: int, cooldown_s: float) -> None:
+        self.state = State.CLOSED
+        self._failures_to_open = failures_to_open
+        self._first_cooldown_s = min(cooldown_s, MAX_COOLDOWN_S)
+        self._cooldown_s = self._first_cooldown_s  # of the next time that it opens
+        self._num_failures = 0  # in a row, while it is closed
+        self._opened_until_s = 0.0
+        self._is_probed = False  # in half_open: whether the probe is on its way
+        self._epoch = 0
+
+    def begin(self, now_s: float) -> Permit | None:
+        """Return the permission to send a request; None if it must not be sent."""
+        if self.state is State.OPEN and now_s >= self._opened_until_s:
+            self._move(Event.COOLED_DOWN, now_s)
+        if self.state is State.OPEN or self._is_probed:
+            return None
+        self._is_probed = self.state is State.HALF_OPEN
+        return Permit(self._epoch)
+
+    def end(self, permit: Permit, outcome: Outcome, now_s: float) -> None:
+        """Report how a permitted request ended."""
+        if permit.epoch != self._epoch:
+            return
+        if outcome is Outcome.UNKNOWN:
+            self._is_probed = False  # the next request is the probe
+        elif outcome is Outcome.ANSWERED:
+            self._move(Event.ANSWERED, now_s)
+        elif self.state is State.HALF_OPEN or self._num_failures + 1 >= self._failures_to_open:
+            self._move(Event.FAILED_TOO_OFTEN, now_s)
+        else:
+            self._move(Event.FAILED, now_s)
+
+    def retry_after_s(self, now_s: float) -> int:
+        """Whole seconds until a refused request should come back."""
+        return max(1, ceil(self._opened_until_s - now_s)) if self.state is State.OPEN else 1
+
+    def _move(self, event: Event, now_s: float) -> None:
+        before, self.state = self.state, TABLE[self.state, event]
+        self._num_failures = self._num_failures + 1 if event is Event.FAILED else 0
+        if self.state is before:
+            return
+        self._epoch += 1
+        self._is_probed = False
+        if self.state is State.OPEN:
+            self._opened_until_s = now_s + self._cooldown_s
+            self._cooldown_s = min(2 * self._cooldown_s, MAX_COOLDOWN_S)
+        elif self.state is State.CLOSED:
+            self._cooldown_s = self._first_cooldown_s

@@ -1,0 +1,81 @@
+"""What a failed request to the server of a remote model means: for the client, the circuit breaker and a retry."""
+
+from __future__ import annotations
+
+from servekit.errors import (
+    ContextTooLong,
+    InvalidRequest,
+    RemoteFailed,
+    RemoteTimeout,
+    RemoteUnavailable,
+    ServekitError,
+)
+from servekit.remote.circuit_breaker import Outcome
+
+OVERLOADED = (408, 425, 429)  # the server works, and asks to come back later
+OF_THE_REQUEST = (400, 413, 422)  # the client can correct it
+DEFAULT_RETRY_AFTER_S = 5
+MAX_RETRY_AFTER_S = 600
+
+
+class Failure(Exception):
+    """A request to the server that failed. `result` is its label in the metrics."""
+
+    def __init__(
+        self,
+        error: ServekitError,
+        result: str,
+        outcome: Outcome = Outcome.FAILED,
+        *,
+        may_repeat: bool = False,
+        wait_s: float = 0.0,
+    ) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.result = result
+        self.outcome = outcome
+        self.may_repeat = may_repeat  # as long as nothing of the answer has come
+        self.wait_s = wait_s  # before the next try, at least
+
+
+def of_status(model: str, status: int, message: str, code: str | None, retry_after: str | None) -> Failure:
+    """Return the failure that an answer with another status than 200 stands for.
+
+    `message` and `code` are the server's own. They are repeated where the client is at fault, and left out where the
+    operator is: the message about an API key may contain a part of it.
+    """
+    told = f": {message}" if message else ""
+    if status in OF_THE_REQUEST:
+        is_length = code == "context_length_exceeded" or "maximum context length" in message
+        kind = ContextTooLong if is_length else InvalidRequest
+        return Failure(
+            kind(f"the server of the model {model!r} refused the request{told}"), "refused", Outcome.ANSWERED
+        )
+    wait_s = _seconds(retry_after)
+    if status in OVERLOADED or (status == 503 and wait_s is not None):
+        error: ServekitError = RemoteUnavailable(
+            f"the server of the model {model!r} is busy (status {status}){told}; please try again later",
+            retry_after_s=max(1, round(wait_s or DEFAULT_RETRY_AFTER_S)),
+        )
+        return Failure(error, "busy", Outcome.UNKNOWN, may_repeat=True, wait_s=wait_s or 0.0)
+    if status >= 500:
+        kind_of_error = RemoteTimeout if status == 504 else RemoteFailed
+        return Failure(
+            kind_of_error(f"the server of the model {model!r} failed (status {status}){told}"),
+            "failed",
+            may_repeat=True,
+        )
+    error = RemoteFailed(
+        f"the server of the model {model!r} does not accept this server's requests (status {status}); the operator has "
+        "to correct its entry in the model file: the log has the reason"
+    )
+    return Failure(error, "refused", Outcome.ANSWERED)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Return the seconds of a Retry-After header; None for a date, or without the header."""
+    try:
+        seconds = float(retry_after or "")
+    except ValueError:
+        return None
+    return min(seconds, MAX_RETRY_AFTER_S) if seconds >= 0 else None

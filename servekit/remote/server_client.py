@@ -1,0 +1,190 @@
+"""Send requests to the server of a remote model over HTTP, and read its responses as they arrive.
+
+The address comes from the operator's model file only. Redirects are not followed, cookies are not kept, and proxies of
+the environment are not used: so no client and no server decides where requests go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
+
+from servekit.aio.daemon_thread import run_in_daemon_thread
+from servekit.errors import ConfigError, InvalidRequest, RemoteFailed, RemoteUnavailable
+from servekit.remote.api_keys import check_api_key
+from servekit.remote.failure import Failure, of_status
+from servekit.remote.openai_request import RemoteRequest
+from servekit.remote.openai_stream import message_of
+from servekit.remote.settings import RemoteSettings
+
+if TYPE_CHECKING:
+    import httpx2
+
+log = logging.getLogger("servekit")
+
+MAX_ERROR_BYTES = 2**16
+MAX_MODELS_BYTES = 2**20
+BYTES_PER_SLICE = 2**18  # of messages that are encoded without a pause; that takes less than a millisecond
+KEEP_ALIVE_S = 30.0  # that an idle connection stays open
+
+
+class _Model(Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(Struct):
+    data: list[_Model]
+
+
+class ServerClient:
+    """A client of one server. Call `start`, and then `close`."""
+
+    def __init__(self, model: str, settings: RemoteSettings) -> None:
+        """`model` is the model's name here. Raises ConfigError if the API key is missing, or httpx2 is."""
+        self._model = model
+        self._settings = settings
+        self._url = settings.url.rstrip("/")
+        self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+        key = check_api_key(model, settings)
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
+        try:
+            import httpx2
+        except ImportError:
+            raise ConfigError(
+                f"the model {model!r} runs on another server, which needs the package httpx2: "
+                "pip install 'servekit[remote]'"
+            ) from None
+        self._httpx2 = httpx2
+        self._http: httpx2.AsyncClient | None = None
+
+    async def start(self) -> None:
+        """Make the HTTP client. It opens no connection."""
+        self._http = await run_in_daemon_thread(
+            lambda _: self._make_client(), None
+        )  # reading certificates takes tens of milliseconds
+
+    def _make_client(self) -> Any:
+        httpx2, settings = self._httpx2, self._settings
+        verify: ssl.SSLContext | bool = ssl.create_default_context() if self._url.startswith("https:") else False
+        return httpx2.AsyncClient(
+            headers=self._headers,
+            # The caller bounds all other waits, and how many connections there are.
+            timeout=httpx2.Timeout(None, connect=settings.connect_timeout),
+            limits=httpx2.Limits(max_keepalive_connections=settings.max_connections, keepalive_expiry=KEEP_ALIVE_S),
+            verify=verify,
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        """Close all connections. Idempotent."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.aclose()
+
+    @asynccontextmanager
+    async def open(self, path: str, body: bytes, request_id: str) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Send a request, and yield the body of the response in pieces. Leaving the block closes the response.
+
+        Raises Failure for an answer with another status than 200, and for a connection that fails, also in the block.
+        """
+        assert self._http is not None, "start was called"
+        headers = {"X-Request-Id": request_id} if request_id.isascii() and request_id.isprintable() else {}
+        httpx2 = self._httpx2
+        try:
+            request = self._http.stream("POST", self._url + path, content=body, headers=headers)
+            async with request as response:
+                if response.status_code != 200:
+                    raise await self._refused(response)
+                encoding = response.headers.get("Content-Encoding", "identity")
+                if encoding != "identity":
+                    raise Failure(self._failed(f"answered in the encoding {encoding[:40]!r}"), "failed")
+                yield response.aiter_raw()
+        except httpx2.ConnectTimeout:
+            raise self._unreachable(f"within {self._settings.connect_timeout:g} s (connect_timeout)") from None
+        except httpx2.ConnectError as error:
+            log.debug("the server of the model %s cannot be reached: %s", self._model, error)
+            raise self._unreachable("at present") from None
+        except (httpx2.NetworkError, httpx2.RemoteProtocolError):
+            raise Failure(self._failed("closed the connection before its answer ended"), "failed", may_repeat=True)  # noqa: B904
+        except httpx2.HTTPError as error:
+            raise Failure(self._failed(f"cannot be asked ({type(error).__name__})"), "failed", may_repeat=True)  # noqa: B904
+
+    async def _refused(self, response: httpx2.Response) -> Failure:
+        body = await _read(response, MAX_ERROR_BYTES)
+        message, code = message_of(body)
+        failure = of_status(self._model, response.status_code, message, code, response.headers.get("Retry-After"))
+        if isinstance(failure.error, RemoteFailed):  # in the log the operator may see what it tells
+            level = logging.WARNING if response.status_code < 500 else logging.DEBUG  # of these the breaker tells
+            shown = message or response.headers.get("Location", "")[:200]
+            log.log(level, "the server of the model %s answered %d: %s", self._model, response.status_code, shown)
+        return failure
+
+    def _unreachable(self, when: str) -> Failure:
+        message = f"the server of the model {self._model!r} cannot be reached {when}; please try again later"
+        return Failure(RemoteUnavailable(message, retry_after_s=5), "unreachable", may_repeat=True)
+
+    def _failed(self, what: str) -> RemoteFailed:
+        return RemoteFailed(f"the server of the model {self._model!r} {what}")
+
+    async def look_up(self, name: str, timeout_s: float) -> int | None:
+        """Return the tokens of the longest sequence of a model there, if the server tells. Logs what is wrong."""
+        assert self._http is not None, "start was called"
+        try:
+            async with asyncio.timeout(timeout_s), self._http.stream("GET", f"{self._url}/models") as response:
+                body = await _read(response, MAX_MODELS_BYTES)
+            models = {each.id: each for each in msgspec.json.decode(body, type=_Models).data}
+        except (TimeoutError, self._httpx2.HTTPError) as error:
+            reason = str(error) or type(error).__name__
+            log.warning("the server of the model %s does not answer yet: %s", self._model, reason)
+            return None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None  # not all servers list their models
+        if name not in models:
+            log.warning("the server of the model %s does not list %r; it lists %s", self._model, name, [*models][:20])
+            return None
+        return models[name].max_model_len
+
+
+async def _read(response: httpx2.Response, max_bytes: int) -> bytes:
+    """Return the body, or the beginning of a longer one."""
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > max_bytes:
+            break
+    return bytes(body[:max_bytes])
+
+
+async def encode(request: RemoteRequest) -> bytes:
+    """Return the body of a request. Long conversations are encoded in slices, so that the event loop stays free."""
+    try:
+        head = msgspec.json.encode(request.fields)
+        if request.messages is None:
+            return head
+        parts: list[bytes] = []
+        num_bytes = 0
+        for message in request.messages:
+            parts.append(msgspec.json.encode(message))
+            num_bytes += len(parts[-1])
+            if num_bytes > BYTES_PER_SLICE:
+                await asyncio.sleep(0)
+                num_bytes = 0
+    except (UnicodeEncodeError, RecursionError, OverflowError) as error:
+        raise InvalidRequest(f"the request cannot be sent to the model's server: {_shown(error)}") from None
+    return b"".join((head[:-1], b',"messages":[', b",".join(parts), b"]}"))
+
+
+def _shown(error: Any) -> str:
+    return str(error)[:200]

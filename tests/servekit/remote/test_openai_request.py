@@ -1,0 +1,184 @@
+"""What a remote server is sent, and what is refused."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+
+from servekit.errors import InvalidRequest
+from servekit.remote.openai_request import Dialect, RemoteRequest, as_openai_writes, check, write
+from servekit.request import Chat, GenerationRequest, Grammar, GrammarKind, Prompt, Sampling
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def of_text(*prompts: Any, sampling: Sampling | None = None, **fields: Any) -> GenerationRequest:
+    return GenerationRequest(
+        prompts=[Prompt(each, "prompt") for each in prompts or ("x",)], sampling=sampling or Sampling(), **fields
+    )
+
+
+def of_chat(sampling: Sampling | None = None, grammar: Grammar | None = None, **chat: Any) -> GenerationRequest:
+    messages = [{"role": "user", "content": "hi"}]
+    return GenerationRequest(
+        prompts=[Prompt("hi", "messages")],
+        sampling=sampling or Sampling(),
+        max_tokens=5,
+        grammar=grammar,
+        chat=Chat(messages=messages, **chat),
+    )
+
+
+def sent(request: GenerationRequest, dialect: Dialect = "vllm") -> RemoteRequest:
+    check(request, "m", dialect)
+    (written,) = write(request, "there", dialect)
+    return written
+
+
+HEAD = {"model": "there", "stream": True, "stream_options": {"include_usage": True}}
+
+
+def test_text_is_sent_as_it_is() -> None:
+    assert sent(of_text("x"), "openai") == RemoteRequest("/completions", {**HEAD, "prompt": "x"})
+    request = of_text("x", "y", n=2, max_tokens=7)
+    assert [each.fields for each in write(request, "there", "openai")] == [
+        {**HEAD, "n": 2, "max_tokens": 7, "prompt": prompt} for prompt in "xy"
+    ]
+
+
+def test_chat_is_sent_with_its_messages_and_tools() -> None:
+    written = sent(of_chat(tools=[TOOL], tool_choice="required", is_parallel=False, reasoning_effort="low"), "openai")
+    assert written.path == "/chat/completions" and written.messages == [{"role": "user", "content": "hi"}]
+    assert written.fields == {
+        **HEAD,
+        "max_completion_tokens": 5,
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "reasoning_effort": "low",
+    }
+    assert "tools" in sent(of_chat(tools=[TOOL])).fields and "tool_choice" not in sent(of_chat(tools=[TOOL])).fields
+
+
+def test_vllm_gets_its_own_parameters() -> None:
+    sampling = Sampling(top_k=5, min_p=0.1, stop_token_ids=[3], ignore_eos=True, temperature=0.5, seed=1)
+    request = of_chat(sampling, template_variables={"a": 1}, continues_final_message=True, max_reasoning_tokens=9)
+    fields = sent(request).fields
+    expected = {"top_k": 5, "min_p": 0.1, "stop_token_ids": [3], "ignore_eos": True, "temperature": 0.5, "seed": 1}
+    assert fields.items() >= expected.items()
+    assert fields["chat_template_kwargs"] == {"a": 1} and fields["thinking_token_budget"] == 9
+    assert fields["continue_final_message"] and not fields["add_generation_prompt"] and fields["max_tokens"] == 5
+    assert sent(of_chat(adds_generation_prompt=False)).fields["add_generation_prompt"] is False
+    request = GenerationRequest(
+        prompts=[Prompt("", "messages")], sampling=Sampling(), chat=Chat(messages=[{"role": "user", "content": ""}])
+    )
+    assert "max_tokens" not in sent(request).fields
+
+
+def test_values_that_mean_nothing_are_left_out() -> None:
+    neutral = Sampling(
+        top_k=-1, min_p=0.0, repetition_penalty=1.0, min_tokens=0, skip_special_tokens=True, bad_words=[]
+    )
+    assert sent(of_text("x", sampling=neutral), "openai").fields == {**HEAD, "prompt": "x"}
+    greedy = sent(of_text("x", sampling=Sampling(do_sample=False, temperature=0.9)), "openai")
+    assert greedy.fields["temperature"] == 0.0
+
+
+SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}', "response_format")
+
+
+def test_grammars_are_sent_as_the_server_knows_them() -> None:
+    schema = sent(of_chat(grammar=SCHEMA), "openai").fields["response_format"]
+    assert schema["json_schema"]["schema"] == {"type": "object"} and schema["json_schema"]["strict"]
+    any_json = Grammar(GrammarKind.JSON, "", "response_format")
+    assert sent(of_chat(grammar=any_json), "openai").fields["response_format"] == {"type": "json_object"}
+    for kind, text, written in (
+        (GrammarKind.REGEX, "a+", {"regex": "a+"}),
+        (GrammarKind.EBNF, "root ::= x", {"grammar": "root ::= x"}),
+        (GrammarKind.CHOICE, '["a","b"]', {"choice": ["a", "b"]}),
+    ):
+        request = of_text("x", grammar=Grammar(kind, text, "structured_outputs"))
+        assert sent(request).fields["structured_outputs"] == written
+        with pytest.raises(InvalidRequest, match="structured_outputs"):
+            check(request, "m", "openai")
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        write(of_chat(grammar=Grammar(GrammarKind.JSON_SCHEMA, "{", "response_format")), "m", "openai")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        of_text("x", logprobs=0),
+        of_text("x", prompt_logprobs=0),
+        of_text("x", truncate=1),
+        of_text("x", suffix="y"),
+        of_text("x", best_of=2),
+        of_text("x", sampling=Sampling(typical_p=0.5)),
+        of_text([1, 2]),
+        of_text(array("i", [1])),
+        of_text(""),
+    ],
+)
+@pytest.mark.parametrize("dialect", ["openai", "vllm"])
+def test_what_no_remote_server_can_do_is_refused(request_: GenerationRequest, dialect: Dialect) -> None:
+    with pytest.raises(InvalidRequest):
+        check(request_, "m", dialect)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        of_text("x", sampling=Sampling(top_k=4)),
+        of_text("x", sampling=Sampling(min_tokens=4)),
+        of_text("x", grammar=SCHEMA),
+        of_chat(template_variables={"a": 1}),
+        of_chat(continues_final_message=True),
+        of_chat(adds_generation_prompt=False),
+        of_chat(max_reasoning_tokens=4),
+    ],
+)
+def test_what_only_vllm_knows_is_refused_for_others(request_: GenerationRequest) -> None:
+    check(request_, "m", "vllm")
+    with pytest.raises(InvalidRequest, match="not known to support") as caught:
+        check(request_, "m", "openai")
+    assert caught.value.param
+
+
+def test_calls_and_results_are_written_as_openai_does() -> None:
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    conversation = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "", "tool_calls": [call, call], "reasoning_content": "hm", "thinking": "hm"},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+        {
+            "role": "assistant",
+            "content": "so",
+            "tool_calls": [{"id": "mine", "function": {"name": "g", "arguments": "{"}}],
+        },
+        {"role": "tool", "content": "3", "tool_call_id": "mine"},
+        {"role": "tool", "content": "4"},
+        {"role": "tool", "content": "5", "tool_call_id": "other"},
+    ]
+    written = as_openai_writes(conversation, "openai")
+    assert written[0] == {"role": "user", "content": "go"}
+    function = {"name": "f", "arguments": '{"a":1}'}
+    assert written[1] == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": f"call_{i}", "type": "function", "function": function} for i in range(2)],
+    }
+    assert [message["tool_call_id"] for message in written if message["role"] == "tool"] == [
+        "call_0",
+        "call_1",
+        "mine",
+        "call_0",
+        "other",
+    ]
+    assert written[4]["tool_calls"][0]["function"] == {"name": "g", "arguments": "{"} and written[4]["content"] == "so"
+    assert as_openai_writes(conversation, "vllm")[1]["reasoning_content"] == "hm"
+    for bad in ({}, {"function": "f"}, {"function": {"name": 1}}):
+        with pytest.raises(InvalidRequest):
+            as_openai_writes([{"role": "assistant", "content": "", "tool_calls": [bad]}], "openai")

@@ -1,0 +1,524 @@
+"""A remote model, as clients of this server see it. A scripted server stands for the remote one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from starlette.applications import Starlette
+
+from servekit.api.app import create_app
+from servekit.config import ServeConfig
+from servekit.engine.caller import Caller
+from servekit.errors import (
+    InvalidRequest,
+    QueueFull,
+    RemoteFailed,
+    RemoteTimeout,
+    RemoteUnavailable,
+    ServekitError,
+    WorkerNotReady,
+)
+from servekit.models.manager import ModelManager
+from servekit.models.model_file import parse_model_file
+from servekit.remote.circuit_breaker import State
+from servekit.remote.remote_engine import RemoteEngine
+from servekit.remote.settings import RemoteSettings
+from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.scheduler.sequence import FinishReason
+from tests.support.asgi import Answer, ask
+from tests.support.scripted_server import Script, ScriptedServer, event, scripted_server
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+KEY = "sk-of-the-operator"
+WORDS = ["The ", "sky ", "is ", "blüe", "."]
+USAGE = event({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": 9, "total_tokens": 20}})
+END = b"data: [DONE]\n\n"
+
+
+def chat_piece(text: str = "", reason: str | None = None, index: int = 0, **delta: Any) -> bytes:
+    content = {"content": text} if text else {}
+    return event({"choices": [{"index": index, "delta": {**content, **delta}, "finish_reason": reason}]})
+
+
+def text_piece(text: str = "", reason: str | None = None, index: int = 0) -> bytes:
+    return event({"choices": [{"index": index, "text": text, "finish_reason": reason}]})
+
+
+def chat_answer(words: list[str] = WORDS, reason: str = "stop") -> Script:
+    return [chat_piece(role="assistant"), *map(chat_piece, words), chat_piece(reason=reason), USAGE, END]
+
+
+def text_answer(words: list[str] = WORDS) -> Script:
+    return [*map(text_piece, words), text_piece(reason="length"), USAGE, END]
+
+
+@pytest.fixture
+def remote() -> Iterator[ScriptedServer]:
+    with scripted_server() as server:
+        server.scripts[CHAT] = [chat_answer()]
+        server.scripts[TEXT] = [text_answer()]
+        yield server
+
+
+def settings_for(server: ScriptedServer, **settings: Any) -> RemoteSettings:
+    return RemoteSettings(url=f"{server.url}/v1", **settings)
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    engines: list[RemoteEngine] = []
+
+    async def start_engine(server: ScriptedServer, settings: dict[str, Any] | None = None, **config: Any) -> Any:
+        engine = RemoteEngine(
+            ServeConfig(model="there", served_model_name="here", **config), settings_for(server, **(settings or {}))
+        )
+        engines.append(engine)
+        await engine.start()
+        return engine
+
+    yield start_engine
+    for engine in engines:
+        await engine.stop()
+        assert not engine._live and not engine._num_connections and not engine._num_waiting
+        assert not engine._places.total and not engine._slots._held.total()
+
+
+def wanted(text: str = "What color?", **fields: Any) -> GenerationRequest:
+    return GenerationRequest(prompts=[Prompt(text, "prompt")], sampling=Sampling(), max_tokens=20, **fields)
+
+
+async def submit(engine: RemoteEngine, request: GenerationRequest, caller: Caller | None = None) -> Any:
+    caller = caller or Caller()
+    places = await engine.take_places(request, caller)
+    try:
+        return await engine.submit(request, caller, places)
+    finally:
+        places.release()
+
+
+async def read(state: Any) -> tuple[str, FinishReason]:
+    text, reason = "", None
+    while reason is None:
+        for delta in await state.queue.get():
+            text += delta.text
+            reason = delta.finish_reason
+    return text, reason
+
+
+async def answer_of(engine: RemoteEngine, **fields: Any) -> tuple[str, FinishReason]:
+    return await read(await submit(engine, wanted(**fields)))
+
+
+def metrics_of(engine: RemoteEngine) -> dict[str, float]:
+    """Return the samples of the model's metrics, without its name."""
+    found = {}
+    for line in generate_latest(engine.metrics.registry).decode().splitlines():
+        if line.startswith("servekit_"):
+            name, _, value = re.sub(r'model_name="here",?', "", line).rpartition(" ")
+            found[name.removeprefix("servekit_").replace(",}", "}").replace("{}", "")] = float(value)
+    return found
+
+
+# -- all wire formats --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def app(remote: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Starlette]:
+    monkeypatch.setenv("KEY_OF_REMOTE", KEY)
+    toml = f"""
+    [[model]]
+    id = "here"
+    kind = "openai"
+    model = "there"
+    remote = {{ url = "{remote.url}/v1", api_key_env = "KEY_OF_REMOTE", dialect = "vllm" }}
+    """
+    config = ServeConfig(models="models.toml")
+    manager = ModelManager(config, parse_model_file(toml.encode(), "models.toml", config, "cpu"))
+    await manager.start()
+    yield create_app(manager)
+    await manager.stop()
+
+
+MESSAGES = [{"role": "user", "content": "What color?"}]
+
+
+async def post(app: Starlette, path: str, **fields: Any) -> Answer:
+    return await ask(app, "POST", path, body=json.dumps({"model": "here", **fields}).encode())
+
+
+def events_of(answer: Answer) -> list[Any]:
+    lines = answer.body.decode().splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: ") and line != "data: [DONE]"]
+
+
+def openai_text(chunks: list[Any]) -> str:
+    return "".join(each["choices"][0]["delta"].get("content", "") for each in chunks if each["choices"])
+
+
+async def test_same_text_in_every_wire_format_whole_and_streamed(app: Starlette, remote: ScriptedServer) -> None:
+    expected, found = "".join(WORDS), {}
+    whole = await post(app, "/v1/chat/completions", messages=MESSAGES)
+    body = json.loads(whole.body)
+    found["openai"] = body["choices"][0]["message"]["content"]
+    assert body["model"] == "here" and body["choices"][0]["finish_reason"] == "stop"
+    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (11, 9), "the remote's own count"
+    streamed = events_of(
+        await post(app, "/v1/chat/completions", messages=MESSAGES, stream=True, stream_options={"include_usage": True})
+    )
+    found["openai, streamed"] = openai_text(streamed)
+    assert streamed[-1]["usage"]["completion_tokens"] == 9 and streamed[-1]["usage"]["total_tokens"] == 20
+    body = json.loads((await post(app, "/v1/messages", messages=MESSAGES, max_tokens=20)).body)
+    found["anthropic"] = body["content"][0]["text"]
+    assert body["usage"]["input_tokens"] == 11 and body["usage"]["output_tokens"] == 9
+    streamed = events_of(await post(app, "/v1/messages", messages=MESSAGES, max_tokens=20, stream=True))
+    found["anthropic, streamed"] = "".join(
+        each["delta"]["text"] for each in streamed if each["type"] == "content_block_delta"
+    )
+    (last,) = [each for each in streamed if each["type"] == "message_delta"]
+    assert last["usage"]["output_tokens"] == 9 and last["usage"]["input_tokens"] == 11
+    body = json.loads((await post(app, "/v1/responses", input="What color?")).body)
+    found["responses"] = body["output"][0]["content"][0]["text"]
+    assert body["usage"]["output_tokens"] == 9
+    streamed = events_of(await post(app, "/v1/responses", input="What color?", stream=True))
+    found["responses, streamed"] = "".join(
+        each["delta"] for each in streamed if each["type"] == "response.output_text.delta"
+    )
+    body = json.loads((await post(app, "/api/chat", messages=MESSAGES, stream=False)).body)
+    found["ollama"] = body["message"]["content"]
+    assert body["eval_count"] == 9 and body["prompt_eval_count"] == 11
+    lines = (await post(app, "/api/chat", messages=MESSAGES)).body.decode().splitlines()
+    found["ollama, streamed"] = "".join(json.loads(line)["message"]["content"] for line in lines)
+    body = json.loads((await post(app, "/api/generate", prompt="What color?", stream=False)).body)
+    found["ollama, a prompt"] = body["response"]
+    asked = [body for path, body in remote.asked if path == CHAT]
+    assert {each["model"] for each in asked} == {"there"}
+    assert all(each["messages"] == MESSAGES for each in asked)
+
+    body = json.loads((await post(app, "/v1/completions", prompt="What color?")).body)
+    found["completions"] = body["choices"][0]["text"]
+    assert body["usage"]["completion_tokens"] == 9
+    streamed = events_of(await post(app, "/v1/completions", prompt="What color?", stream=True))
+    found["completions, streamed"] = "".join(each["choices"][0]["text"] for each in streamed)
+    body = json.loads((await post(app, "/generate", prompt="What color?")).body)
+    found["native"] = body["generated_text"]
+    assert body["usage"]["completion_tokens"] == 9 and body["finish_reason"] == "length"
+    streamed = events_of(await post(app, "/generate_stream", prompt="What color?"))
+    found["native, streamed"] = "".join(each["token"]["text"] for each in streamed if each["token"])
+    assert streamed[-1]["generated_text"] == expected
+    body = json.loads((await post(app, "/generate", inputs="What color?")).body)
+    found["tgi"] = body["generated_text"]
+    streamed = events_of(await post(app, "/generate_stream", inputs="What color?"))
+    found["tgi, streamed"] = "".join(each["token"]["text"] for each in streamed)
+    assert found == dict.fromkeys(found, expected)
+    assert all(body["prompt"] == "What color?" for path, body in remote.asked if path == TEXT)
+
+
+async def test_reasoning_and_tool_calls_pass_through(app: Starlette, remote: ScriptedServer) -> None:
+    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "weather", "arguments": ""}}
+    remote.scripts[CHAT] = [
+        [
+            chat_piece(reasoning_content="Hm. "),
+            chat_piece("I look."),
+            chat_piece(tool_calls=[call]),
+            chat_piece(tool_calls=[{"index": 0, "function": {"arguments": '{"city": '}}]),
+            chat_piece(tool_calls=[{"index": 0, "function": {"arguments": '"Rome"}'}}]),
+            chat_piece(reason="tool_calls"),
+            USAGE,
+            END,
+        ]
+    ]
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    earlier = {"id": "c0", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [earlier]},
+        {"role": "tool", "tool_call_id": "c0", "content": "rain"},
+    ]
+    body = json.loads((await post(app, CHAT, messages=messages, tools=tools, tool_choice="required")).body)
+    choice = body["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning_content"] == "Hm. "
+    assert choice["message"]["content"] == "I look."
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    _, sent = remote.asked[-1]
+    assert sent["messages"] == messages and sent["tools"] == tools and sent["tool_choice"] == "required"
+    anthropic_tools = [{"name": "weather", "input_schema": parameters}]
+    body = json.loads((await post(app, "/v1/messages", messages=MESSAGES, max_tokens=9, tools=anthropic_tools)).body)
+    assert [block["type"] for block in body["content"]] == ["thinking", "text", "tool_use"]
+    assert body["content"][2]["input"] == {"city": "Rome"} and body["stop_reason"] == "tool_use"
+
+
+async def test_key_goes_to_the_server_and_to_nobody_else(app: Starlette, remote: ScriptedServer) -> None:
+    remote.statuses[CHAT] = (401, {})
+    remote.scripts[CHAT] = [[json.dumps({"error": {"message": f"Incorrect API key: {KEY}"}}).encode()]]
+    answer = await post(app, CHAT, messages=MESSAGES)
+    assert answer.status == 502 and answer.error["code"] == "remote_failed"
+    for path in ("/info", "/v1/models", "/metrics"):
+        answer_ = await ask(app, "GET", path)
+        assert answer_.status == 200 and KEY.encode() not in answer_.body
+    assert KEY.encode() not in answer.body
+
+
+async def test_what_a_remote_model_cannot_do_is_refused_in_a_sentence(app: Starlette, remote: ScriptedServer) -> None:
+    refused: list[tuple[str, dict[str, Any]]] = [
+        (TEXT, {"prompt": [1, 2, 3]}),
+        (TEXT, {"prompt": "x", "logprobs": 1}),
+        (TEXT, {"prompt": "x", "prompt_logprobs": 1}),
+        (TEXT, {"prompt": "x", "suffix": "y"}),
+        (TEXT, {"prompt": "x", "n": 1, "best_of": 2}),
+        (TEXT, {"prompt": "x", "truncate_prompt_tokens": 2}),
+        (TEXT, {"prompt": ""}),
+        (CHAT, {"messages": MESSAGES, "logprobs": True}),
+        (CHAT, {"messages": MESSAGES, "chat_template": "{{ x }}"}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/v1/messages/count_tokens", {"messages": MESSAGES}),
+        ("/api/show", {"model": "here"}),
+    ]
+    for path, fields in refused:
+        answer = await post(app, path, **fields)
+        assert answer.status == 400, (path, fields, answer.body)
+        assert b"another server" in answer.body or fields.get("prompt") == "", (path, answer.body)
+    assert not [path for path, _ in remote.asked if path != "/v1/models"]
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "body", "kind", "result", "num_tries"),
+    [
+        (400, {}, '{"error": {"message": "temperature is wrong"}}', InvalidRequest, "refused", 1),
+        (422, {}, '{"error": "inputs is wrong"}', InvalidRequest, "refused", 1),
+        (401, {}, "{}", RemoteFailed, "refused", 1),
+        (404, {}, '{"object": "error", "message": "no such model"}', RemoteFailed, "refused", 1),
+        (307, {"Location": "http://169.254.169.254/latest"}, "", RemoteFailed, "refused", 1),
+        (429, {"Retry-After": "30"}, "{}", RemoteUnavailable, "busy", 1),
+        (429, {}, "{}", RemoteUnavailable, "busy", 3),
+        (503, {"Retry-After": "7"}, "{}", RemoteUnavailable, "busy", 1),
+        (500, {}, "oh no", RemoteFailed, "failed", 3),
+        (504, {}, "", RemoteTimeout, "failed", 3),
+    ],
+)
+async def test_refusals_of_the_remote_become_our_errors(
+    remote: ScriptedServer,
+    start: Start,
+    status: int,
+    headers: dict[str, str],
+    body: str,
+    kind: type[ServekitError],
+    result: str,
+    num_tries: int,
+) -> None:
+    remote.statuses[TEXT] = (status, headers)
+    remote.scripts[TEXT] = [[body.encode() or b" "]]
+    engine = await start(remote)
+    with pytest.raises(ServekitError) as caught:
+        await submit(engine, wanted())
+    assert type(caught.value) is kind
+    if "Retry-After" in headers:
+        assert caught.value.retry_after_s == int(headers["Retry-After"])
+    if "is wrong" in body:
+        assert "is wrong" in caught.value.message, "the remote's own words"
+    metrics = metrics_of(engine)
+    assert metrics[f'remote_requests_total{{result="{result}"}}'] == num_tries
+    assert metrics["remote_retries_total"] == num_tries - 1
+    assert len([path for path, _ in remote.asked if path == TEXT]) == num_tries
+
+
+async def test_request_is_repeated_until_the_remote_works_again(remote: ScriptedServer, start: Start) -> None:
+    truncated: Script = [b": queued\n\n"]  # the connection closes before anything of the answer has come
+    remote.scripts[TEXT] = [truncated, truncated, text_answer()]
+    engine = await start(remote)
+    assert await answer_of(engine) == ("".join(WORDS), FinishReason.LENGTH)
+    assert metrics_of(engine)["remote_retries_total"] == 2
+
+
+async def test_answer_that_has_begun_is_not_repeated(remote: ScriptedServer, start: Start) -> None:
+    remote.scripts[TEXT] = [[text_piece("The "), text_piece("sky ")], text_answer()]
+    engine = await start(remote)
+    state = await submit(engine, wanted())
+    with pytest.raises(RemoteFailed, match="before the answer was complete"):
+        await read(state)
+    assert len([path for path, _ in remote.asked if path == TEXT]) == 1
+    assert state.finish_reasons == [FinishReason.ERROR]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"data: {not json}\n\n",
+        event({"choices": [{"index": 5, "text": "x"}]}),
+        event({"error": {"message": "CUDA out of memory", "code": 500}}),
+        b"data: " + b"x" * (2**20 + 10),
+        event({"choices": [], "usage": {"prompt_tokens": -1}}),
+    ],
+)
+async def test_nonsense_of_the_remote_is_its_failure(remote: ScriptedServer, start: Start, garbage: bytes) -> None:
+    remote.scripts[TEXT] = [[text_piece("The "), garbage]]
+    engine = await start(remote)
+    with pytest.raises(RemoteFailed):
+        await answer_of(engine)
+
+
+async def test_remote_that_is_not_there_is_unavailable_and_the_breaker_opens(start: Start) -> None:
+    with scripted_server() as server:
+        pass  # its port is closed now
+    engine = await start(server, {"failures_to_open": 3, "max_retries": 1, "cooldown": 30.0})
+    for _ in range(2):
+        with pytest.raises(RemoteUnavailable, match="cannot be reached"):
+            await answer_of(engine)
+    assert engine.breaker.state is State.OPEN and engine.state == "recovering"
+    started_s = time.monotonic()
+    with pytest.raises(RemoteUnavailable, match="is not asked for a while") as caught:
+        await answer_of(engine)
+    assert caught.value.retry_after_s is not None and 25 <= caught.value.retry_after_s <= 30
+    assert time.monotonic() - started_s < 0.1
+    metrics = metrics_of(engine)
+    assert metrics['remote_breaker_state{state="open"}'] == 1.0
+    assert metrics["remote_breaker_opened_total"] == 1.0
+    assert metrics["remote_breaker_rejections_total"] == 1.0
+    assert not await engine.probe_readiness()
+
+
+async def test_breaker_lets_a_probe_through_and_closes(remote: ScriptedServer, start: Start) -> None:
+    remote.scripts[TEXT] = [[b": "], text_answer()]
+    engine = await start(remote, {"failures_to_open": 1, "max_retries": 0, "cooldown": 0.05})
+    with pytest.raises(RemoteFailed):
+        await answer_of(engine)
+    assert engine.breaker.state is State.OPEN
+    await asyncio.sleep(0.06)
+    assert (await answer_of(engine))[0] == "".join(WORDS)
+    assert engine.breaker.state is State.CLOSED and await engine.probe_readiness()
+
+
+async def test_retry_budget_bounds_the_load_on_a_remote_that_fails(remote: ScriptedServer, start: Start) -> None:
+    remote.statuses[TEXT] = (500, {})
+    remote.scripts[TEXT] = [[b"{}"]]
+    engine = await start(remote, {"failures_to_open": 1000, "max_retries": 5, "retry_ratio": 0.1})
+    outcomes = await asyncio.gather(*(answer_of(engine) for _ in range(30)), return_exceptions=True)
+    assert all(isinstance(each, RemoteFailed | RemoteUnavailable) for each in outcomes)
+    metrics = metrics_of(engine)
+    num_sent = sum(value for name, value in metrics.items() if name.startswith("remote_requests_total"))
+    assert 40 <= num_sent <= 30 + 10 + 3, "each request once, and what the budget had"
+    assert metrics["remote_retry_budget_exhausted_total"] > 0
+
+
+async def test_silence_is_a_timeout_before_the_answer_and_within_it(remote: ScriptedServer, start: Start) -> None:
+    never = threading.Event()
+    engine = await start(remote, {"first_token_timeout": 0.3, "token_timeout": 0.2})
+    remote.scripts[TEXT] = [[never]]
+    with pytest.raises(RemoteTimeout, match="first_token_timeout"):
+        await answer_of(engine)
+    remote.scripts[TEXT] = [[text_piece("The "), never]]
+    state = await submit(engine, wanted())
+    with pytest.raises(RemoteTimeout, match="token_timeout"):
+        await read(state)
+    await asyncio.to_thread(remote.wait_for, 3, 2)
+    assert metrics_of(engine)['remote_requests_total{result="timeout"}'] == 2
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+async def test_client_that_leaves_ends_the_request_at_the_remote(remote: ScriptedServer, start: Start) -> None:
+    never = threading.Event()
+    remote.scripts[TEXT] = [[text_piece("The "), never]]
+    engine = await start(remote)
+    state = await submit(engine, wanted())
+    await state.queue.get()
+    state.abort()
+    await asyncio.to_thread(remote.wait_for, 2, 1)
+    assert state.finish_reasons == [FinishReason.ABORT]
+    remote.scripts[TEXT] = [[never]]
+    waiting = asyncio.create_task(submit(engine, wanted()))  # the remote has not begun to answer
+    await asyncio.to_thread(remote.wait_for, 3, 1)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await asyncio.to_thread(remote.wait_for, 3, 2)
+    metrics = metrics_of(engine)
+    assert metrics['remote_requests_total{result="aborted"}'] == 2 and engine.breaker.state is State.CLOSED
+    assert metrics['request_success_total{finished_reason="abort"}'] == 2
+
+
+async def test_request_is_aborted_by_its_id(remote: ScriptedServer, start: Start) -> None:
+    remote.scripts[TEXT] = [[text_piece("The "), threading.Event()]]
+    engine = await start(remote)
+    state = await submit(engine, wanted(), Caller("search", "r1"))
+    (first,) = await state.queue.get()
+    assert await engine.abort_request("law", "r1") == 0
+    assert await engine.abort_request("search", "r1") == 1
+    assert first.text == "The " and await read(state) == ("", FinishReason.ABORT)
+    await asyncio.to_thread(remote.wait_for, 2, 1)
+
+
+async def test_deadlines_end_answers_as_far_as_they_are(remote: ScriptedServer, start: Start) -> None:
+    never = threading.Event()
+    remote.scripts[TEXT] = [[text_piece("The "), never], [b": keep-alive\n\n", never], [never]]
+    engine = await start(remote)
+    assert await answer_of(engine, deadline_ms=300) == ("The ", FinishReason.DEADLINE)
+    assert await answer_of(engine, ttft_ms=300) == ("", FinishReason.DEADLINE)
+    with pytest.raises(ServekitError) as caught:
+        await answer_of(engine, deadline_ms=200)
+    assert caught.value.answer_code == "deadline_exceeded"
+    await asyncio.to_thread(remote.wait_for, 4, 3)
+
+
+async def test_stop_fails_what_runs(remote: ScriptedServer, start: Start) -> None:
+    remote.scripts[TEXT] = [[text_piece("The "), threading.Event()]]
+    engine = await start(remote)
+    state = await submit(engine, wanted())
+    engine.drain()
+    with pytest.raises(WorkerNotReady, match="shutting down"):
+        await answer_of(engine)
+    await engine.stop()
+    await engine.wait_until_failed()
+    with pytest.raises(WorkerNotReady, match="shutting down"):
+        await read(state)
+    await asyncio.to_thread(remote.wait_for, 2, 1)
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------
+
+
+async def test_connections_and_the_queue_are_bounded_and_tenants_take_turns(
+    remote: ScriptedServer, start: Start
+) -> None:
+    go = threading.Event()
+    remote.scripts[TEXT] = [[text_piece("a"), go, *text_answer()]]
+    engine = await start(remote, {"max_connections": 2}, max_num_queued_reqs=16)
+    big = [asyncio.create_task(submit(engine, wanted(f"big {i}"), Caller("big"))) for i in range(8)]
+    await asyncio.to_thread(remote.wait_for, 3)
+    small = asyncio.create_task(submit(engine, wanted("small"), Caller("small")))
+    await asyncio.sleep(0.05)
+    assert (engine.stats().num_connections, engine.stats().num_waiting) == (2, 7)
+    big.append(asyncio.create_task(submit(engine, wanted("big 8"), Caller("big"))))
+    await asyncio.sleep(0.05)
+    with pytest.raises(QueueFull, match="max_num_queued_reqs"):  # 7 wait, and a tenant leaves as much as it takes
+        await submit(engine, wanted("one too many"), Caller("big"))
+    go.set()
+    await asyncio.gather(*big, small, return_exceptions=True)
+    for state in [task.result() for task in (*big, small) if task.exception() is None]:
+        await read(state)
+    prompts = [body["prompt"] for path, body in remote.asked if path == TEXT]
+    assert prompts.index("small") <= 4, "the other tenant's turn comes before the queue of the first one"
+
+
+async def test_several_prompts_and_answers_are_in_order(app: Starlette, remote: ScriptedServer) -> None:
+    two = [text_piece("a0", index=0), text_piece("a1", index=1), text_piece(reason="stop", index=1)]
+    remote.scripts[TEXT] = [[*two, text_piece(reason="stop", index=0), USAGE, END]]
+    body = json.loads((await post(app, TEXT, prompt=["x", "y"], n=2)).body)
+    assert [choice["text"] for choice in body["choices"]] == ["a0", "a1", "a0", "a1"]
+    assert body["usage"]["prompt_tokens"] == 22 and body["usage"]["completion_tokens"] == 18
+    assert sorted(each["prompt"] for path, each in remote.asked if path == TEXT) == ["x", "y"]

@@ -1,0 +1,42 @@
+"""Addresses that a model file may name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from servekit.remote.settings import TAKES, RemoteSettings
+
+
+@pytest.mark.parametrize("url", ["http://gpu-7:8000/v1", "https://api.example.com", "http://[::1]:9/v1/", "http://h"])
+def test_address_of_a_server(url: str) -> None:
+    assert msgspec.convert({"url": url}, RemoteSettings).url == url
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"url": "gpu-7:8000"},
+        {"url": "ftp://h/v1"},
+        {"url": "file:///etc/passwd"},
+        {"url": "http://user:password@h/v1"},
+        {"url": "http://h/v1?key=secret"},
+        {"url": "http://h/v1#x"},
+        {"url": "http://h/v1\n"},
+        {"url": "http:///v1"},
+        {"url": "http://h", "api_key_env": "A B"},
+        {"url": "http://h", "api_key": "sk-secret"},
+        {"url": "http://h", "max_connections": 0},
+        {"url": "http://h", "first_token_timeout": 0},
+    ],
+)
+def test_mistakes_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(fields, RemoteSettings)
+
+
+def test_each_field_says_what_it_takes() -> None:
+    assert set(TAKES) == set(RemoteSettings.__struct_fields__)
