@@ -15,6 +15,7 @@ from questions import Question, casual, question_groups
 from stories import story
 from tokenizer import ASSISTANT, BOS, EOS, PAD, SPECIAL_TOKENS, SYSTEM, USER
 from tokenizers import Tokenizer
+from tool_calls import Talk, call_talk, declined_talk, offered_in_vain, round_trip
 from torch import Tensor
 from wordings import EXCHANGES, WORDINGS
 
@@ -38,8 +39,10 @@ ASKED_MIX: dict[str, float] = {
 }
 # Copying never stops: the model forgets how to look back at its prompt within a few hundred steps
 # in which nothing asks for it.
-SHORT_MIX = Mix("short", ASKED_MIX | {"copying": 8})
-LONG_MIX = Mix("long", {"stories": 40, "conversations": 40, "copying": 20})
+SHORT_MIX = Mix("short", ASKED_MIX | {"copying": 8, "tools": 11})
+LONG_MIX = Mix("long", {"stories": 35, "conversations": 35, "copying": 15, "tool conversations": 40})
+# What is asked with tools in short rows: a call, the same with its result, what needs no tool, a tool that is missing.
+TOOLS_MIX: dict[str, float] = {"call": 25, "round trip": 25, "plain": 20, "missing": 30}
 
 # A category weighs less than its number of facts: those of a small one must still be seen.
 FACT_WEIGHT_EXPONENT = 0.6
@@ -110,11 +113,13 @@ class Renderer:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    def chat(self, turns: list[Question], system: str | None = None) -> Document:
-        """The turns as the chat template writes them."""
+    def chat(self, turns: list[Question], *systems: str) -> Document:
+        """The turns as the chat template writes them. `systems`: the tools, and what the system says, if any."""
         parts = [([self.special[BOS]], False)]
-        if system is not None:
-            parts.append(([self.special[SYSTEM], *self._encode(system), self.special[EOS]], False))
+        parts += [
+            ([self.special[SYSTEM], *self._encode(system), self.special[EOS]], False)
+            for system in filter(None, systems)
+        ]
         for turn in turns:
             asked = [self.special[USER], *self._encode(turn.prompt), self.special[EOS]]
             parts.append(([*asked, self.special[ASSISTANT]], False))
@@ -184,6 +189,31 @@ class Lessons:
         kinds = rng.choices(list(ASKED_MIX), list(ASKED_MIX.values()), k=rng.randint(2, 4))
         return [self.question(kind, rng) for kind in kinds]
 
+    def _needs_no_tool(self, rng: random.Random) -> Question:
+        while True:
+            (kind,) = rng.choices(list(ASKED_MIX), list(ASKED_MIX.values()))
+            question = self.question(kind, rng)
+            if "weather" not in question.prompt:
+                return question
+
+    def tools(self, rng: random.Random) -> Talk:
+        """One question, mostly with tools: it needs one, needs none, or misses one."""
+        (kind,) = rng.choices(list(TOOLS_MIX), list(TOOLS_MIX.values()))
+        if kind == "call":
+            return call_talk(rng, held_out=False)
+        if kind == "round trip":
+            return round_trip(rng, held_out=False)
+        if kind == "missing":
+            return declined_talk(rng, held_out=False)
+        return Talk(offered_in_vain(rng), [self._needs_no_tool(rng)])
+
+    def tool_conversation(self, rng: random.Random) -> Talk:
+        """A call, its result and the answer, at times with a question before and behind them that needs no tool."""
+        tools, turns = round_trip(rng, held_out=False)
+        before = [self._needs_no_tool(rng)] if rng.random() < 0.2 else []
+        behind = [self._needs_no_tool(rng)] if rng.random() < 0.2 else []
+        return Talk(tools, [*before, *turns, *behind])
+
     def texts(self, count: int, seed: int) -> Iterator[str]:
         """Prompts with their answers, to learn the tokenizer from."""
         rng = random.Random(f"{seed}/texts")
@@ -191,6 +221,10 @@ class Lessons:
         for kind in rng.choices(list(mix), list(mix.values()), k=count):
             question = self.question(kind, rng)
             yield f"{question.prompt} {question.answer}"
+
+
+def _system(rng: random.Random) -> str:
+    return rng.choice(SYSTEM_PROMPTS) if rng.random() < SYSTEM_SHARE else ""
 
 
 class Corpus:
@@ -207,14 +241,19 @@ class Corpus:
             return self.renderer.completion(question.answer, COMPLETED[kind], rng)
         if rng.random() < BARE_SHARE:
             return self.renderer.bare(question, rng.choice(BARE_FORMS))
-        system = rng.choice(SYSTEM_PROMPTS) if rng.random() < SYSTEM_SHARE else None
-        return self.renderer.chat([question], system)
+        return self.renderer.chat([question], _system(rng))
 
     def _document(self, kind: str, rng: random.Random) -> Document:
         if kind == "copying":
             return self.renderer.copy(rng, None)
         if kind == "conversations":
             return self.renderer.chat(self.lessons.conversation(rng))
+        if kind in ("tools", "tool conversations"):
+            draw = self.lessons.tools if kind == "tools" else self.lessons.tool_conversation
+            talk = draw(rng)
+            if not talk.tools and rng.random() < BARE_SHARE:
+                return self.renderer.bare(talk.turns[0], rng.choice(BARE_FORMS))
+            return self.renderer.chat(talk.turns, talk.tools, _system(rng))
         return self._question_document(kind, rng)
 
     def mixed_batch(self, step: int, mix: Mix, rows: int, length: int) -> Batch:

@@ -1,7 +1,8 @@
 """Evaluate the demo model with questions and wordings that training never used, and print a table.
 
 An answer counts only when it is right letter for letter and ends by itself. Facts are asked in
-held-out wordings, exercises with held-out operands; a story must name its hero and come to an end.
+held-out wordings, exercises with held-out operands, tools with held-out wordings and cities; a story must name its hero
+and come to an end.
 The exit status is 1 when fewer than 95 % of the facts are right.
 """
 
@@ -15,12 +16,15 @@ import torch
 from question_set import NEW_TOKENS, STORY_END, STORY_TOKENS, all_questions
 from questions import Question
 from stories import story_requests
+from tokenizer import ASSISTANT, BOS, EOS, SYSTEM, USER
+from tool_calls import Talk, held_out_talks
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from wordings import FACT_CATEGORIES
 
 REQUIRED_FACTS = 0.95
+TOOL_TOKENS = 160
 BATCH_ROWS = 128
 
 
@@ -51,6 +55,14 @@ def forms(tokenizer: Tokenizer) -> tuple[Form, Form]:
         )
 
     return Form("bare", lambda prompt: tokenizer.bos_token + prompt), Form("chat", chat)
+
+
+def before_the_last_answer(talk: Talk) -> str:
+    """The text of a talk as the chat template writes it, up to its last answer."""
+    text = BOS + (f"{SYSTEM}{talk.tools}{EOS}" if talk.tools else "")
+    for turn in talk.turns[:-1]:
+        text += f"{USER}{turn.prompt}{EOS}{ASSISTANT}{turn.answer}{EOS}"
+    return f"{text}{USER}{talk.turns[-1].prompt}{EOS}{ASSISTANT}"
 
 
 @torch.inference_mode()
@@ -107,6 +119,19 @@ class Examination:
         good = [f" {hero}" in text and text.endswith(ending) for hero, text in zip(requests, told, strict=True)]
         self._record(form, "stories", good)
 
+    def offer_tools(self, talks: list[Talk], form: Form) -> None:
+        """Score the last answers of talks with tools: calls, what is made of results, and answers without a call."""
+        texts = [before_the_last_answer(talk) for talk in talks]
+        given = all_answers(self.model, self.tokenizer, texts, TOOL_TOKENS)
+        results = defaultdict(list)
+        for talk, text, answer in zip(talks, texts, given, strict=True):
+            right = answer.strip() == talk.turns[-1].answer + self.tokenizer.eos_token
+            results[talk.category].append(right)
+            if not right:
+                self.mistakes.append(f"{form.name}: {text!r} -> {answer!r}")
+        for category, marks in results.items():
+            self._record(form, category, marks)
+
     def fact_share(self) -> float:
         """The share of facts that were right, over all categories and forms."""
         scores = [score for category in FACT_CATEGORIES for score in self.scores[category].values()]
@@ -116,18 +141,20 @@ class Examination:
         """The scores, one line per category."""
         lines = [f"{'category':<16}{'n':>6}{'bare':>8}{'chat':>8}"]
         for category, by_form in self.scores.items():
-            shares = "".join(f"{score.share():>8.3f}" for score in by_form.values())
-            lines.append(f"{category:<16}{by_form['bare'].asked:>6}{shares}")
+            shares = [f"{by_form[form].share():.3f}" if form in by_form else "" for form in ("bare", "chat")]
+            lines.append(f"{category:<16}{by_form['chat'].asked:>6}{shares[0]:>8}{shares[1]:>8}")
         return "\n".join([*lines, f"facts, all forms: {self.fact_share():.3f}"])
 
 
 def examine(directory: Path, seed: int) -> Examination:
-    """Ask everything, in both forms."""
+    """Ask everything in both forms, but for tools, which only the chat template offers."""
     examination = Examination(directory)
     questions = all_questions(seed)
-    for form in forms(examination.tokenizer):
+    bare, chat = forms(examination.tokenizer)
+    for form in (bare, chat):
         examination.ask(questions, form)
         examination.ask_for_stories(form)
+    examination.offer_tools(held_out_talks(questions, seed), chat)
     return examination
 
 

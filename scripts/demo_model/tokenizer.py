@@ -26,11 +26,33 @@ SPECIAL_TOKENS = [PAD, BOS, EOS, SYSTEM, USER, ASSISTANT]
 # wherever it occurs and counting is a matter of digits.
 WORDS = Regex(r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s")
 
-# Every turn ends with the one end-of-sequence token, so generation needs no second stop token.
+# Every turn ends with the one end-of-sequence token, so generation needs no second stop token. Tools are offered in a
+# turn of their own, each as its name and parameters: descriptions and types would be many tokens, and this model makes
+# nothing of them. Calls have the form of Hermes and Qwen. The tags are ordinary text: as tokens of their own they would
+# change the tokenizer, and so what all other texts are split into. Results are a sentence, so that an answer copies
+# what stands behind the same word.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% if tools %}{{ '<|system|>Tools:' }}"
+    "{% for tool in tools %}"
+    "{% set parameters = tool['function']['parameters'] or {} %}"
+    "{{ '\n' + tool['function']['name'] + '(' + (parameters['properties'] or {})|join(', ') + ')' }}"
+    "{% endfor %}"
+    "{{ eos_token }}{% endif %}"
     "{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|user|>The result is ' + message['content'] + '.' + eos_token }}"
+    "{% elif message['tool_calls'] %}"
+    "{{ '<|' + message['role'] + '|>' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] %}"
+    "{{ '\n' if message['content'] or not loop.first }}"
+    "{{ '<tool_call>\n{\"name\": ' + call['function']['name']|tojson + ', \"arguments\": ' }}"
+    "{{ call['function']['arguments']|tojson + '}\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ eos_token }}"
+    "{% else %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )

@@ -1,10 +1,13 @@
-"""Train the demo model from a seed in one command: corpus, tokenizer, weights.
+"""Train the demo model from a seed in one command: corpus, tokenizer, weights; or go on with one that was trained.
 
 The order of lessons matters more than their number. A small model learns facts within minutes but
 takes very long to learn to look back at its prompt, which repeating, reading and
 counting all need. So training begins with copying random tokens over a growing alphabet, which
 teaches just that, and only then turns to language. Muon, for the layer matrices, finds the copying
 circuit several times sooner than AdamW does.
+
+`--finetune DIRECTORY` teaches a trained model what the corpus has gained since. It reads all lessons in the same mix,
+so that nothing is forgotten, at a lower rate, and does not begin with random copies.
 """
 
 import argparse
@@ -43,10 +46,12 @@ DECAY_SHARE = 0.7
 MUON_RATE = 0.02
 ADAM_RATE = 0.003
 MAX_GRADIENT = 1.0
+FINETUNE_STEPS = 150
+FINETUNE_RATE = 0.3  # of the rates above
 
 TOKENIZER_TEXTS = 30_000
 REPORT_EVERY = 50
-SAVE_EVERY = 100
+SAVE_EVERY = 50
 
 
 class Run(NamedTuple):
@@ -56,6 +61,7 @@ class Run(NamedTuple):
     optimizers: tuple[Optimizer, ...]
     steps: int
     device: torch.device
+    copy_steps: int = 0  # at the start, with nothing but random copies
 
 
 def build_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
@@ -89,8 +95,8 @@ def _initial_scale(name: str) -> float:
     return 0.02 / math.sqrt(2 * LAYERS) if writes_residual else 0.02
 
 
-def build_optimizers(model: LlamaForCausalLM) -> tuple[Optimizer, ...]:
-    """Muon for the matrices of the layers, AdamW for embeddings and norms."""
+def build_optimizers(model: LlamaForCausalLM, rate: float = 1.0) -> tuple[Optimizer, ...]:
+    """Muon for the matrices of the layers, AdamW for embeddings and norms. `rate`: a share of their usual rates."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         is_matrix = parameter.ndim == 2 and "embed_tokens" not in name
@@ -101,7 +107,7 @@ def build_optimizers(model: LlamaForCausalLM) -> tuple[Optimizer, ...]:
     )
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
+            group["initial_lr"] = group["lr"] * rate
     return optimizers
 
 
@@ -189,12 +195,11 @@ def load_checkpoint(run: Run, path: Path) -> int:
 def train(run: Run, corpus: Corpus, first_step: int, checkpoint: Path) -> None:
     """Make the remaining steps, with a line of progress now and then, and a bar at a terminal."""
     body = torch.compile(run.model.model, dynamic=False)
-    copy_steps = min(COPY_STEPS, run.steps // 4)
     since = time.monotonic()
     with progress_bar(first_step, run.steps) as bar:
         for step in range(first_step, run.steps):
             set_rates(run, step)
-            loss = train_step(run, body, step_batches(corpus, step, copy_steps))
+            loss = train_step(run, body, step_batches(corpus, step, run.copy_steps))
             done = step + 1
             bar.set_postfix_str(f"step {done}, loss {loss:.3f}", refresh=False)
             bar.update(STEP_TOKENS)
@@ -242,12 +247,26 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="where the finished model goes")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--finetune", type=Path, help="a trained demo model to go on with")
+    parser.add_argument("--steps", type=int, help=f"{STEPS}, or {FINETUNE_STEPS} with --finetune")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--checkpoint", type=Path, default=Path("build/demo_model/checkpoint.pt"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     return parser.parse_args()
+
+
+def begin(arguments: argparse.Namespace, lessons: Lessons) -> tuple[Run, Tokenizer]:
+    """A run that has made no step: with a new tokenizer and random weights, or with those of a trained model."""
+    device = torch.device(arguments.device)
+    if arguments.finetune is None:
+        steps = arguments.steps or STEPS
+        tokenizer = learn_tokenizer(lessons.texts(TOKENIZER_TEXTS, arguments.seed))
+        model = build_model(tokenizer).to(device)
+        return Run(model, build_optimizers(model), steps, device, min(COPY_STEPS, steps // 4)), tokenizer
+    tokenizer = Tokenizer.from_file(str(arguments.finetune / "tokenizer.json"))
+    model = LlamaForCausalLM.from_pretrained(arguments.finetune, dtype=torch.float32).to(device)
+    return Run(model, build_optimizers(model, FINETUNE_RATE), arguments.steps or FINETUNE_STEPS, device), tokenizer
 
 
 def main() -> None:
@@ -257,10 +276,7 @@ def main() -> None:
         logging.disable_progress_bar()  # transformers would draw its own into a file, too
     torch.manual_seed(arguments.seed)
     lessons = Lessons()
-    tokenizer = learn_tokenizer(lessons.texts(TOKENIZER_TEXTS, arguments.seed))
-    device = torch.device(arguments.device)
-    model = build_model(tokenizer).to(device)
-    run = Run(model, build_optimizers(model), arguments.steps, device)
+    run, tokenizer = begin(arguments, lessons)
     corpus = Corpus(lessons, Renderer(tokenizer), arguments.seed)
     first_step = load_checkpoint(run, arguments.checkpoint) if arguments.resume else 0
     train(run, corpus, first_step, arguments.checkpoint)
