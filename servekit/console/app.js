@@ -5,6 +5,7 @@ import { byId, runGuarded, setText } from "./dom.js";
 import { LiveFeed } from "./live_feed.js";
 import { ModelChoice } from "./model_choice.js";
 import { Playground } from "./playground.js";
+import { PredictorForm } from "./predictor_form.js";
 
 const STATE_COLOURS = { ready: "good", failed: "bad" }; // others, such as loading and draining: warn
 
@@ -50,6 +51,7 @@ const feed = new LiveFeed({
 		showServerState(text, STATE_COLOURS[state.state] ?? "warn");
 		session.modelName = state.model_name;
 		modelChoice.showFrame(state);
+		runGuarded("form of the model", () => predictorForm.showFrame(state));
 		withSchedulerView((view) => view.showFrame(state));
 	},
 	onDisconnected(reason) {
@@ -58,6 +60,7 @@ const feed = new LiveFeed({
 	},
 });
 
+const predictorForm = new PredictorForm(session);
 const modelChoice = new ModelChoice((name) => feed.showModel(name));
 
 byId("key-form").addEventListener("submit", (event) => {

@@ -194,7 +194,8 @@ class PredictorEngine(OneModel):
         ready, worker = self.worker, LiveWorker(self.stage)
         if ready is not None:
             worker = LiveWorker(self.stage, ready.device, ready.dtype)
-        return LiveView(LiveState(self.now(), self.state, self.stage, self.config.model_name, __version__, [worker]))
+        name, now_s = self.config.model_name, self.now()
+        return LiveView(LiveState(now_s, self.state, self.stage, name, __version__, [worker], kind=self.kind))
 
     async def describe(self) -> dict[str, Any]:
         """What /info says of the running engine. Raises WorkerNotReady until the model is loaded."""

@@ -125,7 +125,8 @@ class ManagedModel:
     async def live_view(self) -> LiveView:
         if self.engine is not None:
             return await self.engine.live_view()
-        return LiveView(LiveState(self.now(), self.state, self.stage, self.name, __version__, []))
+        now_s = self.now()
+        return LiveView(LiveState(now_s, self.state, self.stage, self.name, __version__, [], kind=self.kind))
 
     # -- use ----------------------------------------------------------------------------------------------------------
 

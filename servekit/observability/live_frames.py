@@ -109,6 +109,7 @@ class LiveState(Struct, frozen=True, omit_defaults=True):
     model_name: str
     version: str
     workers: list[LiveWorker]
+    kind: str = "generate"  # what the model does: generate | embed | rerank | classify
     models: list[LiveModel] = []  # of a server with several: all that the viewer's tenant may use
     limits: LiveLimits | None = None
     num_running: int = 0

@@ -17,6 +17,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerFast, pipeline
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
+from tests.support.browser import chromium, new_page
 from tests.support.predictor_checkpoints import TEXTS, make_classifier, make_embedder, make_image, make_image_classifier
 from tests.support.server_process import ServerProcess, serving
 
@@ -136,6 +137,40 @@ def test_without_a_name_the_first_model_of_the_routes_kind_answers(server: Serve
     assert info["replicas"][0]["predictor"]["dimensions"] == 32
     assert server.client.get("/ui/state", params={"model": "embedder"}).json()["model_name"] == "embedder"
     assert server.metric('servekit_model_loads_total{model_name="embedder",result="loaded"}') == 1.0
+
+
+def test_console_compares_two_texts_and_classifies_a_picture(server: ServerProcess, tmp_path: Path) -> None:
+    image = make_image(seed=3)
+    (tmp_path / "a.png").write_bytes(image)
+    with chromium() as browser, new_page(browser) as page:
+        page.goto(server.url)
+        page.locator("#model-choice").wait_for()
+        choice, rows = page.locator("#model-choice"), page.locator("#predictions tr")
+        assert "embedder (embed)" in choice.locator("option").nth(3).inner_text()
+
+        def send() -> list[str]:
+            page.locator("#predict-button").click()
+            page.locator("#prediction-status").filter(has_text="Done.").wait_for()
+            return rows.all_inner_texts()
+
+        choice.select_option("embedder")
+        page.locator("#second-field textarea").fill(TEXTS[0])
+        shown = dict(row.split("\t") for row in send())
+        texts = [QUESTION, TEXTS[0]]
+        vectors = [each["embedding"] for each in post(server, "/v1/embeddings", model="embedder", input=texts)["data"]]
+        similarity = torch.nn.functional.cosine_similarity(*torch.tensor(vectors), dim=0).item()
+        assert float(shown["cosine similarity"]) == pytest.approx(similarity, abs=1e-4)
+        assert not page.locator("#playground-form").is_visible()
+        choice.select_option("images")
+        page.locator("#picture-field").wait_for()  # the form is that of the chosen model
+        page.locator("#picture-field input").set_input_files(tmp_path / "a.png")
+        shown = dict(row.split("\t") for row in send())
+        encoded = base64.b64encode(image).decode()
+        (expected,) = post(server, "/predict", model="images", image=encoded)["predictions"]
+        assert {label: float(score) for label, score in shown.items()} == pytest.approx(labelled(expected), abs=1e-4)
+        assert page.locator("#picture img").is_visible()
+        choice.select_option("chat")
+        page.locator("#playground-form").wait_for()
 
 
 def test_lost_worker_of_a_predictor_is_replaced_and_what_it_had_is_computed_again(tmp_path: Path, folder: Path) -> None:
