@@ -6,7 +6,8 @@ import pytest
 
 from servekit.config import MODEL_SETTINGS, ServeConfig
 from servekit.errors import ConfigError
-from servekit.models.model_file import ModelFile, make_model_file, parse_model_file
+from servekit.models.model_file import ModelFile, check_kinds, make_model_file, parse_model_file
+from servekit.models.names import Split
 
 BASE = ServeConfig(max_num_seqs=7, port=1234, models="models.toml")
 
@@ -166,3 +167,10 @@ def test_settings_of_a_model_are_settings() -> None:
 def test_models_without_a_file_have_no_limits() -> None:
     file = make_model_file(parse(MODEL).models, "here")
     assert not file.memory and not file.splits and file.default == "a"
+
+
+def test_models_of_an_alias_are_of_one_kind() -> None:
+    split = Split({"a": 1.0, "b": 1.0}, "key")
+    check_kinds("here", split, {"a": "generate", "b": "generate", "c": "embed"})
+    with pytest.raises(ConfigError, match="here: its models must be of one kind"):
+        check_kinds("here", split, {"a": "generate", "b": "embed"})

@@ -50,7 +50,7 @@ class Breaker(RuleBasedStateMachine):
             if after is State.OPEN:
                 self.opened_s = self.now_s
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, COOLDOWN_S, 2 * COOLDOWN_S, MAX_COOLDOWN_S]))
+    @rule(seconds=st.sampled_from([0.125, 1.0, COOLDOWN_S, 2 * COOLDOWN_S, MAX_COOLDOWN_S]))
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
 
