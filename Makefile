@@ -8,7 +8,7 @@ RUNTIME := $(VENV)/.installed-runtime
 TERMINAL := $(VENV)/.installed-terminal
 DEVELOPMENT := $(VENV)/.installed
 
-.PHONY: serve chat top test test-long docs simulate torture coverage check format bench bench-manager bench-journal bench-grammar bench-scheduling bench-routing bench-replicas bench-models bench-speculation bench-streams bench-api-processes bench-accuracy bench-kv-cache bench-formats bench-memory bench-worker bench-gpu bench-viewers parallel-queries wheel screenshot demo-model demo-model-eval clean help
+.PHONY: serve chat top test test-long docs simulate torture coverage check format bench bench-manager bench-journal bench-explain bench-grammar bench-scheduling bench-routing bench-replicas bench-models bench-speculation bench-streams bench-api-processes bench-accuracy bench-kv-cache bench-formats bench-memory bench-worker bench-gpu bench-viewers parallel-queries wheel screenshot demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -111,6 +111,9 @@ bench-gpu: $(DEVELOPMENT)  ## run all GPU benchmarks, one process a stage; ARGS=
 
 bench-journal: $(DEVELOPMENT)  ## measure the cost of the journal; ARGS=live replays 1,000 requests with faults
 	$(BIN)/python -m benchmarks.journal $(or $(ARGS),cost)
+
+bench-explain: $(DEVELOPMENT)  ## measure what explanations cost; ARGS=live explains 1,000 requests with faults
+	$(BIN)/python -m benchmarks.explain $(or $(ARGS),cost)
 
 bench-viewers: $(DEVELOPMENT)  ## measure the cost of the live view
 	$(BIN)/python -m benchmarks.viewers $(ARGS)

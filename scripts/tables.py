@@ -1,4 +1,4 @@
-"""Generate the tables in docs/ from the code: settings, metrics, and parameters with the APIs that accept them.
+"""Generate the tables in docs/ from the code: settings, metrics, parameters with their APIs, and causes of time.
 
 `python scripts/tables.py` writes them into the pages, between two comments. A test checks that they are up to date.
 """
@@ -22,6 +22,7 @@ from servekit.config import ServeConfig, settings
 from servekit.observability.journal import Journal, JournalCollector
 from servekit.observability.metrics import LoadMetrics, Metrics, PredictorStats, QueueUsage, RemoteStats, SchedulerStats
 from servekit.scheduler.draft_length import DraftLengths
+from servekit.time_causes import MEANINGS
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -110,7 +111,15 @@ def metrics_table() -> Iterator[str]:
         yield f"| `{name}` | {family.type} | {labels} | {family.documentation} |"
 
 
+def causes_table() -> Iterator[str]:
+    yield "| cause | what it means |"
+    yield "|---|---|"
+    for cause, meaning in MEANINGS.items():
+        yield f"| `{cause}` | {meaning} |"
+
+
 TABLES = {
+    "explain.md": ("causes", causes_table),
     "metrics.md": ("metrics", metrics_table),
     "settings.md": ("settings", settings_table),
     "parameters.md": ("parameters", parameters_table),

@@ -7,7 +7,7 @@
     │  ├─ Unauthorized          401  there is no API key, or an unknown one
     │  ├─ Forbidden             403  the API key does not permit this
     │  ├─ ModelNotFound         404  the server has no model of that name
-    │  ├─ RequestNotFound       404  no unfinished request has this id
+    │  ├─ RequestNotFound       404  no unfinished request has this id, or none that can be explained
     │  ├─ ObjectNotFound        404  the tenant has no file or batch of that id
     │  ├─ RequestTimeout        408  the headers or the body did not arrive in time
     │  ├─ ProfilerRefuses       409  in servekit.engine.profiling: a recording is running already, or none is
@@ -107,7 +107,7 @@ class ModelNotFound(RequestError):
 
 
 class RequestNotFound(RequestError):
-    """The caller has no unfinished request with this id."""
+    """The caller has no unfinished request with this id, or none that can be explained."""
 
     status = 404
     code = "request_not_found"

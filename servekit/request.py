@@ -11,6 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from servekit.time_causes import RequestTimes, TimeCause
+
 
 class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"
@@ -99,6 +101,13 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     suffix: str | None = None  # a text that comes after the answers, which fill in what is before it
     markers: tuple[str, ...] = ()  # texts that stay in answers, even if they are special tokens
     chat: Chat | None = None  # in place of the text of its only prompt
+    explain: bool = False  # whether the answer says where the request's time went
+    times: RequestTimes | None = None  # of its stages; the code that ends a stage marks it
+
+    def mark(self, cause: TimeCause) -> None:
+        """Note what the time since the last mark was for."""
+        if self.times is not None:
+            self.times.mark(cause)
 
     @property
     def num_sequences(self) -> int:

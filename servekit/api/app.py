@@ -23,6 +23,7 @@ from servekit.api.batch_storage import BatchStorage
 from servekit.api.body_decoder import BodyDecoder
 from servekit.api.endpoint import Endpoint
 from servekit.api.error_handlers import exception_handlers
+from servekit.api.explanations import Explanations
 from servekit.api.key_accounts import KeyAccounts, LocalKeyAccounts
 from servekit.api.middleware.metrics import RequestMetrics
 from servekit.api.middleware.stack import add_access_layers
@@ -33,6 +34,7 @@ from servekit.api.routes import (
     anthropic,
     batches,
     console,
+    explain,
     files,
     health,
     live,
@@ -69,6 +71,7 @@ ENDPOINTS: list[Endpoint] = [
     *tokenize.ENDPOINTS,
     *health.ENDPOINTS,
     *profile.ENDPOINTS,
+    *explain.ENDPOINTS,
     *live.ENDPOINTS,
 ]
 
@@ -106,6 +109,7 @@ def create_app(
     app.state.keep_alive = KeepAlive(config.sse_keep_alive_interval)
     app.state.feeds = live.Feeds(models)
     app.state.keyring = keyring
+    app.state.explanations = Explanations()
     app.state.created_s = int(time.time()) if created_s is None else created_s  # `created` of the model at /v1/models
     # With several API processes, each has its part of the memory for request bodies.
     bodies = BodyBudget(app.build_middleware_stack(), config.max_total_body_bytes // config.api_processes)
@@ -127,6 +131,7 @@ def create_app(
         ),
         models,
         app.routes,
+        app.state.explanations,
         record,
     )
     return app

@@ -13,6 +13,7 @@ from starlette.types import Scope
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.interface import Engine, GeneratingEngine, HttpCounters, Models
 from servekit.errors import ServekitError
+from servekit.time_causes import RequestTimes, TimeCause
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,13 @@ def counters_of(scope: Scope, models: Models) -> HttpCounters:
     """Return what counts a request: for its model, if that is known, otherwise for the server."""
     chosen: Engine | None = scope.get("state", {}).get("engine")
     return (chosen or models).http_counters
+
+
+def mark(request: Request, cause: TimeCause) -> None:
+    """Note what the request's time since the last mark was for."""
+    times: RequestTimes | None = getattr(request.state, "times", None)
+    if times is not None:  # the lines of batches have none
+        times.mark(cause)
 
 
 def caller_of(request: Request) -> Caller:

@@ -11,13 +11,14 @@ from typing import Any
 
 from starlette.requests import Request
 
-from servekit.api.endpoint import caller_of, models_of
+from servekit.api.endpoint import caller_of, mark, models_of
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.schemas.json_body import encode
 from servekit.engine.interface import Engine, GeneratingEngine, PredictingEngine, ServedModel, generates, predicts
 from servekit.engine.model_kind import GENERATE
 from servekit.errors import InvalidRequest
 from servekit.protocol.prediction import PredictorKind
+from servekit.time_causes import TimeCause
 
 Conversation = list[dict[str, Any]]
 
@@ -71,6 +72,7 @@ async def _use(
     if use is None:
         state["waits_for_model"] = True  # for the batches, whose other lines begin meanwhile
         use = await unless_disconnected(request, model.wait_for_use(caller))
+        mark(request, TimeCause.MODEL)
     engine = use.engine
     state["engine"], state["model_use"] = engine, use
     if engine.kind != kind:  # the models file was read again while the request waited

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.api.body_decoder import BodyDecoder, error_of, unpack
-from servekit.api.endpoint import caller_of, models_of
+from servekit.api.endpoint import caller_of, mark, models_of
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.responses.http import use_tgi_errors
 from servekit.api.schemas.packed_body import (
@@ -27,6 +27,7 @@ from servekit.engine.interface import ModelUse
 from servekit.engine.request_state import RequestState
 from servekit.errors import QueueFull, RequestTimeout, RequestTooLarge, UnsupportedEncoding
 from servekit.shared_budget import SharedBudget
+from servekit.time_causes import TimeCause
 
 # The first bytes of each body are not counted. When large bodies fill the budget, small requests still pass; what the
 # uncounted bytes add up to is bounded by max_connections.
@@ -140,7 +141,9 @@ async def _read(request: Request, kinds: list[type[Any]]) -> tuple[Any, list[dic
         small = bytes(body)
         kind = choose_kind(small, kinds)
         _note_kind(request, kind)
-        return decode_kind(small, kind), None
+        decoded = decode_kind(small, kind)
+        mark(request, TimeCause.BODY)
+        return decoded, None
     decoder: BodyDecoder = request.app.state.body_decoder
     max_prompt_tokens = models_of(request).max_prompt_tokens
     work = decoder.decode(body, kinds, max_prompt_tokens, caller_of(request).tenant)
@@ -148,7 +151,9 @@ async def _read(request: Request, kinds: list[type[Any]]) -> tuple[Any, list[dic
     _note_kind(request, KINDS[packed.kind])
     if isinstance(packed, Refusal):
         raise error_of(packed)
-    return await unpack(packed)
+    unpacked = await unpack(packed)
+    mark(request, TimeCause.BODY)
+    return unpacked
 
 
 def _note_kind(request: Request, kind: type[Struct]) -> None:

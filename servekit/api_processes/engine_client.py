@@ -349,6 +349,7 @@ class EngineClient(OneModel):
             output.num_tokens += 1
         if reason is not None:
             sequence.finish_reason = reason
+            output.ended_s = self._heard_s
             state.num_unfinished -= 1
         else:
             output.last_token_s = self._heard_s  # for the trace of a client that leaves; the end brings its own

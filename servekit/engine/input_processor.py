@@ -29,6 +29,7 @@ from servekit.sandbox.client import Sandbox
 from servekit.sandbox.jobs import CompileGrammar, RenderChat
 from servekit.scheduler.prefix_cache import continue_chain
 from servekit.scheduler.scheduler_config import SchedulerConfig
+from servekit.time_causes import TimeCause
 
 MAX_BAD_WORD_TOKENS = 1024
 MAX_PREDICTION_TOKENS = 2**12  # sent to the worker within a step plan, for each answer; what is behind them is left out
@@ -180,7 +181,11 @@ class InputProcessor:
         request = self._with_filled_prompts(request)
         limits = self._limits()  # for all of the request; the engine checks again when it is admitted
         prompts = await self._encode(request, tenant, limits)
-        grammar = None if request.grammar is None else await self._compile(request.grammar, tenant)
+        request.mark(TimeCause.TOKENIZING)
+        grammar = None
+        if request.grammar is not None:
+            grammar = await self._compile(request.grammar, tenant)
+            request.mark(TimeCause.GRAMMAR)
         bad_words = await self._encode_bad_words(request.sampling.bad_words or [], tenant)
         prediction = await self._encode_prediction(request, tenant) if limits.max_drafts else ()
         prepared, num_tokens = [], 0

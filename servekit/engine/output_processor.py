@@ -126,6 +126,7 @@ class OutputProcessor:
 
     def _end(self, output: SequenceOutput, reason: FinishReason, now_s: float) -> Finish:
         sequence = output.sequence
+        output.ended_s = now_s
         self._registry.remove(sequence.sequence_id)
         log.debug("request %s: %s ended: %s", output.request_id, sequence, reason)
         if not output.is_probe:

@@ -21,6 +21,7 @@ class SequenceOutput:
     __slots__ = (
         "count_token",
         "detokenizer",
+        "ended_s",
         "first_token_s",
         "index",
         "is_fork",
@@ -53,6 +54,7 @@ class SequenceOutput:
         self.num_tokens = 0
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        self.ended_s: float | None = None
 
 
 class RequestState:

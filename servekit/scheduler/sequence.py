@@ -25,6 +25,7 @@ from msgspec import Struct
 
 from servekit.protocol.messages import PromptLogprobs, TokenLogprobs
 from servekit.protocol.sampling_params import SamplingParams
+from servekit.scheduler.sequence_history import ManagerLog, SequenceHistory
 
 NEVER = float("inf")
 
@@ -59,6 +60,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     incarnation: int  # its first one there: a sequence that comes back must not be taken for what it was before
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    history: SequenceHistory | None = None
 
 
 class SequenceBlocks:
@@ -103,6 +105,7 @@ class Sequence:
         "first_sampled_step_id",
         "first_scheduled_s",
         "has_length_bound",
+        "history",
         "incarnation",
         "kv",
         "last_step_id",
@@ -148,6 +151,7 @@ class Sequence:
         block_hashes: Iterable[bytes] = (),
         progress: Progress | None = None,
         max_drafts: int = 0,
+        history: SequenceHistory | None = None,
     ) -> None:
         self.sequence_id = sequence_id  # in order of arrival
         self.sampling = sampling
@@ -187,6 +191,7 @@ class Sequence:
         # Counts how often its computation was set back: to the start when its slot and blocks were taken away, or to
         # its last known position when the worker deferred its token. Results of an earlier incarnation are ignored.
         self.incarnation = -1
+        self.history = history or SequenceHistory(arrival_s, ManagerLog())  # no decision depends on it
         self.kv = SequenceBlocks(block_hashes)
         self.reset_computation()
         if progress is not None:
@@ -212,6 +217,7 @@ class Sequence:
             incarnation=self.incarnation + 1,
             num_drafted_tokens=self.num_drafted_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
+            history=self.history,
         )
 
     def reset_computation(self) -> None:

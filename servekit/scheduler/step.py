@@ -11,6 +11,7 @@ from msgspec import Struct
 from servekit.errors import WorkerLost
 from servekit.protocol.messages import PromptLogprobs, ScheduledChunk, SlotAssignment, StepResult, TokenLogprobs
 from servekit.scheduler.sequence import FinishReason, Sequence
+from servekit.time_causes import TimeCause
 
 
 class SequenceToken(Struct, frozen=True, gc=False):
@@ -37,6 +38,10 @@ class Step:
     num_drafts: dict[int, int] = field(default_factory=dict)  # planned ones, by index into `sampled`
     # By index of the chunk: the sequence, and its incarnation, whose prompt logprobs that chunk computes.
     prompt_logprobs: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
+    # What the step computes of prompts: sequence, incarnation, first position, number of positions, whether it samples.
+    prefills: list[tuple[Sequence, int, int, int, bool]] = field(default_factory=list)
+    # Which sequences have a slot but no part in the step: sequence, its incarnation, why, and by which setting.
+    left_out: list[tuple[Sequence, int, TimeCause, str]] = field(default_factory=list)
     num_decodes: int = 0
     num_prefill_tokens: int = 0
     result: StepResult | None = None  # if it came before the result of an earlier step

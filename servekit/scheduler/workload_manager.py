@@ -67,7 +67,9 @@ from servekit.scheduler.prefix_cache import HashBlock, chain_hash
 from servekit.scheduler.queued_work import QueuedWork
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Sequence, Status
+from servekit.scheduler.sequence_history import ManagerLog, SequenceHistory
 from servekit.scheduler.step import SequenceToken, Step, by_token
+from servekit.time_causes import TimeCause
 
 
 class WorkloadManager:
@@ -113,6 +115,8 @@ class WorkloadManager:
         self._in_flight: deque[Step] = deque()
         self.next_step_id = 0
         self._last_commit_s = 0.0
+        # No decision depends on it. It explains where the time of sequences went.
+        self.log = ManagerLog(config.scheduling_policy)
 
     # -- what others may read -------------------------------------------------------------------------------------
 
@@ -209,6 +213,11 @@ class WorkloadManager:
         # A leader that has ended has nothing to share; what it computed may still be found in the prefix cache.
         leader = None if command.leader_id is None else self._sequences.get(command.leader_id)
         eos_token_ids = self.config.eos_token_ids if sampling.ends_at_eos else frozenset()
+        history = None if command.progress is None else command.progress.history
+        if history is None:
+            history = SequenceHistory(command.arrival_s, self.log)
+        else:
+            history.moved(self.log)
         sequence = Sequence(
             command.sequence_id,
             command.prompt_token_ids,
@@ -223,6 +232,7 @@ class WorkloadManager:
             stop_set=eos_token_ids.union(sampling.stop_token_ids),
             block_hashes=command.block_hashes,
             progress=command.progress,
+            history=history,
         )
         self.draft_lengths.admit(sequence, command.max_drafts)
         self._sequences[sequence.sequence_id] = sequence
@@ -254,6 +264,7 @@ class WorkloadManager:
 
         Advances `num_computed` as if the step were done, so that the next one can be planned while it runs.
         """
+        self.log.now_s = now_s
         if len(self._in_flight) >= (1 if self.quarantine else self.config.max_steps_in_flight):
             return None
         assert self.next_deadline_s > now_s, "expired work is never computed: `expire` comes before `plan`"
@@ -268,13 +279,19 @@ class WorkloadManager:
             self._preempt_for_share()
         step = Step(self.next_step_id, now_s, self.step_token_limit)
         prefills = self._schedule_decodes(step)
-        step.budget = min(step.budget, self.prefill_limiter.prefill_limit())
+        prefill_limit = self.prefill_limiter.prefill_limit()
+        prefill_rule = "itl_target_ms" if prefill_limit < step.budget else "max_num_batched_tokens"
+        step.budget = min(step.budget, prefill_limit)
         if self.quarantine:
             self._schedule_suspect(step, prefills)
         else:
             self._schedule_prefills(step, prefills)
         if self.config.max_drafts and step.num_decodes:
             self._schedule_drafts(step)
+        for sequence in prefills:
+            if sequence.last_step_id != step.step_id:
+                step.left_out.append((sequence, sequence.incarnation, TimeCause.STEP_TOKENS, prefill_rule))
+        self._note_queue(step, prefill_rule)
         if not step.chunks:
             return None
         self.next_step_id += 1
@@ -340,12 +357,15 @@ class WorkloadManager:
             )
             for sequence in sequences
         ]
+        for sequence in sequences:
+            sequence.history.set_back(sequence.num_computed, TimeCause.WORKER_LOSS, "moved")
         for sequence in reversed(sequences):  # followers first, which a leader that leaves would put into the queue
             self._remove(sequence)
         return commands
 
     def _remove(self, sequence: Sequence) -> None:
         """Take a sequence out, whatever its state, and release all it holds."""
+        sequence.history.ended()
         del self._sequences[sequence.sequence_id]
         was_running = sequence.status is Status.RUNNING
         if not was_running:
@@ -378,10 +398,15 @@ class WorkloadManager:
         self._blocked = None
         self.kv_cache = self._new_kv_cache()
         self._free_slots = list(range(self.config.max_num_seqs - 1, -1, -1))
+        rule = "out_of_memory" if is_out_of_memory else "worker_lost"
+        self.log.note(TimeCause.WORKER_LOSS, rule)
         displaced, self._running = self._running, []
         for sequence in displaced:
             self.num_prefill_tokens -= self.prefill_left(sequence)
             self.kv_cache.forget(sequence)
+            history, lost_since_s = sequence.history, self._last_commit_s
+            history.set_back(sequence.num_computed, TimeCause.WORKER_LOSS, rule, lost_since_s=lost_since_s)
+            history.queued()
             sequence.reset_computation()
             sequence.status, sequence.num_missing = Status.WAITING, 0
             if sequence not in self.quarantine:
@@ -420,14 +445,21 @@ class WorkloadManager:
                 prefills.append(sequence)
                 continue
             start = sequence.num_computed
-            if start + 1 >= sequence.max_length or not num_left:
-                continue  # a step in flight ends it, or may do so by accepted drafts; or the step is full
+            if start + 1 >= sequence.max_length:
+                continue  # a step in flight ends it, or may do so by accepted drafts
+            if not num_left:
+                if num_stages == 1:  # in a pipeline, it is another step's turn
+                    step.left_out.append(
+                        (sequence, sequence.incarnation, TimeCause.STEP_TOKENS, "max_num_batched_tokens")
+                    )
+                continue
             num_pending = sequence.num_pending
             if num_pending and sequence.last_step_id > step_id - num_stages:
                 continue  # its newest token is still in the pipeline
             new_blocks: tuple[int, ...] = ()
             if start == sequence.kv.capacity:
                 if not self._grow(sequence):
+                    step.left_out.append((sequence, sequence.incarnation, TimeCause.MEMORY, "kv_blocks"))
                     continue  # no block is left, so no sequence will be admitted in this step either
                 new_blocks = (sequence.kv.table[-1],)
             assert sequence.slot is not None
@@ -481,6 +513,7 @@ class WorkloadManager:
         """Return all running sequences but suspects to the waiting queue, because a suspect runs alone."""
         for sequence in [each for each in self._running if each not in self.quarantine]:
             self._running.remove(sequence)
+            self._isolate(sequence)
             self._release(sequence)
             self._enqueue(sequence)
 
@@ -490,8 +523,14 @@ class WorkloadManager:
             if not self.quarantine:
                 return
             self._running.remove(cleared)
+            self._isolate(cleared)
             self._release(cleared)
         self._enqueue(cleared)
+
+    def _isolate(self, sequence: Sequence) -> None:
+        """Note that a sequence gives its slot to a suspect."""
+        sequence.history.set_back(sequence.num_computed, TimeCause.QUARANTINE, "crash_quarantine")
+        sequence.history.queued()
 
     def _schedule_running(self, step: Step, sequences: list[Sequence], reserve: int = 0) -> None:
         """Schedule a chunk for each running sequence in turn, as long as more than `reserve` tokens are left."""
@@ -547,6 +586,7 @@ class WorkloadManager:
         # Logits predict the token after their own, so a chunk with prompt logprobs has the token behind it, too.
         known = tuple(sequence.token_ids[start : stop + needs_logprobs])
         step.chunks.append(ScheduledChunk(sequence.slot, start, num_tokens, known, new_blocks, samples))
+        step.prefills.append((sequence, sequence.incarnation, start, num_tokens, samples))
         step.budget -= num_tokens
         step.num_prefill_tokens += num_tokens
         self.num_prefill_tokens -= num_tokens
@@ -606,9 +646,11 @@ class WorkloadManager:
         """Apply a step's result: append its tokens to `tokens` and to the sequences, and finish those that end."""
         assert step.result is not None
         # From when the worker could begin with it: when it was sent, or when the step before it was done.
-        step_time_s = now_s - max(step.planned_s, self._last_commit_s)
+        began_s = max(step.planned_s, self._last_commit_s)
+        step_time_s = now_s - began_s
         self.prefill_limiter.observe(step.num_prefill_tokens, step.num_decodes, step_time_s)
-        self._last_commit_s = now_s
+        self._last_commit_s = self.log.now_s = now_s
+        self._record(step, began_s)
         self.step_token_limit = min(self.config.max_num_batched_tokens, self.step_token_limit + 1)
         if self.kv_cache.num_fenced:
             self.kv_cache.settle(step.step_id)
@@ -649,6 +691,19 @@ class WorkloadManager:
             if num_tokens >= sequence.max_length or token_id in sequence.stop_set:
                 reason = self._end(sequence, token_id)
             tokens.append(SequenceToken(sequence, token_id, reason, of_token))
+
+    def _record(self, step: Step, began_s: float) -> None:
+        """Record in histories what a step has done for sequences, but for those that decode in it."""
+        num_sequences = len(step.chunks)
+        before = self.log.count(num_sequences, step.num_prefill_tokens)
+        for sequence, incarnation, first, num_tokens, samples in step.prefills:
+            if sequence.incarnation == incarnation:
+                sequence.history.prefilled(began_s, first, num_tokens, num_sequences - 1)
+                if samples:
+                    sequence.history.decodes()
+        for sequence, incarnation, cause, rule in step.left_out:
+            if sequence.incarnation == incarnation:
+                sequence.history.left_out(began_s, cause, rule, before)
 
     def _settle_drafts(self, step: Step) -> None:
         """Subtract what a step rejected from the bounds of its sequences, before the accepted tokens are appended.
@@ -694,6 +749,7 @@ class WorkloadManager:
                 self.num_cached_tokens += match.num_tokens
         self.num_prefill_tokens += sequence.num_needed - sequence.num_missing
         sequence.num_missing = sequence.num_needed
+        sequence.history.admitted()
         sequence.slot = self._free_slots.pop()
         sequence.status = Status.RUNNING
         insort(self._running, sequence, key=self.waiting_queue.rank)
@@ -727,9 +783,10 @@ class WorkloadManager:
         self._blocked = None
         sequence.reset_computation()
 
-    def _preempt(self, victim: Sequence) -> None:
+    def _preempt(self, victim: Sequence, behind: Sequence, rule: str) -> None:
         """Return a running sequence to the waiting queue, to be computed again from its tokens."""
         assert victim is not self._running[0], "the first-ranked sequence is never preempted"
+        victim.history.set_back(victim.num_computed, TimeCause.PREEMPTED, rule, behind.sequence_id)
         self._running.remove(victim)
         self._release(victim)
         victim.num_preemptions += 1
@@ -768,9 +825,29 @@ class WorkloadManager:
             victims.append(victim)
             staying.remove(victim)
         for victim in victims:
-            self._preempt(victim)
+            self._preempt(victim, sequence, "tenant_share")
             victim.num_share_preemptions += 1
             self.num_share_preemptions += 1
+
+    def _note_queue(self, step: Step, prefill_rule: str) -> None:
+        """Note why the first in the queue was not admitted in this step."""
+        first = self._blocked
+        if self.quarantine:
+            cause, rule, first = TimeCause.QUARANTINE, "crash_quarantine", self.quarantine.first
+        elif self.num_waiting == (self.num_followers if self._followers else 0):
+            cause, rule = TimeCause.NEXT_STEP, "max_steps_in_flight"  # for those that come
+        elif first is not None:
+            cause, rule = TimeCause.MEMORY, "kv_blocks"
+        elif not self._free_slots:
+            cause, rule = TimeCause.SEATS, "max_num_seqs"
+        elif not self._num_admissible(step):
+            cause, rule = TimeCause.ADMISSION_RATE, "max_admissions_per_step"
+        else:
+            cause, rule = TimeCause.STEP_TOKENS, prefill_rule
+        if not self.log.stands(cause, rule):
+            if first is None and not self.waiting_queue.has_shares:  # with shares, to look may change their turns
+                first = self.waiting_queue.first()
+            self.log.note(cause, rule, None if first is None else first.sequence_id)
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
@@ -789,7 +866,7 @@ class WorkloadManager:
                 # It keeps its slot and waits. Self-preemption would force a recompute, and would free blocks only for
                 # sequences that could preempt it anyway.
                 return False
-            self._preempt(victim)
+            self._preempt(victim, sequence, "kv_blocks")
             self.output_lengths.record_preemption()
         return True
 
@@ -803,6 +880,7 @@ class WorkloadManager:
         """Enqueue those that waited for a leader's prompt: it is dispatched, or it never will be."""
         for follower in self._followers.pop(leader.sequence_id, ()):
             if follower.status is Status.WAITING:
+                follower.history.waited_for_prompt()
                 self._enqueue(follower)
 
     # -- the invariants -------------------------------------------------------------------------------------------

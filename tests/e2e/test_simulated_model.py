@@ -9,9 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from http.client import HTTPConnection, HTTPException
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -55,6 +58,65 @@ def test_small_kv_cache_gives_the_same_answers(server: ServerProcess) -> None:
     prompts = [f"{PROMPT} And the one after that? {number}" for number in range(16)]
     answers = server.client.post("/generate", json={"prompts": prompts, "max_tokens": 48}, timeout=60).json()
     assert answers["generated_texts"] == [answer_to(prompt, 48) for prompt in prompts]
+
+
+def check_explanation(found: dict[str, Any]) -> None:
+    """The intervals follow each other from the beginning to the end, and the causes sum to the wall time."""
+    intervals = found["intervals"]
+    assert intervals[0]["start_s"] == 0.0 and intervals[-1]["end_s"] == pytest.approx(found["wall_time_s"], abs=1e-9)
+    assert all(one["end_s"] == other["start_s"] for one, other in pairwise(intervals))
+    assert sum(found["causes"].values()) == pytest.approx(found["wall_time_s"], abs=1e-6)
+
+
+def test_a_request_that_has_ended_is_explained(server: ServerProcess) -> None:
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(3) as threads:
+        others = [threads.submit(server.generate, f"{PROMPT} {number}", max_tokens=12) for number in range(2)]
+        headers = {"X-Request-Id": "explained"}
+        body = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}
+        assert server.client.post("/generate", json=body, headers=headers).status_code == 200
+        for each in others:
+            each.result()
+    passed_s = time.monotonic() - began_s
+    found = server.client.get("/v1/requests/explained/explain").json()
+    check_explanation(found)
+    assert found["is_finished"] and found["finish_reason"] == "length" and found["request_id"] == "explained"
+    assert 11 * 0.02 <= found["wall_time_s"] <= passed_s
+    assert {"body", "tokenizing", "prefill", "decode", "writing"} <= found["causes"].keys()
+    decodes = [each for each in found["intervals"] if each["cause"] == "decode"]
+    assert sum(each["steps"] for each in decodes) == 11
+    assert found["causes"]["decode"] >= 0.8 * 11 * 0.02
+
+
+def test_a_request_that_runs_is_explained_so_far_and_an_unknown_one_is_not(server: ServerProcess) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
+    with server.client.stream("POST", "/generate_stream", json=body, headers={"X-Request-Id": "running"}) as stream:
+        lines = stream.iter_lines()
+        for _ in zip(range(8), lines, strict=False):
+            pass
+        found = server.client.get("/v1/requests/running/explain").json()
+        check_explanation(found)
+        assert not found["is_finished"] and found["intervals"][-1]["cause"] in ("decode", "writing")
+        assert any(each["cause"] == "decode" and each["steps"] for each in found["intervals"])
+    missing = server.client.get("/v1/requests/unheard-of/explain")
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "request_not_found"
+
+
+def test_answers_explain_themselves_where_that_is_asked_for(server: ServerProcess) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 4, "explain": True}
+    check_explanation(server.generate(**asked)["explanation"])
+    check_explanation(server.stream(**asked)[-1]["explanation"])
+    assert "explanation" not in server.generate(PROMPT, max_tokens=1)
+    check_explanation(server.client.post("/v1/completions", json=asked).json()["explanation"])
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "explain": True}
+    explained = server.client.post("/v1/chat/completions", json=chat).json()["explanation"]
+    check_explanation(explained)
+    assert "template" in explained["causes"]
+    for path, body in (("/v1/completions", asked), ("/v1/chat/completions", chat)):
+        with server.client.stream("POST", path, json={**body, "stream": True}) as response:
+            chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+        assert chunks[-1]["choices"] == [] and not any("explanation" in chunk for chunk in chunks[:-1])
+        check_explanation(chunks[-1]["explanation"])
 
 
 @again_if_late

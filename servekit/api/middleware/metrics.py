@@ -10,11 +10,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from servekit.api.disconnect import disconnect_of
 from servekit.api.endpoint import counters_of
+from servekit.api.explanations import Explanations
 from servekit.api.responses.http import CLIENT_CLOSED_REQUEST
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.interface import Models
 from servekit.engine.request_state import RequestState
 from servekit.observability.request_trace import AnswerTrace, RequestTrace
+from servekit.time_causes import RequestTimes
 
 # Other methods, and paths without a route, each share one label value. Otherwise clients could create any number of
 # time series.
@@ -33,12 +35,14 @@ class RequestMetrics:
         app: ASGIApp,
         models: Models,
         routes: Sequence[BaseRoute],
+        explanations: Explanations,
         record: Callable[[RequestTrace], None] | None = None,
     ) -> None:
         self._app = app
         self._models = models
         self._routes = [route for route in routes if isinstance(route, Route)]
         self._templates = {route.path for route in self._routes if "{" not in route.path}
+        self._explanations = explanations
         self._record = record
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,6 +59,7 @@ class RequestMetrics:
             return send(message)
 
         started_s = self._models.now()
+        scope["state"]["times"] = RequestTimes(self._models.now, started_s)
         try:
             await self._app(scope, receive, send_noting_status)
         finally:
@@ -67,6 +72,8 @@ class RequestMetrics:
         route = self._template(scope["path"])
         counters_of(scope, self._models).request_ended(route, method, status)
         state: RequestState | None = scope["state"].get("request_state")
+        if state is not None:
+            self._explanations.end(state, self._models.now())
         # Health probes, scrapes and requests without a route make no trace.
         if self._record is not None and (state is not None or (method == "POST" and route != OTHER)):
             self._record(self._trace(scope, method, route, status, started_s, state))

@@ -6,9 +6,13 @@ import secrets
 from array import array
 from collections.abc import Callable, Iterable
 
+from msgspec import UNSET, UnsetType
+
+from servekit.api.explanations import explain_so_far
 from servekit.api.schemas.common_fields import Usage
 from servekit.engine.client_queue import TokenDelta
 from servekit.engine.request_state import RequestState
+from servekit.scheduler.explanation import Explanation
 from servekit.scheduler.sequence import FinishReason
 
 
@@ -79,6 +83,8 @@ async def collect(state: RequestState, make_answer: Callable[[int], Answer]) -> 
         for delta in await state.queue.get():
             answers[delta.index].add((delta,))
             num_unfinished -= delta.finish_reason is not None
+    if request.times is not None:
+        request.times.answered()
     prompts = [answers[first : first + request.best_of] for first in range(0, len(answers), request.best_of)]
     if request.best_of > request.n:
         for candidates in prompts:
@@ -94,6 +100,11 @@ def usage_of(state: RequestState, completion_tokens: int) -> Usage:
         usage.drafted_tokens = state.num_drafted_tokens
         usage.accepted_tokens = state.num_accepted_tokens
     return usage
+
+
+def explanation_of(state: RequestState) -> Explanation | UnsetType:
+    """Return where the request's time went until now, if it asks for that."""
+    return (explain_so_far(state) if state.request.explain else None) or UNSET
 
 
 def split_into_events(deltas: list[TokenDelta], interval: int) -> list[list[TokenDelta]]:

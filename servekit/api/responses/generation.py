@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from servekit.api.disconnect import disconnect_of
 from servekit.api.endpoint import caller_of, engine_of
+from servekit.api.explanations import Explanations
 from servekit.api.key_accounts import RequestAccount
 from servekit.api.responses.collect import Answer, collect
 from servekit.api.responses.http import respond_at_length
@@ -22,6 +23,7 @@ from servekit.api.responses.long_json import ItemList
 from servekit.api.responses.sse import EventFormat, EventStream
 from servekit.engine.request_state import RequestState
 from servekit.request import GenerationRequest
+from servekit.time_causes import RequestTimes, TimeCause
 
 Result = TypeVar("Result")
 
@@ -59,16 +61,23 @@ async def submit(
     if account is not None:
         await _reserve(account, wanted)
     places = await engine.take_places(wanted, caller)
+    times: RequestTimes | None = getattr(request.state, "times", None)
+    wanted = replace(wanted, times=times)
+    wanted.mark(TimeCause.ADMISSION)
     try:
         if render is not None:
             rendered = await unless_disconnected(request, render())
-            wanted = replace(rendered, priority=wanted.priority)
+            wanted = replace(rendered, priority=wanted.priority, times=times)
+            wanted.mark(TimeCause.TEMPLATE)
             if account is not None:
                 await _reserve(account, wanted)
         state = await unless_disconnected(request, engine.submit(wanted, caller, places))
     finally:
         places.release()
+    wanted.mark(TimeCause.ADMISSION)
     request.state.request_state = state  # for the log and the metrics
+    explanations: Explanations = request.app.state.explanations
+    explanations.begin(state)
     if account is not None:
         account.charge(state)
     return state

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from msgspec import UNSET, UnsetType
 
-from servekit.api.responses.collect import Answer, new_id, usage_of
+from servekit.api.responses.collect import Answer, explanation_of, new_id, usage_of
 from servekit.api.responses.long_json import ItemList
 from servekit.api.responses.sse import SERVER_SENT_EVENTS, event
 from servekit.api.schemas.native import (
@@ -63,6 +63,7 @@ class NativeResponseBuilder:
                 usage,
                 UNSET if request.logprobs is None else items(tokens),
                 UNSET if request.prompt_logprobs is None else items(prompt_tokens),
+                explanation_of(self._state),
             )
         (answer,) = answers
         return GenerateResponse(
@@ -74,6 +75,7 @@ class NativeResponseBuilder:
             self._metrics(answer.index),
             UNSET if request.logprobs is None else next(tokens),
             UNSET if request.prompt_logprobs is None else next(prompt_tokens),
+            explanation_of(self._state),
         )
 
     def events(self, deltas: list[TokenDelta]) -> bytes:
@@ -99,6 +101,7 @@ class NativeResponseBuilder:
             written.stop_reason = answer.stop_reason
             written.usage = usage_of(self._state, answer.num_tokens)
             written.metrics = self._metrics(answer.index)
+            written.explanation = explanation_of(self._state)
         return written
 
     def _metrics(self, index: int) -> RequestMetrics | UnsetType:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from msgspec import UNSET, UnsetType
 
 from servekit.api.responses.chat_message import ChatMessageAnswer, ChatMessageReader, new_call_id
-from servekit.api.responses.collect import Answer
+from servekit.api.responses.collect import Answer, explanation_of
 from servekit.api.responses.long_json import ItemList
 from servekit.api.responses.sse import SERVER_SENT_EVENTS, event
 from servekit.api.schemas.openai import (
@@ -64,6 +64,7 @@ class _Common:
         self._head = (answer_id, int(time.time()), model)
         self._sends_usage = body.sends_usage
         self._sends_usage_always = body.sends_usage_always
+        self._has_last_chunk = body.sends_usage or bool(body.explain)
         self._returns_ids = bool(body.return_token_ids)
         self._names_by_id = bool(body.return_tokens_as_token_ids)
         self._num_tokens = 0  # sent so far
@@ -157,7 +158,7 @@ class CompletionResponseBuilder(_Common):
     def response(self, prompts: list[list[Answer]], items: ItemList) -> CompletionResponse:
         choices = items(self._choices(prompts, items))
         num_tokens = 0 if self._returns_prompt_only else sum(a.num_tokens for answers in prompts for a in answers)
-        return CompletionResponse(*self._head, choices, self._usage(num_tokens))
+        return CompletionResponse(*self._head, choices, self._usage(num_tokens), explanation_of(self._state))
 
     def _choices(self, prompts: list[list[Answer]], items: ItemList) -> Iterator[CompletionChoice]:
         for number, answers in enumerate(prompts):
@@ -196,8 +197,9 @@ class CompletionResponseBuilder(_Common):
             yield CompletionResponse(*self._head, [choice], self._usage_of_chunk())
 
     def _last_chunks(self) -> Iterator[CompletionResponse]:
-        if self._sends_usage:
-            yield CompletionResponse(*self._head, [], self._usage_so_far())
+        if self._has_last_chunk:
+            usage = self._usage_so_far() if self._sends_usage else UNSET
+            yield CompletionResponse(*self._head, [], usage, explanation_of(self._state))
 
     def _choice(
         self,
@@ -336,7 +338,7 @@ class ChatResponseBuilder(_Common):
         (answers,) = prompts
         choices = items(self._choice(answer, items) for answer in answers)
         usage = self._usage_of_chat(sum(answer.num_tokens for answer in answers))
-        response = ChatCompletionResponse(*self._head, choices, usage)
+        response = ChatCompletionResponse(*self._head, choices, usage, explanation_of(self._state))
         response.prompt_logprobs = self._prompt_logprobs(0, items)
         response.prompt_token_ids = self._prompt_ids(0, items)
         return response
@@ -413,8 +415,9 @@ class ChatResponseBuilder(_Common):
         return delta
 
     def _last_chunks(self) -> Iterator[ChatCompletionChunk]:
-        if self._sends_usage:
-            yield ChatCompletionChunk(*self._head, [], self._usage_so_far())
+        if self._has_last_chunk:
+            usage = self._usage_so_far() if self._sends_usage else UNSET
+            yield ChatCompletionChunk(*self._head, [], usage, explanation_of(self._state))
 
     def _logprobs(self, deltas: list[TokenDelta], items: ItemList = list) -> ChatLogprobs | None:
         return ChatLogprobs(items(self._written_logprobs(deltas))) if self.needs_tokens else None

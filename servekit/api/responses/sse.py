@@ -26,6 +26,7 @@ from servekit.api.schemas.json_body import encode
 from servekit.engine.client_queue import ClientQueue, TokenDelta
 from servekit.engine.request_state import RequestState
 from servekit.errors import ServekitError
+from servekit.time_causes import RequestTimes
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -129,6 +130,7 @@ class EventStream(Response):
 
     async def _stream(self, send: Send) -> None:
         state, queue, to_events = self._state, self._state.queue, self._format.events
+        times = state.request.times
         num_unfinished = state.num_answers
         keep_alive: KeepAlive = self._request.app.state.keep_alive
         nothing = self._format.framing.keep_alive
@@ -136,9 +138,11 @@ class EventStream(Response):
         try:
             while num_unfinished:
                 deltas = await queue.get()
+                if times is not None and deltas and deltas[-1].finish_reason is not None:
+                    times.answered()
                 written = b"".join(map(to_events, split_into_events(deltas, state.interval))) if deltas else nothing
                 if written:
-                    await _send(send, written)
+                    await _send(send, written, times=times)
                     keep_alive.note(queue)
                 for delta in deltas:
                     num_unfinished -= delta.finish_reason is not None
@@ -146,7 +150,7 @@ class EventStream(Response):
             keep_alive.forget(queue)
         last = self._format.last_events()
         if last:
-            await _send(send, last)
+            await _send(send, last, times=times)
 
     def _on_disconnect(self) -> None:
         """Abort the sequences at once, whatever the stream is waiting for."""
@@ -154,5 +158,8 @@ class EventStream(Response):
         self._state.abort()
 
 
-async def _send(send: Send, body: bytes, more_body: bool = True) -> None:
+async def _send(send: Send, body: bytes, more_body: bool = True, times: RequestTimes | None = None) -> None:
+    began_s = 0.0 if times is None else times.clock()
     await send({"type": "http.response.body", "body": body, "more_body": more_body})
+    if times is not None:
+        times.written(began_s)

@@ -22,6 +22,7 @@ from servekit.api.schemas.common_fields import (
 )
 from servekit.errors import InvalidRequest
 from servekit.request import GenerationRequest, Grammar, GrammarKind, Prompt
+from servekit.scheduler.explanation import Explanation
 from servekit.scheduler.sequence import FinishReason
 
 
@@ -99,6 +100,7 @@ class GenerateRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True
     max_new_tokens: Annotated[Count | None, described("another name of max_tokens")] = None
     stream: Annotated[bool | None, described("send the answer as server-sent events")] = None
     model: Annotated[str | None, described("name of the model; default: the server's default model")] = None
+    explain: Annotated[bool | None, described("return where the request's time went (docs/explain.md)")] = None
 
     def to_generation_request(self) -> GenerationRequest:
         """Return the request in the form that all APIs share. Raises InvalidRequest."""
@@ -109,7 +111,7 @@ class GenerateRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True
         else:
             assert isinstance(self.prompt, str)
             prompts = [Prompt(self.prompt, "prompt")]
-        request = self.answering(prompts)
+        request = msgspec.structs.replace(self.answering(prompts), explain=bool(self.explain))
         if self.max_new_tokens is None:
             return request
         if self.max_tokens is not None:
@@ -181,6 +183,7 @@ class GenerateResponse(Struct):
     metrics: RequestMetrics | UnsetType = UNSET  # absent if the answer has no token
     tokens: list[Token] | UnsetType = UNSET  # with `logprobs`
     prompt_tokens: list[Token] | UnsetType = UNSET  # with `prompt_logprobs`
+    explanation: Explanation | UnsetType = UNSET  # with `explain`
 
 
 class BatchGenerateResponse(Struct):
@@ -193,6 +196,7 @@ class BatchGenerateResponse(Struct):
     usage: Usage
     tokens: list[list[Token]] | UnsetType = UNSET
     prompt_tokens: list[list[Token]] | UnsetType = UNSET
+    explanation: Explanation | UnsetType = UNSET
 
 
 class BasicGenerateResponse(Struct):
@@ -214,3 +218,4 @@ class StreamEvent(Struct):
     usage: Usage | UnsetType = UNSET
     metrics: RequestMetrics | UnsetType = UNSET
     prompt_tokens: list[Token] | UnsetType = UNSET
+    explanation: Explanation | UnsetType = UNSET

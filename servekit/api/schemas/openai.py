@@ -27,6 +27,7 @@ from servekit.api.schemas.json_body import is_shallow
 from servekit.errors import InvalidRequest
 from servekit.parsing.chat_format import AnswerFormat, Function, ToolUse
 from servekit.request import Chat, GenerationRequest, Grammar, GrammarKind, Prompt
+from servekit.scheduler.explanation import Explanation
 from servekit.scheduler.sequence import FinishReason
 
 MAX_MESSAGES = 2**14  # far more than a context holds
@@ -120,6 +121,7 @@ class OpenAIFields(CommonFields, kw_only=True):
         Annotated[list[str], Meta(min_length=1)] | None, described("older name of structured_outputs.choice")
     ] = None
     guided_grammar: Annotated[str | None, described("older name of structured_outputs.grammar")] = None
+    explain: Annotated[bool | None, described("return where the request's time went (docs/explain.md)")] = None
     use_beam_search: Annotated[bool | None, described("refused: beam search is not supported")] = None
     prompt_embeds: Annotated[Any, described("refused: prompts are text or token ids")] = None
     logits_processors: Annotated[Any, described("refused: requests cannot bring code")] = None
@@ -218,6 +220,7 @@ class OpenAIFields(CommonFields, kw_only=True):
             "prompt_logprobs": self.prompt_logprobs,
             "truncate": self.truncate_prompt_tokens,
             "prediction": None if self.prediction is None else self.prediction.text,
+            "explain": bool(self.explain),
             **self.common(),
         }
 
@@ -364,6 +367,7 @@ class CompletionResponse(Struct):
     model: str
     choices: list[CompletionChoice]
     usage: OpenAIUsage | UnsetType | None = UNSET
+    explanation: Explanation | UnsetType = UNSET  # with `explain`; of a stream, in its last chunk
     object: str = "text_completion"
     system_fingerprint: str | None = None
 
@@ -750,6 +754,7 @@ class ChatCompletionResponse(Struct):
     model: str
     choices: list[ChatChoice]
     usage: OpenAIUsage
+    explanation: Explanation | UnsetType = UNSET  # with `explain`
     object: str = "chat.completion"
     system_fingerprint: str | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
@@ -764,6 +769,7 @@ class ChatCompletionChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: OpenAIUsage | UnsetType | None = UNSET
+    explanation: Explanation | UnsetType = UNSET  # with `explain`, in the last chunk
     object: str = "chat.completion.chunk"
     system_fingerprint: str | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET

@@ -98,7 +98,7 @@ def test_a_preempted_prompt_reuses_kv_up_to_its_reported_logprobs() -> None:
         manager.commit(worker.execute(manager.plan(0.0)), 0.0)
     num_reported = len(victim.prompt_logprobs)
     assert num_reported == 12, "one token of each step is the other's"
-    manager._preempt(victim)
+    manager._preempt(victim, manager._running[0], "kv_blocks")
     plan = manager.plan(0.0)
     assert [row.start for row in plan.chunks] == [first.num_computed - 1, 12]
     manager.commit(worker.execute(plan), 0.0)

@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from servekit.api.app import create_app
 from servekit.api.disconnect import disconnect_of
+from servekit.api.explanations import Explanations
 from servekit.api.middleware.metrics import METHODS, RequestMetrics
 from servekit.config import ServeConfig
 from servekit.engine.llm_engine import LLMEngine
@@ -70,7 +71,7 @@ async def test_request_without_an_answer_counts_as_499_or_500(has_left: bool, st
 
     engine = LLMEngine(ServeConfig())
     with pytest.raises(RuntimeError):
-        await RequestMetrics(app, engine, [])(make_scope("GET", "/"), gone, nowhere)
+        await RequestMetrics(app, engine, [], Explanations())(make_scope("GET", "/"), gone, nowhere)
     assert [labels["status"] for labels in counted(engine)] == [status]
 
 

@@ -13,6 +13,7 @@ from servekit.api.responses.sse import SERVER_SENT_EVENTS, EventStream
 from servekit.engine.client_queue import ClientQueue, TokenDelta
 from servekit.engine.request_state import RequestState
 from servekit.errors import WorkerLost
+from servekit.request import GenerationRequest, Sampling
 from tests.support.asgi import (
     KEY,
     Log,
@@ -121,7 +122,8 @@ async def test_server_errors_are_warnings_with_their_code(log: Log) -> None:
             queue = ClientQueue()
             queue.put(TokenDelta(0, 1, "a", False))
             queue.fail(error)
-            state = RequestState(None, None, [None], queue, 1, lambda *_: None)  # type: ignore[arg-type,list-item]
+            asked = GenerationRequest(prompts=[], sampling=Sampling())
+            state = RequestState(asked, None, [None], queue, 1, lambda *_: None)  # type: ignore[arg-type,list-item]
             return EventStream(request, state, OneEvent())
 
         return stream

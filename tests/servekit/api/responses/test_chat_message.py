@@ -34,6 +34,7 @@ class State:
 
     class request:  # noqa: N801
         prompt_logprobs = None
+        explain = False
 
     @staticmethod
     def num_answer_tokens(num_counted: int) -> int:

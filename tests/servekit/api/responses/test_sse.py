@@ -18,6 +18,7 @@ from servekit.config import ServeConfig
 from servekit.engine.client_queue import ClientQueue, TokenDelta
 from servekit.engine.llm_engine import LLMEngine
 from servekit.engine.request_state import RequestState
+from servekit.request import GenerationRequest, Sampling
 from servekit.scheduler.sequence import FinishReason
 from tests.support.asgi import make_scope
 from tests.support.timing import until
@@ -45,12 +46,12 @@ class Stream:
         self.queue = ClientQueue(interval)
         self.scope: Scope = {**make_scope("POST", "/"), "app": create_app(LLMEngine(ServeConfig(**settings)))}
         state = RequestState(
-            None,
-            None,
-            [None] * num_sequences,
+            GenerationRequest(prompts=[], sampling=Sampling()),
+            None,  # type: ignore[arg-type]
+            [None] * num_sequences,  # type: ignore[list-item]
             self.queue,
             interval,
-            self._finish,  # type: ignore[arg-type,list-item]
+            self._finish,
         )
         response = EventStream(Request(self.scope), state, CountingFormat())
         self.task = asyncio.create_task(response(self.scope, _never, self._send))

@@ -180,6 +180,7 @@ OPENAI: dict[str, tuple[Json, Json]] = {
     "stream_options": ({"stream": True, "stream_options": {"include_usage": True}}, {}),
     "prompt_logprobs": ({"prompt_logprobs": 3}, {"prompt_logprobs": 3}),
     "return_token_ids": ({"return_token_ids": True}, {}),
+    "explain": ({"explain": True}, {"explain": True}),
     "return_tokens_as_token_ids": ({"return_tokens_as_token_ids": True}, {}),
     "truncate_prompt_tokens": ({"truncate_prompt_tokens": 9}, {"truncate": 9}),
     "truncation_side": ({"truncation_side": "left"}, {}),
@@ -233,6 +234,7 @@ APIS = {
             "grammar": ({"grammar": REGEX}, {"grammar": Grammar(GrammarKind.REGEX, "a+", "grammar")}),
             "stream": ({"stream": True}, {}),
             "model": ({"model": "m"}, {}),
+            "explain": ({"explain": True}, {"explain": True}),
         },
         refused=("prompts",),  # beside `prompt`
     ),

@@ -1,0 +1,163 @@
+"""Explain the wall time of a request: intervals, each with one cause, that follow each other from its head to its end.
+
+The stages outside the scheduler come from `RequestTimes`, the others from the history of a sequence. A request with
+several answers ends with the last of them, so it is explained by the sequence that ended last. Whatever times the parts
+report, and in whatever order, the intervals have no gap and no overlap: each begins where the one before it ended, and
+parts of an interval before that are dropped (`_Tiles`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from msgspec import Struct
+
+from servekit.scheduler.sequence import FinishReason
+from servekit.scheduler.sequence_history import SequenceHistory, Span
+from servekit.time_causes import RequestTimes, TimeCause
+
+
+class Interval(Struct, omit_defaults=True, gc=False):
+    """A part of a request's time. Times are seconds since the request's beginning."""
+
+    cause: TimeCause
+    start_s: float
+    end_s: float
+    rule: str = ""  # the setting that decides; of preemption, what was lacking
+    behind: int | None = None  # the sequence that was first in the queue when this began, or that took its blocks
+    order: str = ""  # of the queue: the scheduling policy
+    steps: int = 0  # that computed part of the sequence
+    tokens: int = 0  # that these steps computed of its prompt, or of what was lost
+    others: float = 0.0  # other sequences in these steps, on average
+    prefill_tokens_of_others: int = 0  # in the steps of decodes, which take longer with them
+
+
+class Explanation(Struct):
+    """Where the wall time of a request went. The causes sum to it; the intervals follow each other without gaps."""
+
+    request_id: str
+    sequence_id: int  # of the answer that ended last; the journal knows it by this number
+    is_finished: bool
+    finish_reason: FinishReason | None
+    wall_time_s: float
+    causes: dict[TimeCause, float]  # seconds, in the order in which they began
+    intervals: list[Interval]
+    blocked_s: float  # time in which writes waited for the client, also before the last token
+
+
+class SequenceEnd(Struct, frozen=True):
+    """What an explanation needs of a sequence."""
+
+    sequence_id: int
+    history: SequenceHistory
+    arrival_s: float
+    first_scheduled_s: float | None
+    first_token_s: float | None
+    ended_s: float | None  # None for one that has not ended
+    finish_reason: FinishReason | None
+
+    def spans(self, until_s: float) -> list[Span]:
+        """What the workload manager has recorded; in an API process of several, what the engine process has told."""
+        if self.history.has_events or self.first_scheduled_s is None:
+            return self.history.spans(until_s)
+        times = [
+            (TimeCause.QUEUE, self.arrival_s),
+            (TimeCause.PREFILL, self.first_scheduled_s),
+            (TimeCause.DECODE, self.first_token_s or until_s),
+        ]
+        ends = [start_s for _, start_s in times[1:]] + [until_s]
+        return [Span(cause, start_s, end_s) for (cause, start_s), end_s in zip(times, ends, strict=True)]
+
+
+def explain(
+    request_id: str, times: RequestTimes, sequences: Iterable[SequenceEnd], end_s: float, is_finished: bool
+) -> Explanation:
+    """Explain a request until `end_s`, when it ended, or until now. `sequences` has at least one."""
+    last = max(sequences, key=lambda each: end_s if each.ended_s is None else each.ended_s)
+    tiles = _Tiles(times.started_s, end_s)
+    for cause, until_s in times.marks:
+        tiles.add(Interval(cause, 0.0, until_s))
+    engine_end_s = end_s if last.ended_s is None else last.ended_s
+    for span in last.spans(engine_end_s):
+        _add_span(tiles, span, last.sequence_id)
+    _add_writing(tiles, times, end_s)
+    intervals = tiles.finish()
+    causes: dict[TimeCause, float] = {}
+    for each in intervals:
+        causes[each.cause] = causes.get(each.cause, 0.0) + each.end_s - each.start_s
+    return Explanation(
+        request_id,
+        last.sequence_id,
+        is_finished,
+        last.finish_reason,
+        end_s - times.started_s,
+        causes,
+        intervals,
+        times.blocked_s,
+    )
+
+
+def _add_span(tiles: _Tiles, span: Span, own_id: int) -> None:
+    """Add a span. One in the queue is divided by why the queue stood."""
+    if span.queue is not None:
+        for state, until_s in span.queue.between(span.start_s, span.end_s):
+            interval = Interval(TimeCause.QUEUE, 0.0, until_s, order=span.queue.policy)
+            if state is not None:
+                interval.cause, interval.rule = state.cause, state.rule
+                if state.first_id != own_id:
+                    interval.behind = state.first_id
+            tiles.add(interval)
+        return
+    tiles.add(
+        Interval(
+            span.cause,
+            0.0,
+            span.end_s,
+            span.rule,
+            span.behind_id,
+            steps=span.num_steps,
+            tokens=span.num_tokens,
+            others=round(span.num_others / span.num_steps, 2) if span.num_steps else 0.0,
+            prefill_tokens_of_others=span.num_prefill_tokens,
+        )
+    )
+
+
+def _add_writing(tiles: _Tiles, times: RequestTimes, end_s: float) -> None:
+    """Add what came after the last token: writes that waited for the client, and the time between them."""
+    answered_s = times.answered_s
+
+    def add_own_work(until_s: float) -> None:
+        if answered_s is not None:
+            tiles.add(Interval(TimeCause.DETOKENIZING, 0.0, min(answered_s, until_s)))
+        tiles.add(Interval(TimeCause.WRITING, 0.0, until_s))
+
+    for began_s, blocked_until_s in times.blocked:
+        add_own_work(began_s)
+        tiles.add(Interval(TimeCause.CLIENT_NOT_READING, 0.0, blocked_until_s))
+    add_own_work(end_s)
+
+
+class _Tiles:
+    """Intervals that cover a span of time without gaps and overlaps."""
+
+    def __init__(self, start_s: float, end_s: float) -> None:
+        self._origin_s = start_s
+        self._end_s = end_s
+        self._reached_s = start_s
+        self._intervals: list[Interval] = []
+
+    def add(self, interval: Interval) -> None:
+        """Add an interval from where the last one ended. Only its end is read, on the engine's clock."""
+        until_s = min(interval.end_s, self._end_s)
+        if until_s <= self._reached_s:
+            return
+        interval.start_s, interval.end_s = self._reached_s - self._origin_s, until_s - self._origin_s
+        self._reached_s = until_s
+        self._intervals.append(interval)
+
+    def finish(self) -> list[Interval]:
+        """Return all intervals. They reach the end: what comes last is added with it."""
+        assert all(one.end_s == other.start_s for one, other in pairwise(self._intervals))
+        return self._intervals
