@@ -130,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     replay.add_argument("file", metavar="FILE", type=Path, help="a journal file; each file is replayed by itself")
+    _add_explain_parser(commands)
     completion = commands.add_parser(
         "completion",
         help="print the shell's completion of these commands",
@@ -139,6 +140,22 @@ def _parser() -> argparse.ArgumentParser:
     _add_lab_parser(commands)
     _add_plan_parser(commands)
     return parser
+
+
+def _add_explain_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="print where the time of a sequence went, from a journal",
+        description="Replay the journal of `servekit serve --journal`, and split the time of one of its sequences into "
+        "causes, which sum to it (docs/explain.md). A running server answers GET /v1/requests/ID/explain.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("file", metavar="FILE", type=Path, help="a journal file")
+    add("sequence_id", metavar="ID", type=int, help="the sequence's number: sequence_id of its request's explanation")
+    add("--json", dest="as_json", action="store_true", help="print JSON in the place of text")
+    add("--out", metavar="DIR", type=Path, help="write explain.html, a page with the picture, into this folder")
 
 
 def _add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -533,6 +550,12 @@ def _plan(arguments: dict[str, Any]) -> int:
     return plan(PlanOptions(**arguments))
 
 
+def _explain(arguments: dict[str, Any]) -> int:
+    from servekit.explaining.command import ExplainOptions, explain_sequence
+
+    return explain_sequence(ExplainOptions(**arguments))
+
+
 def _replay(arguments: dict[str, Any]) -> int:
     from servekit.observability.journal import journal_paths
 
@@ -672,6 +695,7 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "quantize": _quantize,
     "convert": _convert,
     "replay": _replay,
+    "explain": _explain,
     "lab": _lab,
     "completion": _completion,
     "plan": _plan,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from servekit.errors import ConfigError
 from servekit.laboratory.ablation import ABLATIONS, knee
 from servekit.laboratory.batching import MODES
-from servekit.laboratory.page import as_page
+from servekit.laboratory.page import as_page, write_page
 from servekit.laboratory.real_run import RealRun
 from servekit.laboratory.report import as_json, as_table
 from servekit.laboratory.summary import Summary, summarise
@@ -158,16 +157,7 @@ def _show(options: LabOptions, settings: LabSettings, workload: Workload, runs: 
             print("\n" + TEXTBOOK_NOTE)
     if options.out is not None:
         pictures = [(MODES[run.mode], run.how, run.timeline, run.summary) for run in runs]
-        _write(options.out / "lab.html", as_page(title, pictures, settings.num_slots))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"--out {path.parent}: {error.strerror}") from None
-    print(f"\nwritten: {path}", file=sys.stderr)
+        write_page(options.out / "lab.html", as_page(title, pictures, settings.num_slots))
 
 
 # -- ablations --------------------------------------------------------------------------------------------------------

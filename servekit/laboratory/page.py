@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.resources import files
+from pathlib import Path
 
 import msgspec
 
+from servekit.errors import ConfigError
 from servekit.laboratory.batching import BatchingMode
 from servekit.laboratory.report import COLUMNS, COMPARISON, format_figure
 from servekit.laboratory.summary import Summary
@@ -27,11 +30,26 @@ def as_page(title: str, runs: list[tuple[BatchingMode, str, Timeline, Summary]],
         "figures": [COLUMNS[name][0] for name in COMPARISON],
         "runs": [_run(*run) for run in runs],
     }
+    return fill_template(__package__, _TEMPLATE, data)
+
+
+def fill_template(package: str, name: str, data: dict[str, object]) -> str:
+    """Return a page of a package with its data."""
     # In a script element, "</" would end it, and "<!--" would begin a comment.
     text = msgspec.json.encode(data).decode().replace("<", "\\u003c")
-    template = files(__package__).joinpath(_TEMPLATE).read_text()
+    template = files(package).joinpath(name).read_text()
     assert template.count(_PLACEHOLDER) == 1
     return template.replace(_PLACEHOLDER, text)
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page, and the folder that it is in. Raises ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--out {path.parent}: {error.strerror}") from None
+    print(f"\nwritten: {path}", file=sys.stderr)
 
 
 def _run(mode: BatchingMode, how: str, timeline: Timeline, summary: Summary) -> dict[str, object]:

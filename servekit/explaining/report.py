@@ -1,0 +1,46 @@
+"""Write an explanation as text."""
+
+from __future__ import annotations
+
+from servekit.scheduler.explanation import Explanation, Interval
+from servekit.time_causes import MEANINGS
+
+BAR_WIDTH = 24
+MAX_INTERVALS = 40  # in the text; the others are in --json and on the page
+
+
+def as_text(explanation: Explanation) -> str:
+    """The causes by the time that they took, and the intervals in order."""
+    wall_s = explanation.wall_time_s
+    reason = explanation.finish_reason or "not ended"
+    lines = [f"sequence {explanation.sequence_id}: {milliseconds(wall_s)}, {reason}", ""]
+    for cause, seconds in sorted(explanation.causes.items(), key=lambda item: -item[1]):
+        share = seconds / wall_s if wall_s else 0.0
+        bar = "█" * round(share * BAR_WIDTH)
+        lines.append(f"  {cause:<18} {milliseconds(seconds):>12} {share:7.1%}  {bar:<{BAR_WIDTH}}  {MEANINGS[cause]}")
+    lines.append("")
+    for each in explanation.intervals[:MAX_INTERVALS]:
+        start, length = milliseconds(each.start_s), milliseconds(each.end_s - each.start_s)
+        lines.append(f"  {start:>12} +{length:>12}  {each.cause:<18} {details(each)}".rstrip())
+    num_more = len(explanation.intervals) - MAX_INTERVALS
+    if num_more > 0:
+        lines.append(f"  … and {num_more} more intervals (--json, or --out DIR)")
+    return "\n".join(lines)
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"
+
+
+def details(interval: Interval) -> str:
+    """What is known of an interval beside its cause."""
+    parts = [
+        interval.rule,
+        f"queue: {interval.order}" if interval.order else "",
+        f"behind sequence {interval.behind}" if interval.behind is not None else "",
+        f"{interval.steps:,} steps" if interval.steps else "",
+        f"{interval.tokens:,} tokens" if interval.tokens else "",
+        f"with {interval.others:g} others" if interval.steps else "",
+        f"and {interval.prefill_tokens_of_others:,} tokens of prompts" if interval.prefill_tokens_of_others else "",
+    ]
+    return ", ".join(filter(None, parts))
