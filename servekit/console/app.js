@@ -75,6 +75,6 @@ byId("key-form").addEventListener("submit", (event) => {
 runGuarded("playground", () => new Playground(session));
 await runGuarded("scheduler view", async () => {
 	const { SchedulerView } = await import("./scheduler_view.js"); // imported late: the playground works without it
-	schedulerView = new SchedulerView(byId("scheduler-view"));
+	schedulerView = new SchedulerView(byId("scheduler-view"), session.headers);
 });
 feed.run();

@@ -26,8 +26,10 @@ export class SchedulerView {
 	#animationFrame = 0;
 	#redrawTimer = 0;
 
-	constructor(root) {
+	// `headers` returns the headers of requests to the server.
+	constructor(root, headers = () => ({})) {
 		this.root = root;
+		this.headers = headers;
 		root.classList.add("scheduler-view");
 		this.status = createElement("p", { role: "status", className: "status" }, "Waiting for the first frame.");
 		this.frameAge = createElement("p", { className: "frame-age" }); // outside of the status: it changes each second

@@ -3,15 +3,17 @@
 import { sequenceHue } from "./chart.js";
 import { createElement, setText } from "./dom.js";
 import { formatCount, formatSeconds } from "./format.js";
+import { TimeLane } from "./time_lane.js";
 
 export class SequenceDetails {
 	constructor(view) {
 		this.view = view;
 		this.title = createElement("h3", { tabIndex: -1 });
+		this.timeLane = new TimeLane(view.headers);
 		this.facts = createElement("p");
 		const close = createElement("button", { type: "button", ariaLabel: "Close", onclick: () => view.select(null) }, "×");
 		const properties = { className: "details", role: "dialog", hidden: true };
-		this.node = createElement("section", properties, this.title, close, this.facts);
+		this.node = createElement("section", properties, this.title, close, this.timeLane.node, this.facts);
 		this.node.onkeydown = (event) => {
 			if (event.key !== "Escape") return;
 			event.stopPropagation(); // outside of this panel, Escape stops the playground's request
@@ -27,6 +29,7 @@ export class SequenceDetails {
 		setText(this.title, `Sequence ${selectedId}: ${record.end?.finish_reason ?? record.state}`);
 		this.node.ariaLabel = `Sequence ${selectedId}`;
 		this.title.style.setProperty("--hue", sequenceHue(selectedId));
+		this.timeLane.show(record.request_id);
 		setText(this.facts, describeSequence(record, now_s).join("\n"));
 	}
 }

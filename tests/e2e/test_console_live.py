@@ -203,6 +203,22 @@ def test_16_copies_have_16_rows_until_their_client_disconnects(browser: Browser,
 # -- sequences ---------------------------------------------------------------------------------------------------------
 
 
+def test_details_show_where_the_time_of_a_request_went(browser: Browser, server: ServerProcess) -> None:
+    body = {"prompt": "x" * 100, "max_tokens": 4000, "ignore_eos": True}
+    with new_page(browser) as page:
+        page.goto(server.url)
+        with server.client.stream("POST", "/generate_stream", json=body, headers={"X-Request-Id": "seen"}) as response:
+            assert response.status_code == 200
+            page.locator("#scheduler-view .sequences button").first.click()
+            lane = page.get_by_role("dialog").locator(".time-lane")
+            lane.locator('.lane [data-cause="decode"]').first.wait_for()
+            causes = lane.locator(".causes li")
+            causes.filter(has_text=re.compile(r"^decode [\d.]+ m?s, \d+ %$")).wait_for()
+        page.get_by_role("dialog").filter(has_text="ended after").wait_for()
+        widths = "() => [...document.querySelectorAll('.lane span')].map((each) => parseFloat(each.style.width))"
+        assert sum(page.evaluate(widths)) == pytest.approx(100, abs=0.01), "the intervals fill the lane"
+
+
 def test_preempted_sequence_flashes_for_a_while(fed: FedView) -> None:
     flashing = "[...document.querySelectorAll('#fed .flash')].map((row) => row.innerText.split(/\\s+/))"
     # Sequence 2 was preempted before the page was opened.
