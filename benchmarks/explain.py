@@ -41,7 +41,8 @@ from servekit.time_causes import RequestTimes
 from tests.support.server_process import ServerProcess, serving
 
 TOLERANCE_S = 1e-3
-PAUSE_S = 0.3  # of a client that does not read
+PAUSE_S = 1.0  # of a client that does not read, once it has a token
+SEGMENT_BYTES = 536  # by default those of the loopback interface are so large that the kernel buffers megabytes
 NUM_WRITES = 100_000
 
 # -- a live server -----------------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def send(server: ServerProcess, number: int) -> str:
                     pass
             return "aborted"
         if kind == 3:
-            return read_slowly(server.port, {**body, "max_tokens": 150, "logprobs": 20}, number)
+            return read_slowly(server.port, {**body, "prompt": "x", "max_tokens": 250, "logprobs": 20}, number)
         response = server.client.post("/generate", json=body, headers=headers)
         return "answered" if response.status_code == 200 else "failed"
     except (httpx2.HTTPError, OSError):
@@ -134,15 +135,18 @@ def send(server: ServerProcess, number: int) -> str:
 
 
 def read_slowly(port: int, body: dict[str, object], number: int) -> str:
-    """Read a stream only after a pause, with a small receive buffer."""
+    """Begin to read a stream, pause, and read the rest. With small segments and buffers, writes soon block."""
     payload = json.dumps(body).encode()
     head = f"POST /generate_stream HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {number}\r\nConnection: close\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES)
         connection.settimeout(120)
         connection.connect(("127.0.0.1", port))
         connection.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
         first = connection.recv(2**12)
+        while b"data:" not in first and (more := connection.recv(2**12)):
+            first += more
         time.sleep(PAUSE_S)
         while connection.recv(2**16):
             pass

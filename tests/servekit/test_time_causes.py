@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from itertools import count
 
+from msgspec.structs import replace
+
+from servekit.request import GenerationRequest, Sampling
 from servekit.time_causes import MAX_BLOCKED_WRITES, MEANINGS, RequestTimes, TimeCause
 
 
@@ -18,6 +21,14 @@ def test_a_mark_is_for_the_time_since_the_one_before() -> None:
     times.mark(TimeCause.TOKENIZING)
     times.answered()
     assert times.marks == [(TimeCause.BODY, 1.0), (TimeCause.TOKENIZING, 2.0)] and times.answered_s == 3.0
+
+
+def test_a_request_without_times_may_be_marked_too() -> None:
+    request = GenerationRequest(prompts=[], sampling=Sampling())
+    request.mark(TimeCause.BODY)
+    timed = replace(request, times=RequestTimes(lambda: 2.0, 0.0))
+    timed.mark(TimeCause.BODY)
+    assert timed.times is not None and timed.times.marks == [(TimeCause.BODY, 2.0)]
 
 
 def test_only_writes_that_wait_are_remembered_and_only_the_last_ones() -> None:
