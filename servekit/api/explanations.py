@@ -6,6 +6,7 @@ Nothing is computed until somebody asks, but how long each cause took is known f
 from __future__ import annotations
 
 from collections import OrderedDict
+from math import inf
 from weakref import WeakValueDictionary
 
 from servekit.engine.request_state import RequestState
@@ -22,7 +23,7 @@ class Explanations:
     def __init__(self) -> None:
         # A request whose id another one has, too, is replaced by that one.
         self._running: WeakValueDictionary[tuple[str, str], RequestState] = WeakValueDictionary()
-        self._ended: OrderedDict[tuple[str, str], tuple[RequestTimes, list[SequenceEnd], float]] = OrderedDict()
+        self._ended: OrderedDict[tuple[str, str], tuple[RequestTimes, SequenceEnd, float]] = OrderedDict()
 
     def begin(self, state: RequestState) -> None:
         """Note a request that was admitted."""
@@ -37,7 +38,7 @@ class Explanations:
         key = state.caller.tenant, state.caller.request_id
         if self._running.get(key) is state:
             del self._running[key]
-        self._ended[key] = times, [_last_end(state)], end_s
+        self._ended[key] = times, _last_end(state), end_s
         self._ended.move_to_end(key)
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
@@ -54,32 +55,28 @@ class Explanations:
                 f"generates, or of one of the last {MAX_ENDED} that did",
                 param="id",
             )
-        times, ends, end_s = self._ended[key]
-        return explain(request_id, times, ends, end_s, is_finished=True)
+        times, last, end_s = self._ended[key]
+        return explain(request_id, times, last, end_s, is_finished=True)
 
 
 def explain_so_far(state: RequestState) -> Explanation | None:
     """Explain a request from its beginning until now; None if nobody noted its times."""
     times = state.request.times
-    if times is None or not state.outputs:
+    if times is None:
         return None
-    return explain(state.caller.request_id, times, _ends(state), times.clock(), is_finished=False)
-
-
-def _ends(state: RequestState) -> list[SequenceEnd]:
-    return [
-        SequenceEnd(
-            output.sequence.sequence_id,
-            output.sequence.history,
-            output.sequence.arrival_s,
-            output.sequence.first_scheduled_s,
-            output.first_token_s,
-            output.ended_s,
-            output.sequence.finish_reason,
-        )
-        for output in state.outputs
-    ]
+    return explain(state.caller.request_id, times, _last_end(state), times.clock(), is_finished=False)
 
 
 def _last_end(state: RequestState) -> SequenceEnd:
-    return max(_ends(state), key=lambda each: each.ended_s or 0.0)
+    """The end of the answer that ended last, because it decides when the request ends; or one that has not ended."""
+    output = max(state.outputs, key=lambda each: inf if each.ended_s is None else each.ended_s)
+    sequence = output.sequence
+    return SequenceEnd(
+        sequence.sequence_id,
+        sequence.history,
+        sequence.arrival_s,
+        sequence.first_scheduled_s,
+        output.first_token_s,
+        output.ended_s,
+        sequence.finish_reason,
+    )

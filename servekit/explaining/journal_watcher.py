@@ -67,4 +67,4 @@ class JournalWatcher:
             self._ended_s,
             sequence.finish_reason,
         )
-        return explain("", times, [end], end_s, is_finished=self._ended_s is not None)
+        return explain("", times, end, end_s, is_finished=self._ended_s is not None)

@@ -1,14 +1,12 @@
 """Explain the wall time of a request: intervals, each with one cause, that follow each other from its head to its end.
 
-The stages outside the scheduler come from `RequestTimes`, the others from the history of a sequence. A request with
-several answers ends with the last of them, so it is explained by the sequence that ended last. Whatever times the parts
-report, and in whatever order, the intervals have no gap and no overlap: each begins where the one before it ended, and
-parts of an interval before that are dropped (`_Tiles`).
+The stages outside the scheduler come from `RequestTimes`, the others from the history of a sequence. Whatever times
+they report, and in whatever order, the intervals have no gap and no overlap: each begins where the one before it ended,
+and what is before that is dropped (`_Tiles`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import pairwise
 
 from msgspec import Struct
@@ -70,11 +68,8 @@ class SequenceEnd(Struct, frozen=True):
         return [Span(cause, start_s, end_s) for (cause, start_s), end_s in zip(times, ends, strict=True)]
 
 
-def explain(
-    request_id: str, times: RequestTimes, sequences: Iterable[SequenceEnd], end_s: float, is_finished: bool
-) -> Explanation:
-    """Explain a request until `end_s`, when it ended, or until now. `sequences` has at least one."""
-    last = max(sequences, key=lambda each: end_s if each.ended_s is None else each.ended_s)
+def explain(request_id: str, times: RequestTimes, last: SequenceEnd, end_s: float, is_finished: bool) -> Explanation:
+    """Explain a request until `end_s`, when it ended, or until now. `last` is its sequence that ended last."""
     tiles = _Tiles(times.started_s, end_s)
     for cause, until_s in times.marks:
         tiles.add(Interval(cause, 0.0, until_s))

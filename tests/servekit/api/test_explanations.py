@@ -36,6 +36,17 @@ def test_a_request_is_explained_while_it_runs_and_after_its_end_to_its_tenant_on
             explanations.find(tenant, request_id)
 
 
+def test_the_answer_that_ended_last_explains_the_request() -> None:
+    state = make_state("", "several")
+    first = state.outputs[0]
+    second = SequenceOutput(make_sequence(1), 1, NullDetokenizer(), state.queue)
+    state.outputs.append(second)
+    for ends_s, expected in (((5.0, 3.0), 0), ((5.0, None), 1), ((2.0, 3.0), 1)):
+        first.ended_s, second.ended_s = ends_s
+        found = explain_so_far(state)
+        assert found is not None and found.sequence_id == expected
+
+
 def test_a_request_that_nobody_holds_any_more_is_forgotten() -> None:
     explanations, state = Explanations(), make_state("", "lost")
     explanations.begin(state)

@@ -57,7 +57,7 @@ def test_a_whole_request_in_order() -> None:
     times = make_times(-1.0, (TimeCause.BODY, -0.5), (TimeCause.TOKENIZING, -0.25), (TimeCause.ADMISSION, 0.0))
     times.answered_s = 6.25
     times.blocked.append((6.5, 8.0))
-    found = explain("r", times, [end_of(sequence, 6.0)], 9.0, is_finished=True)
+    found = explain("r", times, end_of(sequence, 6.0), 9.0, is_finished=True)
     check(found, 10.0)
     assert [(each.cause, each.end_s - each.start_s) for each in found.intervals] == [
         (TimeCause.BODY, 0.5),
@@ -82,29 +82,20 @@ def test_those_behind_the_first_name_it() -> None:
         add_sequence(manager, number, max_tokens=3, ignore_eos=True)
     third = add_sequence(manager, 2, max_tokens=3, ignore_eos=True)
     manager.plan(0.0)
-    found = explain("r", make_times(0.0), [end_of(third, None)], 4.0, is_finished=False)
+    found = explain("r", make_times(0.0), end_of(third, None), 4.0, is_finished=False)
     check(found, 4.0)
     assert [(each.cause, each.behind) for each in found.intervals] == [(TimeCause.SEATS, 1)]
-
-
-def test_the_answer_that_ended_last_explains_the_request() -> None:
-    manager = make_manager()
-    first, second = (add_sequence(manager, number, max_tokens=3) for number in range(2))
-    ends = [end_of(first, 5.0), end_of(second, 3.0)]
-    assert explain("r", make_times(0.0), ends, 6.0, is_finished=True).sequence_id == 0
-    unfinished = [end_of(first, 5.0), end_of(second, None)]
-    assert explain("r", make_times(0.0), unfinished, 6.0, is_finished=False).sequence_id == 1
 
 
 def test_an_api_process_that_has_no_history_explains_by_the_times_that_it_was_told() -> None:
     history = SequenceHistory(1.0, ManagerLog())
     for first_token_s, expected in ((4.0, [1.0, 1.0, 2.0, 3.0]), (None, [1.0, 1.0, 5.0])):
         end = SequenceEnd(0, history, 1.0, 2.0, first_token_s, 7.0, FinishReason.LENGTH)
-        found = explain("r", make_times(0.0, (TimeCause.BODY, 1.0)), [end], 7.0, is_finished=True)
+        found = explain("r", make_times(0.0, (TimeCause.BODY, 1.0)), end, 7.0, is_finished=True)
         check(found, 7.0)
         assert [each.end_s - each.start_s for each in found.intervals] == expected
     queued = SequenceEnd(0, history, 1.0, None, None, None, None)
-    assert explain("r", make_times(0.0), [queued], 7.0, is_finished=False).causes == {TimeCause.QUEUE: 7.0}
+    assert explain("r", make_times(0.0), queued, 7.0, is_finished=False).causes == {TimeCause.QUEUE: 7.0}
 
 
 @settings(max_examples=150, deadline=None)
@@ -126,7 +117,7 @@ def test_times_in_any_order_leave_no_gap(
     times.blocked.extend(blocked)
     times.answered_s = answered_s
     end = SequenceEnd(0, SequenceHistory(0.5, ManagerLog()), 0.5, None, None, ended_s, None)
-    check(explain("r", times, [end], end_s, is_finished=True), end_s)
+    check(explain("r", times, end, end_s, is_finished=True), end_s)
 
 
 @settings(max_examples=60, deadline=None)
@@ -175,6 +166,6 @@ def test_whatever_happens_to_sequences_their_time_is_explained(seed: int, policy
         note_ends()
     for sequence_id, sequence in sequences.items():
         found = explain(
-            "r", make_times(-1.0, (TimeCause.BODY, 0.0)), [end_of(sequence, ended_s.get(sequence_id))], now_s + 2, True
+            "r", make_times(-1.0, (TimeCause.BODY, 0.0)), end_of(sequence, ended_s.get(sequence_id)), now_s + 2, True
         )
         check(found, now_s + 3)
