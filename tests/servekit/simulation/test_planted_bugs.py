@@ -242,8 +242,8 @@ def answer_too_long(patch: Patch) -> None:
 def history_rewritten(patch: Patch) -> None:
     """A preempted sequence comes back without its newest token."""
 
-    def preempt(self: WorkloadManager, victim: Sequence) -> None:
-        original(self, victim)
+    def preempt(self: WorkloadManager, victim: Sequence, behind: Sequence, rule: str) -> None:
+        original(self, victim, behind, rule)
         if victim.num_output_tokens:
             victim.token_ids.pop()
 
@@ -308,7 +308,7 @@ def livelock(patch: Patch) -> None:
     def find_victim(self: WorkloadManager, sequence: Sequence) -> Sequence | None:
         return next((s for s in reversed(self._running) if s is not sequence), None)
 
-    def preempt(self: WorkloadManager, victim: Sequence) -> None:
+    def preempt(self: WorkloadManager, victim: Sequence, behind: Sequence, rule: str) -> None:
         self._running.remove(victim)
         self._release(victim)
         victim.status = Status.WAITING
