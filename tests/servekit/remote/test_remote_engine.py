@@ -303,7 +303,7 @@ async def test_what_a_remote_model_cannot_do_is_refused_in_a_sentence(app: Starl
         (422, {}, '{"error": "inputs is wrong"}', InvalidRequest, "refused", 1),
         (401, {}, "{}", RemoteFailed, "refused", 1),
         (404, {}, '{"object": "error", "message": "no such model"}', RemoteFailed, "refused", 1),
-        (307, {"Location": "http://169.254.169.254/latest"}, "", RemoteFailed, "refused", 1),
+        (307, {"Location": "/elsewhere"}, "", RemoteFailed, "refused", 1),
         (429, {"Retry-After": "30"}, "{}", RemoteUnavailable, "busy", 1),
         (429, {}, "{}", RemoteUnavailable, "busy", 3),
         (503, {"Retry-After": "7"}, "{}", RemoteUnavailable, "busy", 1),
@@ -323,6 +323,7 @@ async def test_refusals_of_the_remote_become_our_errors(
 ) -> None:
     remote.statuses[TEXT] = (status, headers)
     remote.scripts[TEXT] = [[body.encode() or b" "]]
+    remote.scripts["/elsewhere"] = [text_answer()]
     engine = await start(remote)
     with pytest.raises(ServekitError) as caught:
         await submit(engine, wanted())
@@ -335,6 +336,7 @@ async def test_refusals_of_the_remote_become_our_errors(
     assert metrics[f'remote_requests_total{{result="{result}"}}'] == num_tries
     assert metrics["remote_retries_total"] == num_tries - 1
     assert len([path for path, _ in remote.asked if path == TEXT]) == num_tries
+    assert "/elsewhere" not in [path for path, _ in remote.asked], "redirects are not followed"
 
 
 async def test_request_is_repeated_until_the_remote_works_again(remote: ScriptedServer, start: Start) -> None:
