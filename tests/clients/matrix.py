@@ -86,13 +86,13 @@ class Clients:
                 raise Refused(value["error"] if isinstance(value["error"], str) else value["error"]["message"])
         return values if len(values) > 1 else values[0] if values else text
 
-    def abort_a_stream(self) -> bool:
+    def abort_a_stream(self, name: str) -> bool:
         body = {"prompt": SKY, "max_tokens": 1500, "ignore_eos": True, "temperature": 1}
         headers = {"x-request-id": "matrix"}
         with self.http.stream("POST", "/generate_stream", json=body, headers=headers) as response:
             lines = (line for line in response.iter_lines() if line)
             next(lines)
-            aborted = self.curl("/abort_request", {"rid": "matrix"})
+            aborted = self.curl("/abort_request", {name: "matrix"})
             *_, last = lines
         return aborted == {"num_aborted": 1} and '"finish_reason":"abort"' in last
 
@@ -213,7 +213,8 @@ CURL = [
     Call("curl", "`POST /generate_stream`", lambda c: len(c.curl("/generate_stream", {"prompt": SKY})) == 6),
     Call("curl", "`GET /generate_stream`", lambda c: len(c.curl("/generate_stream?prompt=Hi&max_tokens=3")) == 3),
     Call("curl", "`POST /basic_generate`", lambda c: c.curl("/basic_generate", {"prompt": SKY})["generated_text"]),
-    Call("curl", "`POST /abort_request`", lambda c: c.abort_a_stream()),
+    Call("curl", "`POST /abort_request`", lambda c: c.abort_a_stream("rid")),
+    Call("curl", "`POST /abort_request`, `request_id`", lambda c: c.abort_a_stream("request_id")),
     Call("curl", "`POST /v1/completions`", lambda c: c.curl("/v1/completions", {"prompt": SKY})["choices"]),
     Call("curl", "`POST /v1/chat/completions`", lambda c: c.curl("/v1/chat/completions", {"messages": USER})["usage"]),
     Call("curl", "`GET /v1/models`", lambda c: c.curl("/v1/models")["data"][0]["id"] == "demo"),
@@ -347,7 +348,7 @@ OPENAI = [
     Call("openai", "`AsyncOpenAI`", lambda c: asyncio.run(_ask_openai(c.url))),
     Call(
         "openai",
-        "`embeddings.create`",
+        "`embeddings.create`, of a model that generates",
         lambda c: c.openai.embeddings.create(model="demo", input="a"),
         "computes no embeddings",
     ),
@@ -401,7 +402,12 @@ HUGGING_FACE = [
         lambda c: json.loads(c.hf.chat_completion(USER, response_format=JSON_SCHEMA).choices[0].message.content),
     ),
     Call("huggingface_hub", "`AsyncInferenceClient`", lambda c: asyncio.run(_ask_hugging_face(c.url))),
-    Call("huggingface_hub", "`feature_extraction`", lambda c: c.hf.feature_extraction("a"), "feature_extraction"),
+    Call(
+        "huggingface_hub",
+        "`feature_extraction`, of a model that generates",
+        lambda c: c.hf.feature_extraction("a"),
+        "feature_extraction",
+    ),
     Call("huggingface_hub", "`text_to_image`", lambda c: c.hf.text_to_image("a"), "text_to_image"),
     Call(
         "huggingface_hub",
@@ -507,7 +513,9 @@ OLLAMA = [
     Call("ollama", "`pull`", lambda c: c.ollama.pull("llama3.2"), "the operator names them"),
     Call("ollama", "`create`", lambda c: c.ollama.create("other", from_="demo"), "the operator names them"),
     Call("ollama", "`delete`", lambda c: c.ollama.delete("demo"), "the operator names them"),
-    Call("ollama", "`embed`", lambda c: c.ollama.embed("demo", "a"), "computes no embeddings"),
+    Call(
+        "ollama", "`embed`, of a model that generates", lambda c: c.ollama.embed("demo", "a"), "computes no embeddings"
+    ),
 ]
 ANTHROPIC_TOOLS: Any = {
     "tools": [{"name": "count_legs", "input_schema": SCHEMA}],
@@ -643,7 +651,7 @@ MISSING = [
         CHAT,
         {"messages": USER, "functions": [{"name": "f"}]},
         "send tools",
-        "The older form of `tools`, which OpenAI has deprecated, too.",
+        "They are the older form of `tools`, which OpenAI has deprecated, too. Send `tools`.",
     ),
     Missing(
         "OpenAI",
@@ -651,7 +659,7 @@ MISSING = [
         "/v1/moderations",
         {"input": "a"},
         "there is no route",
-        "It needs a model of its own.",
+        "Models that classify texts have `/predict` ([embeddings.md](embeddings.md)).",
     ),
     Missing("OpenAI", "`/v1/audio/transcriptions`", "/v1/audio/transcriptions", {}, "there is no route", _ONLY_TEXT),
     Missing(
@@ -719,7 +727,7 @@ MISSING = [
         "/v1/completions",
         {"prompt": "a", "best_of": 2, "stream": True},
         "cannot be streamed",
-        "The best answer is known only when all have ended.",
+        "The best answer is known only when all have ended. Leave out `stream`, or stream all `n` answers.",
     ),
     Missing(
         "vLLM",
@@ -735,7 +743,7 @@ MISSING = [
         "/v1/completions",
         {"prompt": "a", "prompt_embeds": "AA=="},
         "prompt_embeds is not supported",
-        "It would let clients send tensors to the worker.",
+        "Clients must not send tensors to the worker. Send text or token ids.",
     ),
     Missing(
         "vLLM",
@@ -743,7 +751,7 @@ MISSING = [
         "/v1/completions",
         {"prompt": "a", "logits_processors": ["x"]},
         "logits_processors is not supported",
-        "It is code, which no request may bring.",
+        "They are code, which no request may bring. `logit_bias`, `allowed_token_ids` and grammars do much of it.",
     ),
     Missing(
         "vLLM",
@@ -751,7 +759,7 @@ MISSING = [
         CHAT,
         {"messages": USER, "chat_template": "x"},
         "--trust-request-chat-template",
-        "A template is a program. The operator may allow it.",
+        "A template is a program. The operator may allow it. `chat_template_kwargs` is always allowed.",
     ),
     Missing(
         "vLLM",
@@ -774,8 +782,8 @@ MISSING = [
         "`truncation_side` `right`",
         "/v1/completions",
         {"prompt": "a", "truncation_side": "right"},
-        "keeps the last;",
-        "Only the beginning of a prompt is dropped.",
+        "truncate_prompt_tokens keeps the last",
+        "Only the beginning of a prompt is dropped. Cut the text itself, if its end is to go.",
     ),
     Missing(
         "vLLM",
@@ -783,7 +791,8 @@ MISSING = [
         CHAT,
         {"messages": USER, "documents": [{"text": "a"}]},
         "documents is not supported",
-        "Few chat templates use them. `chat_template_kwargs` passes them on to a template that does.",
+        "`/v1/completions` has `echo`. Few chat templates use `documents`; `chat_template_kwargs` passes them on to "
+        "one that does.",
     ),
     Missing(
         "vLLM",
@@ -791,7 +800,8 @@ MISSING = [
         "/invocations",
         {"prompt": "a"},
         "there is no route",
-        "The first is a list of prompts in [`/generate`](native.md); the others are other names of routes.",
+        "For several chats, send [a batch](batches.md), or `prompts` to [`/generate`](native.md). In place of the "
+        "others, use `/v1/completions` and `/health`.",
     ),
     Missing(
         "vLLM",
@@ -802,7 +812,7 @@ MISSING = [
         "`/v1/messages/count_tokens` counts the tokens of a chat; `return_token_ids` returns them with its answer.",
     ),
     Missing(
-        "vLLM",
+        "vLLM, SGLang",
         "`/pooling`, `/classify`",
         "/pooling",
         {"input": "a"},
@@ -823,7 +833,7 @@ MISSING = [
         "/abort_request",
         {"rid": "a", "abort_all": True},
         "abort_all is not supported",
-        "A client ends its own requests, one by one.",
+        "A client ends its own requests, one by one: send the `rid` of each.",
     ),
     Missing(
         "SGLang",
@@ -839,15 +849,16 @@ MISSING = [
         "/generate",
         {"text": "a", "sampling_params": {"max_new_tokens": 1}},
         "unknown field 'text'",
-        "SGLang's format differs: each event repeats the whole text. Its `/v1` routes are supported.",
+        "SGLang's format differs: each event repeats the whole text. Send `prompt` and `max_tokens`, or use "
+        "`/v1/completions`.",
     ),
     Missing(
         "SGLang",
-        "`/flush_cache`, `/get_model_info`, `/classify`",
+        "`/flush_cache`, `/get_model_info`",
         "/flush_cache",
         {},
         "there is no route",
-        "`/info` and `/metrics` tell of the model and its cache.",
+        "`/info` describes the model, and `/metrics` its cache. Blocks are dropped as others need their memory.",
     ),
     Missing(
         "TGI",
@@ -855,7 +866,7 @@ MISSING = [
         "/generate",
         {"inputs": "a", "parameters": {"watermark": True}},
         "watermark",
-        "The server has no detector for watermarks.",
+        "The server marks no answers, because it has nothing that would find the mark.",
     ),
     Missing(
         "TGI",
@@ -942,7 +953,7 @@ def calls_table() -> Iterator[str]:
 
 def missing_table() -> Iterator[str]:
     """Yield one row for each thing that is refused."""
-    yield "| API | what it has | the error says | why |"
+    yield "| API | what it has | the error says | why, and what to do |"
     yield "|---|---|---|---|"
     for each in MISSING:
         yield f"| {each.peer} | {each.feature} | “{each.refusal}” | {each.reason} |"

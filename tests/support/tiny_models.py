@@ -116,6 +116,13 @@ def make_model(directory: Path, model_type: str, configuration: dict[str, object
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**_TOKENS, **configuration})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    set_weights_apart(model)
+    model.save_pretrained(directory)
+    return model
+
+
+def set_weights_apart(model: PreTrainedModel) -> None:
+    """Scale up a random model's weights, so that greedy decoding means something, and no two parameters are alike."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:
@@ -124,5 +131,3 @@ def make_model(directory: Path, model_type: str, configuration: dict[str, object
                 parameter.normal_()
             else:  # norms' weights and biases: ones and zeros would be the same wherever they are put
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    model.save_pretrained(directory)
-    return model

@@ -24,6 +24,7 @@ from workers.compression.checkpoint_writer import CheckpointWriter, check_is_fre
 from workers.compression.decoder_layers import DecoderLayers
 from workers.compression.layer_quantizer import LayerQuantizer, QuantizedLayer
 from workers.device.memory import allocation_refused_as
+from workers.layers.linear import is_plain_linear
 from workers.loading.checkpoint import find_weights, quantization_config
 from workers.loading.gguf_index import has_gguf
 from workers.loading.model_config import architecture_of, check_is_decoder, read_config
@@ -188,7 +189,7 @@ class _Checkpoint:
         """Return the grids of a decoder layer's linear layers that can be quantized, by name within the layer."""
         grids = {}
         for name, module in layer.named_modules():
-            if type(module) is not nn.Linear or name.rpartition(".")[2] in ROUTERS:
+            if not is_plain_linear(module) or name.rpartition(".")[2] in ROUTERS:
                 continue
             group_size = None
             if self._job.scale_group_size is not None:

@@ -6,7 +6,7 @@ multiplies it unpacked. For the few rows of a decode step, both take longer than
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from workers.layers.quantized_linear import DequantizingWeight, QuantizedLinear
 from workers.parallel.rank_group import RankGroup
 from workers.quantization.quantized_tensor import QuantizedTensor, stack_outputs
 
+SAME_AS_LINEAR = {"FalconLinear"}  # subclasses of nn.Linear in transformers that compute what it does
 NUM_ROWS = 32  # the number of rows that oneDNN chooses the layout for; one layout serves all sizes of steps
 
 
@@ -142,15 +143,22 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear | QuantizedLinear, method: LinearMethod = pack_for_cpu) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        if isinstance(linear, nn.Linear):  # some routers of experts ask for its dtype
+            self.weight = torch.empty_like(linear.weight, device="meta")
         self._weight = prepare(method, linear)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._weight.multiply(x)
 
 
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether the module computes what nn.Linear does: a subclass may compute something else."""
+    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and type(module).__name__ in SAME_AS_LINEAR)
+
+
 def is_plain(module: nn.Module) -> bool:
-    """Return whether the module is a linear layer that `prepare` takes; a subclass may compute something else."""
-    return type(module) in (nn.Linear, QuantizedLinear)
+    """Return whether the module is a linear layer that `prepare` takes."""
+    return type(module) is QuantizedLinear or is_plain_linear(module)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -5,6 +5,7 @@ Shapes, scales, windows and soft caps are not read from the configuration: its f
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from workers.attention.interface import AttentionParams
 from workers.attention.selector import PAGED_ATTENTION, attention_params
 from workers.kv_cache.pages import LayerShape
 from workers.loading.decoder_output import decoders_recorded
+from workers.loading.language_part import is_language_part
+from workers.loading.own_attention import has_own_attention
 from workers.loading.refusals import forward_errors_named, in_one_line, refusal
 from workers.parallel.pipeline_stage import PipelineStage
 
@@ -39,6 +42,7 @@ class AttentionCall:
     shape: LayerShape
     params: AttentionParams
     is_passed_step: bool  # whether the model's keyword arguments reached the call
+    is_causal: bool  # False if tokens attend to those after them, too
 
 
 @dataclass(slots=True)
@@ -76,9 +80,15 @@ def record_attention(model: PreTrainedModel, architecture: str, stage: PipelineS
     layers = range(num_layers) if stage is None else stage.layers_of(num_layers)
     _check_all_layers_called(model, recorded, layers, num_layers, architecture)
     calls = sorted(recorded, key=lambda call: call.layer or 0)
+    _check_is_causal(calls, architecture)
     _check_windows(config, calls, layers, architecture)
     for index, call in enumerate(calls):
         call.module.layer_idx = index  # type: ignore[assignment]  # of the KV cache, which has this stage's layers only
+    if not failure and decoders and not any(_takes_positions(decoder, config) for decoder in decoders):
+        raise refusal(
+            architecture,
+            "it counts positions by the KV cache of transformers, and takes none (`position_ids`) from servekit",
+        )
     if failure or not decoders:
         raise refusal(architecture, failure or "no part of it returns a last hidden state for the output head")
     without_step = [call.module for call in calls if not call.is_passed_step]
@@ -105,7 +115,7 @@ def record_layer(config: Any, compute: Callable[[Any], object]) -> AttentionCall
 
 def _check_runs(model: PreTrainedModel, token: Tensor, architecture: str) -> None:
     """Raise ConfigError if the model does not run with its own attention either: its configuration is wrong."""
-    with attention_switched(model, "eager"), forward_errors_named(architecture):
+    with attention_switched(model, "eager"), forward_errors_named(architecture, is_language_part(model)):
         # Models that know one implementation keep it, and transformers only logs that.
         if model.config._attn_implementation == "eager":
             model(input_ids=token, use_cache=False)
@@ -135,6 +145,7 @@ def _recording_attention(
         shape=LayerShape(key.shape[1], key.shape[-1], value.shape[-1]),
         params=attention_params(query, options),
         is_passed_step=STEP_KEYWORD in options,
+        is_causal=options.get("is_causal", getattr(module, "is_causal", None)) is not False,
     )
     _recorded_calls.get().append(call)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
@@ -206,6 +217,21 @@ def _classes_of(model: PreTrainedModel, layers: list[int], num_layers: int) -> s
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return ", ".join(sorted({type(module[layer]).__name__ for layer in layers}))
     return "of an unknown class"
+
+
+def _takes_positions(decoder: nn.Module, config: Any) -> bool:
+    """Whether a decoder takes positions of tokens, or has them added to its scores by an adapter."""
+    return "position_ids" in inspect.signature(type(decoder).forward).parameters or has_own_attention(config)
+
+
+def _check_is_causal(calls: list[AttentionCall], architecture: str) -> None:
+    """Refuse models whose tokens attend to those after them."""
+    layers = [call.layer for call in calls if not call.is_causal]
+    if layers:
+        raise refusal(
+            architecture,
+            f"{len(layers)} of its {len(calls)} layers let each token attend to those after it, too",
+        )
 
 
 def _check_windows(config: Any, calls: list[AttentionCall], layers: range, architecture: str) -> None:

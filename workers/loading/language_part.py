@@ -7,12 +7,17 @@ from typing import Any
 
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 
 # Attributes by which these models hold what encodes other inputs, and what turns that into embeddings.
 _OTHER_PARTS = re.compile(
     r"vision|visual|image|video|audio|speech|sound|projector|connector|multi_modal|vqmodel|resampler|qformer|mlp1"
 )
+_MAPPINGS = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
 _OTHER_CONFIGS = ("vision_config", "audio_config", "image_config", "vq_config")
 
 
@@ -47,6 +52,16 @@ def notice_of(config: Any, architecture: str) -> str:
     return f"{architecture} takes other inputs than text, too; servekit serves its language part, for text only"
 
 
+def is_language_part(model: PreTrainedModel) -> bool:
+    """Whether parts for other inputs were left out of the model."""
+    return getattr(model, "is_language_part", False)
+
+
+def is_multimodal(config: Any) -> bool:
+    """Whether transformers has a class for the configuration that takes images or sound, and answers with text."""
+    return any(type(config) in mapping for mapping in _MAPPINGS)
+
+
 def _multimodal_class(config: Any) -> Any:
     """Return the class of a model that takes more than text; None if there is one for its text alone."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -55,10 +70,13 @@ def _multimodal_class(config: Any) -> Any:
         # Some have a class for their text alone, which transformers chooses by itself.
         if not has_other_parts or isinstance(found, tuple) or found.config_class is not type(config):
             return None
-    elif type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config:
-        found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    else:
+    elif config.get_text_config() is config or hasattr(config, "talker_config"):  # a talker reads pickled files
         return None
+    else:
+        mapping = next((each for each in _MAPPINGS if type(config) in each), None)
+        if mapping is None:
+            return None
+        found = mapping[type(config)]
     return found[0] if isinstance(found, tuple) else found
 
 
@@ -67,6 +85,8 @@ def _language_part(model_class: Any) -> Any:
 
     class LanguagePart(model_class):  # type: ignore[misc]
         """A model that takes text only."""
+
+        is_language_part = True
 
         def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
             super().__init__(config, *arguments, **options)

@@ -11,14 +11,18 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
 from servekit.errors import ConfigError
 from servekit.protocol.messages import ModelInfo
 from workers.loading.checkpoint import WEIGHTS
-from workers.loading.language_part import notice_of, takes_more_than_text
-from workers.loading.refusals import in_one_line, refusal
+from workers.loading.language_part import is_multimodal, notice_of, takes_more_than_text
+from workers.loading.refusals import EMBEDS, in_one_line, refusal
+
+_SEQUENCE_TO_SEQUENCE = "an encoder with a decoder, and servekit serves decoders alone"
+_OTHER_POSITIONS = {"kosmos-2.5"}
 
 
 def read_config(path: Path) -> Any:
@@ -44,13 +48,42 @@ def architecture_of(config: Any) -> str:
 
 
 def check_is_decoder(config: Any) -> None:
-    """Raise ConfigError for a model type that transformers has no causal language model for."""
+    """Raise ConfigError for a model type that transformers has no causal language model for, and for encoders."""
+    architecture = architecture_of(config)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or takes_more_than_text(config):
+        if _is_encoder(config):
+            raise refusal(
+                architecture,
+                "`is_decoder` is false in its config.json, so that each token attends to those after it, too",
+                EMBEDS,
+            )
+        if getattr(config, "is_encoder_decoder", False):
+            raise refusal(architecture, f"model type {config.model_type} is {_SEQUENCE_TO_SEQUENCE}")
+        if config.model_type in _OTHER_POSITIONS:
+            raise refusal(architecture, "it counts positions from its padding token on, and not from 0")
+        if not hasattr(config.get_text_config(), "num_hidden_layers"):
+            raise refusal(architecture, "its configuration has no number of layers (`num_hidden_layers`)")
         return
-    kind = "no model of text alone"
     if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        kind = "only an encoder with a decoder, and servekit serves decoders alone"
-    raise refusal(architecture_of(config), f"for model type {config.model_type} transformers has {kind}")
+        raise refusal(architecture, f"model type {config.model_type} is {_SEQUENCE_TO_SEQUENCE}")
+    if is_multimodal(config):
+        raise refusal(architecture, "transformers does not keep its language part apart from the others")
+    raise refusal(
+        architecture,
+        f"transformers has no class that generates text for model type {config.model_type}",
+        "choose one of docs/architectures.md; models that embed, rerank or classify are served with --kind "
+        "(docs/embeddings.md)",
+    )
+
+
+def _is_encoder(config: Any) -> bool:
+    """Whether the configuration is that of an encoder like BERT, which transformers can use as a decoder, too.
+
+    Types that have an encoder and a decoder set `is_decoder` themselves, for their decoder alone.
+    """
+    kind = type(config)
+    can_be_both = kind in MODEL_FOR_MASKED_LM_MAPPING and kind not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    return can_be_both and getattr(config, "is_decoder", True) is False
 
 
 def describe_model(
@@ -72,7 +105,7 @@ def describe_model(
         max_model_len=max_model_len,
         eos_token_ids=tuple(
             int(_within("eos_token_id", token_id, 0, 2**31 - 1))
-            for token_id in _as_tuple(generation.eos_token_id) or _as_tuple(config.eos_token_id)
+            for token_id in _as_tuple(generation.eos_token_id) or _as_tuple(getattr(config, "eos_token_id", None))
         ),
         default_temperature=_within("temperature", _default_temperature(generation), 0, 100),
         default_top_k=int(_within("top_k", getattr(generation, "top_k", None) or 0, -1, 2**31 - 1)),
@@ -116,7 +149,7 @@ def _check_rope(config: Any, max_model_len: int, architecture: str) -> None:
     if "longrope" in kinds and (original is None or max_model_len > original):
         raise refusal(
             architecture,
-            f"its longrope positions depend on the longest sequence in a step beyond {original} tokens; "
+            f"its longrope positions depend on the longest sequence in a step beyond {original} tokens",
             f"--max-model-len {original} serves it",
         )
 

@@ -24,7 +24,7 @@ from workers.layers.layer_replacement import replace_layers
 from workers.loading.attention_recording import attention_switched, record_attention
 from workers.loading.checkpoint import quantization_config
 from workers.loading.gguf_index import has_gguf
-from workers.loading.language_part import notice_of, takes_more_than_text
+from workers.loading.language_part import is_language_part, notice_of, takes_more_than_text
 from workers.loading.model_config import architecture_of, check_is_decoder, describe_model, read_config
 from workers.loading.own_attention import OWN_IMPLEMENTATION, adapt_own_attention, has_own_attention
 from workers.loading.progress import Progress
@@ -137,8 +137,8 @@ class ModelManager:
         if ranks is not None and takes_more_than_text(config):
             raise refusal(
                 architecture,
-                "a model that takes images, too, is served by one process for each replica; leave out "
-                "--tensor-parallel-size and --pipeline-parallel-size",
+                "a model that takes images, too, is served by one process for each replica",
+                "leave out --tensor-parallel-size and --pipeline-parallel-size",
             )
         log.info("loading %s from %s", architecture, path)
         if notice := notice_of(config, architecture):
@@ -170,7 +170,7 @@ class ModelManager:
             recorded = record_attention(model, architecture, stage)
             name = "" if weight_format is None else weight_format.name
             info = describe_model(model.config, num_parameters, path, max_model_len, name)
-            with forward_errors_named(architecture):
+            with forward_errors_named(architecture, is_language_part(model)):
                 sample = _take_sample(model, info)
         num_columns = sample.logits.shape[-1]
         if (stage is None or stage.is_last) and num_columns != info.vocab_size:
@@ -277,6 +277,9 @@ def _take_sample(model: PreTrainedModel, info: ModelInfo) -> Sample:
     """Compute the logits of SAMPLE_TOKENS tokens with the layers and the attention of transformers."""
     num_tokens = min(SAMPLE_TOKENS, info.max_model_len, info.vocab_size)
     token_ids = torch.arange(num_tokens).mul(7).remainder(info.vocab_size)
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    if isinstance(padding, int):  # some models leave out padding tokens as they count positions
+        token_ids[token_ids == padding] = (padding + 1) % info.vocab_size
     with attention_switched(model, "eager"):
         output = model(input_ids=token_ids[None].to(model.device), use_cache=False)
     return Sample(tuple(token_ids.tolist()), output.logits[0].float())

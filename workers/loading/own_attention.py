@@ -174,7 +174,7 @@ def _falcon(module: Any, attention: _Attention) -> Adapter:
     if module.config.alibi:
         raise refusal(
             "FalconForCausalLM",
-            "its configuration has `alibi`, and these positions are rounded in a way that pages do not reproduce; "
+            "its configuration has `alibi`, and these positions are rounded in a way that pages do not reproduce",
             "Falcon models with rotary positions (falcon-7b, falcon-40b, falcon-11B) are served",
         )
 

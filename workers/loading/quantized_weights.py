@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from servekit.errors import ConfigError
 from servekit.protocol.gguf_index import WEIGHTS as GGUF
 from workers.device.heap import trim_heap
+from workers.layers.linear import is_plain_linear
 from workers.layers.quantized_linear import QuantizedEmbedding, QuantizedLinear
 from workers.loading.checkpoint import find_weights
 from workers.loading.gguf_file import GgufFile
@@ -308,7 +309,7 @@ def _linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and f"{name}.weight" not in tied
+        if is_plain_linear(module) and f"{name}.weight" not in tied
     }
 
 
@@ -329,7 +330,8 @@ def _tied_of(model: PreTrainedModel) -> _Tied | None:
     modules = dict(model.named_modules())
     head_name, embedding_name = (name.removesuffix(".weight") for name in next(iter(tied.items())))
     head, embedding = modules.get(head_name), modules.get(embedding_name)
-    if type(head) is not nn.Linear or type(embedding) is not nn.Embedding:  # some multiply the rows that they look up
+    # Some embeddings multiply the rows that they look up.
+    if head is None or not is_plain_linear(head) or type(embedding) is not nn.Embedding:
         return None
     return _Tied(head_name, embedding_name, head)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,14 +13,17 @@ from servekit.errors import ConfigError
 from workers.attention.selector import PAGED_ATTENTION
 
 MAX_QUOTED_CHARACTERS = 300  # of another library's error message; some list hundreds of class names
+_NEEDS_AN_IMAGE = re.compile("pixel_values|flattened_patches|image_embeds")
+SERVED = (
+    "servekit serves decoders whose every layer goes through transformers' AttentionInterface, with full or "
+    "sliding-window causal attention; choose one of docs/architectures.md"
+)
+EMBEDS = "it embeds text (--kind embed, docs/embeddings.md), and does not continue it"  # what an encoder is for
 
 
-def refusal(architecture: str, reason: str) -> ConfigError:
+def refusal(architecture: str, reason: str, remedy: str = SERVED) -> ConfigError:
     """Return the error for an architecture that does not run over KV pages."""
-    return ConfigError(
-        f"architecture {architecture} cannot be served: {reason}. servekit serves decoders whose every layer goes "
-        "through transformers' AttentionInterface, with full or sliding-window causal attention"
-    )
+    return ConfigError(f"architecture {architecture} cannot be served: {reason}; {remedy}")
 
 
 def in_one_line(error: Exception) -> str:
@@ -55,16 +59,24 @@ def loading_errors_named(architecture: str) -> Iterator[None]:
 
 
 @contextmanager
-def forward_errors_named(architecture: str) -> Iterator[None]:
-    """Turn what a forward pass of transformers' own layers raises into a ConfigError."""
+def forward_errors_named(architecture: str, is_language_part: bool = False) -> Iterator[None]:
+    """Turn what a forward pass of transformers' own layers raises into a ConfigError.
+
+    `is_language_part` says that the model has no parts for other inputs than text.
+    """
     try:
         yield
     except Exception as error:
+        if is_language_part and not _NEEDS_AN_IMAGE.search(str(error)):
+            reason = f"transformers does not run its language part alone ({in_one_line(error)})"
+            raise refusal(architecture, reason) from error
         raise _does_not_run(architecture, error) from error
 
 
 def _does_not_run(architecture: str, error: Exception) -> ConfigError:
+    if _NEEDS_AN_IMAGE.search(str(error)):
+        return refusal(architecture, "it answers only with an image, and servekit sends text alone")
     return ConfigError(
         f"transformers {transformers.__version__} cannot run the {architecture} that config.json describes: "
-        f"{in_one_line(error)}"
+        f"{in_one_line(error)}; compare config.json with the one that the model's makers publish"
     )

@@ -121,7 +121,10 @@ def check_complete(report: Mapping[str, Any], path: Path) -> None:
     """Refuse a checkpoint that lacks weights: transformers would fill them with random numbers."""
     missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if missing:
-        raise ConfigError(f"{path} lacks {len(missing)} of the model's weights, among them {', '.join(missing[:3])}")
+        raise ConfigError(
+            f"{path} lacks {len(missing)} of the model's weights, among them {', '.join(missing[:3])}; download them "
+            "again"
+        )
 
 
 @contextmanager

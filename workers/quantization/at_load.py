@@ -24,7 +24,7 @@ BY_GROUP = {"int4": "int4", "w4a8": "int4 with int8 activations", "nf4": "NF4"}
 GROUP_SIZE = 64
 MIN_GROUP_SIZE = 16
 # Small matrices that choose experts: a wrong choice costs more than their memory.
-ROUTERS = {"gate", "router", "shared_expert_gate"}
+ROUTERS = {"gate", "router", "shared_expert_gate", "wg"}
 _IN_A_LAYER = re.compile(r"\.\d+\.")
 
 

@@ -413,6 +413,8 @@ class ModelRunner:
             paged=paged,
         )
         logits: Tensor = output.logits[0]
+        if isinstance(keep, Tensor) and len(logits) != len(keep):  # some models do not know `logits_to_keep`
+            return logits[keep]
         return logits
 
     @torch.inference_mode()
@@ -454,10 +456,11 @@ class ModelRunner:
         is_near = is_exact and not self.loaded.rounds_activations
         tolerance = SELF_CHECK_TOLERANCE[self.loaded.dtype] if is_near else ROUNDED_TOLERANCE
         if not distance <= tolerance:  # NaN fails, too
-            remedy = "" if is_exact else "; --kv-cache-dtype auto keeps its keys and values exact"
+            exact = "--kv-cache-dtype auto keeps its keys and values exact"
+            remedy = "choose one of docs/architectures.md" if is_exact else exact
             raise ConfigError(
                 f"architecture {info.architecture} cannot be served: over KV pages its logits differ from "
-                f"transformers' own by {distance:.2g} (relative), and {tolerance:.2g} is allowed{remedy}"
+                f"transformers' own by {distance:.2g} (relative), and {tolerance:.2g} is allowed; {remedy}"
             )
         return distance
 

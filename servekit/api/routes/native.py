@@ -75,12 +75,12 @@ async def abort_request(request: Request) -> Response:
     Its client gets the answer as far as it is, with the finish reason `abort`.
     """
     wanted = await read(request, AbortRequest)
-    wanted.check()
-    num_aborted = await models_of(request).abort_request(caller_of(request).tenant, wanted.rid)
+    request_id = wanted.wanted_id()
+    num_aborted = await models_of(request).abort_request(caller_of(request).tenant, request_id)
     if not num_aborted:
         raise RequestNotFound(
-            f"there is no unfinished request {wanted.rid!r} of this tenant; send the X-Request-Id of one that runs",
-            param="rid",
+            f"there is no unfinished request {request_id!r} of this tenant; send the X-Request-Id of one that runs",
+            param="rid" if wanted.request_id is None else "request_id",
         )
     return respond(AbortResponse(num_aborted))
 

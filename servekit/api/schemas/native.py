@@ -125,19 +125,31 @@ class GenerateRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True
         return self.prompts is None and (self.n or 1) == 1
 
 
+RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
 class AbortRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of /abort_request, as SGLang's clients send it."""
 
     rid: Annotated[
-        Annotated[str, Meta(min_length=1, max_length=64)],
+        RequestId | None,
         described("id of the request: the header X-Request-Id that it was sent with, or answered with"),
-    ]
+    ] = None
+    request_id: Annotated[RequestId | None, described("another name of rid")] = None
     abort_all: Annotated[bool | None, described("refused if true: requests are aborted one by one")] = None
 
-    def check(self) -> None:
-        """Raise InvalidRequest for what is not supported."""
+    def wanted_id(self) -> str:
+        """Return the id of the request to end. Raises InvalidRequest for none or two, and for all requests at once."""
         if self.abort_all:
             raise InvalidRequest("abort_all is not supported; send the rid of each request", param="abort_all")
+        if self.rid is not None and self.request_id is not None:
+            raise InvalidRequest(
+                "rid and request_id are two names of one parameter; send one of them", param="request_id"
+            )
+        wanted = self.request_id if self.rid is None else self.rid
+        if wanted is None:
+            raise InvalidRequest("send 'rid': the X-Request-Id of the request to end", param="rid")
+        return wanted
 
 
 class AbortResponse(Struct):

@@ -12,6 +12,7 @@ from torch import nn
 from tests.support.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_model
 from workers.compression.decoder_layers import DecoderLayers, LayerCall, hidden_states
 from workers.compression.input_groups import record_groups
+from workers.layers.linear import is_plain_linear
 
 # By the layers that share an input: what computes the input.
 PAIRS: dict[str, dict[str, str]] = {
@@ -55,7 +56,7 @@ def first_layer(architecture: str, directory: Path) -> tuple[nn.Module, LayerCal
 
 
 def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
-    return {name: module for name, module in layer.named_modules() if type(module) is nn.Linear}
+    return {name: module for name, module in layer.named_modules() if is_plain_linear(module)}
 
 
 def last(name: str) -> str:
@@ -76,8 +77,8 @@ def test_pairs_are_those_of_the_architecture(architecture: str, tmp_path: Path) 
     assert found == PAIRS[architecture]
 
 
-# Their matrices are in classes of their own, which are neither quantized nor scaled.
-NO_LINEAR_LAYERS = {"gpt2", "falcon", "falcon_multi_query"}
+# Its matrices are in a class of their own, which is neither quantized nor scaled.
+NO_LINEAR_LAYERS = {"gpt2"}
 
 
 @pytest.mark.parametrize(

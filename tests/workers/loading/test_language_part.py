@@ -81,5 +81,5 @@ def test_a_language_part_can_be_quantized_and_can_be_random(tmp_path: Path) -> N
 def test_a_model_that_is_no_decoder_is_refused_in_a_sentence(tmp_path: Path) -> None:
     AutoConfig.for_model("t5").save_pretrained(tmp_path)
     assert read_config(tmp_path).model_type == "t5"
-    with pytest.raises(ConfigError, match="has only an encoder with a decoder, and servekit serves decoders alone"):
+    with pytest.raises(ConfigError, match="is an encoder with a decoder, and servekit serves decoders alone"):
         load(tmp_path)

@@ -1082,8 +1082,13 @@ def test_an_invalid_body_of_no_other_task_is_refused_for_what_is_wrong_with_it()
     assert refusal.value.param == "parameters.max_new_tokens"
 
 
-def test_all_requests_cannot_be_aborted_at_once() -> None:
-    AbortRequest(rid="mine", abort_all=False).check()
-    with pytest.raises(InvalidRequest, match="send the rid of each request") as raised:
-        AbortRequest(rid="mine", abort_all=True).check()
-    assert raised.value.param == "abort_all"
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"rid": "a", "abort_all": True}, "abort_all"), ({"rid": "a", "request_id": "a"}, "request_id"), ({}, "rid")],
+)
+def test_one_request_is_aborted_by_one_of_two_names(fields: dict[str, Any], param: str) -> None:
+    assert AbortRequest(rid="mine", abort_all=False).wanted_id() == "mine"
+    assert AbortRequest(request_id="mine").wanted_id() == "mine"
+    with pytest.raises(InvalidRequest) as raised:
+        AbortRequest(**fields).wanted_id()
+    assert raised.value.param == param
