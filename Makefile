@@ -31,7 +31,7 @@ test: $(DEVELOPMENT)  ## run the tests, in three processes
 	$(TEST) --dist loadfile -m "not long" $(ARGS)
 
 test-long: $(DEVELOPMENT)  ## run the long tests: a million simulated steps, and faults injected into real servers
-	$(TEST) -n 4 --dist loadscope -m long $(ARGS)
+	$(TEST) --dist loadscope -m long $(ARGS)
 
 coverage: $(DEVELOPMENT)  ## measure branch coverage of the pure core (must be 100 %), by the tests that mirror it
 	$(BIN)/coverage erase

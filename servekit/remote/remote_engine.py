@@ -152,13 +152,18 @@ class RemoteEngine:
             return "draining"
         if not self._has_started:
             return "loading"
-        return "recovering" if self.breaker.state is State.OPEN else "ready"
+        return "recovering" if self._refuses_requests else "ready"
+
+    @property
+    def _refuses_requests(self) -> bool:
+        """Whether the breaker is open. When its cooldown is over, it is not: it waits for a request to try."""
+        return self.breaker.state is State.OPEN and self.breaker.retry_after_s(self._clock()) > 1
 
     @property
     def stage(self) -> str:
         """What it is doing, as text for people."""
-        if self.breaker.state is State.OPEN:
-            return f"does not ask {self.settings.url} for a while, which has failed"
+        if self._refuses_requests:
+            return "sends no requests to its server for now, because that server failed too often in a row"
         return "serving"
 
     @property
@@ -211,7 +216,7 @@ class RemoteEngine:
 
     async def describe(self) -> dict[str, Any]:
         """What /info says of the server."""
-        replica = {"replica": 0, "state": self.stage, "url": self.settings.url, "breaker": self.breaker.state}
+        replica = {"replica": 0, "state": self.stage, "breaker": self.breaker.state}
         return {"replicas": [replica]}
 
     @property
@@ -277,9 +282,9 @@ class RemoteEngine:
             )
         check(request, self.config.model_name, self.settings.dialect)
         now_s = self._clock()
-        if self.breaker.state is State.OPEN and self.breaker.retry_after_s(now_s) > 1:
+        if self._refuses_requests:
             self.metrics.remote.rejected()
-            raise self._is_open(now_s)
+            raise self._breaker_open_error(now_s)
         budget, tenant, num_places = self._places, caller.tenant, len(request.prompts)
         if not budget.has_room(tenant, num_places):
             raise QueueFull(
@@ -291,11 +296,13 @@ class RemoteEngine:
         budget.take(tenant, num_places)
         return _Places(budget, tenant, num_places, now_s)
 
-    def _is_open(self, now_s: float) -> RemoteUnavailable:
+    def _breaker_open_error(self, now_s: float) -> RemoteUnavailable:
+        retry_after_s = self.breaker.retry_after_s(now_s)
         return RemoteUnavailable(
             f"the server of the model {self.config.model_name!r} has failed {self.settings.failures_to_open} times or "
-            "more, and is not asked for a while; please try again later",
-            retry_after_s=self.breaker.retry_after_s(now_s),
+            f"more in a row (failures_to_open), so no request is sent to it for about {retry_after_s} s; please try "
+            "again later",
+            retry_after_s=retry_after_s,
         )
 
     async def submit(self, request: GenerationRequest, caller: Caller, places: _Places) -> RequestState:
@@ -447,7 +454,7 @@ class RemoteEngine:
         permit = breaker.begin(now_s)
         if permit is None:
             metrics.rejected()
-            raise self._is_open(now_s)
+            raise self._breaker_open_error(now_s)
         for output in state.outputs_of(number):
             output.sequence.first_scheduled_s = now_s
         exchange = _Exchange(self, state, number, permit)
@@ -457,11 +464,16 @@ class RemoteEngine:
             failure.may_repeat &= not exchange.has_delivered
             exchange.report(failure.outcome, failure.result)
             raise
-        except RemoteFailed as error:  # what it sent makes no sense
+        except RemoteFailed as error:  # it sent an invalid answer
             exchange.report(Outcome.FAILED, "failed")
             raise Failure(error, "failed") from None
         finally:
             exchange.report(Outcome.UNKNOWN, "aborted")
+
+    def note_answering(self, permit: Permit) -> None:
+        """Note that an answer has begun. It ends a probe: a long answer must not keep other requests waiting."""
+        if self.breaker.state is State.HALF_OPEN:
+            self.breaker.end(permit, Outcome.ANSWERED, self._clock())
 
     def note_outcome(self, permit: Permit, outcome: Outcome, result: str) -> None:
         """Note how a request to the server has ended."""
@@ -470,7 +482,14 @@ class RemoteEngine:
         metrics.request_ended(result)
         if self.breaker.state is State.OPEN and before is not State.OPEN:
             metrics.breaker_opened()
-            log.warning("the server of the model %s fails: it is not asked for a while", self.config.model_name)
+            log.warning(
+                "the server of the model %s (%s) has failed too often in a row (failures_to_open: %d): no request is "
+                "sent to it for %d s; check that it runs",
+                self.config.model_name,
+                self.settings.url,
+                self.settings.failures_to_open,
+                self.breaker.retry_after_s(self._clock()),
+            )
 
     # -- delivery -----------------------------------------------------------------------------------------------------
 
@@ -567,14 +586,15 @@ class _Exchange:
                     engine.metrics.remote.answer_began(engine.now() - started_s)
                     self._state.has_begun()
                     async for received in response:
-                        if self._read(self._events.feed(received)):
+                        was_complete = self._is_complete
+                        if self._read(self._events.feed(received)) and not was_complete:
                             timeout.reschedule(loop.time() + (DRAIN_S if self._is_complete else settings.token_timeout))
                     self._read(self._events.finish())
         except TimeoutError:
-            if not self._is_complete:
+            if not self._answers.is_complete:
                 raise self._timeout() from None
         except Failure:
-            if not self._is_complete:
+            if not self._answers.is_complete:
                 raise
         if not self._is_complete:
             self._end()
@@ -596,6 +616,8 @@ class _Exchange:
                 self._end()
                 break
             for piece in self._answers.read(data):
+                if not self.has_delivered and self._permit is not None:
+                    self._engine.note_answering(self._permit)
                 self.has_delivered = True
                 output = self._state.outputs_of(self._number)[piece.index]
                 if output.sequence.finish_reason is None:

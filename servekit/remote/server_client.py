@@ -62,8 +62,12 @@ class ServerClient:
         except ImportError:
             raise ConfigError(
                 f"the model {model!r} runs on another server, which needs the package httpx2: "
-                "pip install 'servekit[remote]'"
+                "in the checkout of servekit run: pip install '.[remote]'"
             ) from None
+        try:
+            httpx2.URL(self._url)
+        except httpx2.InvalidURL as error:
+            raise ConfigError(f"the model {model!r}: remote: url = {self._url!r}: {error}") from None
         self._httpx2 = httpx2
         self._http: httpx2.AsyncClient | None = None
 

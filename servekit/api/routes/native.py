@@ -22,7 +22,7 @@ from servekit.api.schemas.native import (
     GenerateRequest,
     StreamEvent,
 )
-from servekit.errors import InvalidRequest, RequestNotFound
+from servekit.errors import InvalidRequest, ModelNotFound, RequestNotFound
 
 EXAMPLE = {"prompt": "What color is the sky?", "max_tokens": 20}
 
@@ -122,6 +122,7 @@ ENDPOINTS: list[Endpoint] = [
         not_in_query=("prompts", "n", "best_of", "stream"),
         streams=(StreamEvent,),
         example=EXAMPLE,
+        own_errors=(ModelNotFound,),  # of a GET: `model` is a query parameter
     ),
     Endpoint(
         "POST",

@@ -14,9 +14,14 @@ from servekit.request import Chat, GenerationRequest, Grammar, GrammarKind, Prom
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
-def of_text(*prompts: Any, sampling: Sampling | None = None, **fields: Any) -> GenerationRequest:
+def of_text(
+    *prompts: Any, sampling: Sampling | None = None, max_tokens: int | None = 5, **fields: Any
+) -> GenerationRequest:
     return GenerationRequest(
-        prompts=[Prompt(each, "prompt") for each in prompts or ("x",)], sampling=sampling or Sampling(), **fields
+        prompts=[Prompt(each, "prompt") for each in prompts or ("x",)],
+        sampling=sampling or Sampling(),
+        max_tokens=max_tokens,
+        **fields,
     )
 
 
@@ -41,7 +46,7 @@ HEAD = {"model": "there", "stream": True, "stream_options": {"include_usage": Tr
 
 
 def test_text_is_sent_as_it_is() -> None:
-    assert sent(of_text("x"), "openai") == RemoteRequest("/completions", {**HEAD, "prompt": "x"})
+    assert sent(of_text("x"), "openai") == RemoteRequest("/completions", {**HEAD, "max_tokens": 5, "prompt": "x"})
     request = of_text("x", "y", n=2, max_tokens=7)
     assert [each.fields for each in write(request, "there", "openai")] == [
         {**HEAD, "n": 2, "max_tokens": 7, "prompt": prompt} for prompt in "xy"
@@ -81,7 +86,7 @@ def test_values_that_mean_nothing_are_left_out() -> None:
     neutral = Sampling(
         top_k=-1, min_p=0.0, repetition_penalty=1.0, min_tokens=0, skip_special_tokens=True, bad_words=[]
     )
-    assert sent(of_text("x", sampling=neutral), "openai").fields == {**HEAD, "prompt": "x"}
+    assert sent(of_text("x", sampling=neutral), "openai").fields == {**HEAD, "max_tokens": 5, "prompt": "x"}
     greedy = sent(of_text("x", sampling=Sampling(do_sample=False, temperature=0.9)), "openai")
     assert greedy.fields["temperature"] == 0.0
 
@@ -119,6 +124,7 @@ def test_grammars_are_sent_as_the_server_knows_them() -> None:
         of_text([1, 2]),
         of_text(array("i", [1])),
         of_text(""),
+        of_text("x", max_tokens=None),
     ],
 )
 @pytest.mark.parametrize("dialect", ["openai", "vllm"])

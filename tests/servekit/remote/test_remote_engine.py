@@ -210,15 +210,15 @@ async def test_same_text_in_every_wire_format_whole_and_streamed(app: Starlette,
     assert body["usage"]["completion_tokens"] == 9
     streamed = events_of(await post(app, "/v1/completions", prompt="What color?", stream=True))
     found["completions, streamed"] = "".join(each["choices"][0]["text"] for each in streamed)
-    body = json.loads((await post(app, "/generate", prompt="What color?")).body)
+    body = json.loads((await post(app, "/generate", prompt="What color?", max_tokens=20)).body)
     found["native"] = body["generated_text"]
     assert body["usage"]["completion_tokens"] == 9 and body["finish_reason"] == "length"
-    streamed = events_of(await post(app, "/generate_stream", prompt="What color?"))
+    streamed = events_of(await post(app, "/generate_stream", prompt="What color?", max_tokens=20))
     found["native, streamed"] = "".join(each["token"]["text"] for each in streamed if each["token"])
     assert streamed[-1]["generated_text"] == expected
-    body = json.loads((await post(app, "/generate", inputs="What color?")).body)
+    body = json.loads((await post(app, "/generate", inputs="What color?", parameters={"max_new_tokens": 20})).body)
     found["tgi"] = body["generated_text"]
-    streamed = events_of(await post(app, "/generate_stream", inputs="What color?"))
+    streamed = events_of(await post(app, "/generate_stream", inputs="What color?", parameters={"max_new_tokens": 20}))
     found["tgi, streamed"] = "".join(each["token"]["text"] for each in streamed)
     assert found == dict.fromkeys(found, expected)
     assert all(body["prompt"] == "What color?" for path, body in remote.asked if path == TEXT)
@@ -383,7 +383,7 @@ async def test_remote_that_is_not_there_is_unavailable_and_the_breaker_opens(sta
             await answer_of(engine)
     assert engine.breaker.state is State.OPEN and engine.state == "recovering"
     started_s = time.monotonic()
-    with pytest.raises(RemoteUnavailable, match="is not asked for a while") as caught:
+    with pytest.raises(RemoteUnavailable, match="no request is sent to it for about") as caught:
         await answer_of(engine)
     assert caught.value.retry_after_s is not None and 25 <= caught.value.retry_after_s <= 30
     assert time.monotonic() - started_s < 0.1
@@ -403,6 +403,21 @@ async def test_breaker_lets_a_probe_through_and_closes(remote: ScriptedServer, s
     await asyncio.sleep(0.06)
     assert (await answer_of(engine))[0] == "".join(WORDS)
     assert engine.breaker.state is State.CLOSED and await engine.probe_readiness()
+
+
+async def test_probe_is_over_as_soon_as_its_answer_begins(remote: ScriptedServer, start: Start) -> None:
+    rest = threading.Event()
+    remote.scripts[TEXT] = [[b": "], [text_piece("It "), rest, *text_answer()], text_answer()]
+    engine = await start(remote, {"failures_to_open": 1, "max_retries": 0, "cooldown": 0.05})
+    with pytest.raises(RemoteFailed):
+        await answer_of(engine)
+    await asyncio.sleep(0.06)
+    probe = await submit(engine, wanted())
+    await probe.queue.get()
+    assert engine.breaker.state is State.CLOSED
+    assert (await answer_of(engine))[0] == "".join(WORDS), "a long answer to the probe keeps no other request waiting"
+    rest.set()
+    await read(probe)
 
 
 async def test_retry_budget_bounds_the_load_on_a_remote_that_fails(remote: ScriptedServer, start: Start) -> None:

@@ -38,6 +38,12 @@ def test_a_steps_duration_is_the_sum_of_its_parts() -> None:
     assert model.duration_s(StepPlan(1, 1, (), rows)) == pytest.approx(5e-3 + 3 * 20e-6 + 511 * 30e-6 + 300e-6)
 
 
+def test_attention_takes_time_for_each_pair_of_tokens_in_chunks_of_several() -> None:
+    """A chunk of 512 tokens behind 100 attends to 100 tokens and, on average, to half of its own."""
+    rows = (ScheduledChunk(0, 300, 1, (7,), (), True), ScheduledChunk(1, 100, 512, (), (), False))
+    assert SimulatedModel(attention_s=1e-9).duration_s(StepPlan(1, 1, (), rows)) == pytest.approx(512 * 356e-9)
+
+
 def test_answers_match_the_formula_in_the_documentation() -> None:
     """By the rule of docs/simulated_model.md, written down once more."""
     tokens, states = list(b"hello"), []

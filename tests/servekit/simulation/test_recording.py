@@ -42,6 +42,7 @@ from servekit.scheduler.recording import (
 )
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Sequence, Status
+from servekit.scheduler.step import SequenceToken
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.scenario import Scenario
 from servekit.simulation.service import RecklessPredictor, Simulation
@@ -230,6 +231,31 @@ def test_an_expiry_that_was_not_recorded_is_a_difference() -> None:
     )
     without = [record for record in records if not isinstance(record, ExpireRecord)]
     assert find_difference(scenario, without).field == "expired sequences"
+
+
+class SeenSteps:
+    """A watcher that keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def added(self, manager: WorkloadManager, sequence: Sequence) -> None:
+        self.seen.append(("added", sequence.sequence_id))
+
+    def planned(self, manager: WorkloadManager, plan: StepPlan, now_s: float) -> None:
+        self.seen.append(("planned", plan.step_id, now_s))
+
+    def committed(self, manager: WorkloadManager, tokens: list[SequenceToken], now_s: float) -> None:
+        self.seen.append(("committed", len(tokens), now_s))
+
+
+def test_a_watcher_sees_what_the_replayed_manager_adds_plans_and_commits() -> None:
+    _, records = record_one_answer()
+    config, watcher = make_recorded_manager()[0].config, SeenSteps()
+    replayer = Replayer(config, watcher=watcher)
+    for record in records:
+        replayer.apply(record)
+    assert watcher.seen == [("added", 0), ("planned", 0, 0.0), ("committed", 1, 0.1)]
 
 
 # -- what is recorded --------------------------------------------------------------------------------------------------
