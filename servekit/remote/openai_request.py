@@ -119,8 +119,7 @@ def write(request: GenerationRequest, name: str, dialect: Dialect) -> list[Remot
             # OpenAI's newer models refuse max_tokens; TGI and older servers know nothing else.
             fields["max_completion_tokens" if dialect == "openai" else "max_tokens"] = request.max_tokens
         return [RemoteRequest("/chat/completions", fields, as_openai_writes(chat.messages, dialect))]
-    if request.max_tokens is not None:
-        fields["max_tokens"] = request.max_tokens
+    fields["max_tokens"] = request.max_tokens  # `check` refuses a prompt without it
     return [RemoteRequest("/completions", {**fields, "prompt": prompt.content}) for prompt in request.prompts]
 
 

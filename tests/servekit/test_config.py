@@ -244,3 +244,9 @@ def test_budget_smaller_than_one_body_gives_a_warning() -> None:
     assert not doubts(ServeConfig()) and not doubts(ServeConfig(max_total_body_bytes=2**23))
     assert "half of it for one tenant" in doubts(ServeConfig(max_total_body_bytes=2**23, api_key="k"))[0]
     assert "divided among 4 API processes" in doubts(ServeConfig(max_total_body_bytes=2**24, api_processes=4))[0]
+
+
+def test_a_setting_lists_its_names_only_if_it_takes_nothing_else() -> None:
+    choices = {setting.name: setting.choices for setting in settings()}
+    assert choices["scheduling_policy"] == ["fair", "fcfs", "priority", "shortest"]
+    assert choices["port"] == [] and choices["model"] == []

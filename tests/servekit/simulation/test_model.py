@@ -66,6 +66,11 @@ def test_a_draft_takes_its_own_time_and_is_no_prompt_token() -> None:
     assert model.duration_s(StepPlan(1, 1, (), (verifying,))) == pytest.approx(5e-3 + 3 * 7e-6)
 
 
+def test_making_drafts_takes_time_for_the_sequence_with_most_of_them() -> None:
+    rows = (ScheduledChunk(0, 9, 3, (7,), (), True, 2), ScheduledChunk(1, 9, 5, (7,), (), True, 4))
+    assert SimulatedModel(drafting_s=1e-3).duration_s(StepPlan(1, 1, (), rows)) == pytest.approx(4e-3)
+
+
 def test_without_times_for_tokens_a_prompt_takes_as_long_as_a_decode() -> None:
     prompt = ScheduledChunk(0, 0, 100, tuple(range(100)), (), True)
     assert parse_simulated("sim:step=5ms").duration_s(StepPlan(1, 1, (), (prompt,))) == 5e-3
