@@ -26,7 +26,7 @@
     │  ├─ WorkerTimeout         503  the worker process did not answer in time
     │  ├─ HandshakeFailed       503  in servekit.protocol.handshake: a worker and a server do not accept each other
     │  ├─ RequestCrashesWorker  500  workers ended repeatedly while they computed this request
-    │  ├─ RemoteFailed          502  the server of a remote model failed, or sent what makes no sense
+    │  ├─ RemoteFailed          502  the server of a remote model failed, or sent an invalid answer
     │  ├─ RemoteUnavailable     503  the server of a remote model cannot be reached, or is too busy
     │  └─ RemoteTimeout         504  the server of a remote model did not answer in time
     ├─ SandboxUnavailable    503  the process that renders chats and compiles grammars failed twice
@@ -220,7 +220,7 @@ class RequestCrashesWorker(WorkerError):
 
 
 class RemoteFailed(WorkerError):
-    """The server of a remote model failed while it answered, or sent what makes no sense."""
+    """The server of a remote model failed while it answered, or sent an invalid answer."""
 
     status = 502
     code = "remote_failed"

@@ -20,7 +20,7 @@ class TimeCause(StrEnum):
     TOKENIZING = "tokenizing"
     GRAMMAR = "grammar"
     NEXT_STEP = "next_step"
-    SEATS = "seats"
+    SLOTS = "slots"
     MEMORY = "memory"
     STEP_TOKENS = "step_tokens"
     ADMISSION_RATE = "admission_rate"
@@ -45,7 +45,7 @@ MEANINGS: dict[TimeCause, str] = {
     TimeCause.TOKENIZING: "prompts were encoded",
     TimeCause.GRAMMAR: "the grammar was compiled",
     TimeCause.NEXT_STEP: "its next step was not planned yet, or had to wait for the step before it",
-    TimeCause.SEATS: "all slots were taken",
+    TimeCause.SLOTS: "all slots were taken",
     TimeCause.MEMORY: "KV blocks were lacking",
     TimeCause.STEP_TOKENS: "steps had no token left for it",
     TimeCause.ADMISSION_RATE: "the step had admitted as many sequences as one step may",

@@ -1,6 +1,6 @@
 """Keep what is needed to explain requests: those that run, and the last ones that have ended.
 
-Nothing is computed until somebody asks, but how long each cause took is known for MAX_ENDED requests after their end.
+An explanation is computed when it is requested. What it needs is kept for MAX_ENDED requests after their end.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Explanations:
 
 
 def explain_so_far(state: RequestState) -> Explanation | None:
-    """Explain a request from its beginning until now; None if nobody noted its times."""
+    """Explain a request from its beginning until now; None if its times were not recorded."""
     times = state.request.times
     if times is None:
         return None

@@ -55,7 +55,7 @@ TABLE = {
 
 
 class Permit(Struct, frozen=True):
-    """Permission to send one request. Whoever has it reports the outcome, once."""
+    """Permission to send one request. The sender reports the outcome once."""
 
     epoch: int
 

@@ -839,7 +839,7 @@ class WorkloadManager:
         elif first is not None:
             cause, rule = TimeCause.MEMORY, "kv_blocks"
         elif not self._free_slots:
-            cause, rule = TimeCause.SEATS, "max_num_seqs"
+            cause, rule = TimeCause.SLOTS, "max_num_seqs"
         elif not self._num_admissible(step):
             cause, rule = TimeCause.ADMISSION_RATE, "max_admissions_per_step"
         else:

@@ -27,7 +27,7 @@ def test_the_causes_of_a_thousand_requests_sum_to_their_wall_times(tmp_path: Pat
         TimeCause.PREEMPTED,
         TimeCause.RECOMPUTE,
         TimeCause.WORKER_LOSS,
-        TimeCause.SEATS,
+        TimeCause.SLOTS,
         TimeCause.MEMORY,
         TimeCause.SHARED_PROMPT,
     } <= seen

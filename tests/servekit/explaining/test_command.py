@@ -46,9 +46,9 @@ def explained(journal: Path, sequence_id: int, capsys: pytest.CaptureFixture[str
 def test_the_journal_tells_what_the_server_could_tell(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = explained(journal, 1, capsys)
     assert found["wall_time_s"] == 8.5 and found["finish_reason"] == "length" and found["is_finished"]
-    assert found["causes"] == {"admission": 0.5, "seats": 4.0, "prefill": 1.0, "decode": 3.0}
+    assert found["causes"] == {"admission": 0.5, "slots": 4.0, "prefill": 1.0, "decode": 3.0}
     aborted = explained(journal, 2, capsys)
-    assert aborted["finish_reason"] == "abort" and aborted["causes"] == {"admission": 0.5, "seats": 6.0}
+    assert aborted["finish_reason"] == "abort" and aborted["causes"] == {"admission": 0.5, "slots": 6.0}
 
 
 def test_the_text_has_causes_and_intervals(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +63,7 @@ def test_the_page_has_the_picture_and_needs_no_other_file(
 ) -> None:
     assert main(["explain", str(journal), "1", "--out", str(tmp_path / "new")]) == 0
     page = (tmp_path / "new" / "explain.html").read_text()
-    assert '"cause":"seats"' in page and "http://" not in page and "https://" not in page and "src=" not in page
+    assert '"cause":"slots"' in page and "http://" not in page and "https://" not in page and "src=" not in page
     (tmp_path / "file").touch()
     assert main(["explain", str(journal), "1", "--out", str(tmp_path / "file")]) == 2
     assert "--out" in capsys.readouterr().err

@@ -63,7 +63,7 @@ def test_a_whole_request_in_order() -> None:
         (TimeCause.BODY, 0.5),
         (TimeCause.TOKENIZING, 0.25),
         (TimeCause.ADMISSION, 0.25),
-        (TimeCause.SEATS, 3.0),
+        (TimeCause.SLOTS, 3.0),
         (TimeCause.PREFILL, 1.0),
         (TimeCause.DECODE, 2.0),
         (TimeCause.DETOKENIZING, 0.25),
@@ -71,8 +71,8 @@ def test_a_whole_request_in_order() -> None:
         (TimeCause.CLIENT_NOT_READING, 1.5),
         (TimeCause.WRITING, 1.0),
     ]
-    seats = found.intervals[3]
-    assert (seats.rule, seats.order, seats.behind) == ("max_num_seqs", "fcfs", None)  # it was the first itself
+    slots = found.intervals[3]
+    assert (slots.rule, slots.order, slots.behind) == ("max_num_seqs", "fcfs", None)  # it was the first itself
     assert found.finish_reason is FinishReason.LENGTH and found.sequence_id == 1
 
 
@@ -84,7 +84,7 @@ def test_those_behind_the_first_name_it() -> None:
     manager.plan(0.0)
     found = explain("r", make_times(0.0), end_of(third, None), 4.0, is_finished=False)
     check(found, 4.0)
-    assert [(each.cause, each.behind) for each in found.intervals] == [(TimeCause.SEATS, 1)]
+    assert [(each.cause, each.behind) for each in found.intervals] == [(TimeCause.SLOTS, 1)]
 
 
 def test_an_api_process_that_has_no_history_explains_by_the_times_that_it_was_told() -> None:

@@ -67,9 +67,9 @@ def test_what_shares_the_steps_is_counted() -> None:
     assert decode.num_others == 6 and decode.num_prefill_tokens == 6
 
 
-def test_the_queue_says_whether_seats_memory_tokens_or_admissions_are_lacking() -> None:
+def test_the_queue_says_whether_slots_memory_tokens_or_admissions_are_lacking() -> None:
     for limits, expected, rule in (
-        ({"max_num_seqs": 1}, Cause.SEATS, "max_num_seqs"),
+        ({"max_num_seqs": 1}, Cause.SLOTS, "max_num_seqs"),
         ({"num_blocks": 8, "max_model_len": 32}, Cause.MEMORY, "kv_blocks"),
         ({"max_num_batched_tokens": 8}, Cause.STEP_TOKENS, "max_num_batched_tokens"),
         ({"itl_target_s": 1e-9}, Cause.STEP_TOKENS, "itl_target_ms"),
@@ -94,7 +94,7 @@ def test_the_first_in_the_queue_is_named_and_an_empty_one_is_not() -> None:
         add_sequence(manager, number, max_tokens=4, ignore_eos=True)
     play(manager, make_worker(manager), 0.0)
     states = [state for state, _ in manager.log.between(0.0, 1e9)]
-    assert states[0] is not None and (states[0].cause, states[0].first_id) == (Cause.SEATS, 1)
+    assert states[0] is not None and (states[0].cause, states[0].first_id) == (Cause.SLOTS, 1)
     assert states[-1] is not None and (states[-1].cause, states[-1].first_id) == (Cause.NEXT_STEP, None)
 
 
@@ -228,7 +228,7 @@ def test_the_first_state_of_the_queue_is_kept_for_a_while() -> None:
     log = ManagerLog()
     for number in range(MAX_QUEUE_STATES + 5):
         log.now_s = float(number)
-        log.note(Cause.SEATS, str(number))
+        log.note(Cause.SLOTS, str(number))
     known = list(log.between(0.0, 10.0))
     assert known[0] == (None, 5.0) and known[1][0] is not None and known[-1][1] == 10.0
 
