@@ -101,6 +101,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     suffix: str | None = None  # a text that comes after the answers, which fill in what is before it
     markers: tuple[str, ...] = ()  # texts that stay in answers, even if they are special tokens
     chat: Chat | None = None  # in place of the text of its only prompt
+    returns_token_ids: bool = False  # whether the answer has the ids of its tokens
     explain: bool = False  # whether the answer says where the request's time went
     times: RequestTimes | None = None  # of its stages; the code that ends a stage marks it
 

@@ -1,6 +1,7 @@
 """Keep what is needed to explain requests: those that run, and the last ones that have ended.
 
-An explanation is computed when it is requested. What it needs is kept for MAX_ENDED requests after their end.
+An explanation is computed when it is requested. What it needs is kept for MAX_ENDED requests after their end, or for
+fewer if their histories are long. If there are too many, the oldest one of the tenant that has the most is forgotten.
 """
 
 from __future__ import annotations
@@ -9,12 +10,45 @@ from collections import OrderedDict
 from math import inf
 from weakref import WeakValueDictionary
 
+from msgspec import Struct
+
 from servekit.engine.request_state import RequestState
 from servekit.errors import RequestNotFound
 from servekit.scheduler.explanation import Explanation, SequenceEnd, explain
 from servekit.time_causes import RequestTimes
 
 MAX_ENDED = 1024
+MAX_SPANS = 2**16  # of all requests that have ended; one takes about 250 bytes
+
+
+class _Ended(Struct, frozen=True):
+    """A request that has ended."""
+
+    times: RequestTimes
+    last: SequenceEnd
+    end_s: float
+
+
+class _TenantsEnded:
+    """The requests of one tenant that have ended, by their ids."""
+
+    def __init__(self) -> None:
+        self.requests: OrderedDict[str, _Ended] = OrderedDict()
+        self.num_spans = 0
+
+    def add(self, request_id: str, ended: _Ended) -> None:
+        self.remove(request_id)
+        self.requests[request_id] = ended
+        self.num_spans += ended.last.history.num_spans
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request, if there is one with this id."""
+        ended = self.requests.pop(request_id, None)
+        if ended is not None:
+            self.num_spans -= ended.last.history.num_spans
+
+    def remove_oldest(self) -> None:
+        self.remove(next(iter(self.requests)))
 
 
 class Explanations:
@@ -23,7 +57,7 @@ class Explanations:
     def __init__(self) -> None:
         # A request whose id another one has, too, is replaced by that one.
         self._running: WeakValueDictionary[tuple[str, str], RequestState] = WeakValueDictionary()
-        self._ended: OrderedDict[tuple[str, str], tuple[RequestTimes, SequenceEnd, float]] = OrderedDict()
+        self._ended: dict[str, _TenantsEnded] = {}  # by tenant
 
     def begin(self, state: RequestState) -> None:
         """Note a request that was admitted."""
@@ -38,10 +72,25 @@ class Explanations:
         key = state.caller.tenant, state.caller.request_id
         if self._running.get(key) is state:
             del self._running[key]
-        self._ended[key] = times, _last_end(state), end_s
-        self._ended.move_to_end(key)
-        if len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
+        tenant, request_id = key
+        self._ended.setdefault(tenant, _TenantsEnded()).add(request_id, _Ended(times, _last_end(state), end_s))
+        self._forget_what_is_too_much()
+
+    def _forget_what_is_too_much(self) -> None:
+        tenants = self._ended
+        num_requests = sum(len(each.requests) for each in tenants.values())
+        num_spans = sum(each.num_spans for each in tenants.values())
+        while num_requests > MAX_ENDED or num_spans > MAX_SPANS:
+            is_too_long = num_spans > MAX_SPANS
+            name, most = max(
+                tenants.items(), key=lambda item: item[1].num_spans if is_too_long else len(item[1].requests)
+            )
+            num_spans -= most.num_spans
+            most.remove_oldest()
+            num_spans += most.num_spans
+            num_requests -= 1
+            if not most.requests:
+                del tenants[name]
 
     def find(self, tenant: str, request_id: str) -> Explanation:
         """Explain the newest request of a tenant with this id. Raises RequestNotFound."""
@@ -49,14 +98,14 @@ class Explanations:
         state = self._running.get(key)
         if state is not None and (found := explain_so_far(state)) is not None:
             return found
-        if key not in self._ended:
+        ended = self._ended[tenant].requests.get(request_id) if tenant in self._ended else None
+        if ended is None:
             raise RequestNotFound(
                 f"this process remembers no request {request_id!r} of this tenant; send the X-Request-Id of one that "
                 f"generates, or of one of the last {MAX_ENDED} that did",
                 param="id",
             )
-        times, last, end_s = self._ended[key]
-        return explain(request_id, times, last, end_s, is_finished=True)
+        return explain(request_id, ended.times, ended.last, ended.end_s, is_finished=True)
 
 
 def explain_so_far(state: RequestState) -> Explanation | None:

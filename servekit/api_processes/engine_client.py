@@ -35,6 +35,7 @@ from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Sequence
+from servekit.time_causes import TimeCause
 
 ANSWER_TIMEOUT_S = 300.0  # of the engine process; it answers within milliseconds, but a profile takes minutes to write
 TOKENS_PER_SLICE = 2**15  # of prompts that are sent without a pause
@@ -260,6 +261,7 @@ class EngineClient(OneModel):
             places.release()
             raise
         places.hand_over()
+        request.mark(TimeCause.ADMISSION)
         return state
 
     async def abort_request(self, tenant: str, request_id: str) -> int:

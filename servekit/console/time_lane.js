@@ -73,7 +73,7 @@ export class TimeLane {
 	}
 }
 
-function describeInterval({ cause, start_s, end_s, rule, behind, steps, others }) {
+function describeInterval({ cause, start_s, end_s, rule, behind_sequence_id: behind, steps, mean_other_sequences: others }) {
 	return [
 		`${cause.replaceAll("_", " ")}: ${formatSeconds(end_s - start_s)}, from ${formatSeconds(start_s)} on`,
 		rule,

@@ -165,7 +165,7 @@ class GeneratingEngine(Engine, Protocol):
     async def submit(self, request: GenerationRequest, caller: Caller, places: Any) -> RequestState:
         """Admit all prompts of a request, or none. `places` is what `take_places` returned.
 
-        Raises RequestError or WorkerError.
+        What follows is no longer admission, so this marks the end of it. Raises RequestError or WorkerError.
         """
 
 

@@ -54,6 +54,7 @@ from servekit.scheduler.commands import AddSequence, Finish
 from servekit.scheduler.scheduler_config import SchedulerConfig, scheduler_config
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.shared_budget import SharedBudget
+from servekit.time_causes import TimeCause
 
 log = logging.getLogger("servekit")
 
@@ -448,6 +449,7 @@ class LLMEngine(OneModel):
             state.abort()
             state.release_result()
             raise
+        state.request.mark(TimeCause.ADMISSION)
         return state
 
     def new_state(self, request: GenerationRequest, caller: Caller, queue: ClientQueue | None = None) -> RequestState:

@@ -36,11 +36,11 @@ def details(interval: Interval) -> str:
     """What is known of an interval beside its cause."""
     parts = [
         interval.rule,
-        f"queue: {interval.order}" if interval.order else "",
-        f"behind sequence {interval.behind}" if interval.behind is not None else "",
+        f"queue: {interval.scheduling_policy}" if interval.scheduling_policy else "",
+        f"behind sequence {interval.behind_sequence_id}" if interval.behind_sequence_id is not None else "",
         f"{interval.steps:,} steps" if interval.steps else "",
         f"{interval.tokens:,} tokens" if interval.tokens else "",
-        f"with {interval.others:g} others" if interval.steps else "",
-        f"and {interval.prefill_tokens_of_others:,} tokens of prompts" if interval.prefill_tokens_of_others else "",
+        f"with {interval.mean_other_sequences:g} others" if interval.steps else "",
+        f"and {interval.other_prefill_tokens:,} tokens of prompts" if interval.other_prefill_tokens else "",
     ]
     return ", ".join(filter(None, parts))

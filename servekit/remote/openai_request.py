@@ -43,11 +43,12 @@ class RemoteRequest(Struct, frozen=True):
     messages: list[Json] | None = None  # one may be long: the caller encodes one after the other
 
 
-def check(request: GenerationRequest, model: str, dialect: Dialect) -> None:
+def check_supported(request: GenerationRequest, model: str, dialect: Dialect) -> None:
     """Raise InvalidRequest for what the server of a remote model cannot do. `model` is its name here."""
     refused = {
         "logprobs": request.logprobs is not None,
         "prompt_logprobs": request.prompt_logprobs is not None,
+        "return_token_ids": request.returns_token_ids,
         "truncate": request.truncate is not None,
         "suffix": request.suffix is not None,
         "best_of": request.best_of > request.n,
@@ -105,7 +106,7 @@ def _refusal(param: str, model: str) -> InvalidRequest:
     )
 
 
-def write(request: GenerationRequest, name: str, dialect: Dialect) -> list[RemoteRequest]:
+def write_requests(request: GenerationRequest, name: str, dialect: Dialect) -> list[RemoteRequest]:
     """Return the requests for all prompts. `name` is the model's name there. Raises InvalidRequest."""
     chat = request.chat
     fields: Json = {"model": name, "stream": True, "stream_options": {"include_usage": True}, **_sampling(request)}
@@ -119,7 +120,7 @@ def write(request: GenerationRequest, name: str, dialect: Dialect) -> list[Remot
             # OpenAI's newer models refuse max_tokens; TGI and older servers know nothing else.
             fields["max_completion_tokens" if dialect == "openai" else "max_tokens"] = request.max_tokens
         return [RemoteRequest("/chat/completions", fields, as_openai_writes(chat.messages, dialect))]
-    fields["max_tokens"] = request.max_tokens  # `check` refuses a prompt without it
+    fields["max_tokens"] = request.max_tokens  # `check_supported` refuses a prompt without it
     return [RemoteRequest("/completions", {**fields, "prompt": prompt.content}) for prompt in request.prompts]
 
 

@@ -67,6 +67,7 @@ class _FunctionDelta(Struct):
 
 class _CallDelta(Struct):
     index: int | None = None
+    id: str | None = None
     function: _FunctionDelta | None = None
 
 
@@ -140,6 +141,8 @@ class _Answer:
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self.call_number: int | None = None  # that the server gave the last call
+        self.call_id: str | None = None  # of that call
         self.is_in_call = False  # whether the last call's arguments may go on
 
 
@@ -211,13 +214,16 @@ class AnswerReader:
         function = call.function or _FunctionDelta()
         last = answer.num_calls - 1
         index = call.index
-        if index is None:  # some servers send whole calls without a number
-            index = last + 1 if function.name else last
+        # Some servers send whole calls without a number, and some give each call the same one.
+        if index is None or index == answer.call_number:
+            begins = function.name and (index is None or call.id not in (None, answer.call_id))
+            index = last + 1 if begins else last
         events: list[AnswerEvent] = []
         if index == last + 1 and index < MAX_CALLS:
             if not function.name:
                 raise RemoteFailed("the model's server sent a tool call without the function's name")
             answer.num_calls += 1
+            answer.call_number, answer.call_id = call.index, call.id
             answer.is_in_call = True
             events.append(CallBegins(index, function.name[:128]))
         elif index != last or (function.arguments and not answer.is_in_call):

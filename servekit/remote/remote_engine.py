@@ -40,7 +40,7 @@ from servekit.observability.metrics import HttpMetrics, ModelMetrics, RemoteStat
 from servekit.protocol.messages import WorkerReady
 from servekit.remote.circuit_breaker import CircuitBreaker, Outcome, Permit, State
 from servekit.remote.failure import Failure
-from servekit.remote.openai_request import RemoteRequest, check, write
+from servekit.remote.openai_request import RemoteRequest, check_supported, write_requests
 from servekit.remote.openai_stream import DONE, AnswerReader, EventReader, Piece
 from servekit.remote.request_state import UNKNOWN_TOKEN_ID, RemoteState
 from servekit.remote.retry_budget import RetryBudget
@@ -50,6 +50,7 @@ from servekit.request import GenerationRequest
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason
 from servekit.shared_budget import SharedBudget
+from servekit.time_causes import TimeCause
 
 log = logging.getLogger("servekit")
 
@@ -280,7 +281,7 @@ class RemoteEngine:
                 f"the request asks for {request.num_sequences} answers (prompts times n); the limit is {most} "
                 "(max_client_batch_size)"
             )
-        check(request, self.config.model_name, self.settings.dialect)
+        check_supported(request, self.config.model_name, self.settings.dialect)
         now_s = self._clock()
         if self._refuses_requests:
             self.metrics.remote.rejected()
@@ -307,8 +308,8 @@ class RemoteEngine:
 
     async def submit(self, request: GenerationRequest, caller: Caller, places: _Places) -> RequestState:
         """Send a request, and return when the server has begun to answer. Raises RequestError or WorkerError."""
-        check(request, self.config.model_name, self.settings.dialect)
-        requests = write(request, self.config.model, self.settings.dialect)
+        check_supported(request, self.config.model_name, self.settings.dialect)
+        requests = write_requests(request, self.config.model, self.settings.dialect)
         interval = request.stream_interval or self.config.stream_interval
         state = RemoteState(request, caller, interval, places.arrival_s, self._abort, places.hand_over())
         places.forget()
@@ -316,6 +317,7 @@ class RemoteEngine:
         self._set_deadlines(state)
         state.task = self._start_task(self._run(state, requests), f"request {caller.request_id}")
         state.task.add_done_callback(lambda _: state.release_places())
+        request.mark(TimeCause.ADMISSION)  # what follows is the server's time
         try:
             await state.begun
         except BaseException:
@@ -549,6 +551,7 @@ class RemoteEngine:
 
     def _note_end(self, state: RemoteState, output: SequenceOutput, reason: FinishReason) -> None:
         state.note_end(output, reason)
+        output.ended_s = self._clock()
         sequence, requests = output.sequence, self.metrics.requests
         sequence.prompt_length = state.prompt_tokens_of(output.index // state.request.n)
         requests.sequence_admitted(sequence)

@@ -15,6 +15,8 @@ from servekit.scheduler.sequence import FinishReason
 from servekit.scheduler.sequence_history import SequenceHistory, Span
 from servekit.time_causes import RequestTimes, TimeCause
 
+MAX_INTERVALS = 1024  # above that, neighbours are joined; encoding so many takes about a millisecond
+
 
 class Interval(Struct, omit_defaults=True, gc=False):
     """A part of a request's time. Times are seconds since the request's beginning."""
@@ -23,12 +25,34 @@ class Interval(Struct, omit_defaults=True, gc=False):
     start_s: float
     end_s: float
     rule: str = ""  # the setting that decides; of preemption, what was lacking
-    behind: int | None = None  # the sequence that was first in the queue when this began, or that took its blocks
-    order: str = ""  # of the queue: the scheduling policy
+    behind_sequence_id: int | None = None  # that was first in the queue when this began, or that took its blocks
+    scheduling_policy: str = ""  # that orders the queue
     steps: int = 0  # that computed part of the sequence
     tokens: int = 0  # that these steps computed of its prompt, or of what was lost
-    others: float = 0.0  # other sequences in these steps, on average
-    prefill_tokens_of_others: int = 0  # in the steps of decodes, which take longer with them
+    mean_other_sequences: float = 0.0  # in these steps
+    other_prefill_tokens: int = 0  # of other sequences, in the steps of decodes, which take longer with them
+
+    def continues(self, other: Interval) -> bool:
+        """Whether both say the same of the queue, so that they are one interval."""
+        return (
+            not (self.steps or other.steps)
+            and self.cause is other.cause
+            and self.rule == other.rule
+            and self.behind_sequence_id == other.behind_sequence_id
+            and self.scheduling_policy == other.scheduling_policy
+        )
+
+    def absorb(self, other: Interval) -> None:
+        """Join the interval that follows this one. What cannot be added is that of the longer one."""
+        if other.end_s - other.start_s > self.end_s - self.start_s:
+            self.cause, self.rule, self.scheduling_policy = other.cause, other.rule, other.scheduling_policy
+            self.behind_sequence_id = other.behind_sequence_id
+        self.end_s = other.end_s
+        num_others = self.mean_other_sequences * self.steps + other.mean_other_sequences * other.steps
+        self.steps += other.steps
+        self.tokens += other.tokens
+        self.mean_other_sequences = round(num_others / self.steps, 2) if self.steps else 0.0
+        self.other_prefill_tokens += other.other_prefill_tokens
 
 
 class Explanation(Struct):
@@ -78,16 +102,13 @@ def explain(request_id: str, times: RequestTimes, last: SequenceEnd, end_s: floa
         _add_span(tiles, span, last.sequence_id)
     _add_writing(tiles, times, end_s)
     intervals = tiles.finish()
-    causes: dict[TimeCause, float] = {}
-    for each in intervals:
-        causes[each.cause] = causes.get(each.cause, 0.0) + each.end_s - each.start_s
     return Explanation(
         request_id,
         last.sequence_id,
         is_finished,
         last.finish_reason,
         end_s - times.started_s,
-        causes,
+        tiles.causes,
         intervals,
         times.blocked_s,
     )
@@ -97,11 +118,11 @@ def _add_span(tiles: _Tiles, span: Span, own_id: int) -> None:
     """Add a span. One in the queue is divided by why the queue stood."""
     if span.queue is not None:
         for state, until_s in span.queue.between(span.start_s, span.end_s):
-            interval = Interval(TimeCause.QUEUE, 0.0, until_s, order=span.queue.policy)
+            interval = Interval(TimeCause.QUEUE, 0.0, until_s, scheduling_policy=span.queue.policy)
             if state is not None:
                 interval.cause, interval.rule = state.cause, state.rule
                 if state.first_id != own_id:
-                    interval.behind = state.first_id
+                    interval.behind_sequence_id = state.first_id
             tiles.add(interval)
         return
     tiles.add(
@@ -113,8 +134,8 @@ def _add_span(tiles: _Tiles, span: Span, own_id: int) -> None:
             span.behind_id,
             steps=span.num_steps,
             tokens=span.num_tokens,
-            others=round(span.num_others / span.num_steps, 2) if span.num_steps else 0.0,
-            prefill_tokens_of_others=span.num_prefill_tokens,
+            mean_other_sequences=round(span.num_others / span.num_steps, 2) if span.num_steps else 0.0,
+            other_prefill_tokens=span.num_prefill_tokens,
         )
     )
 
@@ -142,6 +163,7 @@ class _Tiles:
         self._end_s = end_s
         self._reached_s = start_s
         self._intervals: list[Interval] = []
+        self.causes: dict[TimeCause, float] = {}  # seconds; exact, also where intervals are joined
 
     def add(self, interval: Interval) -> None:
         """Add an interval from where the last one ended. Only its end is read, on the engine's clock."""
@@ -150,7 +172,16 @@ class _Tiles:
             return
         interval.start_s, interval.end_s = self._reached_s - self._origin_s, until_s - self._origin_s
         self._reached_s = until_s
-        self._intervals.append(interval)
+        self.causes[interval.cause] = self.causes.get(interval.cause, 0.0) + interval.end_s - interval.start_s
+        intervals = self._intervals
+        if intervals and intervals[-1].continues(interval):
+            intervals[-1].end_s = interval.end_s
+            return
+        intervals.append(interval)
+        if len(intervals) > MAX_INTERVALS:
+            for first, second in zip(intervals[::2], intervals[1::2], strict=False):
+                first.absorb(second)
+            self._intervals = intervals[::2]
 
     def finish(self) -> list[Interval]:
         """Return all intervals. They reach the end: what comes last is added with it."""

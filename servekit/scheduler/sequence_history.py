@@ -12,7 +12,6 @@ or commit.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterator
 
 from msgspec import Struct
@@ -20,7 +19,7 @@ from msgspec import Struct
 from servekit.time_causes import TimeCause
 
 MAX_SPANS = 1024  # of one sequence; above that, neighbours are joined
-MAX_QUEUE_STATES = 2**14
+MAX_QUEUE_STATES = 2**12  # that are kept of one queue; explaining a wait of so many takes a few milliseconds
 
 
 class StepCounts(Struct, frozen=True, gc=False):
@@ -51,9 +50,9 @@ class ManagerLog:
         self.policy = policy
         self.now_s = 0.0  # the last known time
         self.counts = StepCounts()
-        self._states: deque[QueueState] = deque(maxlen=MAX_QUEUE_STATES)
+        self._states: list[QueueState] = []  # up to twice MAX_QUEUE_STATES: the older half is removed at once
 
-    def stands(self, cause: TimeCause, rule: str) -> bool:
+    def is_held_by(self, cause: TimeCause, rule: str) -> bool:
         """Whether this is why the queue stands, as far as was noted."""
         if not self._states:
             return False
@@ -63,6 +62,8 @@ class ManagerLog:
     def note(self, cause: TimeCause, rule: str, first_id: int | None = None) -> None:
         """Note why the queue stands from now on."""
         self._states.append(QueueState(self.now_s, cause, rule, first_id))
+        if len(self._states) >= 2 * MAX_QUEUE_STATES:
+            del self._states[:MAX_QUEUE_STATES]
 
     def count(self, num_sequences: int, num_prefill_tokens: int) -> StepCounts:
         """Count a step that was committed. Returns the counts before it."""
@@ -76,7 +77,7 @@ class ManagerLog:
 
     def between(self, start_s: float, end_s: float) -> Iterator[tuple[QueueState | None, float]]:
         """Yield (state, until when) of the parts of a span of time. The state is None for what is not known."""
-        states = list(self._states)
+        states = self._states
         following = bisect_right(states, start_s, key=lambda state: state.since_s)
         state = states[following - 1] if following else None
         while following < len(states) and states[following].since_s < end_s:
@@ -222,6 +223,11 @@ class SequenceHistory:
         self._end_counts = self._log.counts
 
     # -- what is read --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_spans(self) -> int:
+        """How many spans are kept, without the open one."""
+        return len(self._spans)
 
     @property
     def has_events(self) -> bool:

@@ -844,7 +844,7 @@ class WorkloadManager:
             cause, rule = TimeCause.ADMISSION_RATE, "max_admissions_per_step"
         else:
             cause, rule = TimeCause.STEP_TOKENS, prefill_rule
-        if not self.log.stands(cause, rule):
+        if not self.log.is_held_by(cause, rule):
             if first is None and not self.waiting_queue.has_shares:  # with shares, to look may change their turns
                 first = self.waiting_queue.first()
             self.log.note(cause, rule, None if first is None else first.sequence_id)

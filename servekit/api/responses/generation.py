@@ -74,7 +74,6 @@ async def submit(
         state = await unless_disconnected(request, engine.submit(wanted, caller, places))
     finally:
         places.release()
-    wanted.mark(TimeCause.ADMISSION)
     request.state.request_state = state  # for the log and the metrics
     explanations: Explanations = request.app.state.explanations
     explanations.begin(state)

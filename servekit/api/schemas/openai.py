@@ -217,6 +217,7 @@ class OpenAIFields(CommonFields, kw_only=True):
         return {
             "grammar": self.grammar(),
             "n": self.n or 1,
+            "returns_token_ids": bool(self.return_token_ids),
             "prompt_logprobs": self.prompt_logprobs,
             "truncate": self.truncate_prompt_tokens,
             "prediction": None if self.prediction is None else self.prediction.text,

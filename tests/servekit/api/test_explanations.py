@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from servekit.api import explanations as explanations_module
 from servekit.api.explanations import MAX_ENDED, Explanations, explain_so_far
 from servekit.engine.caller import Caller
 from servekit.engine.client_queue import ClientQueue
@@ -11,6 +12,7 @@ from servekit.engine.detokenizer import NullDetokenizer
 from servekit.engine.request_state import RequestState, SequenceOutput
 from servekit.errors import RequestNotFound
 from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.scheduler.sequence_history import ManagerLog, SequenceHistory
 from servekit.time_causes import RequestTimes
 from tests.support.scheduler import make_sequence
 
@@ -72,6 +74,27 @@ def test_only_the_last_requests_are_remembered() -> None:
     explanations.find("", "1")
     with pytest.raises(RequestNotFound):
         explanations.find("", "0")
+
+
+def test_long_histories_of_one_tenant_do_not_displace_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explanations_module, "MAX_SPANS", 4)
+    explanations, short = Explanations(), make_state("short", "first")
+    explanations.end(short, 2.0)
+    for number in range(4):
+        state = make_state("long", str(number))
+        log = ManagerLog()
+        state.outputs[0].sequence.history = history = SequenceHistory(0.0, log)
+        log.now_s = 1.0
+        history.admitted()
+        log.now_s = 2.0
+        history.queued()
+        assert history.num_spans == 2
+        explanations.end(state, 2.0)
+    explanations.end(make_state("long", "3"), 2.0)  # replaces one with two spans
+    for tenant, request_id in (("short", "first"), ("long", "2"), ("long", "3")):
+        assert explanations.find(tenant, request_id).is_finished
+    with pytest.raises(RequestNotFound):
+        explanations.find("long", "1")
 
 
 def test_a_line_of_a_batch_has_no_times_and_no_explanation() -> None:

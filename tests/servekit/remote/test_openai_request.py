@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from servekit.errors import InvalidRequest
-from servekit.remote.openai_request import Dialect, RemoteRequest, as_openai_writes, check, write
+from servekit.remote.openai_request import Dialect, RemoteRequest, as_openai_writes, check_supported, write_requests
 from servekit.request import Chat, GenerationRequest, Grammar, GrammarKind, Prompt, Sampling
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -37,8 +37,8 @@ def of_chat(sampling: Sampling | None = None, grammar: Grammar | None = None, **
 
 
 def sent(request: GenerationRequest, dialect: Dialect = "vllm") -> RemoteRequest:
-    check(request, "m", dialect)
-    (written,) = write(request, "there", dialect)
+    check_supported(request, "m", dialect)
+    (written,) = write_requests(request, "there", dialect)
     return written
 
 
@@ -48,7 +48,7 @@ HEAD = {"model": "there", "stream": True, "stream_options": {"include_usage": Tr
 def test_text_is_sent_as_it_is() -> None:
     assert sent(of_text("x"), "openai") == RemoteRequest("/completions", {**HEAD, "max_tokens": 5, "prompt": "x"})
     request = of_text("x", "y", n=2, max_tokens=7)
-    assert [each.fields for each in write(request, "there", "openai")] == [
+    assert [each.fields for each in write_requests(request, "there", "openai")] == [
         {**HEAD, "n": 2, "max_tokens": 7, "prompt": prompt} for prompt in "xy"
     ]
 
@@ -107,9 +107,9 @@ def test_grammars_are_sent_as_the_server_knows_them() -> None:
         request = of_text("x", grammar=Grammar(kind, text, "structured_outputs"))
         assert sent(request).fields["structured_outputs"] == written
         with pytest.raises(InvalidRequest, match="structured_outputs"):
-            check(request, "m", "openai")
+            check_supported(request, "m", "openai")
     with pytest.raises(InvalidRequest, match="not valid JSON"):
-        write(of_chat(grammar=Grammar(GrammarKind.JSON_SCHEMA, "{", "response_format")), "m", "openai")
+        write_requests(of_chat(grammar=Grammar(GrammarKind.JSON_SCHEMA, "{", "response_format")), "m", "openai")
 
 
 @pytest.mark.parametrize(
@@ -118,6 +118,7 @@ def test_grammars_are_sent_as_the_server_knows_them() -> None:
         of_text("x", logprobs=0),
         of_text("x", prompt_logprobs=0),
         of_text("x", truncate=1),
+        of_text("x", returns_token_ids=True),
         of_text("x", suffix="y"),
         of_text("x", best_of=2),
         of_text("x", sampling=Sampling(typical_p=0.5)),
@@ -130,7 +131,7 @@ def test_grammars_are_sent_as_the_server_knows_them() -> None:
 @pytest.mark.parametrize("dialect", ["openai", "vllm"])
 def test_what_no_remote_server_can_do_is_refused(request_: GenerationRequest, dialect: Dialect) -> None:
     with pytest.raises(InvalidRequest):
-        check(request_, "m", dialect)
+        check_supported(request_, "m", dialect)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +147,9 @@ def test_what_no_remote_server_can_do_is_refused(request_: GenerationRequest, di
     ],
 )
 def test_what_only_vllm_knows_is_refused_for_others(request_: GenerationRequest) -> None:
-    check(request_, "m", "vllm")
+    check_supported(request_, "m", "vllm")
     with pytest.raises(InvalidRequest, match="not known to support") as caught:
-        check(request_, "m", "openai")
+        check_supported(request_, "m", "openai")
     assert caught.value.param
 
 

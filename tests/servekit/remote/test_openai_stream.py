@@ -56,8 +56,10 @@ def events_of(*deltas: dict[str, Any], reader: AnswerReader | None = None) -> li
     return [event for piece in pieces for event in piece.events]
 
 
-def call(index: int | None = None, name: str | None = None, arguments: str | None = None) -> dict[str, Any]:
-    return {"tool_calls": [{"index": index, "function": {"name": name, "arguments": arguments}}]}
+def call(
+    index: int | None = None, name: str | None = None, arguments: str | None = None, call_id: str | None = None
+) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index, "id": call_id, "function": {"name": name, "arguments": arguments}}]}
 
 
 def test_deltas_of_a_chat_become_events() -> None:
@@ -89,6 +91,16 @@ def test_deltas_of_a_chat_become_events() -> None:
         CallArguments(1, "}"),
     ]
     assert events_of(call(0, "f"), {"tool_calls": [{"index": 0}]}) == [CallBegins(0, "f")]
+
+
+def test_calls_that_all_have_the_number_0_differ_by_their_ids() -> None:
+    assert events_of(call(0, "f", "{}", "one"), call(0, "f", "{", "two"), call(0, None, "}")) == [
+        CallBegins(0, "f"),
+        CallArguments(0, "{}"),
+        CallBegins(1, "f"),
+        CallArguments(1, "{"),
+        CallArguments(1, "}"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servekit.protocol.messages import StepPlan
-from servekit.scheduler.explanation import Explanation, SequenceEnd, explain
+from servekit.scheduler.explanation import MAX_INTERVALS, Explanation, Interval, SequenceEnd, explain
 from servekit.scheduler.sequence import FinishReason, Sequence
 from servekit.scheduler.sequence_history import ManagerLog, SequenceHistory
 from servekit.time_causes import RequestTimes, TimeCause
@@ -72,8 +72,46 @@ def test_a_whole_request_in_order() -> None:
         (TimeCause.WRITING, 1.0),
     ]
     slots = found.intervals[3]
-    assert (slots.rule, slots.order, slots.behind) == ("max_num_seqs", "fcfs", None)  # it was the first itself
+    assert (slots.rule, slots.scheduling_policy, slots.behind_sequence_id) == (
+        "max_num_seqs",
+        "fcfs",
+        None,
+    )  # it was the first itself
     assert found.finish_reason is FinishReason.LENGTH and found.sequence_id == 1
+
+
+def test_an_explanation_has_a_bounded_number_of_intervals_and_exact_causes() -> None:
+    log = ManagerLog("fcfs")
+    history = SequenceHistory(0.0, log)
+    for number in range(3 * MAX_INTERVALS):
+        log.now_s = float(number)
+        log.note((TimeCause.MEMORY, TimeCause.SLOTS)[number % 2], f"rule {number}", number)
+    end = SequenceEnd(7, history, 0.0, None, None, None, None)
+    end_s = 3.0 * MAX_INTERVALS
+    found = explain("r", RequestTimes(lambda: end_s, 0.0), end, end_s, is_finished=False)
+    check(found, end_s)
+    assert MAX_INTERVALS / 2 <= len(found.intervals) <= MAX_INTERVALS
+    assert found.causes == {TimeCause.MEMORY: end_s / 2, TimeCause.SLOTS: end_s / 2}
+
+
+def test_joined_intervals_add_up_their_steps() -> None:
+    prefill = Interval(TimeCause.PREFILL, 0.0, 1.0, steps=1, tokens=5, mean_other_sequences=3.0)
+    prefill.absorb(Interval(TimeCause.DECODE, 1.0, 4.0, "r", 2, "fair", 3, 0, 1.0, 8))
+    assert prefill == Interval(TimeCause.DECODE, 0.0, 4.0, "r", 2, "fair", 4, 5, 1.5, 8)
+    wait = Interval(TimeCause.MEMORY, 4.0, 6.0)
+    wait.absorb(Interval(TimeCause.SLOTS, 6.0, 7.0))
+    assert wait == Interval(TimeCause.MEMORY, 4.0, 7.0)
+
+
+def test_equal_states_of_the_queue_are_one_interval() -> None:
+    log = ManagerLog("fcfs")
+    history = SequenceHistory(0.0, log)
+    for log.now_s in (0.0, 1.0, 2.0):
+        log.note(TimeCause.MEMORY, "kv_blocks", 1)
+    found = explain(
+        "r", RequestTimes(lambda: 3.0, 0.0), SequenceEnd(7, history, 0.0, None, None, None, None), 3.0, False
+    )
+    assert found.intervals == [Interval(TimeCause.MEMORY, 0.0, 3.0, "kv_blocks", 1, "fcfs")]
 
 
 def test_those_behind_the_first_name_it() -> None:
@@ -84,7 +122,7 @@ def test_those_behind_the_first_name_it() -> None:
     manager.plan(0.0)
     found = explain("r", make_times(0.0), end_of(third, None), 4.0, is_finished=False)
     check(found, 4.0)
-    assert [(each.cause, each.behind) for each in found.intervals] == [(TimeCause.SLOTS, 1)]
+    assert [(each.cause, each.behind_sequence_id) for each in found.intervals] == [(TimeCause.SLOTS, 1)]
 
 
 def test_an_api_process_that_has_no_history_explains_by_the_times_that_it_was_told() -> None:

@@ -226,11 +226,12 @@ def test_a_sequence_that_ended_keeps_the_counts_of_its_end() -> None:
 
 def test_the_first_state_of_the_queue_is_kept_for_a_while() -> None:
     log = ManagerLog()
-    for number in range(MAX_QUEUE_STATES + 5):
+    for number in range(2 * MAX_QUEUE_STATES):
         log.now_s = float(number)
         log.note(Cause.SLOTS, str(number))
-    known = list(log.between(0.0, 10.0))
-    assert known[0] == (None, 5.0) and known[1][0] is not None and known[-1][1] == 10.0
+    oldest_s = float(MAX_QUEUE_STATES)  # the older half was removed
+    known = list(log.between(0.0, oldest_s + 5.0))
+    assert known[0] == (None, oldest_s) and known[1][0] is not None and known[-1][1] == oldest_s + 5.0
 
 
 def test_many_spans_are_joined_without_gaps() -> None:
