@@ -140,6 +140,8 @@ class DraftState(Struct, frozen=True, array_like=True):
     round_times: tuple[list[int], list[float]]
     is_drafting: bool
     explored_id: int
+    explored_length: int
+    exploring_ids: list[int]
     exploring_debt_s: float
 
 
@@ -330,6 +332,8 @@ def _save_drafts(draft_lengths: DraftLengths) -> DraftState:
         round_times=_save_position_times(draft_lengths.round_times),
         is_drafting=draft_lengths.is_drafting,
         explored_id=draft_lengths.explored_id,
+        explored_length=draft_lengths.explored_length,
+        exploring_ids=draft_lengths.exploring_ids.copy(),
         exploring_debt_s=draft_lengths.exploring_debt_s,
     )
 
@@ -533,6 +537,8 @@ def _restore_drafts(draft_lengths: DraftLengths, state: DraftState) -> None:
     draft_lengths.num_accepted = state.num_accepted.copy()
     draft_lengths.is_drafting = state.is_drafting
     draft_lengths.explored_id = state.explored_id
+    draft_lengths.explored_length = state.explored_length
+    draft_lengths.exploring_ids = state.exploring_ids.copy()
     draft_lengths.exploring_debt_s = state.exploring_debt_s
     for times, (classes, means_s) in (
         (draft_lengths.times, state.times),

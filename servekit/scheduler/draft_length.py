@@ -28,7 +28,8 @@ FIRST_WEIGHT = 4.0  # of that, in drafts
 DECAY = 7 / 8  # the weight of a span in its sequence's acceptance, once another one has followed
 MEAN_DECAY = 63 / 64  # the same for the mean of all sequences
 # In two steps of so many, the first sequences verify one draft more than pays: their texts may have become repetitive,
-# and more positions may take less time than they once did. They are two steps, because in the first one a draft model
+# and more positions may take less time than they once did. If it paid, one more is tried at once, so that the number
+# grows within a few steps: what is known of longer steps is only an upper bound (`choose`). They are two steps, because in the first one a draft model
 # makes up for what it has not computed, so that only the second one shows what a draft takes. They are few sequences,
 # because under high load each position takes time; and the same ones, so that a draft model has little to make up for.
 # The number is a prime: otherwise it could always meet the same sequences, where several take turns in the steps of a
@@ -57,6 +58,8 @@ class DraftLengths:
         self.round_times = PositionTimes(unknown_s=0.0, min_s=0.0)
         self.is_drafting = False  # whether the newest step had drafts
         self.explored_id = -EXPLORE_EVERY  # the first one of the last two steps that explored
+        self.explored_length = max_drafts + 1  # drafts of a sequence in these, at most
+        self.exploring_ids: list[int] = []  # of the steps that explored and have no result yet
         self.exploring_debt_s = 0.0  # what exploring has cost, less its share of the time since
         self.mean_acceptance = FIRST_ACCEPTANCE
         self.num_drafted = [0] * max_drafts
@@ -84,7 +87,9 @@ class DraftLengths:
             self.round_times.observe(-(-sum(planned) // num_rounds), draft_time_s / num_rounds)
         self.is_drafting = bool(planned)
         self.exploring_debt_s = max(0.0, self.exploring_debt_s - EXPLORING_SHARE * step_time_s)
-        if planned and step.step_id % EXPLORE_EVERY < 2:
+        was_exploring = step.step_id in self.exploring_ids
+        self.exploring_ids = [step_id for step_id in self.exploring_ids if step_id > step.step_id]
+        if planned and was_exploring:
             # What the same tokens would have taken without drafts, and what they took more.
             num_tokens = num_decodes + sum(map(step.num_accepted, step.num_drafts))
             plain_s = self.times.seconds_of(num_decodes, position_s) * num_tokens / num_decodes
@@ -106,10 +111,13 @@ class DraftLengths:
             if sequence.max_drafts:
                 num_drafting[level_of(sequence.acceptance)] += 1
         chosen = self._choose_by_level(len(sequences), num_drafting, position_s)
-        if step_id % EXPLORE_EVERY == 0 and not self.exploring_debt_s:
-            self.explored_id = step_id
-        is_exploring = step_id - self.explored_id < 2
-        if not is_exploring and not any(chosen):
+        longest, is_exploring = max(chosen), step_id - self.explored_id < 2
+        has_paid = self.explored_length <= longest < self.max_drafts
+        if not is_exploring and not self.exploring_debt_s and (step_id % EXPLORE_EVERY == 0 or has_paid):
+            self.explored_id, self.explored_length, is_exploring = step_id, longest + 1, True
+        if is_exploring:
+            self.exploring_ids.append(step_id)
+        elif not longest:
             return []
         num_drafts = [chosen[level_of(sequence.acceptance)] for sequence in sequences]
         if is_exploring:

@@ -203,6 +203,30 @@ def test_speculation_that_does_not_pay_is_tried_again_now_and_then() -> None:
     assert explored == [0, 1, EXPLORE_EVERY, EXPLORE_EVERY + 1, 2 * EXPLORE_EVERY, 2 * EXPLORE_EVERY + 1]
 
 
+def test_the_number_of_drafts_grows_within_a_few_steps_where_more_positions_cost_little() -> None:
+    """Each position takes 6 ms, but as long as no step had as many positions, 30 ms are expected of it."""
+    lengths = DraftLengths(7)
+    (sequence,) = make_drafting(lengths, [0.97])
+    numbers = []
+    for step_id in range(30):
+        (number,) = (min(each, 7) for each in chosen(lengths, [sequence], step_id, position_s=30e-3))
+        numbers.append(number)
+        lengths.record(sequence, number, number, number)
+        observe(lengths, 1, [number], 60e-3 + 6e-3 * (1 + number), num_accepted=number, step_id=step_id)
+    assert numbers[12:] == [7] * 18
+
+
+def test_after_a_trial_that_did_not_pay_the_next_one_is_not_sooner() -> None:
+    lengths = DraftLengths(7)
+    (sequence,) = make_drafting(lengths, [0.97])
+    numbers = []
+    for step_id in range(EXPLORE_EVERY):
+        (number,) = chosen(lengths, [sequence], step_id, position_s=30e-3)
+        numbers.append(number)
+        observe(lengths, 1, [number], 10e-3 * (1 + number) ** 2, num_accepted=number, step_id=step_id)
+    assert numbers == [1, 1] + [0] * (EXPLORE_EVERY - 2)
+
+
 def test_the_more_trying_costs_the_seldomer_it_is_done() -> None:
     """Two steps with drafts took 10 ms each more than without, and 1/64 of the time may be spent on that."""
     lengths = DraftLengths(4)
