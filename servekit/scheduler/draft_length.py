@@ -28,12 +28,12 @@ FIRST_WEIGHT = 4.0  # of that, in drafts
 DECAY = 7 / 8  # the weight of a span in its sequence's acceptance, once another one has followed
 MEAN_DECAY = 63 / 64  # the same for the mean of all sequences
 # In two steps of so many, the first sequences verify one draft more than pays: their texts may have become repetitive,
-# and more positions may take less time than they once did. If it paid, one more is tried at once, so that the number
-# grows within a few steps: what is known of longer steps is only an upper bound (`choose`). They are two steps, because in the first one a draft model
-# makes up for what it has not computed, so that only the second one shows what a draft takes. They are few sequences,
-# because under high load each position takes time; and the same ones, so that a draft model has little to make up for.
-# The number is a prime: otherwise it could always meet the same sequences, where several take turns in the steps of a
-# pipeline.
+# and more positions may take less time than they once did. If that paid, one more is tried at once, so that the number
+# grows within a few steps: what is expected of longer steps is only an upper bound (`choose`). They are two steps,
+# because in the first one a draft model makes up for what it has not computed, so that only the second one shows what a
+# draft takes. They are few sequences, because under high load each position takes time; and the same ones, so that a
+# draft model has little to make up for. The number is a prime: otherwise it could always meet the same sequences, where
+# several take turns in the steps of a pipeline.
 EXPLORE_EVERY = 61
 MAX_EXPLORING = 4
 EXPLORING_SHARE = 1 / 64  # of the time, at most: it is left out as long as the last time cost more
