@@ -32,7 +32,7 @@ from servekit.protocol.prediction import PredictorInfo, PredictorKind, Predictor
 from servekit.request import GenerationRequest
 from servekit.scheduler.scheduler_config import SchedulerConfig
 
-LoadedBy = WorkerReady | PredictorReady  # what a worker reports of the model that it has loaded
+WorkerReport = WorkerReady | PredictorReady  # what a worker reports of the model that it has loaded
 
 
 class Places(Protocol):
@@ -114,7 +114,7 @@ class Engine(Service, Protocol):
         """What the model does: GENERATE, or a PredictorKind."""
 
     @property
-    def worker(self) -> LoadedBy | None:
+    def worker(self) -> WorkerReport | None:
         """What the first worker reported; None until it is ready."""
 
     @property
@@ -253,7 +253,7 @@ class ServedModel(Protocol):
         """Its engine, if the model is loaded."""
 
     @property
-    def worker(self) -> LoadedBy | None:
+    def worker(self) -> WorkerReport | None:
         """What its worker reported when it was loaded last; None if it was never loaded."""
 
     @property

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from servekit import __version__
 from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
-from servekit.engine.interface import LoadedBy, ManagedEngine
+from servekit.engine.interface import ManagedEngine, WorkerReport
 from servekit.engine.live_view import LiveView
 from servekit.engine.make_engine import make_engine
 from servekit.engine.one_model import ANY_MODEL, MAX_NAME_SHOWN, model_not_found
@@ -71,7 +71,7 @@ class ManagedModel:
         self.loads = LoadMetrics(self.metrics, lambda: self.load_state, lambda: manager.residency.num_uses(self.name))
         self.engine: ManagedEngine | None = None  # while it is loaded
         self.starting: ManagedEngine | None = None  # while it is being loaded
-        self.worker: LoadedBy | None = None
+        self.worker: WorkerReport | None = None
         self.max_prompt_tokens: int | None = None
         self.is_removed = False  # it is not in the file any more
         self.failure: ServekitError | None = None  # why it could not be loaded, or ended

@@ -136,8 +136,8 @@ class DraftState(Struct, frozen=True, array_like=True):
     mean_acceptance: float
     num_drafted: list[int]
     num_accepted: list[int]
-    times: tuple[list[int], list[float]]  # classes and means of PositionTimes
-    round_times: tuple[list[int], list[float]]
+    times: tuple[list[int], list[float], list[float]]  # classes, means and weights of PositionTimes
+    round_times: tuple[list[int], list[float], list[float]]
     is_drafting: bool
     explored_id: int
     explored_length: int
@@ -338,8 +338,8 @@ def _save_drafts(draft_lengths: DraftLengths) -> DraftState:
     )
 
 
-def _save_position_times(times: PositionTimes) -> tuple[list[int], list[float]]:
-    return times.classes.copy(), times.means_s.copy()
+def _save_position_times(times: PositionTimes) -> tuple[list[int], list[float], list[float]]:
+    return times.classes.copy(), times.means_s.copy(), times.weights.copy()
 
 
 def _save_queue(manager: WorkloadManager) -> QueueState:
@@ -540,11 +540,11 @@ def _restore_drafts(draft_lengths: DraftLengths, state: DraftState) -> None:
     draft_lengths.explored_length = state.explored_length
     draft_lengths.exploring_ids = state.exploring_ids.copy()
     draft_lengths.exploring_debt_s = state.exploring_debt_s
-    for times, (classes, means_s) in (
+    for times, learned in (
         (draft_lengths.times, state.times),
         (draft_lengths.round_times, state.round_times),
     ):
-        times.classes, times.means_s = classes.copy(), means_s.copy()
+        times.restore(*learned)
 
 
 def _restore_pool(kv_cache: KVCacheManager, state: PoolState, running: list[Sequence]) -> None:

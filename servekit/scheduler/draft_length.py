@@ -6,6 +6,10 @@ expected tokens per second: the sum over all sequences of the step, divided by t
 many drafts and the model for so many positions. All of this is measured: a for each sequence, the model's time by the
 number of positions, and the drafter's by the number of sequences for which it makes one more draft.
 
+A sequence also waits for the steps that are in flight when it arrives. So drafts, which make all steps longer, pay less
+the shorter the answers are: 1 / (1 / t + w) tokens per step, where t are the expected tokens of one step, and w the
+steps that are waited for each token.
+
 So no setting says where speculation pays. Where more positions take no longer, because the step waits for memory,
 drafts are free; where each one adds its share, because the step waits for arithmetic, only the likeliest are worth it.
 
@@ -17,6 +21,8 @@ Models Using Goodput", 2024, section 4.
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import accumulate, pairwise
+from math import inf
 
 from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.step import Step
@@ -33,15 +39,27 @@ MEAN_DECAY = 63 / 64  # the same for the mean of all sequences
 # because in the first one a draft model makes up for what it has not computed, so that only the second one shows what a
 # draft takes. They are few sequences, because under high load each position takes time; and the same ones, so that a
 # draft model has little to make up for. The number is a prime: otherwise it could always meet the same sequences, where
-# several take turns in the steps of a pipeline.
+# several take turns in the steps of a pipeline. Halfway between, one step has no drafts, which shows what such a step
+# takes: otherwise, once drafts had looked worthwhile, nothing would be learned of the alternative.
 EXPLORE_EVERY = 61
 MAX_EXPLORING = 4
+# A sequence waits at its arrival until the steps that are in flight have ended, and drafts make these longer. For short
+# answers, that is a large part of their time.
+STEPS_WAITED = 1.5
+# Drafts begin only if they are expected to pay by this factor. To begin and end again and again costs the most: a draft
+# model then makes up each time for what it has missed.
+MIN_GAIN_TO_BEGIN = 1.2
 EXPLORING_SHARE = 1 / 64  # of the time, at most: it is left out as long as the last time cost more
 
 
 def level_of(acceptance: float) -> int:
     """The level of an acceptance between 0 and 1."""
     return min(NUM_LEVELS - 1, int(acceptance * NUM_LEVELS))
+
+
+def _tokens_per_step(num_tokens: float, waited_per_token: float) -> float:
+    """The tokens of a sequence by all its steps, if it gets `num_tokens` in each one for which it does not wait."""
+    return 1.0 / (1.0 / num_tokens + waited_per_token)
 
 
 class DraftLengths:
@@ -96,23 +114,37 @@ class DraftLengths:
             model_s = self.times.seconds_of(num_decodes + num_verified, position_s)
             self.exploring_debt_s += max(0.0, draft_time_s + model_s - plain_s)
 
-    def choose(self, sequences: Collection[Sequence], step_id: int, position_s: float) -> list[int]:
+    def choose(
+        self,
+        sequences: Collection[Sequence],
+        step_id: int,
+        position_s: float,
+        num_prefill_tokens: int = 0,
+        mean_answer_tokens: float = inf,
+    ) -> list[int]:
         """Return the number of drafts of each sequence, in a step that decodes these; empty if there are none.
 
         In a step of more positions than any without prefill had, each of them is expected to take `position_s` more.
-        Such steps may never come without prefill, and only those show what positions take.
+        Such steps may never come without prefill, and only those show what positions take. A step with prefill is
+        expected to take as much longer with drafts as one without prefill that has as many positions.
 
         For any number of positions, the best choice takes the drafts that are likeliest to be accepted. So it is enough
         to add drafts in this order, and to keep the number at which the rate was highest. Sequences of one level of
         acceptance get the same number.
         """
+        if not sequences:
+            return []
         num_drafting = [0] * NUM_LEVELS  # sequences of each level
         for sequence in sequences if self.times.classes else ():  # before any time is known, only exploring is safe
             if sequence.max_drafts:
                 num_drafting[level_of(sequence.acceptance)] += 1
-        chosen = self._choose_by_level(len(sequences), num_drafting, position_s)
+        chosen = self._choose_by_level(
+            len(sequences), num_drafting, position_s, num_prefill_tokens, STEPS_WAITED / mean_answer_tokens
+        )
         longest, is_exploring = max(chosen), step_id - self.explored_id < 2
         has_paid = self.explored_length <= longest < self.max_drafts
+        if longest and step_id % EXPLORE_EVERY == EXPLORE_EVERY // 2:
+            return []
         if not is_exploring and not self.exploring_debt_s and (step_id % EXPLORE_EVERY == 0 or has_paid):
             self.explored_id, self.explored_length, is_exploring = step_id, longest + 1, True
         if is_exploring:
@@ -124,28 +156,52 @@ class DraftLengths:
             num_drafts[:MAX_EXPLORING] = [each + 1 for each in num_drafts[:MAX_EXPLORING]]
         return num_drafts
 
-    def _choose_by_level(self, num_sequences: int, num_drafting: list[int], position_s: float) -> list[int]:
-        """Return the best number of drafts for each level, of which there are so many sequences."""
-        likeliest = sorted(
-            (-(((level + 0.5) / NUM_LEVELS) ** position), level, position)
+    def _choose_by_level(
+        self,
+        num_sequences: int,
+        num_drafting: list[int],
+        position_s: float,
+        num_prefill_tokens: int,
+        waited_per_token: float,
+    ) -> list[int]:
+        """Return the best number of drafts for each level, of which there are so many sequences.
+
+        `waited_per_token` are the steps that a sequence waits for each of its tokens, because it waits at its arrival
+        where others run.
+        """
+        waited_per_token *= 1.0 - 1.0 / num_sequences  # one alone meets no step that is in flight
+        gains = sorted(
+            (-gain, level, position)
             for level in range(1, NUM_LEVELS)  # of the lowest level, nothing is expected
             if num_drafting[level]
-            for position in range(1, self.max_drafts + 1)
+            for position, gain in enumerate(self._gains_of(level, waited_per_token), start=1)
         )
-        num_drafts, num_rounds, num_tokens = 0, 0, float(num_sequences)
-        best_rate, num_best = num_tokens / self.times.seconds_of(num_sequences, position_s), 0
-        for number, (unlikelihood, level, position) in enumerate(likeliest, start=1):
+        num_drafts, num_rounds = 0, 0
+        num_tokens = _tokens_per_step(1.0, waited_per_token) * num_sequences
+        plain_s = self.times.seconds_of(num_sequences, position_s)
+        best_rate, num_best, num_others = num_tokens / plain_s, 0, num_sequences + num_prefill_tokens
+        least_rate = best_rate * (1.0 if self.is_drafting else MIN_GAIN_TO_BEGIN)
+        without_s = self.times.seconds_of(num_others, position_s)
+        for number, (loss, level, position) in enumerate(gains, start=1):
             num_drafts += num_drafting[level]
             num_rounds = max(num_rounds, position)
-            num_tokens -= unlikelihood * num_drafting[level]
+            num_tokens -= loss * num_drafting[level]
             draft_time_s = num_rounds * self.round_times.seconds_of(-(-num_drafts // num_rounds))
-            rate = num_tokens / (self.times.seconds_of(num_sequences + num_drafts, position_s) + draft_time_s)
-            if rate > best_rate:
+            longer_s = self.times.seconds_of(num_others + num_drafts, position_s) - without_s
+            rate = num_tokens / (plain_s + longer_s + draft_time_s)
+            if rate > max(best_rate, least_rate):
                 best_rate, num_best = rate, number
         chosen = [0] * NUM_LEVELS
-        for _, level, position in likeliest[:num_best]:
+        for _, level, position in gains[:num_best]:
             chosen[level] = position  # the positions of a level come in ascending order
         return chosen
+
+    def _gains_of(self, level: int, waited_per_token: float) -> list[float]:
+        """The tokens per step that each further draft of a sequence adds; less with each one."""
+        likelihood = (level + 0.5) / NUM_LEVELS
+        expected = accumulate(likelihood**position for position in range(self.max_drafts + 1))
+        tokens = [_tokens_per_step(each, waited_per_token) for each in expected]
+        return [longer - shorter for shorter, longer in pairwise(tokens)]
 
     def record(self, sequence: Sequence, num_planned: int, num_verified: int, num_accepted: int) -> None:
         """Learn from the drafts of a sequence. Call it before `observe`.

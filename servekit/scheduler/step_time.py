@@ -84,16 +84,36 @@ def bounds_of(size: int) -> tuple[int, int]:
     return first, first + (1 << shift) - 1
 
 
+def non_decreasing(values: list[float], weights: list[float]) -> list[float]:
+    """Return the non-decreasing values with the least weighted squared distance to these (isotonic regression).
+
+    It pools neighbours that are in the wrong order: Barlow et al., "Statistical Inference under Order Restrictions",
+    1972, section 1.2.
+    """
+    pools: list[tuple[float, float, int]] = []  # (mean, weight, number of values)
+    for mean, weight in zip(values, weights, strict=True):
+        number = 1
+        while pools and pools[-1][0] > mean:
+            before, before_weight, before_number = pools.pop()
+            mean = (before_weight * before + weight * mean) / (before_weight + weight)
+            weight, number = before_weight + weight, before_number + number
+        pools.append((mean, weight, number))
+    return [mean for mean, _, number in pools for _ in range(number)]
+
+
 class PositionTimes:
     """Learn how long a step takes by the number of positions that it computes, for steps without prefill.
 
     A line would not do: on most devices the time is flat up to some number, then rises in steps. So there is a mean for
-    each size class, which decays, and between two known ones the time is interpolated. It falls sooner than it rises:
-    a step may be held up by something else, but none is faster than it can be.
+    each size class. It is a mean and not, for example, the shortest time: that falls with the number of steps that were
+    seen, and so whatever is chosen often would look fast. More positions never take less time, and this corrects what
+    was seen seldom or long ago, by what was seen of others (`non_decreasing`). Between two known classes, the time is
+    interpolated.
     """
 
-    RISE = 0.1  # the weight of a step that took longer than the mean
-    FALL = 0.5  # and of one that took less
+    MAX_WEIGHT = 8.0  # of a class, in steps: the newest step counts for at least a ninth of its mean
+    DECAY = 0.98  # of the weights of all classes, with each step
+    MAX_RATIO = 2.0  # between a step and the mean: a step that was held up for long changes the mean no more than this
 
     def __init__(self, unknown_s: float = 1.0, min_s: float = 1e-6) -> None:
         """`unknown_s` is the time until a step was seen. No time is less than `min_s`; clocks may show less."""
@@ -101,17 +121,30 @@ class PositionTimes:
         self._min_s = min_s
         self.classes: list[int] = []  # that were seen, ascending
         self.means_s: list[float] = []  # of each one
+        self.weights: list[float] = []  # of each mean
+        self._fitted_s: list[float] | None = None  # the means in order, since the newest step
 
     def observe(self, num_positions: int, seconds: float) -> None:
         """Learn from a step that took `seconds`."""
         found, seconds = size_class(num_positions), max(seconds, self._min_s)
+        self._fitted_s = None
+        self.weights = [self.DECAY * weight for weight in self.weights]
         index = bisect_left(self.classes, found)
-        if index < len(self.classes) and self.classes[index] == found:
-            above_s = seconds - self.means_s[index]
-            self.means_s[index] += (self.RISE if above_s > 0 else self.FALL) * above_s
-        else:
+        if index == len(self.classes) or self.classes[index] != found:
             self.classes.insert(index, found)
             self.means_s.insert(index, seconds)
+            self.weights.insert(index, 1.0)
+            return
+        mean_s, weight = self.means_s[index], self.weights[index]
+        mean_s = min(mean_s, self.MAX_RATIO * seconds)
+        seconds = min(seconds, self.MAX_RATIO * mean_s)
+        self.means_s[index] = (weight * mean_s + seconds) / (weight + 1.0)
+        self.weights[index] = min(weight + 1.0, self.MAX_WEIGHT)
+
+    def restore(self, classes: list[int], means_s: list[float], weights: list[float]) -> None:
+        """Continue with what another instance has learned."""
+        self.classes, self.means_s, self.weights = classes.copy(), means_s.copy(), weights.copy()
+        self._fitted_s = None
 
     def seconds_of(self, num_positions: int, position_s: float = 0.0) -> float:
         """The time of a step with this number of positions; the same for all numbers until a step was seen.
@@ -119,9 +152,12 @@ class PositionTimes:
         Above the largest step that was seen, each position adds `position_s`, and below the smallest one it takes that
         away, down to its share. If that is too little, the step is tried, and its time is known.
         """
-        classes, means_s = self.classes, self.means_s
+        classes = self.classes
         if not classes:
             return self._unknown_s
+        if self._fitted_s is None:
+            self._fitted_s = non_decreasing(self.means_s, self.weights)
+        means_s = self._fitted_s
         wanted = size_class(num_positions)
         index = bisect_left(classes, wanted)
         if index == len(classes):

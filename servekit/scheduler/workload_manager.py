@@ -41,6 +41,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
+from math import inf
 from typing import Any, cast
 
 from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, StepResult
@@ -606,7 +607,10 @@ class WorkloadManager:
         decodes = step.sampled[: step.num_decodes]
         sequences = [sequence for sequence, _ in decodes]
         position_s = self.prefill_limiter.step_times.prefill_s
-        for index, num_wanted in enumerate(self.draft_lengths.choose(sequences, step.step_id, position_s)):
+        wanted = self.draft_lengths.choose(
+            sequences, step.step_id, position_s, step.num_prefill_tokens, self.output_lengths.mean_length or inf
+        )
+        for index, num_wanted in enumerate(wanted):
             sequence = sequences[index]
             if num_wanted:
                 num_wanted = min(num_wanted, step.budget, self._max_drafts(sequence))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection
 from itertools import count
+from math import inf
 
 from servekit.protocol.messages import StepPlan
 from servekit.scheduler.draft_length import DraftLengths
@@ -15,7 +16,14 @@ from workers.speculation.drafter import Drafter, DraftRequest
 class VaryingDraftLengths(DraftLengths):
     """Lets steps have drafts whether they pay or not: mostly as many as it may, sometimes fewer, sometimes none."""
 
-    def choose(self, sequences: Collection[Sequence], step_id: int, position_s: float) -> list[int]:
+    def choose(
+        self,
+        sequences: Collection[Sequence],
+        step_id: int,
+        position_s: float,
+        num_prefill_tokens: int = 0,
+        mean_answer_tokens: float = inf,
+    ) -> list[int]:
         return [step_id % (self.max_drafts + 1) if step_id % 3 == 0 else self.max_drafts] * len(sequences)
 
 

@@ -110,7 +110,7 @@ def predictions(server: ServerProcess) -> dict[str, Asked]:
     return found
 
 
-class Siege:
+class SoakTest:
     """Clients, an operator and a killer, for a while."""
 
     def __init__(self, server: ServerProcess, file: ModelsFile, seed: int) -> None:
@@ -234,10 +234,10 @@ class Siege:
             await asyncio.sleep(0.05)
 
 
-async def _besiege(server: ServerProcess, file: ModelsFile, seconds: float, seed: int) -> tuple[Siege, list[Finding]]:
-    siege = Siege(server, file, seed)
+async def _soak(server: ServerProcess, file: ModelsFile, seconds: float, seed: int) -> tuple[SoakTest, list[Finding]]:
+    soak_test = SoakTest(server, file, seed)
     watch = asyncio.create_task(_memory_after(server, seconds / 3))
-    await siege.run(seconds)
+    await soak_test.run(seconds)
     early_mib = await watch
     is_at_rest = await _unload_all(server)
     late_mib = server.resident_mib()
@@ -249,7 +249,7 @@ async def _besiege(server: ServerProcess, file: ModelsFile, seconds: float, seed
         if pid not in (*server.worker_pids(), *server.sandbox_pids(), *server.body_process_pids())
     ]
     num_tracebacks = server.log.read_text().count("Traceback")
-    return siege, [
+    return soak_test, [
         Finding("models loaded meanwhile", "", f"{loads:,.0f}"),
         Finding("models evicted or unloaded", "", f"{server.metric('servekit_model_unloads_total'):,.0f}"),
         Finding(
@@ -299,31 +299,31 @@ def _serving(folder: Path) -> Iterator[tuple[ServerProcess, ModelsFile]]:
 
 
 def run(minutes: float, seed: int = 0) -> list[Finding]:
-    """Besiege a server for so many minutes."""
+    """Run a soak test of so many minutes."""
     with _serving(BUILD / "models") as (server, file):
-        siege, at_end = asyncio.run(_besiege(server, file, 60 * minutes, seed))
-    for example in siege.examples[:20]:
+        soak_test, at_end = asyncio.run(_soak(server, file, 60 * minutes, seed))
+    for example in soak_test.examples[:20]:
         print(f"  {example}", flush=True)
     is_bad: Callable[[str], bool] = lambda outcome: outcome in ("lost", "wrong") or outcome.startswith("status")  # noqa: E731
-    bad = sum(number for outcome, number in siege.outcomes.items() if is_bad(outcome))
+    bad = sum(number for outcome, number in soak_test.outcomes.items() if is_bad(outcome))
     return [
         Finding(
             "requests",
             "each answered right, or refused with Retry-After",
-            ", ".join(f"{outcome} {number:,}" for outcome, number in siege.outcomes.most_common()),
-            bad == 0 and siege.outcomes["right"] > 0,
+            ", ".join(f"{outcome} {number:,}" for outcome, number in soak_test.outcomes.most_common()),
+            bad == 0 and soak_test.outcomes["right"] > 0,
         ),
-        Finding("disturbances", "", ", ".join(f"{what} {number:,}" for what, number in sorted(siege.done.items()))),
+        Finding("disturbances", "", ", ".join(f"{what} {number:,}" for what, number in sorted(soak_test.done.items()))),
         Finding(
             "memory that models held, of what the file gives",
             f"<= {CAPACITY}",
-            f"{siege.most_bytes}",
-            siege.most_bytes <= CAPACITY,
+            f"{soak_test.most_bytes}",
+            soak_test.most_bytes <= CAPACITY,
         ),
         Finding(
             "answers of the model that stays loaded: p50, p99, longest",
             "",
-            ", ".join(f"{percentile(siege.kept_s, share):.2f} s" for share in (0.5, 0.99, 1)),
+            ", ".join(f"{percentile(soak_test.kept_s, share):.2f} s" for share in (0.5, 0.99, 1)),
         ),
         *at_end,
     ]

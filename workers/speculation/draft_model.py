@@ -41,6 +41,10 @@ log = logging.getLogger("servekit.worker")
 # The most tokens that one step computes to make up for steps in which no drafts were wanted. It is as many as a few
 # blocks, so that the step stays near the length of the others.
 MAX_CATCH_UP_TOKENS = 256
+# Without a draft in so many plans, none is wanted. Then the prompts of a step are left out, if they are short: a step
+# of the draft model takes a fixed time, too. They are made up for as soon as drafts are wanted.
+NUM_IDLE_PLANS = 4
+MAX_LEFT_OUT_TOKENS = 64
 _UNASSIGNED = -1
 
 
@@ -191,6 +195,7 @@ class DraftModelDrafter(Drafter):
         # By slot: the position of the first draft, and the drafts whose keys and values are computed.
         self._drafted: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._prompts: list[tuple[int, int]] = []  # (slot, end) of this step's prompt chunks
+        self._num_idle_plans = 0  # since one that has drafts
         self._no_mask = torch.zeros(1, 1, 1, 1, device=loaded.device)
         self._dtype_of_states = torch.empty(0, dtype=loaded.dtype, device=loaded.device)  # for rotations
 
@@ -201,12 +206,18 @@ class DraftModelDrafter(Drafter):
             self._num_computed[assignment.slot] = self._first[assignment.slot] = _UNASSIGNED
             self._drafted.pop(assignment.slot, None)
         self._prompts = []
+        num_prompt_tokens = 0
+        has_drafts = any(chunk.num_drafts for chunk in plan.chunks)
+        self._num_idle_plans = 0 if has_drafts else self._num_idle_plans + 1
         for chunk in plan.chunks:
             if self._num_computed[chunk.slot] == _UNASSIGNED:
                 self._num_computed[chunk.slot] = self._first[chunk.slot] = chunk.start  # before it: the prefix cache
             num_known = min(len(chunk.token_ids), chunk.num_tokens - chunk.num_drafts)
             if num_known > 1:  # a single one is computed with the drafts behind it
                 self._prompts.append((chunk.slot, chunk.start + num_known))
+                num_prompt_tokens += num_known
+        if self._num_idle_plans > NUM_IDLE_PLANS and num_prompt_tokens <= MAX_LEFT_OUT_TOKENS:
+            self._prompts = []
 
     def commit(self, slot: int, start: int, token_ids: tuple[int, ...]) -> None:
         first, drafts = self._drafted.pop(slot, (-1, ()))

@@ -83,7 +83,7 @@ class Speculator:
         self._group = group
         self._progress: dict[int, _Progress] = {}  # by slot
         self._in_flight: deque[LaunchedStep] = deque()  # those that are not settled, the oldest first
-        self.draft_time_s = 0.0  # what the drafter took to make the drafts of the newest plan
+        self.draft_time_s = 0.0  # what the drafter took for the newest plan
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
@@ -187,8 +187,10 @@ class Speculator:
     # -- after its launch ---------------------------------------------------------------------------------------------
 
     def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
-        """Show the drafter what the model has computed."""
+        """Show the drafter what the model has computed. What it computes itself is a part of the time of drafts."""
+        began_s = time.monotonic()
         self.drafter.observe(batch, hidden_states)
+        self.draft_time_s += time.monotonic() - began_s
 
     def launched(self, plan: StepPlan, read: Callable[[], StepResult], invalid_rows: Collection[int]) -> LaunchedStep:
         """Note that a resolved plan was launched. In `invalid_rows` no valid token is sampled.

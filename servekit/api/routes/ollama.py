@@ -34,7 +34,7 @@ from servekit.api.schemas.ollama import (
     OllamaVersion,
 )
 from servekit.config import ServeConfig
-from servekit.engine.interface import GeneratingEngine, LoadedBy, ServedModel
+from servekit.engine.interface import GeneratingEngine, ServedModel, WorkerReport
 from servekit.engine.model_kind import GENERATE
 from servekit.errors import InvalidRequest, ModelNotFound
 from servekit.protocol.messages import WorkerReady
@@ -228,7 +228,7 @@ def _model(served: ServedModel) -> OllamaModel:
     )
 
 
-def _details(config: ServeConfig, worker: LoadedBy) -> OllamaModelDetails:
+def _details(config: ServeConfig, worker: WorkerReport) -> OllamaModelDetails:
     family = _family(worker.model.architecture)
     quantization = worker.model.quantization if isinstance(worker, WorkerReady) else None
     return OllamaModelDetails(

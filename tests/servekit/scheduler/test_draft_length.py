@@ -102,6 +102,7 @@ def test_no_other_choice_gives_more_tokens_a_second(seed: int) -> None:
     """All choices for three sequences are tried."""
     rng = random.Random(seed)
     lengths = DraftLengths(3)
+    lengths.is_drafting = True
     times_s: list[float] = []
     for num_positions in range(1, 13):  # flat at first, then in steps
         times_s.append((times_s[-1] if times_s else 0.01) * rng.choice([1.0, 1.0, 1.05, 1.3]))
@@ -187,11 +188,54 @@ def test_a_step_that_is_larger_than_all_known_ones_is_tried_if_its_positions_may
 
 def test_sequences_without_drafts_cost_time_but_get_none() -> None:
     lengths = DraftLengths(4)
+    lengths.is_drafting = True
     learn(lengths, lambda num_positions: max(10e-3, 1e-3 * num_positions))
     (alone,) = chosen(lengths, make_drafting(lengths, [0.9]))
     without = make_drafting(lengths, [0.9] * 8, max_drafts=0)
     assert all(sequence.max_drafts == 0 for sequence in without)
     assert 0 < chosen(lengths, [*without, *make_drafting(lengths, [0.9])])[-1] < alone
+
+
+def test_drafts_begin_where_they_pay_clearly_and_end_where_they_do_not_pay() -> None:
+    lengths = DraftLengths(1)
+    learn(lengths, lambda num_positions: 10e-3 * num_positions**0.5)
+    for acceptance, begins, goes_on in ((0.3, 0, 0), (0.5, 0, 1), (0.9, 1, 1)):
+        sequences = make_drafting(lengths, [acceptance])
+        lengths.is_drafting = False
+        assert chosen(lengths, sequences) == [begins]
+        lengths.is_drafting = True
+        assert chosen(lengths, sequences) == [goes_on]
+
+
+def test_short_answers_get_fewer_drafts_because_sequences_wait_for_longer_steps() -> None:
+    lengths = DraftLengths(7)
+    lengths.is_drafting = True
+    learn(lengths, lambda num_positions: 10e-3 + 0.4e-3 * num_positions)
+    sequences = make_drafting(lengths, [0.8] * 4)
+    long, short, shortest = (lengths.choose(sequences, PLAIN, 0.0, 0, mean) or [0] for mean in (1000.0, 8.0, 1.0))
+    assert long[0] > short[0] > shortest[0]
+    assert lengths.choose(sequences[:1], PLAIN, 0.0, 0, 1.0) == lengths.choose(sequences[:1], PLAIN, 0.0), (
+        "one alone waits for nobody"
+    )
+
+
+def test_drafts_beside_prompts_are_as_dear_as_positions_of_a_step_of_that_size() -> None:
+    """Up to 16 positions are free, and each further one takes its share."""
+    lengths = DraftLengths(4)
+    lengths.is_drafting = True
+    learn(lengths, lambda num_positions: 1e-3 * max(16, num_positions))
+    alone, many = make_drafting(lengths, [0.6]), make_drafting(lengths, [0.6] * 10)
+    assert lengths.choose(alone, PLAIN, 0.0) == [4] and lengths.choose(many, PLAIN, 0.0) != []
+    assert 0 < lengths.choose(alone, PLAIN, 0.0, num_prefill_tokens=100)[0] < 4
+    assert lengths.choose(many, PLAIN, 0.0, num_prefill_tokens=100) == []
+
+
+def test_now_and_then_a_step_has_no_drafts_although_they_pay() -> None:
+    lengths = DraftLengths(4)
+    learn(lengths, lambda num_positions: 0.01)
+    sequences = make_drafting(lengths, [0.9])
+    without = [step_id for step_id in range(2 * EXPLORE_EVERY) if not lengths.choose(sequences, step_id, 0.0)]
+    assert without == [EXPLORE_EVERY // 2, EXPLORE_EVERY + EXPLORE_EVERY // 2]
 
 
 def test_speculation_that_does_not_pay_is_tried_again_now_and_then() -> None:
@@ -260,6 +304,7 @@ def test_a_step_with_prefill_shows_only_what_the_drafter_takes() -> None:
 def test_acceptance_follows_the_text() -> None:
     """It falls while drafts are rejected. Then the text becomes repetitive, and a few drafts are enough to see it."""
     lengths = DraftLengths(4)
+    lengths.is_drafting = True
     learn(lengths, lambda num_positions: 0.01)
     (sequence,) = make_drafting(lengths, [0.5])
     for _ in range(30):

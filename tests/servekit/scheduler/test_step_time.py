@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from servekit.scheduler.step_time import PositionTimes, StepTimes, bounds_of, size_class
+from servekit.scheduler.step_time import PositionTimes, StepTimes, bounds_of, non_decreasing, size_class
 
 OVERHEAD_S, PREFILL_S, DECODE_S = 0.02, 100e-6, 400e-6
 
@@ -92,3 +92,42 @@ def test_a_clock_that_stands_still_gives_a_time_that_can_be_divided_by() -> None
     times = PositionTimes()
     times.observe(3, 0.0)
     assert times.seconds_of(3) > 0
+
+
+def test_a_class_that_is_seen_often_does_not_look_faster_than_one_that_is_seen_seldom() -> None:
+    rng = random.Random(0)
+    times = PositionTimes()
+    errors = {8: 0.0, 12: 0.0}
+    for number in range(4000):
+        positions = 12 if number % 20 == 0 else 8
+        times.observe(positions, rng.choice([0.01, 0.018]))
+        for each in errors:
+            errors[each] += times.seconds_of(each) / 0.014 - 1.0
+    assert all(abs(error) / 4000 < 0.1 for error in errors.values())
+
+
+def test_more_positions_never_take_less_time() -> None:
+    times = PositionTimes()
+    times.observe(1, 0.05)  # long ago, when the machine was slower
+    for _ in range(50):
+        times.observe(2, 0.01)
+        times.observe(6, 0.02)
+    assert times.seconds_of(1) <= times.seconds_of(2) == pytest.approx(0.01, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_non_decreasing_values_are_the_nearest_ones(seed: int) -> None:
+    """By the formula of minima and maxima (Barlow et al., equation 1.9)."""
+    rng = random.Random(seed)
+    values = [rng.uniform(0.0, 1.0) for _ in range(rng.randrange(8))]
+    weights = [rng.uniform(0.1, 2.0) for _ in values]
+
+    def mean(first: int, last: int) -> float:
+        parts = range(first, last + 1)
+        return sum(values[each] * weights[each] for each in parts) / sum(weights[each] for each in parts)
+
+    expected = [
+        max(min(mean(first, last) for last in range(index, len(values))) for first in range(index + 1))
+        for index in range(len(values))
+    ]
+    assert non_decreasing(values, weights) == pytest.approx(expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Collection
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,14 @@ MAX_SHARE = {"draft": 0.2, "medusa": 0.1}  # of the model's bytes
 class MostDrafts(DraftLengths):
     """Wants as many drafts as it may in each step."""
 
-    def choose(self, sequences: Collection[Sequence], step_id: int, position_s: float) -> list[int]:
+    def choose(
+        self,
+        sequences: Collection[Sequence],
+        step_id: int,
+        position_s: float,
+        num_prefill_tokens: int = 0,
+        mean_answer_tokens: float = inf,
+    ) -> list[int]:
         return [self.max_drafts] * len(sequences)
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Collection
 from functools import cache
+from math import inf
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -127,7 +128,14 @@ def test_every_draft_of_the_model_itself_is_accepted() -> None:
 class PausingDraftLengths(DraftLengths):
     """Wants no drafts in some steps, and the most in all others."""
 
-    def choose(self, sequences: Collection[Sequence], step_id: int, position_s: float) -> list[int]:
+    def choose(
+        self,
+        sequences: Collection[Sequence],
+        step_id: int,
+        position_s: float,
+        num_prefill_tokens: int = 0,
+        mean_answer_tokens: float = inf,
+    ) -> list[int]:
         return [0 if 10 <= step_id < 40 else self.max_drafts] * len(sequences)
 
 
