@@ -413,7 +413,8 @@ class RemoteEngine:
         except TimeoutError:
             raise RemoteUnavailable(
                 f"all {self.settings.max_connections} connections to the server of the model "
-                f"{self.config.model_name!r} (max_connections) were in use for {timeout_s:g} s (first_token_timeout)",
+                f"{self.config.model_name!r} (max_connections) were in use for {timeout_s:g} s (first_token_timeout); "
+                "raise one of the two, or send fewer requests at a time",
                 retry_after_s=RETRY_AFTER_S,
             ) from None
         finally:
@@ -608,7 +609,9 @@ class _Exchange:
             what = f"sent nothing more for {settings.token_timeout:g} s (token_timeout)"
         else:
             what = f"sent nothing within {settings.first_token_timeout:g} s (first_token_timeout)"
-        return Failure(RemoteTimeout(f"the server of the model {model!r} {what}"), "timeout")
+        return Failure(
+            RemoteTimeout(f"the server of the model {model!r} {what}; if it is only slow, raise this limit"), "timeout"
+        )
 
     def _read(self, events: list[bytes]) -> bool:
         """Deliver what these events contain. Returns whether there was anything."""

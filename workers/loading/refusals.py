@@ -45,7 +45,7 @@ def loading_errors_named(architecture: str) -> Iterator[None]:
     except ConfigError:
         raise
     except SafetensorError as error:
-        raise ConfigError(f"the model's weights are damaged or incomplete: {error}") from error
+        raise ConfigError(f"the model's weights are damaged or incomplete: {error}; download them again") from error
     except (ImportError, OSError, ValueError, NotImplementedError) as error:
         raise refusal(architecture, in_one_line(error)) from error
     except Exception as error:
@@ -54,7 +54,9 @@ def loading_errors_named(architecture: str) -> Iterator[None]:
             reason = "its layers choose among attention classes of their own and do not call AttentionInterface"
             raise refusal(architecture, reason) from error
         if "ignore_mismatched_sizes" in str(error):
-            raise ConfigError("the model's weights have other shapes than its config.json describes") from error
+            raise ConfigError(
+                "the model's weights have other shapes than its config.json describes; take both from the same source"
+            ) from error
         raise _does_not_run(architecture, error) from error
 
 
