@@ -6,9 +6,9 @@ expected tokens per second: the sum over all sequences of the step, divided by t
 many drafts and the model for so many positions. All of this is measured: a for each sequence, the model's time by the
 number of positions, and the drafter's by the number of sequences for which it makes one more draft.
 
-A sequence also waits for the steps that are in flight when it arrives. So drafts, which make all steps longer, pay less
-the shorter the answers are: 1 / (1 / t + w) tokens per step, where t are the expected tokens of one step, and w the
-steps that are waited for each token.
+A sequence also waits for the steps that are in flight when it arrives, and for the step of its prompt. So drafts, which
+make all steps longer, pay less the shorter the answers are: 1 / (1 / t + w) tokens per step, where t are the expected
+tokens of one step, and w the steps that are waited for each token.
 
 So no setting says where speculation pays. Where more positions take no longer, because the step waits for memory,
 drafts are free; where each one adds its share, because the step waits for arithmetic, only the likeliest are worth it.
@@ -43,9 +43,9 @@ MEAN_DECAY = 63 / 64  # the same for the mean of all sequences
 # takes: otherwise, once drafts had looked worthwhile, nothing would be learned of the alternative.
 EXPLORE_EVERY = 61
 MAX_EXPLORING = 4
-# A sequence waits at its arrival until the steps that are in flight have ended, and drafts make these longer. For short
-# answers, that is a large part of their time.
-STEPS_WAITED = 1.5
+# A sequence waits at its arrival for the two steps that are in flight, and then for the one that computes its prompt.
+# Drafts make these longer. For short answers, that is a large part of their time.
+STEPS_WAITED = 3.0
 # Drafts begin only if they are expected to pay by this factor. To begin and end again and again costs the most: a draft
 # model then makes up each time for what it has missed.
 MIN_GAIN_TO_BEGIN = 1.2
@@ -218,4 +218,6 @@ class DraftLengths:
         weight = DECAY * sequence.acceptance_weight
         sequence.acceptance = (weight * sequence.acceptance + num_accepted) / (weight + num_tries)
         sequence.acceptance_weight = weight + num_tries
-        self.mean_acceptance += (1.0 - MEAN_DECAY) * (sequence.acceptance - self.mean_acceptance)
+        # The first sequences show the most: what is expected of them is only a guess.
+        share = max(1.0 - MEAN_DECAY, 1.0 / (FIRST_WEIGHT + self.num_spans))
+        self.mean_acceptance += share * (sequence.acceptance - self.mean_acceptance)
