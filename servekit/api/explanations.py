@@ -7,6 +7,8 @@ fewer if their histories are long. If there are too many, the oldest one of the 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import inf
 from weakref import WeakValueDictionary
 
@@ -18,7 +20,7 @@ from servekit.scheduler.explanation import Explanation, SequenceEnd, explain
 from servekit.time_causes import RequestTimes
 
 MAX_ENDED = 1024
-MAX_SPANS = 2**16  # of all requests that have ended; one takes about 250 bytes
+MAX_ENDED_SPANS = 2**16  # of all requests that have ended; one takes about 250 bytes
 
 
 class _Ended(Struct, frozen=True):
@@ -27,6 +29,7 @@ class _Ended(Struct, frozen=True):
     times: RequestTimes
     last: SequenceEnd
     end_s: float
+    num_spans: int
 
 
 class _TenantsEnded:
@@ -39,13 +42,13 @@ class _TenantsEnded:
     def add(self, request_id: str, ended: _Ended) -> None:
         self.remove(request_id)
         self.requests[request_id] = ended
-        self.num_spans += ended.last.history.num_spans
+        self.num_spans += ended.num_spans
 
     def remove(self, request_id: str) -> None:
         """Forget a request, if there is one with this id."""
         ended = self.requests.pop(request_id, None)
         if ended is not None:
-            self.num_spans -= ended.last.history.num_spans
+            self.num_spans -= ended.num_spans
 
     def remove_oldest(self) -> None:
         self.remove(next(iter(self.requests)))
@@ -58,6 +61,8 @@ class Explanations:
         # A request whose id another one has, too, is replaced by that one.
         self._running: WeakValueDictionary[tuple[str, str], RequestState] = WeakValueDictionary()
         self._ended: dict[str, _TenantsEnded] = {}  # by tenant
+        self._num_requests = 0  # that have ended, of all tenants
+        self._num_spans = 0  # of these
 
     def begin(self, state: RequestState) -> None:
         """Note a request that was admitted."""
@@ -73,24 +78,33 @@ class Explanations:
         if self._running.get(key) is state:
             del self._running[key]
         tenant, request_id = key
-        self._ended.setdefault(tenant, _TenantsEnded()).add(request_id, _Ended(times, _last_end(state), end_s))
-        self._forget_what_is_too_much()
+        last = _last_end(state)
+        ended = _Ended(times, last, end_s, last.history.num_spans)
+        of_tenant = self._ended.setdefault(tenant, _TenantsEnded())
+        with self._counting(of_tenant):
+            of_tenant.add(request_id, ended)
+        self._forget_oldest()
 
-    def _forget_what_is_too_much(self) -> None:
+    def _forget_oldest(self) -> None:
+        """Forget the oldest requests of the tenant that has the most, while there are too many."""
         tenants = self._ended
-        num_requests = sum(len(each.requests) for each in tenants.values())
-        num_spans = sum(each.num_spans for each in tenants.values())
-        while num_requests > MAX_ENDED or num_spans > MAX_SPANS:
-            is_too_long = num_spans > MAX_SPANS
+        while self._num_requests > MAX_ENDED or self._num_spans > MAX_ENDED_SPANS:
+            is_too_long = self._num_spans > MAX_ENDED_SPANS
             name, most = max(
                 tenants.items(), key=lambda item: item[1].num_spans if is_too_long else len(item[1].requests)
             )
-            num_spans -= most.num_spans
-            most.remove_oldest()
-            num_spans += most.num_spans
-            num_requests -= 1
+            with self._counting(most):
+                most.remove_oldest()
             if not most.requests:
                 del tenants[name]
+
+    @contextmanager
+    def _counting(self, tenant: _TenantsEnded) -> Iterator[None]:
+        """Keep the totals over all tenants while the requests of one change."""
+        num_requests, num_spans = len(tenant.requests), tenant.num_spans
+        yield
+        self._num_requests += len(tenant.requests) - num_requests
+        self._num_spans += tenant.num_spans - num_spans
 
     def find(self, tenant: str, request_id: str) -> Explanation:
         """Explain the newest request of a tenant with this id. Raises RequestNotFound."""
@@ -102,7 +116,7 @@ class Explanations:
         if ended is None:
             raise RequestNotFound(
                 f"this process remembers no request {request_id!r} of this tenant; send the X-Request-Id of one that "
-                f"generates, or of one of the last {MAX_ENDED} that did",
+                f"generates, or has done so lately: of all tenants, at most {MAX_ENDED} are remembered after their end",
                 param="id",
             )
         return explain(request_id, ended.times, ended.last, ended.end_s, is_finished=True)

@@ -319,7 +319,7 @@ class StepResult(Struct, frozen=True, tag="step_result"):
     counts: tuple[int, ...] = ()  # tokens of each span; empty if all have one
     # Drafts that were verified for each span, which may be fewer than were planned; empty if there were none.
     num_drafts: tuple[int, ...] = ()
-    draft_time_s: float = 0.0  # of the step's time: what the drafter took to make the drafts
+    draft_time_s: float = 0.0  # of the step's time: what the drafter took, for drafts and for prompts
 
 
 class StepAcknowledged(Struct, frozen=True, tag="step_acknowledged"):

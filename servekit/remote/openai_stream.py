@@ -67,7 +67,7 @@ class _FunctionDelta(Struct):
 
 class _CallDelta(Struct):
     index: int | None = None
-    id: str | None = None
+    id: Any = None
     function: _FunctionDelta | None = None
 
 
@@ -142,7 +142,7 @@ class _Answer:
     def __init__(self) -> None:
         self.num_calls = 0
         self.call_number: int | None = None  # that the server gave the last call
-        self.call_id: str | None = None  # of that call
+        self.call_id: Any = None  # of that call
         self.is_in_call = False  # whether the last call's arguments may go on
 
 
@@ -214,10 +214,11 @@ class AnswerReader:
         function = call.function or _FunctionDelta()
         last = answer.num_calls - 1
         index = call.index
-        # Some servers send whole calls without a number, and some give each call the same one.
-        if index is None or index == answer.call_number:
-            begins = function.name and (index is None or call.id not in (None, answer.call_id))
-            index = last + 1 if begins else last
+        # Some servers send whole calls without a number, and some give several calls the same one.
+        if function.name and (index is None or call.id not in (None, "", answer.call_id)):
+            index = last + 1
+        elif index is None or index == answer.call_number:
+            index = last
         events: list[AnswerEvent] = []
         if index == last + 1 and index < MAX_CALLS:
             if not function.name:

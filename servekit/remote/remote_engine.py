@@ -413,8 +413,8 @@ class RemoteEngine:
         except TimeoutError:
             raise RemoteUnavailable(
                 f"all {self.settings.max_connections} connections to the server of the model "
-                f"{self.config.model_name!r} (max_connections) were in use for {timeout_s:g} s (first_token_timeout); "
-                "raise one of the two, or send fewer requests at a time",
+                f"{self.config.model_name!r} were in use for {timeout_s:g} s; send fewer requests at a time, or let "
+                "the operator raise max_connections or first_token_timeout in the model file",
                 retry_after_s=RETRY_AFTER_S,
             ) from None
         finally:
@@ -591,8 +591,11 @@ class _Exchange:
                     self._state.has_begun()
                     async for received in response:
                         was_complete = self._is_complete
-                        if self._read(self._events.feed(received)) and not was_complete:
-                            timeout.reschedule(loop.time() + (DRAIN_S if self._is_complete else settings.token_timeout))
+                        has_more = self._read(self._events.feed(received))
+                        if self._is_complete and not was_complete:
+                            timeout.reschedule(loop.time() + DRAIN_S)
+                        elif has_more and self.has_delivered and not was_complete:
+                            timeout.reschedule(loop.time() + settings.token_timeout)
                     self._read(self._events.finish())
         except TimeoutError:
             if not self._answers.is_complete:
@@ -610,7 +613,10 @@ class _Exchange:
         else:
             what = f"sent nothing within {settings.first_token_timeout:g} s (first_token_timeout)"
         return Failure(
-            RemoteTimeout(f"the server of the model {model!r} {what}; if it is only slow, raise this limit"), "timeout"
+            RemoteTimeout(
+                f"the server of the model {model!r} {what}; the operator can raise this limit in the model file"
+            ),
+            "timeout",
         )
 
     def _read(self, events: list[bytes]) -> bool:

@@ -134,11 +134,13 @@ class DraftState(Struct, frozen=True, array_like=True):
     """What DraftLengths has learned."""
 
     mean_acceptance: float
+    num_records: int
     num_drafted: list[int]
     num_accepted: list[int]
     times: tuple[list[int], list[float], list[float]]  # classes, means and weights of PositionTimes
     round_times: tuple[list[int], list[float], list[float]]
     is_drafting: bool
+    is_worthwhile: bool
     explored_id: int
     explored_length: int
     exploring_ids: list[int]
@@ -326,11 +328,13 @@ def _save_step_times(step_times: StepTimes) -> list[list[float]]:
 def _save_drafts(draft_lengths: DraftLengths) -> DraftState:
     return DraftState(
         mean_acceptance=draft_lengths.mean_acceptance,
+        num_records=draft_lengths.num_records,
         num_drafted=draft_lengths.num_drafted.copy(),
         num_accepted=draft_lengths.num_accepted.copy(),
         times=_save_position_times(draft_lengths.times),
         round_times=_save_position_times(draft_lengths.round_times),
         is_drafting=draft_lengths.is_drafting,
+        is_worthwhile=draft_lengths.is_worthwhile,
         explored_id=draft_lengths.explored_id,
         explored_length=draft_lengths.explored_length,
         exploring_ids=draft_lengths.exploring_ids.copy(),
@@ -533,9 +537,11 @@ def _restore_limiter(limiter: PrefillLimiter, state: ManagerState) -> None:
 
 def _restore_drafts(draft_lengths: DraftLengths, state: DraftState) -> None:
     draft_lengths.mean_acceptance = state.mean_acceptance
+    draft_lengths.num_records = state.num_records
     draft_lengths.num_drafted = state.num_drafted.copy()
     draft_lengths.num_accepted = state.num_accepted.copy()
     draft_lengths.is_drafting = state.is_drafting
+    draft_lengths.is_worthwhile = state.is_worthwhile
     draft_lengths.explored_id = state.explored_id
     draft_lengths.explored_length = state.explored_length
     draft_lengths.exploring_ids = state.exploring_ids.copy()

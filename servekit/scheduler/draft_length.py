@@ -43,9 +43,6 @@ MEAN_DECAY = 63 / 64  # the same for the mean of all sequences
 # takes: otherwise, once drafts had looked worthwhile, nothing would be learned of the alternative.
 EXPLORE_EVERY = 61
 MAX_EXPLORING = 4
-# A sequence waits at its arrival for the two steps that are in flight, and then for the one that computes its prompt.
-# Drafts make these longer. For short answers, that is a large part of their time.
-STEPS_WAITED = 3.0
 # Drafts begin only if they are expected to pay by this factor. To begin and end again and again costs the most: a draft
 # model then makes up each time for what it has missed.
 MIN_GAIN_TO_BEGIN = 1.2
@@ -68,18 +65,23 @@ class DraftLengths:
     `num_drafted` and `num_accepted` count drafts by their position in the span, the first one first.
     """
 
-    def __init__(self, max_drafts: int) -> None:
+    def __init__(self, max_drafts: int, max_steps_in_flight: int = 2) -> None:
         self.max_drafts = max_drafts
+        # A sequence waits at its arrival for the steps that are in flight, and then for the one that computes its
+        # prompt. Drafts make these longer. For short answers, that is a large part of their time.
+        self._steps_waited = 1.0 + max_steps_in_flight
         self.times = PositionTimes()  # of steps by positions, without the time of making drafts
         # Of a round of the drafter, which makes one draft for each of so many sequences. Until it is known, rounds are
         # tried.
         self.round_times = PositionTimes(unknown_s=0.0, min_s=0.0)
-        self.is_drafting = False  # whether the newest step had drafts
+        self.is_drafting = False  # whether the newest step that has its result had drafts
+        self.is_worthwhile = False  # whether drafts were expected to pay in the newest step that was planned
         self.explored_id = -EXPLORE_EVERY  # the first one of the last two steps that explored
         self.explored_length = max_drafts + 1  # drafts of a sequence in these, at most
         self.exploring_ids: list[int] = []  # of the steps that explored and have no result yet
         self.exploring_debt_s = 0.0  # what exploring has cost, less its share of the time since
         self.mean_acceptance = FIRST_ACCEPTANCE
+        self.num_records = 0  # of which that is the mean
         self.num_drafted = [0] * max_drafts
         self.num_accepted = [0] * max_drafts
 
@@ -139,11 +141,12 @@ class DraftLengths:
             if sequence.max_drafts:
                 num_drafting[level_of(sequence.acceptance)] += 1
         chosen = self._choose_by_level(
-            len(sequences), num_drafting, position_s, num_prefill_tokens, STEPS_WAITED / mean_answer_tokens
+            len(sequences), num_drafting, position_s, num_prefill_tokens, self._steps_waited / mean_answer_tokens
         )
         longest, is_exploring = max(chosen), step_id - self.explored_id < 2
+        self.is_worthwhile = longest > 0
         has_paid = self.explored_length <= longest < self.max_drafts
-        if longest and step_id % EXPLORE_EVERY == EXPLORE_EVERY // 2:
+        if longest and not is_exploring and step_id % EXPLORE_EVERY == EXPLORE_EVERY // 2:
             return []
         if not is_exploring and not self.exploring_debt_s and (step_id % EXPLORE_EVERY == 0 or has_paid):
             self.explored_id, self.explored_length, is_exploring = step_id, longest + 1, True
@@ -180,7 +183,7 @@ class DraftLengths:
         num_tokens = _tokens_per_step(1.0, waited_per_token) * num_sequences
         plain_s = self.times.seconds_of(num_sequences, position_s)
         best_rate, num_best, num_others = num_tokens / plain_s, 0, num_sequences + num_prefill_tokens
-        least_rate = best_rate * (1.0 if self.is_drafting else MIN_GAIN_TO_BEGIN)
+        least_rate = best_rate * (1.0 if self.is_worthwhile else MIN_GAIN_TO_BEGIN)
         without_s = self.times.seconds_of(num_others, position_s)
         for number, (loss, level, position) in enumerate(gains, start=1):
             num_drafts += num_drafting[level]
@@ -219,5 +222,6 @@ class DraftLengths:
         sequence.acceptance = (weight * sequence.acceptance + num_accepted) / (weight + num_tries)
         sequence.acceptance_weight = weight + num_tries
         # The first sequences show the most: what is expected of them is only a guess.
-        share = max(1.0 - MEAN_DECAY, 1.0 / (FIRST_WEIGHT + self.num_spans))
+        self.num_records += 1
+        share = max(1.0 - MEAN_DECAY, 1.0 / (FIRST_WEIGHT + self.num_records))
         self.mean_acceptance += share * (sequence.acceptance - self.mean_acceptance)

@@ -2,7 +2,7 @@
 
 The stages outside the scheduler come from `RequestTimes`, the others from the history of a sequence. Whatever times
 they report, and in whatever order, the intervals have no gap and no overlap: each begins where the one before it ended,
-and what is before that is dropped (`_Tiles`).
+and what is before that is dropped (`_IntervalList`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Interval(Struct, omit_defaults=True, gc=False):
     other_prefill_tokens: int = 0  # of other sequences, in the steps of decodes, which take longer with them
 
     def continues(self, other: Interval) -> bool:
-        """Whether both say the same of the queue, so that they are one interval."""
+        """Whether both have the same cause and rule, and no steps, so that they are one interval."""
         return (
             not (self.steps or other.steps)
             and self.cause is other.cause
@@ -94,7 +94,7 @@ class SequenceEnd(Struct, frozen=True):
 
 def explain(request_id: str, times: RequestTimes, last: SequenceEnd, end_s: float, is_finished: bool) -> Explanation:
     """Explain a request until `end_s`, when it ended, or until now. `last` is its sequence that ended last."""
-    tiles = _Tiles(times.started_s, end_s)
+    tiles = _IntervalList(times.started_s, end_s)
     for cause, until_s in times.marks:
         tiles.add(Interval(cause, 0.0, until_s))
     engine_end_s = end_s if last.ended_s is None else last.ended_s
@@ -114,8 +114,8 @@ def explain(request_id: str, times: RequestTimes, last: SequenceEnd, end_s: floa
     )
 
 
-def _add_span(tiles: _Tiles, span: Span, own_id: int) -> None:
-    """Add a span. One in the queue is divided by why the queue stood."""
+def _add_span(tiles: _IntervalList, span: Span, own_id: int) -> None:
+    """Add a span. One in the queue is divided by why the queue did not move."""
     if span.queue is not None:
         for state, until_s in span.queue.between(span.start_s, span.end_s):
             interval = Interval(TimeCause.QUEUE, 0.0, until_s, scheduling_policy=span.queue.policy)
@@ -140,7 +140,7 @@ def _add_span(tiles: _Tiles, span: Span, own_id: int) -> None:
     )
 
 
-def _add_writing(tiles: _Tiles, times: RequestTimes, end_s: float) -> None:
+def _add_writing(tiles: _IntervalList, times: RequestTimes, end_s: float) -> None:
     """Add what came after the last token: writes that waited for the client, and the time between them."""
     answered_s = times.answered_s
 
@@ -155,7 +155,7 @@ def _add_writing(tiles: _Tiles, times: RequestTimes, end_s: float) -> None:
     add_own_work(end_s)
 
 
-class _Tiles:
+class _IntervalList:
     """Intervals that cover a span of time without gaps and overlaps."""
 
     def __init__(self, start_s: float, end_s: float) -> None:

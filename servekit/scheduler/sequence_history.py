@@ -1,9 +1,9 @@
 """Why a sequence spent its time on a workload manager as it did: causes, from events that the manager reports.
 
 Nothing is recorded for a token, and nothing for each sequence in each step. A sequence that computes a token in every
-step has one open span, and two readings of counters that all sequences share. Why the queue stands is recorded once for
-all who wait in it, when it changes. A span is added when something else happens to a sequence: a chunk of its prompt, a
-preemption, a step that left it out. Spans follow each other without gaps.
+step has one open span, and two readings of counters that all sequences share. Why the queue does not move is recorded
+once for all who wait in it, when it changes. A span is added when something else happens to a sequence: a chunk of its
+prompt, a preemption, a step that left it out. Spans follow each other without gaps.
 
 Commands such as Finish and Restart have no time. What they do is dated with the last known one: that of the newest plan
 or commit.
@@ -31,7 +31,7 @@ class StepCounts(Struct, frozen=True, gc=False):
 
 
 class QueueState(Struct, frozen=True, gc=False):
-    """Why the queue stands from some time on."""
+    """Why the queue does not move from some time on."""
 
     since_s: float
     cause: TimeCause
@@ -40,7 +40,7 @@ class QueueState(Struct, frozen=True, gc=False):
 
 
 class ManagerLog:
-    """What the sequences of one workload manager have in common: the time, counters of steps, and why the queue stands.
+    """What the sequences of one workload manager have in common: the time, counters of steps, what holds the queue up.
 
     The first in the queue waits for something, and all others wait behind it, so that is their cause, too. `policy` is
     the rule of their order.
@@ -53,14 +53,14 @@ class ManagerLog:
         self._states: list[QueueState] = []  # up to twice MAX_QUEUE_STATES: the older half is removed at once
 
     def is_held_by(self, cause: TimeCause, rule: str) -> bool:
-        """Whether this is why the queue stands, as far as was noted."""
+        """Whether this is the noted reason why the queue does not move."""
         if not self._states:
             return False
         last = self._states[-1]
         return last.cause is cause and last.rule == rule
 
     def note(self, cause: TimeCause, rule: str, first_id: int | None = None) -> None:
-        """Note why the queue stands from now on."""
+        """Note why the queue does not move from now on."""
         self._states.append(QueueState(self.now_s, cause, rule, first_id))
         if len(self._states) >= 2 * MAX_QUEUE_STATES:
             del self._states[:MAX_QUEUE_STATES]

@@ -105,15 +105,18 @@ class PositionTimes:
     """Learn how long a step takes by the number of positions that it computes, for steps without prefill.
 
     A line would not do: on most devices the time is flat up to some number, then rises in steps. So there is a mean for
-    each size class. It is a mean and not, for example, the shortest time: that falls with the number of steps that were
-    seen, and so whatever is chosen often would look fast. More positions never take less time, and this corrects what
-    was seen seldom or long ago, by what was seen of others (`non_decreasing`). Between two known classes, the time is
-    interpolated.
+    each size class. It is a mean and not, for example, the shortest time: the shortest of many steps is less than the
+    shortest of few, so whatever is chosen often would look fast. More positions never take less time. So the means are
+    put in order (`non_decreasing`), which corrects those of classes that were seen seldom or long ago. Between two
+    known classes, the time is interpolated.
     """
 
     MAX_WEIGHT = 8.0  # of a class, in steps: the newest step counts for at least a ninth of its mean
     DECAY = 0.98  # of the weights of all classes, with each step
-    MAX_RATIO = 2.0  # between a step and the mean: a step that was held up for long changes the mean no more than this
+    MIN_WEIGHT = 1e-6  # of a class that was not seen for long: with 0, its mean could not be compared
+    # A step that was held up for long counts as one of twice the mean, or of a millisecond more.
+    MAX_RATIO = 2.0
+    MAX_ABOVE_S = 1e-3
 
     def __init__(self, unknown_s: float = 1.0, min_s: float = 1e-6) -> None:
         """`unknown_s` is the time until a step was seen. No time is less than `min_s`; clocks may show less."""
@@ -128,7 +131,7 @@ class PositionTimes:
         """Learn from a step that took `seconds`."""
         found, seconds = size_class(num_positions), max(seconds, self._min_s)
         self._fitted_s = None
-        self.weights = [self.DECAY * weight for weight in self.weights]
+        self.weights = [max(self.MIN_WEIGHT, self.DECAY * weight) for weight in self.weights]
         index = bisect_left(self.classes, found)
         if index == len(self.classes) or self.classes[index] != found:
             self.classes.insert(index, found)
@@ -136,8 +139,9 @@ class PositionTimes:
             self.weights.insert(index, 1.0)
             return
         mean_s, weight = self.means_s[index], self.weights[index]
-        mean_s = min(mean_s, self.MAX_RATIO * seconds)
-        seconds = min(seconds, self.MAX_RATIO * mean_s)
+        if weight < 1.0:  # it was seen once, or long ago: as something was compiled, for example
+            mean_s = min(mean_s, self.MAX_RATIO * seconds)
+        seconds = min(seconds, max(self.MAX_RATIO * mean_s, mean_s + self.MAX_ABOVE_S))
         self.means_s[index] = (weight * mean_s + seconds) / (weight + 1.0)
         self.weights[index] = min(weight + 1.0, self.MAX_WEIGHT)
 

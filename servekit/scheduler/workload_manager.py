@@ -92,7 +92,7 @@ class WorkloadManager:
         self.kv_cache = self._new_kv_cache()
         self.waiting_queue = POLICIES[config.scheduling_policy]()
         self.prefill_limiter = PrefillLimiter(config.itl_target_s, config.max_num_batched_tokens)
-        self.draft_lengths = DraftLengths(config.max_drafts)
+        self.draft_lengths = DraftLengths(config.max_drafts, config.max_steps_in_flight)
         self.quarantine = CrashQuarantine(config.max_steps_in_flight)
         self.step_token_limit = config.max_num_batched_tokens  # reduced for a while after a step ran out of memory
         self.num_preemptions = 0

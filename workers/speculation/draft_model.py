@@ -2,7 +2,8 @@
 
 It is a second loaded model on the same device. Its keys and values are in blocks with the numbers of the model's own:
 block 7 of a sequence holds both models' keys and values of the same tokens. So hits in the prefix cache, forks, copies
-of blocks and preemption need no bookkeeping here. Its prompts are computed in the same steps as the model's.
+of blocks and preemption need no bookkeeping here. Its prompts are computed in the same steps as the model's; short ones
+only while drafts are wanted, and otherwise before the first draft.
 
 A block that was filled while no drafts were wanted may have been published without the draft model's keys and values.
 A sequence that takes it from the prefix cache then gets worse drafts. This costs time and changes no token.
@@ -194,7 +195,7 @@ class DraftModelDrafter(Drafter):
         self._first: NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)  # where its first chunk began
         # By slot: the position of the first draft, and the drafts whose keys and values are computed.
         self._drafted: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._prompts: list[tuple[int, int]] = []  # (slot, end) of this step's prompt chunks
+        self._prompts: list[tuple[int, int, int]] = []  # (slot, start, end) of this step's prompt chunks
         self._num_idle_plans = 0  # since one that has drafts
         self._no_mask = torch.zeros(1, 1, 1, 1, device=loaded.device)
         self._dtype_of_states = torch.empty(0, dtype=loaded.dtype, device=loaded.device)  # for rotations
@@ -214,7 +215,7 @@ class DraftModelDrafter(Drafter):
                 self._num_computed[chunk.slot] = self._first[chunk.slot] = chunk.start  # before it: the prefix cache
             num_known = min(len(chunk.token_ids), chunk.num_tokens - chunk.num_drafts)
             if num_known > 1:  # a single one is computed with the drafts behind it
-                self._prompts.append((chunk.slot, chunk.start + num_known))
+                self._prompts.append((chunk.slot, chunk.start, chunk.start + num_known))
                 num_prompt_tokens += num_known
         if self._num_idle_plans > NUM_IDLE_PLANS and num_prompt_tokens <= MAX_LEFT_OUT_TOKENS:
             self._prompts = []
@@ -232,11 +233,14 @@ class DraftModelDrafter(Drafter):
 
     def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
         prompts, self._prompts = self._prompts, []
-        spans = [
-            (slot, int(self._num_computed[slot]), min(end, self._max_length))
-            for slot, end in prompts
-            if self._num_computed[slot] >= 0
-        ]
+        spans, num_left = [], MAX_CATCH_UP_TOKENS
+        for slot, start, end in prompts:
+            first = int(self._num_computed[slot])
+            num_missed = max(0, start - first)
+            if first < 0 or num_missed > num_left:
+                continue  # what is missing here is made up for when drafts are made
+            num_left -= num_missed
+            spans.append((slot, first, min(end, self._max_length)))
         self._compute([span for span in spans if span[1] < span[2]])
 
     def propose(self, requests: list[DraftRequest]) -> list[tuple[int, ...]]:

@@ -77,7 +77,7 @@ def test_only_the_last_requests_are_remembered() -> None:
 
 
 def test_long_histories_of_one_tenant_do_not_displace_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explanations_module, "MAX_SPANS", 4)
+    monkeypatch.setattr(explanations_module, "MAX_ENDED_SPANS", 4)
     explanations, short = Explanations(), make_state("short", "first")
     explanations.end(short, 2.0)
     for number in range(4):

@@ -101,6 +101,10 @@ def test_calls_that_all_have_the_number_0_differ_by_their_ids() -> None:
         CallArguments(1, "{"),
         CallArguments(1, "}"),
     ]
+    later = events_of(call(0, "f", None, "a"), call(0, "g", None, "b"), call(1, "h", "{}", "c"))
+    assert later == [CallBegins(0, "f"), CallBegins(1, "g"), CallBegins(2, "h"), CallArguments(2, "{}")]
+    numbered = {"tool_calls": [{"index": 0, "id": 7, "function": {"name": "f"}}]}
+    assert events_of(numbered) == [CallBegins(0, "f")], "an id may be of any type"
 
 
 @pytest.mark.parametrize(

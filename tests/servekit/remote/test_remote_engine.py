@@ -443,7 +443,11 @@ async def test_silence_is_a_timeout_before_the_answer_and_within_it(remote: Scri
     with pytest.raises(RemoteTimeout, match="token_timeout"):
         await read(state)
     await asyncio.to_thread(remote.wait_for, 3, 2)
-    assert metrics_of(engine)['remote_requests_total{result="timeout"}'] == 2
+    remote.scripts[TEXT] = [[text_piece(""), never]]  # a first event without text, as OpenAI sends it
+    state = await submit(engine, wanted())
+    with pytest.raises(RemoteTimeout, match=r"within 0\.3 s \(first_token_timeout\)"):
+        await read(state)
+    assert metrics_of(engine)['remote_requests_total{result="timeout"}'] == 3
 
 
 # -- ends --------------------------------------------------------------------------------------------------------------

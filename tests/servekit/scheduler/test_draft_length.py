@@ -102,7 +102,7 @@ def test_no_other_choice_gives_more_tokens_a_second(seed: int) -> None:
     """All choices for three sequences are tried."""
     rng = random.Random(seed)
     lengths = DraftLengths(3)
-    lengths.is_drafting = True
+    lengths.is_worthwhile = True
     times_s: list[float] = []
     for num_positions in range(1, 13):  # flat at first, then in steps
         times_s.append((times_s[-1] if times_s else 0.01) * rng.choice([1.0, 1.0, 1.05, 1.3]))
@@ -147,6 +147,7 @@ def test_the_longer_a_drafter_takes_the_fewer_drafts_it_makes(drafting_s: float,
     The best number is that with the largest (1 + a + … + aᵏ) / (10 ms + k rounds), with a = 0.65.
     """
     lengths = DraftLengths(7)
+    lengths.is_worthwhile = True
     learn(lengths, lambda num_positions: 10e-3)
     learn_drafting(lengths, lambda num_sequences: drafting_s)
     acceptance = 10.5 / NUM_LEVELS
@@ -188,7 +189,7 @@ def test_a_step_that_is_larger_than_all_known_ones_is_tried_if_its_positions_may
 
 def test_sequences_without_drafts_cost_time_but_get_none() -> None:
     lengths = DraftLengths(4)
-    lengths.is_drafting = True
+    lengths.is_worthwhile = True
     learn(lengths, lambda num_positions: max(10e-3, 1e-3 * num_positions))
     (alone,) = chosen(lengths, make_drafting(lengths, [0.9]))
     without = make_drafting(lengths, [0.9] * 8, max_drafts=0)
@@ -201,15 +202,60 @@ def test_drafts_begin_where_they_pay_clearly_and_end_where_they_do_not_pay() -> 
     learn(lengths, lambda num_positions: 10e-3 * num_positions**0.5)
     for acceptance, begins, goes_on in ((0.3, 0, 0), (0.5, 0, 1), (0.9, 1, 1)):
         sequences = make_drafting(lengths, [acceptance])
-        lengths.is_drafting = False
+        lengths.is_worthwhile = False
         assert chosen(lengths, sequences) == [begins]
-        lengths.is_drafting = True
+        lengths.is_worthwhile = True
         assert chosen(lengths, sequences) == [goes_on]
+
+
+def test_trials_and_steps_without_drafts_do_not_decide_whether_drafts_begin_or_end() -> None:
+    """Drafts pay by a factor of 1.1: enough to go on, and too little to begin."""
+    for is_worthwhile in (False, True):
+        lengths = DraftLengths(1)
+        learn(lengths, lambda num_positions: 10e-3 if num_positions == 1 else 10e-3 * 1.5 / 1.1)
+        lengths.is_worthwhile = is_worthwhile
+        (sequence,) = make_drafting(lengths, [0.5])
+        planned, seen = [], []
+        for step_id in range(1, 3 * EXPLORE_EVERY):
+            number = min(1, chosen(lengths, [sequence], step_id)[0])
+            planned.append((step_id, number))
+            if len(planned) == 2:  # a result comes when the next step is planned
+                seen_id, seen_number = planned.pop(0)
+                seconds = 10e-3 * (1.5 / 1.1 if seen_number else 1.0)
+                observe(lengths, 1, [seen_number], seconds, num_accepted=0, step_id=seen_id)
+                lengths.exploring_debt_s = 0.0
+                seen.append((seen_id, seen_number))
+        rare = {0, 1, 2, 3, EXPLORE_EVERY // 2}
+        assert {number for step_id, number in seen if step_id % EXPLORE_EVERY not in rare} == {int(is_worthwhile)}
+
+
+def test_the_steps_that_a_sequence_waits_for_are_those_in_flight_and_its_prompts() -> None:
+    found = []
+    for max_steps_in_flight in (1, 4):
+        lengths = DraftLengths(7, max_steps_in_flight)
+        lengths.is_worthwhile = True
+        learn(lengths, lambda num_positions: 10e-3 + 0.4e-3 * num_positions)
+        found.append(lengths.choose(make_drafting(lengths, [0.8] * 4), PLAIN, 0.0, 0, 8.0)[0])
+    assert found[0] > found[1] > 0
+
+
+def test_the_first_sequences_show_the_most() -> None:
+    lengths = DraftLengths(4)
+    for _ in range(3):
+        (sequence,) = make_drafting(lengths, [lengths.mean_acceptance])
+        lengths.record(sequence, 4, 4, 4)
+    assert lengths.mean_acceptance > 0.6
+    before = lengths.mean_acceptance
+    for _ in range(1000):
+        lengths.record(sequence, 4, 0, 0)  # none is found, and each one counts
+        lengths.is_drafting = True
+    lengths.record(make_drafting(lengths, [1.0])[0], 4, 4, 4)
+    assert before > 0.6 and lengths.mean_acceptance < 0.05, "one sequence among many changes little"
 
 
 def test_short_answers_get_fewer_drafts_because_sequences_wait_for_longer_steps() -> None:
     lengths = DraftLengths(7)
-    lengths.is_drafting = True
+    lengths.is_worthwhile = True
     learn(lengths, lambda num_positions: 10e-3 + 0.4e-3 * num_positions)
     sequences = make_drafting(lengths, [0.8] * 4)
     long, short, shortest = (lengths.choose(sequences, PLAIN, 0.0, 0, mean) or [0] for mean in (1000.0, 8.0, 1.0))
@@ -222,7 +268,7 @@ def test_short_answers_get_fewer_drafts_because_sequences_wait_for_longer_steps(
 def test_drafts_beside_prompts_are_as_dear_as_positions_of_a_step_of_that_size() -> None:
     """Up to 16 positions are free, and each further one takes its share."""
     lengths = DraftLengths(4)
-    lengths.is_drafting = True
+    lengths.is_worthwhile = True
     learn(lengths, lambda num_positions: 1e-3 * max(16, num_positions))
     alone, many = make_drafting(lengths, [0.6]), make_drafting(lengths, [0.6] * 10)
     assert lengths.choose(alone, PLAIN, 0.0) == [4] and lengths.choose(many, PLAIN, 0.0) != []
@@ -302,20 +348,21 @@ def test_a_step_with_prefill_shows_only_what_the_drafter_takes() -> None:
 
 
 def test_acceptance_follows_the_text() -> None:
-    """It falls while drafts are rejected. Then the text becomes repetitive, and a few drafts are enough to see it."""
+    """It falls while drafts are rejected. Then the text becomes repetitive, and two drafts are enough to see it."""
     lengths = DraftLengths(4)
-    lengths.is_drafting = True
+    lengths.is_worthwhile = True
     learn(lengths, lambda num_positions: 0.01)
     (sequence,) = make_drafting(lengths, [0.5])
     for _ in range(30):
         lengths.record(sequence, 4, 4, 0)
     assert sequence.acceptance < 0.02 and chosen(lengths, [sequence]) == [0]
-    lengths.record(sequence, 1, 1, 1)
-    assert sequence.acceptance > 0.1 and chosen(lengths, [sequence]) == [4]
+    for _ in range(2):  # the drafts of a trial
+        lengths.record(sequence, 1, 1, 1)
+    assert sequence.acceptance > 0.2 and chosen(lengths, [sequence]) == [4]
     for _ in range(10):
         lengths.record(sequence, 4, 4, 4)
     assert sequence.acceptance > 0.9
-    assert lengths.num_drafted == [41, 40, 40, 40] and lengths.num_accepted == [11, 10, 10, 10]
+    assert lengths.num_drafted == [42, 40, 40, 40] and lengths.num_accepted == [12, 10, 10, 10]
 
 
 def test_the_acceptance_is_that_of_single_drafts() -> None:

@@ -87,6 +87,7 @@ _NOT_COMPARED = {
     *("token_ids", "prompt_logprobs", "sampling", "stop_set", "stop_token_id", "result"),
     *("_hash_block", "_on_reuse", "_sink", "_encoder", "_hashes", "_output_lengths"),
     *("budget", "slot_assignments", "chunks", "copies", "sampled"),
+    "_fitted_s",  # computed from the fields beside it
     *("log", "history", "prefills", "left_out"),  # no decision depends on these: they explain
 }
 
