@@ -165,6 +165,38 @@ def test_a_drafter_makes_up_for_steps_without_drafts(bound: int, monkeypatch: py
     assert sum(engine.manager.draft_lengths.num_accepted) > num_accepted + 40
 
 
+def test_short_prompts_are_left_out_while_no_drafts_are_wanted_and_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one is computed at once. All drafts of the model itself are right, so nothing is missing in the end."""
+    loaded, _ = prepared("llama")
+    monkeypatch.setattr(draft_model, "MAX_LEFT_OUT_TOKENS", 10)
+    engine = InProcessEngine(loaded, num_blocks=200, max_drafts=MAX_DRAFTS, loaded_drafter=drafting("llama", "itself"))
+    lengths = engine.manager.draft_lengths = PausingDraftLengths(MAX_DRAFTS)
+    drafter = engine.runner.drafter
+    compute, computed = drafter._compute, []
+
+    def watched(spans: list[tuple[int, int, int]]) -> torch.Tensor | None:
+        computed.extend(stop - start for _, start, stop in spans)
+        return compute(spans)
+
+    drafter._compute = watched
+    prompt = make_prompts(VOCAB_SIZE)[5]
+    engine.add(prompt[:8], max_tokens=100, ignore_eos=True)
+    while engine.num_steps < 20:
+        engine.step()
+    computed.clear()
+    engine.add(prompt[1:9], max_tokens=60, ignore_eos=True)
+    while engine.num_steps < 25:
+        engine.step()
+    assert not computed, "the short prompt is left out"
+    engine.add(prompt[2:], max_tokens=60, ignore_eos=True)
+    while engine.num_steps < 39:
+        engine.step()
+    assert max(computed) == 29, "the long one is not"
+    num_drafted, num_accepted = sum(lengths.num_drafted), sum(lengths.num_accepted)
+    engine.run()
+    assert sum(lengths.num_drafted) - num_drafted == sum(lengths.num_accepted) - num_accepted > 50
+
+
 def test_its_keys_and_values_count_as_the_models_own() -> None:
     loaded, _ = prepared("llama")
     drafter = drafting("llama", "itself")
