@@ -42,10 +42,10 @@ log = logging.getLogger("servekit.worker")
 # The most tokens that one step computes to make up for steps in which no drafts were wanted. It is as many as a few
 # blocks, so that the step stays near the length of the others.
 MAX_CATCH_UP_TOKENS = 256
-# Without a draft in so many plans, none is wanted. Then the prompts of a step are left out, if they are short: a step
-# of the draft model takes a fixed time, too. They are made up for as soon as drafts are wanted.
+# Without a draft in so many plans, none is wanted. Then the prompts of a step are left out, if one step can make up for
+# them as soon as drafts are wanted.
 NUM_IDLE_PLANS = 4
-MAX_LEFT_OUT_TOKENS = 64
+MAX_LEFT_OUT_TOKENS = MAX_CATCH_UP_TOKENS
 _UNASSIGNED = -1
 
 
