@@ -179,7 +179,7 @@ OPENAI: dict[str, tuple[Json, Json]] = {
     "stream": ({"stream": True}, {}),
     "stream_options": ({"stream": True, "stream_options": {"include_usage": True}}, {}),
     "prompt_logprobs": ({"prompt_logprobs": 3}, {"prompt_logprobs": 3}),
-    "return_token_ids": ({"return_token_ids": True}, {}),
+    "return_token_ids": ({"return_token_ids": True}, {"returns_token_ids": True}),
     "explain": ({"explain": True}, {"explain": True}),
     "return_tokens_as_token_ids": ({"return_tokens_as_token_ids": True}, {}),
     "truncate_prompt_tokens": ({"truncate_prompt_tokens": 9}, {"truncate": 9}),
