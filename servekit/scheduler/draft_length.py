@@ -134,8 +134,7 @@ class DraftLengths:
         to add drafts in this order, and to keep the number at which the rate was highest. Sequences of one level of
         acceptance get the same number.
         """
-        if not sequences:
-            return []
+        assert sequences, "a step without decodes has no drafts"
         num_drafting = [0] * NUM_LEVELS  # sequences of each level
         for sequence in sequences if self.times.classes else ():  # before any time is known, only exploring is safe
             if sequence.max_drafts:

@@ -241,7 +241,8 @@ def test_many_spans_are_joined_without_gaps() -> None:
         log.now_s = float(number + 1)
         history.left_out(number + 0.25, Cause.MEMORY if number % 2 else Cause.STEP_TOKENS, "", log.counts)
     spans = history.spans(log.now_s)
-    assert len(spans) <= MAX_SPANS and spans[0].start_s == 0.0 and spans[-1].end_s == log.now_s
+    assert history.num_spans == len(spans) <= MAX_SPANS
+    assert spans[0].start_s == 0.0 and spans[-1].end_s == log.now_s
     assert all(one.end_s == other.start_s for one, other in pairwise(spans))
 
 
