@@ -94,27 +94,26 @@ class SequenceEnd(Struct, frozen=True):
 
 def explain(request_id: str, times: RequestTimes, last: SequenceEnd, end_s: float, is_finished: bool) -> Explanation:
     """Explain a request until `end_s`, when it ended, or until now. `last` is its sequence that ended last."""
-    tiles = _IntervalList(times.started_s, end_s)
+    intervals = _IntervalList(times.started_s, end_s)
     for cause, until_s in times.marks:
-        tiles.add(Interval(cause, 0.0, until_s))
+        intervals.add(Interval(cause, 0.0, until_s))
     engine_end_s = end_s if last.ended_s is None else last.ended_s
     for span in last.spans(engine_end_s):
-        _add_span(tiles, span, last.sequence_id)
-    _add_writing(tiles, times, end_s)
-    intervals = tiles.finish()
+        _add_span(intervals, span, last.sequence_id)
+    _add_writing(intervals, times, end_s)
     return Explanation(
         request_id,
         last.sequence_id,
         is_finished,
         last.finish_reason,
         end_s - times.started_s,
-        tiles.causes,
-        intervals,
+        intervals.causes,
+        intervals.finish(),
         times.blocked_s,
     )
 
 
-def _add_span(tiles: _IntervalList, span: Span, own_id: int) -> None:
+def _add_span(intervals: _IntervalList, span: Span, own_id: int) -> None:
     """Add a span. One in the queue is divided by why the queue did not move."""
     if span.queue is not None:
         for state, until_s in span.queue.between(span.start_s, span.end_s):
@@ -123,9 +122,9 @@ def _add_span(tiles: _IntervalList, span: Span, own_id: int) -> None:
                 interval.cause, interval.rule = state.cause, state.rule
                 if state.first_id != own_id:
                     interval.behind_sequence_id = state.first_id
-            tiles.add(interval)
+            intervals.add(interval)
         return
-    tiles.add(
+    intervals.add(
         Interval(
             span.cause,
             0.0,
@@ -140,18 +139,18 @@ def _add_span(tiles: _IntervalList, span: Span, own_id: int) -> None:
     )
 
 
-def _add_writing(tiles: _IntervalList, times: RequestTimes, end_s: float) -> None:
+def _add_writing(intervals: _IntervalList, times: RequestTimes, end_s: float) -> None:
     """Add what came after the last token: writes that waited for the client, and the time between them."""
     answered_s = times.answered_s
 
     def add_own_work(until_s: float) -> None:
         if answered_s is not None:
-            tiles.add(Interval(TimeCause.DETOKENIZING, 0.0, min(answered_s, until_s)))
-        tiles.add(Interval(TimeCause.WRITING, 0.0, until_s))
+            intervals.add(Interval(TimeCause.DETOKENIZING, 0.0, min(answered_s, until_s)))
+        intervals.add(Interval(TimeCause.WRITING, 0.0, until_s))
 
     for began_s, blocked_until_s in times.blocked:
         add_own_work(began_s)
-        tiles.add(Interval(TimeCause.CLIENT_NOT_READING, 0.0, blocked_until_s))
+        intervals.add(Interval(TimeCause.CLIENT_NOT_READING, 0.0, blocked_until_s))
     add_own_work(end_s)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import count
-from math import inf
 
 from servekit.protocol.messages import StepPlan
 from servekit.scheduler.draft_length import DraftLengths
@@ -13,18 +12,20 @@ from servekit.scheduler.sequence import Sequence
 from workers.speculation.drafter import Drafter, DraftRequest
 
 
-class VaryingDraftLengths(DraftLengths):
-    """Lets steps have drafts whether they pay or not: mostly as many as it may, sometimes fewer, sometimes none."""
+class FixedDraftLengths(DraftLengths):
+    """Gives the sequences of a step as many drafts as `number_of` says for its id, whether they pay or not."""
 
-    def choose(
-        self,
-        sequences: Collection[Sequence],
-        step_id: int,
-        position_s: float,
-        num_prefill_tokens: int = 0,
-        mean_answer_tokens: float = inf,
-    ) -> list[int]:
-        return [step_id % (self.max_drafts + 1) if step_id % 3 == 0 else self.max_drafts] * len(sequences)
+    def __init__(self, max_drafts: int, number_of: Callable[[int], int]) -> None:
+        super().__init__(max_drafts)
+        self._number_of = number_of
+
+    def choose(self, sequences: Collection[Sequence], step_id: int, *_: float, **__: float) -> list[int]:
+        return [self._number_of(step_id)] * len(sequences)
+
+
+def varying_draft_lengths(max_drafts: int) -> FixedDraftLengths:
+    """Mostly as many drafts as there may be, sometimes fewer, sometimes none."""
+    return FixedDraftLengths(max_drafts, lambda step_id: step_id % (max_drafts + 1) if step_id % 3 == 0 else max_drafts)
 
 
 class WatchingDrafter(Drafter):

@@ -14,7 +14,7 @@ from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.service import RecklessPredictor
-from tests.support.drafters import VaryingDraftLengths
+from tests.support.drafters import varying_draft_lengths
 from workers.loading.model_manager import LoadedModel, ModelManager
 from workers.runner.model_runner import ModelRunner
 from workers.speculation.drafter import Drafter, LoadedDrafter
@@ -71,7 +71,7 @@ class InProcessEngine:
             RecklessPredictor(block_size),
         )
         if self.runner.drafter is not None:
-            self.manager.draft_lengths = VaryingDraftLengths(max_drafts)
+            self.manager.draft_lengths = varying_draft_lengths(max_drafts)
         self.num_steps = 0
         self.num_copies = 0
         self.num_failures = 0  # of grammars, including those of sequences that have ended meanwhile

@@ -261,7 +261,7 @@ def test_short_answers_get_fewer_drafts_because_sequences_wait_for_longer_steps(
     long, short, shortest = (lengths.choose(sequences, PLAIN, 0.0, 0, mean) or [0] for mean in (1000.0, 8.0, 1.0))
     assert long[0] > short[0] > shortest[0]
     assert lengths.choose(sequences[:1], PLAIN, 0.0, 0, 1.0) == lengths.choose(sequences[:1], PLAIN, 0.0), (
-        "one alone waits for nobody"
+        "a sequence that is alone waits for no step"
     )
 
 

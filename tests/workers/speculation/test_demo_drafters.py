@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,7 @@ from tokenizers import Tokenizer
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.protocol.messages import LoadModel
 from servekit.protocol.speculative_config import DEFAULT_MAX_DRAFTS, SpeculativeConfig
-from servekit.scheduler.draft_length import DraftLengths
-from servekit.scheduler.sequence import Sequence
+from tests.support.drafters import FixedDraftLengths
 from tests.support.inprocess import InProcessEngine, load
 from workers.speculation.choose import load_drafter
 
@@ -23,20 +20,6 @@ NUM_QUESTIONS = 8
 # What was measured, less the noise of so few questions.
 MIN_ACCEPTANCE = {"draft": 0.85, "medusa": 0.35}
 MAX_SHARE = {"draft": 0.2, "medusa": 0.1}  # of the model's bytes
-
-
-class MostDrafts(DraftLengths):
-    """Wants as many drafts as it may in each step."""
-
-    def choose(
-        self,
-        sequences: Collection[Sequence],
-        step_id: int,
-        position_s: float,
-        num_prefill_tokens: int = 0,
-        mean_answer_tokens: float = inf,
-    ) -> list[int]:
-        return [self.max_drafts] * len(sequences)
 
 
 def num_bytes(directory: Path) -> int:
@@ -65,7 +48,8 @@ def test_drafters_of_the_demo_model_are_small_and_mostly_right(method: str) -> N
             max_drafts=max_drafts,
             loaded_drafter=drafter if with_drafts else None,
         )
-        engine.manager.draft_lengths = MostDrafts(max_drafts if with_drafts else 0)
+        num_drafts = max_drafts if with_drafts else 0
+        engine.manager.draft_lengths = FixedDraftLengths(num_drafts, lambda _, num_drafts=num_drafts: num_drafts)
         sequences = [engine.add(prompt, max_tokens=60) for prompt in prompts]
         engine.run()
         answers.append([sequence.output_token_ids for sequence in sequences])

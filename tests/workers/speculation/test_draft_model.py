@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection
 from functools import cache
-from math import inf
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -17,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from servekit.errors import ConfigError
 from servekit.protocol.messages import LoadModel
 from servekit.protocol.speculative_config import SpeculativeConfig
-from servekit.scheduler.draft_length import DraftLengths
 from servekit.scheduler.sequence import Sequence
+from tests.support.drafters import FixedDraftLengths
 from tests.support.inprocess import InProcessEngine, load
 from tests.support.load_settings import load_settings
 from tests.support.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_model
@@ -125,18 +123,9 @@ def test_every_draft_of_the_model_itself_is_accepted() -> None:
     assert min(lengths.num_drafted) > 50
 
 
-class PausingDraftLengths(DraftLengths):
-    """Wants no drafts in some steps, and the most in all others."""
-
-    def choose(
-        self,
-        sequences: Collection[Sequence],
-        step_id: int,
-        position_s: float,
-        num_prefill_tokens: int = 0,
-        mean_answer_tokens: float = inf,
-    ) -> list[int]:
-        return [0 if 10 <= step_id < 40 else self.max_drafts] * len(sequences)
+def pausing_draft_lengths() -> FixedDraftLengths:
+    """No drafts in some steps, and the most in all others."""
+    return FixedDraftLengths(MAX_DRAFTS, lambda step_id: 0 if 10 <= step_id < 40 else MAX_DRAFTS)
 
 
 @pytest.mark.parametrize("bound", [256, 8])
@@ -144,7 +133,7 @@ def test_a_drafter_makes_up_for_steps_without_drafts(bound: int, monkeypatch: py
     monkeypatch.setattr(draft_model, "MAX_CATCH_UP_TOKENS", bound)
     loaded, _ = prepared("llama")
     engine = InProcessEngine(loaded, num_blocks=200, max_drafts=MAX_DRAFTS, loaded_drafter=drafting("llama", "itself"))
-    engine.manager.draft_lengths = PausingDraftLengths(MAX_DRAFTS)
+    engine.manager.draft_lengths = pausing_draft_lengths()
     drafter = engine.runner.drafter
     compute, largest = drafter._compute, 0
 
@@ -170,7 +159,7 @@ def test_short_prompts_are_left_out_while_no_drafts_are_wanted_and_made_up_for(m
     loaded, _ = prepared("llama")
     monkeypatch.setattr(draft_model, "MAX_LEFT_OUT_TOKENS", 10)
     engine = InProcessEngine(loaded, num_blocks=200, max_drafts=MAX_DRAFTS, loaded_drafter=drafting("llama", "itself"))
-    lengths = engine.manager.draft_lengths = PausingDraftLengths(MAX_DRAFTS)
+    lengths = engine.manager.draft_lengths = pausing_draft_lengths()
     drafter = engine.runner.drafter
     compute, computed = drafter._compute, []
 
