@@ -265,6 +265,8 @@ class Sandbox:
     async def _attempt(self, job: _Job, process: ForkedProcess) -> Outcome | None:
         """Run a job in a process, and end the process unless another job may use it. Raises ProcessLost."""
         is_ended, is_reusable = False, False
+        if job.ticket.lane is Lane.SLOW:
+            process.lower_priority()
         running = asyncio.create_task(process.run(job.pieces))
         try:
             outcome = await self._watch(job, process, running)

@@ -336,6 +336,23 @@ async def test_a_slow_job_holds_up_neither_its_tenant_nor_others(sandbox: Sandbo
     await asyncio.gather(*slow, return_exceptions=True)
 
 
+async def test_a_job_that_begins_again_in_the_slow_lane_has_its_low_priority(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, at_start, run = os.getpriority(os.PRIO_PROCESS, 0), [], ForkedProcess.run
+
+    async def observed(process: ForkedProcess, pieces: Sequence[bytes | bytearray]) -> Outcome:
+        at_start.append(os.getpriority(os.PRIO_PROCESS, process.pid))
+        return await run(process, pieces)
+
+    monkeypatch.setattr(forked_process, "NICENESS", usual + 1)
+    monkeypatch.setattr(ForkedProcess, "run", observed)
+    # The slow lane has one place for the tenant. The other job is stopped, and begins again when the first has ended.
+    slow = [sandbox.run(endless(number), "messages", "slow") for number in (10, 11)]
+    assert all(isinstance(refusal, InvalidRequest) for refusal in await asyncio.gather(*slow, return_exceptions=True))
+    assert at_start == [usual, usual, usual + 1]
+
+
 async def test_outcomes_are_remembered_for_their_tenant(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidRequest, match="not done within"):
         await sandbox.run(endless(99), "messages", "a")
