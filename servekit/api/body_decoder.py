@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.aio.round_robin_semaphore import RoundRobinSemaphore
@@ -29,6 +29,7 @@ from servekit.api.schemas.packed_body import (
     Long,
     PackedBody,
     Refusal,
+    Tensors,
     Text,
     Texts,
     TokenIdLists,
@@ -36,6 +37,7 @@ from servekit.api.schemas.packed_body import (
     decode_kind,
 )
 from servekit.errors import ContextTooLong, InvalidRequest, QueueFull, WorkerNotReady, shutting_down
+from servekit.inference import Tensor
 from servekit.protocol.frames import HEADER_BYTES, frame_length
 
 # Until a body is decoded, including the wait for others and a start of the process on a busy machine.
@@ -194,6 +196,11 @@ async def _value_of(value: Long) -> Any:
         case TokenIdLists():
             num_bytes = (4 * length for length in await integers_of(value.lengths))
             return [await integers_of(part) for part in _parts(value.int32, num_bytes)]
+        case Tensors():
+            tensors = msgspec.json.decode(value.heads, type=list[Tensor])
+            for tensor, data in zip(tensors, value.data, strict=True):
+                tensor.data = Raw(data)
+            return tensors
     raise AssertionError(value)
 
 

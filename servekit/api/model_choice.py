@@ -14,9 +14,19 @@ from starlette.requests import Request
 from servekit.api.endpoint import caller_of, mark, models_of
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.schemas.json_body import encode
-from servekit.engine.interface import Engine, GeneratingEngine, PredictingEngine, ServedModel, generates, predicts
+from servekit.engine.interface import (
+    Engine,
+    GeneratingEngine,
+    InferringEngine,
+    PredictingEngine,
+    ServedModel,
+    generates,
+    infers,
+    predicts,
+)
 from servekit.engine.model_kind import GENERATE
 from servekit.errors import InvalidRequest
+from servekit.inference import INFER
 from servekit.protocol.prediction import PredictorKind
 from servekit.time_causes import TimeCause
 
@@ -28,12 +38,14 @@ DOES: dict[str, str] = {
     PredictorKind.EMBED: "computes embeddings: POST /v1/embeddings",
     PredictorKind.RERANK: "scores documents for a query: POST /v1/rerank",
     PredictorKind.CLASSIFY: "classifies: POST /predict",
+    INFER: "computes tensors: POST /predict",
 }
 LACKS: dict[str, str] = {
     GENERATE: "generates no text",
     PredictorKind.EMBED: "computes no embeddings",
     PredictorKind.RERANK: "scores no documents",
     PredictorKind.CLASSIFY: "classifies nothing",
+    INFER: "computes no tensors",
 }
 MAX_FITTING_SHOWN = 20  # models that a refusal names
 
@@ -58,6 +70,17 @@ async def predictor_for(request: Request, name: str | None, kind: PredictorKind)
     """
     engine = await _use(request, name, kind)
     assert predicts(engine)
+    return engine
+
+
+async def classifier_for(request: Request, name: str | None) -> PredictingEngine | InferringEngine:
+    """Return the engine of the model that a request names, which classifies, or computes tensors.
+
+    Raises what `engine_for` raises.
+    """
+    named = models_of(request).find(name, caller_of(request), None, PredictorKind.CLASSIFY)
+    engine = await _use(request, name, INFER if named.kind == INFER else PredictorKind.CLASSIFY)
+    assert predicts(engine) or infers(engine)
     return engine
 
 

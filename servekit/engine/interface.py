@@ -26,6 +26,7 @@ from servekit.engine.prediction_state import PredictionState
 from servekit.engine.request_state import RequestState
 from servekit.engine.tokenizer import Tokenizer
 from servekit.errors import ServekitError
+from servekit.inference import INFER, InferenceRequest, Tensor
 from servekit.prediction import PredictionRequest
 from servekit.protocol.messages import Profiled, WorkerReady
 from servekit.protocol.prediction import PredictorInfo, PredictorKind, PredictorReady
@@ -111,7 +112,7 @@ class Engine(Service, Protocol):
 
     @property
     def kind(self) -> str:
-        """What the model does: GENERATE, or a PredictorKind."""
+        """What the model does: GENERATE, INFER, or a PredictorKind."""
 
     @property
     def worker(self) -> WorkerReport | None:
@@ -193,6 +194,18 @@ def predicts(engine: Engine) -> TypeGuard[PredictingEngine]:
     return engine.kind in list(PredictorKind)
 
 
+class InferringEngine(Engine, Protocol):
+    """The engine of a model that computes tensors, which another server runs."""
+
+    async def infer(self, request: InferenceRequest, caller: Caller = ANONYMOUS) -> list[Tensor]:
+        """Return the outputs of one inference. Raises RequestError or WorkerError."""
+
+
+def infers(engine: Engine) -> TypeGuard[InferringEngine]:
+    """Return whether the engine's model computes tensors."""
+    return engine.kind == INFER
+
+
 class ManagedEngine(Engine, Protocol):
     """An engine in this process, which its owner starts and stops."""
 
@@ -240,7 +253,7 @@ class ServedModel(Protocol):
 
     @property
     def kind(self) -> str:
-        """What it does: GENERATE, or a PredictorKind."""
+        """What it does: GENERATE, INFER, or a PredictorKind."""
 
     @property
     def config(self) -> ServeConfig: ...

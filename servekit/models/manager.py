@@ -38,6 +38,9 @@ from servekit.models.residency import Admit, Load, ModelNeeds, Residency, State,
 from servekit.observability.live_frames import LiveState
 from servekit.observability.metrics import HttpMetrics, LoadMetrics, ModelMetrics, SeveralModelsMetrics
 from servekit.remote.remote_engine import RemoteEngine
+from servekit.remote.remote_model import RemoteModel
+from servekit.remote.settings import OpenAISettings, TritonSettings
+from servekit.remote.triton_engine import TritonEngine
 from servekit.shared_budget import SharedBudget
 
 log = logging.getLogger("servekit")
@@ -84,7 +87,7 @@ class ManagedModel:
 
     @property
     def kind(self) -> str:
-        return self.config.kind
+        return self.spec.kind if self.engine is None else self.engine.kind
 
     @property
     def config(self) -> ServeConfig:
@@ -308,7 +311,7 @@ class ModelManager:
             raise InvalidRequest(f"{alias!r} is the name of a model; an alias that is divided needs another one")
         try:
             where = f"the alias {alias[:MAX_NAME_SHOWN]!r}"
-            kinds = {each.id: each.config.kind for each in self._file.models}
+            kinds = {each.id: each.kind for each in self._file.models}
             check_split(where, split, set(kinds))
             check_kinds(where, split, kinds)
         except ConfigError as error:
@@ -529,7 +532,7 @@ class ModelManager:
             return
         model.engine, model.starting, model.failure = engine, None, None
         model.worker = engine.worker
-        model.max_prompt_tokens = engine.known_length if isinstance(engine, RemoteEngine) else engine.max_prompt_tokens
+        model.max_prompt_tokens = engine.known_length if isinstance(engine, RemoteModel) else engine.max_prompt_tokens
         if self._is_draining:
             engine.drain(not self._rejects_requests)
         now_s = self.now()
@@ -546,8 +549,11 @@ class ModelManager:
     def _make_engine(self, model: ManagedModel) -> ManagedEngine:
         """Return the engine of a model. Raises ConfigError."""
         spec = model.spec
-        if spec.remote is not None:
-            return RemoteEngine(spec.config, spec.remote, self._clock, model.metrics)
+        match spec.remote:
+            case OpenAISettings():
+                return RemoteEngine(spec.config, spec.remote, self._clock, model.metrics)
+            case TritonSettings():
+                return TritonEngine(spec.config, spec.remote, self._clock, model.metrics)
         return make_engine(spec.config, self._clock, model.metrics, self._result_budget)
 
     async def _give_up(self, model: ManagedModel, engine: ManagedEngine | None, error: Exception) -> None:

@@ -17,9 +17,10 @@ from msgspec.structs import replace
 
 from servekit.config import MODEL_SETTINGS, ServeConfig, explain_setting
 from servekit.errors import ConfigError
+from servekit.inference import INFER
 from servekit.models.names import Split
 from servekit.remote.settings import TAKES as REMOTE_TAKES
-from servekit.remote.settings import RemoteSettings
+from servekit.remote.settings import OpenAISettings, RemoteSettings, ServerSettings, TritonSettings
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]{1,200}\Z")]
 Tenant = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
@@ -27,9 +28,14 @@ Bytes = Annotated[int, Meta(ge=0, le=2**60)]
 
 Converted = TypeVar("Converted", bound=Struct)
 
-REMOTE_KINDS = ("openai",)  # by what the model's server speaks
+# By what the model's server speaks: what `remote` is, with an example of an address.
+REMOTE_KINDS: dict[str, tuple[type[RemoteSettings], str]] = {
+    "openai": (OpenAISettings, "http://gpu-7:8000/v1"),
+    "triton": (TritonSettings, "http://triton:8000"),
+}
 # The settings that a remote model can have. All others are about how a model is computed.
 REMOTE_MODEL_SETTINGS = ("model", "max_model_len", "max_num_queued_reqs", "max_client_batch_size", "stream_interval")
+OF_GENERATION = ("max_model_len", "stream_interval")
 _DEVICE = re.compile(r"cpu|cuda:\d+")
 _TAKES = {
     "id": "1 to 200 letters, digits, '.', '_', ':', '/' and '-'",
@@ -68,6 +74,11 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     def id(self) -> str:
         """The name that answers give it."""
         return self.entry.id
+
+    @property
+    def kind(self) -> str:
+        """What the model does."""
+        return INFER if isinstance(self.remote, TritonSettings) else self.config.kind
 
 
 class _Alias(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -199,15 +210,18 @@ def _take_remote(entry: dict[str, Any], where: str) -> RemoteSettings | None:
 
     Raises ConfigError.
     """
-    if entry.get("kind") not in REMOTE_KINDS:
+    kind = entry.get("kind")
+    if kind not in REMOTE_KINDS:
         if "remote" in entry:
-            raise ConfigError(f"{where}: remote is for models of another server; set kind = 'openai', or leave it out")
+            kinds = " or ".join(map(repr, REMOTE_KINDS))
+            raise ConfigError(f"{where}: remote is for models of another server; set kind = {kinds}, or leave it out")
         return None
+    settings, example = REMOTE_KINDS[kind]
     del entry["kind"]
     remote = entry.pop("remote", None)
     if not isinstance(remote, dict):
         raise ConfigError(
-            f"{where}: kind = 'openai' needs the server's address, such as remote = {{ url = 'http://gpu-7:8000/v1' }}"
+            f"{where}: kind = {kind!r} needs the server's address, such as remote = {{ url = {example!r} }}"
         )
     if "memory_bytes" in entry:
         raise ConfigError(f"{where}: memory_bytes is of models that this server runs; leave it out")
@@ -217,8 +231,10 @@ def _take_remote(entry: dict[str, Any], where: str) -> RemoteSettings | None:
                 f"{where}: {name} is a setting of models that this server runs, and this one runs on another server; "
                 "leave it out, and set it there"
             )
+        if kind == "triton" and name in OF_GENERATION:
+            raise ConfigError(f"{where}: {name} is a setting of models that generate text; leave it out")
     remote = {name.replace("-", "_"): value for name, value in remote.items()}
-    return _convert(remote, RemoteSettings, f"{where}: remote")
+    return _convert(remote, settings, f"{where}: remote")
 
 
 def _parse_model(entry: Any, where: str, base: ServeConfig, device: str) -> ModelSpec:
@@ -267,7 +283,7 @@ def _convert(value: Any, kind: type[Converted], where: str) -> Converted:
         if "missing required field" in message:
             raise ConfigError(f"{where}: the field {message.split('`')[1]!r} is missing") from None
         field = re.search(r"at `\$\.(\w+)|at `\$\[", message)
-        takes = REMOTE_TAKES if kind is RemoteSettings else _TAKES
+        takes = REMOTE_TAKES if issubclass(kind, ServerSettings) else _TAKES
         if field is None or field[1] not in takes:
             raise ConfigError(f"{where}: {message}") from None
         raise ConfigError(f"{where}: {field[1]} must be {takes[field[1]]}") from None

@@ -67,7 +67,7 @@ def with_kinds(file: ModelFile, where: str) -> ModelFile:
     Raises ConfigError for a setting that a model of the kind cannot have, and for an alias of models of several kinds.
     """
     models = [_with_kind(spec, where) for spec in file.models]
-    kinds = {spec.id: spec.config.kind for spec in models}
+    kinds = {spec.id: spec.kind for spec in models}
     for alias, split in file.splits.items():
         check_kinds(f"{where}: the alias {alias!r}", split, kinds)
     return replace(file, models=models)

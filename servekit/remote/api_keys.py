@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 
 from servekit.errors import ConfigError
-from servekit.remote.settings import RemoteSettings
+from servekit.remote.settings import ServerSettings
 
 _taken: dict[str, str] = {}  # by variable: the model file may be read again, and models loaded again
 
 
-def check_api_key(model: str, settings: RemoteSettings) -> str | None:
+def check_api_key(model: str, settings: ServerSettings) -> str | None:
     """Return the API key for a model's server, if it needs one, and remove it from the environment.
 
     The server's child processes inherit the environment, and the sandboxes run input of clients. Raises ConfigError if

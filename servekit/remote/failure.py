@@ -29,6 +29,8 @@ class Failure(Exception):
         *,
         may_repeat: bool = False,
         wait_s: float = 0.0,
+        status: int | None = None,
+        told: str = "",
     ) -> None:
         super().__init__(error.message)
         self.error = error
@@ -36,6 +38,8 @@ class Failure(Exception):
         self.outcome = outcome
         self.may_repeat = may_repeat  # as long as nothing of the answer has come
         self.wait_s = wait_s  # before the next try, at least
+        self.status = status  # of the server's answer, if there was one
+        self.told = told  # the server's own message, for the log
 
 
 def of_status(model: str, status: int, message: str, code: str | None, retry_after: str | None) -> Failure:
@@ -48,28 +52,31 @@ def of_status(model: str, status: int, message: str, code: str | None, retry_aft
     if status in OF_THE_REQUEST:
         is_length = code == "context_length_exceeded" or "maximum context length" in message
         kind = ContextTooLong if is_length else InvalidRequest
-        return Failure(
-            kind(f"the server of the model {model!r} refused the request{told}"), "refused", Outcome.ANSWERED
-        )
+        error: ServekitError = kind(f"the server of the model {model!r} refused the request{told}")
+        return Failure(error, "refused", Outcome.ANSWERED, status=status, told=message)
     wait_s = _seconds(retry_after)
     if status in OVERLOADED or (status == 503 and wait_s is not None):
-        error: ServekitError = RemoteUnavailable(
+        error = RemoteUnavailable(
             f"the server of the model {model!r} is busy (status {status}){told}; please try again later",
             retry_after_s=max(1, round(wait_s or DEFAULT_RETRY_AFTER_S)),
         )
-        return Failure(error, "busy", Outcome.UNKNOWN, may_repeat=True, wait_s=wait_s or 0.0)
+        return Failure(
+            error, "busy", Outcome.UNKNOWN, may_repeat=True, wait_s=wait_s or 0.0, status=status, told=message
+        )
     if status >= 500:
         kind_of_error = RemoteTimeout if status == 504 else RemoteFailed
         return Failure(
             kind_of_error(f"the server of the model {model!r} failed (status {status}){told}"),
             "failed",
             may_repeat=True,
+            status=status,
+            told=message,
         )
     error = RemoteFailed(
         f"the server of the model {model!r} does not accept this server's requests (status {status}); the operator has "
         "to correct its entry in the model file: the log has the reason"
     )
-    return Failure(error, "refused", Outcome.ANSWERED)
+    return Failure(error, "refused", Outcome.ANSWERED, status=status, told=message)
 
 
 def _seconds(retry_after: str | None) -> float | None:

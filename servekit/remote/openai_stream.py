@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from servekit.errors import RemoteFailed
+from servekit.errors import ContextTooLong, InvalidRequest, RemoteFailed, ServekitError
 from servekit.parsing.answer_events import AnswerEvent, CallArguments, CallBegins, Content, Reasoning
+from servekit.remote.failure import OF_THE_REQUEST
 from servekit.scheduler.sequence import FinishReason
 
 MAX_EVENT_BYTES = 2**20
@@ -161,13 +162,16 @@ class AnswerReader:
         return len(self.endings) == len(self._answers)
 
     def read(self, data: bytes) -> list[Piece]:
-        """Return the pieces of the chunk that an event has. Raises RemoteFailed."""
+        """Return the pieces of the chunk that an event has.
+
+        Raises RemoteFailed, and InvalidRequest or ContextTooLong where the server refuses the request.
+        """
         try:
             chunk = _decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RemoteFailed(f"the model's server sent an invalid event: {str(error)[:MAX_SHOWN]}") from None
         if chunk.error is not None:
-            raise RemoteFailed(f"the model's server failed: {message_of(data)[0]}")
+            raise _error_of(*message_of(data))
         if chunk.usage is not None:
             self._note_usage(chunk.usage)
         return [piece for choice in chunk.choices or () if (piece := self._piece(choice)) is not None]
@@ -232,6 +236,14 @@ class AnswerReader:
         if function.arguments:
             events.append(CallArguments(index, function.arguments))
         return events
+
+
+def _error_of(message: str, code: str | None) -> ServekitError:
+    """Return the error for one that came in the place of an answer. vLLM checks some fields that late."""
+    if code is not None and code.isdecimal() and int(code) in OF_THE_REQUEST:
+        kind = ContextTooLong if "maximum context length" in message else InvalidRequest
+        return kind(f"the model's server refused the request: {message}")
+    return RemoteFailed(f"the model's server failed: {message}")
 
 
 class _Error(Struct):

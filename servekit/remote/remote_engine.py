@@ -1,26 +1,20 @@
-"""Serve a model that runs on another server: admit requests, send them there, and deliver what comes back.
+"""Serve a model that generates text on another server: admit requests, send them there, deliver what comes back.
 
-The verbs are those of the engine of a local model. What is bounded: requests that wait (`max_num_queued_reqs`),
-connections (`max_connections`, which tenants get in turns), each wait, the retries of one request and of all requests
-together. A server that fails is not asked for a while (`CircuitBreaker`). Everything runs on the event loop's thread.
+The verbs are those of the engine of a local model. `Sender` decides when a request is sent, and whether it is sent
+again. Everything runs on the event loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import random
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from servekit import __version__
-from servekit.aio.round_robin_semaphore import RoundRobinSemaphore
 from servekit.config import ServeConfig
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.client_queue import ParsedDelta, TokenDelta
-from servekit.engine.live_view import LiveView
 from servekit.engine.model_kind import GENERATE
 from servekit.engine.request_state import RequestState, SequenceOutput
 from servekit.engine.tokenizer import Tokenizer
@@ -28,24 +22,22 @@ from servekit.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
-    QueueFull,
     RemoteFailed,
     RemoteTimeout,
-    RemoteUnavailable,
     ServekitError,
     shutting_down,
 )
-from servekit.observability.live_frames import LiveState, LiveWorker
-from servekit.observability.metrics import HttpMetrics, ModelMetrics, RemoteStats
+from servekit.observability.metrics import ModelMetrics
 from servekit.protocol.messages import WorkerReady
-from servekit.remote.circuit_breaker import CircuitBreaker, Outcome, Permit, State
+from servekit.remote.circuit_breaker import Outcome
 from servekit.remote.failure import Failure
 from servekit.remote.openai_request import RemoteRequest, check_supported, write_requests
 from servekit.remote.openai_stream import DONE, AnswerReader, EventReader, Piece
+from servekit.remote.remote_model import RemoteModel
 from servekit.remote.request_state import UNKNOWN_TOKEN_ID, RemoteState
-from servekit.remote.retry_budget import RetryBudget
-from servekit.remote.server_client import ServerClient, encode
-from servekit.remote.settings import RemoteSettings
+from servekit.remote.sender import Attempt
+from servekit.remote.server_client import encode
+from servekit.remote.settings import OpenAISettings
 from servekit.request import GenerationRequest
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason
@@ -55,10 +47,7 @@ from servekit.time_causes import TimeCause
 log = logging.getLogger("servekit")
 
 UNKNOWN_LENGTH = 2**20  # tokens: an upper bound while the server has not told the length of its longest sequence
-FIRST_BACKOFF_S = 0.1  # before a retry; doubled for each further one, and less by up to half, at random
-MAX_WAIT_S = 2.0  # that a server may ask for before a retry; for longer, the client is told to come back
 DRAIN_S = 1.0  # for the end of a response that is complete, so that its connection can be used again
-RETRY_AFTER_S = 5
 
 
 class NoTokenizer(Tokenizer):
@@ -106,75 +95,29 @@ class _Places:
         self._num_places = 0
 
 
-class RemoteEngine:
-    """Serves one remote model. Call `start`, then `submit` any number of requests, then `stop`."""
+class RemoteEngine(RemoteModel):
+    """Serves one remote model that generates text. Call `start`, then `submit` any number of requests, then `stop`."""
 
     kind = GENERATE
     takes_messages = True
     worker: WorkerReady | None = None  # it is not this server's
-    failure: ServekitError | None = None  # a remote model never ends the engine
-    worker_pids: list[int | None] = []  # noqa: RUF012  # there are none
-    is_healthy = True
 
     def __init__(
         self,
         config: ServeConfig,
-        settings: RemoteSettings,
+        settings: OpenAISettings,
         clock: Callable[[], float] = time.monotonic,
         metrics: ModelMetrics | None = None,
     ) -> None:
         """Raises ConfigError if the API key is missing."""
-        self.config = config
+        super().__init__(config, settings, clock, metrics)
         self.settings = settings
-        self.metrics = metrics or ModelMetrics(config)
         self.tokenizer = NoTokenizer(config.model_name)
-        self.breaker = CircuitBreaker(settings.failures_to_open, settings.cooldown)
-        self._server = ServerClient(config.model_name, settings)
-        self._clock = clock
-        self._retries = RetryBudget(settings.retry_ratio)
-        self._places = SharedBudget(config.max_num_queued_reqs)
-        self._slots = RoundRobinSemaphore(settings.max_connections)
-        self._num_connections = 0
-        self._num_waiting = 0
         self._live: set[RemoteState] = set()  # whose answers have not all ended
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.known_length = config.max_model_len  # tokens of the longest sequence, if the server has told
-        self._has_started = False
-        self._is_draining = False
-        self._rejects_requests = False
-        self._stopped = asyncio.Event()
+        self.known_length = config.max_model_len
 
     # -- state --------------------------------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> str:
-        """One of loading, ready, recovering, draining."""
-        if self._is_draining:
-            return "draining"
-        if not self._has_started:
-            return "loading"
-        return "recovering" if self._refuses_requests else "ready"
-
-    @property
-    def _refuses_requests(self) -> bool:
-        """Whether the breaker is open. When its cooldown is over, it is not: it waits for a request to try."""
-        return self.breaker.state is State.OPEN and self.breaker.retry_after_s(self._clock()) > 1
-
-    @property
-    def stage(self) -> str:
-        """What it is doing, as text for people."""
-        if self._refuses_requests:
-            return "sends no requests to its server for now, because that server failed too often in a row"
-        return "serving"
-
-    @property
-    def has_free_slots(self) -> bool:
-        """True: what is not urgent waits for a connection, if it is for this model, and never for another model."""
-        return True
-
-    @property
-    def http_counters(self) -> HttpMetrics:
-        return self.metrics.http
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
@@ -196,30 +139,6 @@ class RemoteEngine:
     def profiling(self) -> Any:
         raise refusal(self.config.model_name)
 
-    def now(self) -> float:
-        return self._clock()
-
-    def stats(self) -> RemoteStats:
-        """The state at this moment."""
-        return RemoteStats(self.breaker.state, self._num_connections, self._num_waiting)
-
-    async def probe_readiness(self) -> bool:
-        """Whether requests are sent to the server. None is sent for this call: it could cost money."""
-        return self.state == "ready"
-
-    async def render_metrics(self) -> bytes:
-        raise NotImplementedError("a remote model is one of several")
-
-    async def live_view(self) -> LiveView:
-        """One frame of the live view, without sequences and blocks."""
-        worker = LiveWorker(self.stage)
-        return LiveView(LiveState(self.now(), self.state, self.stage, self.config.model_name, __version__, [worker]))
-
-    async def describe(self) -> dict[str, Any]:
-        """What /info says of the server."""
-        replica = {"replica": 0, "state": self.stage, "breaker": self.breaker.state}
-        return {"replicas": [replica]}
-
     @property
     def max_prompt_tokens(self) -> int:
         """Tokens of the longest sequence, as far as the server has told."""
@@ -229,10 +148,10 @@ class RemoteEngine:
 
     async def start(self) -> None:
         """Begin to serve. The server need not answer yet: it is asked for its models, but not for long."""
-        await self._server.start()
-        self.metrics.watch_remote(self.stats)
+        await self.server.start()
+        self.metrics.watch_remote(self.sender.stats)
         assert self.metrics.remote  # its metrics are exported from now on
-        length = await self._server.look_up(self.config.model, self.settings.connect_timeout)
+        length = await self.server.look_up(self.config.model, self.settings.connect_timeout)
         self.known_length = self.config.max_model_len or length
         self._has_started = True
 
@@ -249,18 +168,8 @@ class RemoteEngine:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._server.close()
-        self._stopped.set()
-
-    def drain(self, admits_requests: bool = False) -> None:
-        """Begin to drain: admitted requests continue, and new ones are rejected unless `admits_requests` is set."""
-        self._is_draining = True
-        self._rejects_requests = not admits_requests
-        self.metrics.engine.is_draining = True
-
-    async def wait_until_failed(self) -> None:
-        """Return when it has been stopped: a server that fails is no reason to end."""
-        await self._stopped.wait()
+        await self.server.close()
+        self._ended.set()
 
     def fail_all(self, error: ServekitError) -> None:
         """Report `error` to the clients of all requests."""
@@ -273,38 +182,11 @@ class RemoteEngine:
 
     async def take_places(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> _Places:
         """Take a place in the queue for each prompt. Raises InvalidRequest, QueueFull or RemoteUnavailable."""
-        if self._rejects_requests:
-            raise shutting_down()
-        most = self.config.max_client_batch_size if caller.max_answers is None else caller.max_answers
-        if request.num_sequences > most:
-            raise InvalidRequest(
-                f"the request asks for {request.num_sequences} answers (prompts times n); the limit is {most} "
-                "(max_client_batch_size)"
-            )
         check_supported(request, self.config.model_name, self.settings.dialect)
-        now_s = self._clock()
-        if self._refuses_requests:
-            self.metrics.remote.rejected()
-            raise self._breaker_open_error(now_s)
-        budget, tenant, num_places = self._places, caller.tenant, len(request.prompts)
-        if not budget.has_room(tenant, num_places):
-            raise QueueFull(
-                f"the queue is full: {budget.total} requests wait for the server of the model "
-                f"{self.config.model_name!r}{budget.describe_share(tenant)}, and the request adds {num_places}; the "
-                f"limit is {budget.limit} (max_num_queued_reqs). Please try again later.",
-                retry_after_s=RETRY_AFTER_S,
-            )
+        budget, tenant, num_places = self.sender.places, caller.tenant, len(request.prompts)
+        self.check_admission(caller, request.num_sequences, num_places)
         budget.take(tenant, num_places)
-        return _Places(budget, tenant, num_places, now_s)
-
-    def _breaker_open_error(self, now_s: float) -> RemoteUnavailable:
-        retry_after_s = self.breaker.retry_after_s(now_s)
-        return RemoteUnavailable(
-            f"the server of the model {self.config.model_name!r} has failed {self.settings.failures_to_open} times or "
-            f"more in a row (failures_to_open), so no request is sent to it for about {retry_after_s} s; please try "
-            "again later",
-            retry_after_s=retry_after_s,
-        )
+        return _Places(budget, tenant, num_places, self._clock())
 
     async def submit(self, request: GenerationRequest, caller: Caller, places: _Places) -> RequestState:
         """Send a request, and return when the server has begun to answer. Raises RequestError or WorkerError."""
@@ -405,94 +287,15 @@ class RemoteEngine:
 
     async def _answer(self, state: RemoteState, number: int, request: RemoteRequest) -> None:
         """Wait for a connection, and send one request."""
-        tenant, timeout_s = state.caller.tenant, self.settings.first_token_timeout
-        self._num_waiting += 1
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._slots.acquire(tenant)
-        except TimeoutError:
-            raise RemoteUnavailable(
-                f"all {self.settings.max_connections} connections to the server of the model "
-                f"{self.config.model_name!r} were in use for {timeout_s:g} s; send fewer requests at a time, or let "
-                "the operator raise max_connections or first_token_timeout in the model file",
-                retry_after_s=RETRY_AFTER_S,
-            ) from None
-        finally:
-            self._num_waiting -= 1
-            state.release_places(1)
-        self._num_connections += 1
-        try:
-            await self._send_until_answered(state, number, request.path, await encode(request))
-        finally:
-            self._num_connections -= 1
-            self._slots.release(tenant)
+        async with self.sender.connection(state.caller.tenant, lambda: state.release_places(1)):
+            body = await encode(request)
 
-    async def _send_until_answered(self, state: RemoteState, number: int, path: str, body: bytes) -> None:
-        """Send a request, again if that fails before anything of the answer has come."""
-        self._retries.request_began()
-        for attempt in itertools.count():
-            try:
-                await self._exchange(state, number, path, body)
-                return
-            except Failure as failure:
-                if not self._may_repeat(failure, attempt):
-                    raise failure.error from None
-                backoff_s = FIRST_BACKOFF_S * 2**attempt * random.uniform(0.5, 1.0)
-                await asyncio.sleep(max(backoff_s, failure.wait_s))
+            async def exchange(attempt: Attempt) -> None:
+                for output in state.outputs_of(number):
+                    output.sequence.first_scheduled_s = self._clock()
+                await _Exchange(self, state, number, attempt).run(request.path, body)
 
-    def _may_repeat(self, failure: Failure, attempt: int) -> bool:
-        if not failure.may_repeat or failure.wait_s > MAX_WAIT_S or attempt >= self.settings.max_retries:
-            return False
-        if self.breaker.state is not State.CLOSED:
-            return False
-        if not self._retries.take():
-            self.metrics.remote.retry_refused()
-            return False
-        self.metrics.remote.retried()
-        return True
-
-    async def _exchange(self, state: RemoteState, number: int, path: str, body: bytes) -> None:
-        """Send a request once, and deliver the answers. Raises Failure, or RemoteUnavailable if it must not be sent."""
-        now_s, breaker, metrics = self._clock(), self.breaker, self.metrics.remote
-        permit = breaker.begin(now_s)
-        if permit is None:
-            metrics.rejected()
-            raise self._breaker_open_error(now_s)
-        for output in state.outputs_of(number):
-            output.sequence.first_scheduled_s = now_s
-        exchange = _Exchange(self, state, number, permit)
-        try:
-            await exchange.run(path, body)
-        except Failure as failure:
-            failure.may_repeat &= not exchange.has_delivered
-            exchange.report(failure.outcome, failure.result)
-            raise
-        except RemoteFailed as error:  # it sent an invalid answer
-            exchange.report(Outcome.FAILED, "failed")
-            raise Failure(error, "failed") from None
-        finally:
-            exchange.report(Outcome.UNKNOWN, "aborted")
-
-    def note_answering(self, permit: Permit) -> None:
-        """Note that an answer has begun. It ends a probe: a long answer must not keep other requests waiting."""
-        if self.breaker.state is State.HALF_OPEN:
-            self.breaker.end(permit, Outcome.ANSWERED, self._clock())
-
-    def note_outcome(self, permit: Permit, outcome: Outcome, result: str) -> None:
-        """Note how a request to the server has ended."""
-        before, metrics = self.breaker.state, self.metrics.remote
-        self.breaker.end(permit, outcome, self._clock())
-        metrics.request_ended(result)
-        if self.breaker.state is State.OPEN and before is not State.OPEN:
-            metrics.breaker_opened()
-            log.warning(
-                "the server of the model %s (%s) has failed too often in a row (failures_to_open: %d): no request is "
-                "sent to it for %d s; check that it runs",
-                self.config.model_name,
-                self.settings.url,
-                self.settings.failures_to_open,
-                self.breaker.retry_after_s(self._clock()),
-            )
+            await self.sender.send(exchange)
 
     # -- delivery -----------------------------------------------------------------------------------------------------
 
@@ -564,9 +367,8 @@ class RemoteEngine:
 class _Exchange:
     """One request to the server and its response."""
 
-    def __init__(self, engine: RemoteEngine, state: RemoteState, number: int, permit: Permit) -> None:
-        self._permit: Permit | None = permit  # until the outcome is reported
-        self.has_delivered = False
+    def __init__(self, engine: RemoteEngine, state: RemoteState, number: int, attempt: Attempt) -> None:
+        self._attempt = attempt
         self._engine = engine
         self._state = state
         self._number = number
@@ -574,27 +376,21 @@ class _Exchange:
         self._answers = AnswerReader(state.request.n, state.request.chat is not None)
         self._is_complete = False
 
-    def report(self, outcome: Outcome, result: str) -> None:
-        """Report how it ended. What is reported first counts."""
-        permit, self._permit = self._permit, None
-        if permit is not None:
-            self._engine.note_outcome(permit, outcome, result)
-
     async def run(self, path: str, body: bytes) -> None:
         """Send the request, and deliver the response. Raises Failure or RemoteFailed."""
         engine, loop = self._engine, asyncio.get_running_loop()
         settings, started_s = engine.settings, engine.now()
         try:
             async with asyncio.timeout(settings.first_token_timeout) as timeout:
-                async with engine._server.open(path, body, self._state.caller.request_id) as response:
+                async with engine.server.open(path, body, self._state.caller.request_id) as response:
                     engine.metrics.remote.answer_began(engine.now() - started_s)
                     self._state.has_begun()
-                    async for received in response:
+                    async for received in response.aiter_raw():
                         was_complete = self._is_complete
                         has_more = self._read(self._events.feed(received))
                         if self._is_complete and not was_complete:
                             timeout.reschedule(loop.time() + DRAIN_S)
-                        elif has_more and self.has_delivered and not was_complete:
+                        elif has_more and self._attempt.has_delivered and not was_complete:
                             timeout.reschedule(loop.time() + settings.token_timeout)
                     self._read(self._events.finish())
         except TimeoutError:
@@ -608,7 +404,7 @@ class _Exchange:
 
     def _timeout(self) -> Failure:
         settings, model = self._engine.settings, self._engine.config.model_name
-        if self.has_delivered:
+        if self._attempt.has_delivered:
             what = f"sent nothing more for {settings.token_timeout:g} s (token_timeout)"
         else:
             what = f"sent nothing within {settings.first_token_timeout:g} s (first_token_timeout)"
@@ -628,9 +424,9 @@ class _Exchange:
                 self._end()
                 break
             for piece in self._answers.read(data):
-                if not self.has_delivered and self._permit is not None:
-                    self._engine.note_answering(self._permit)
-                self.has_delivered = True
+                if not self._attempt.has_delivered:
+                    self._attempt.note_answering()
+                self._attempt.has_delivered = True
                 output = self._state.outputs_of(self._number)[piece.index]
                 if output.sequence.finish_reason is None:
                     self._engine.deliver(self._state, output, piece)
@@ -648,5 +444,5 @@ class _Exchange:
                 may_repeat=True,
             )
         self._is_complete = True
-        self.report(Outcome.ANSWERED, "answered")
+        self._attempt.report(Outcome.ANSWERED, "answered")
         self._engine.complete(self._state, self._number, self._answers)

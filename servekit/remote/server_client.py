@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from contextlib import asynccontextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from servekit.remote.api_keys import check_api_key
 from servekit.remote.failure import Failure, of_status
 from servekit.remote.openai_request import RemoteRequest
 from servekit.remote.openai_stream import message_of
-from servekit.remote.settings import RemoteSettings
+from servekit.remote.settings import ServerSettings
 
 if TYPE_CHECKING:
     import httpx2
@@ -48,7 +48,7 @@ class _Models(Struct):
 class ServerClient:
     """A client of one server. Call `start`, and then `close`."""
 
-    def __init__(self, model: str, settings: RemoteSettings) -> None:
+    def __init__(self, model: str, settings: ServerSettings) -> None:
         """`model` is the model's name here. Raises ConfigError if the API key is missing, or httpx2 is."""
         self._model = model
         self._settings = settings
@@ -98,23 +98,28 @@ class ServerClient:
             await http.aclose()
 
     @asynccontextmanager
-    async def open(self, path: str, body: bytes, request_id: str) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Send a request, and yield the body of the response in pieces. Leaving the block closes the response.
+    async def open(
+        self, path: str, body: bytes | None, request_id: str = "", *, busy_statuses: Container[int] = ()
+    ) -> AsyncIterator[httpx2.Response]:
+        """Send a POST with this body, or a GET, and yield the response. Leaving the block closes it.
+
+        `busy_statuses` mean that the server works and has no time, even without a Retry-After.
 
         Raises Failure for an answer with another status than 200, and for a connection that fails, also in the block.
         """
         assert self._http is not None, "start was called"
-        headers = {"X-Request-Id": request_id} if request_id.isascii() and request_id.isprintable() else {}
-        httpx2 = self._httpx2
+        is_clean = request_id and request_id.isascii() and request_id.isprintable()
+        headers = {"X-Request-Id": request_id} if is_clean else {}
+        httpx2, method = self._httpx2, "GET" if body is None else "POST"
         try:
-            request = self._http.stream("POST", self._url + path, content=body, headers=headers)
+            request = self._http.stream(method, self._url + path, content=body, headers=headers)
             async with request as response:
                 if response.status_code != 200:
-                    raise await self._refused(response)
+                    raise await self._refused(response, busy_statuses)
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if encoding != "identity":
                     raise Failure(self._failed(f"answered in the encoding {encoding[:40]!r}"), "failed")
-                yield response.aiter_raw()
+                yield response
         except httpx2.ConnectTimeout:
             raise self._unreachable(f"within {self._settings.connect_timeout:g} s (connect_timeout)") from None
         except httpx2.ConnectError as error:
@@ -125,10 +130,11 @@ class ServerClient:
         except httpx2.HTTPError as error:
             raise Failure(self._failed(f"cannot be asked ({type(error).__name__})"), "failed", may_repeat=True)  # noqa: B904
 
-    async def _refused(self, response: httpx2.Response) -> Failure:
-        body = await _read(response, MAX_ERROR_BYTES)
+    async def _refused(self, response: httpx2.Response, busy_statuses: Container[int]) -> Failure:
+        body = await read_up_to(response, MAX_ERROR_BYTES)
         message, code = message_of(body)
-        failure = of_status(self._model, response.status_code, message, code, response.headers.get("Retry-After"))
+        retry_after = response.headers.get("Retry-After") or ("1" if response.status_code in busy_statuses else None)
+        failure = of_status(self._model, response.status_code, message, code, retry_after)
         if isinstance(failure.error, RemoteFailed):  # in the log the operator may see what it tells
             level = logging.WARNING if response.status_code < 500 else logging.DEBUG  # of these the breaker tells
             shown = message or response.headers.get("Location", "")[:200]
@@ -147,7 +153,7 @@ class ServerClient:
         assert self._http is not None, "start was called"
         try:
             async with asyncio.timeout(timeout_s), self._http.stream("GET", f"{self._url}/models") as response:
-                body = await _read(response, MAX_MODELS_BYTES)
+                body = await read_up_to(response, MAX_MODELS_BYTES)
             models = {each.id: each for each in msgspec.json.decode(body, type=_Models).data}
         except (TimeoutError, self._httpx2.HTTPError) as error:
             reason = str(error) or type(error).__name__
@@ -161,7 +167,7 @@ class ServerClient:
         return models[name].max_model_len
 
 
-async def _read(response: httpx2.Response, max_bytes: int) -> bytes:
+async def read_up_to(response: httpx2.Response, max_bytes: int) -> bytes:
     """Return the body, or the beginning of a longer one."""
     body = bytearray()
     async for piece in response.aiter_raw():

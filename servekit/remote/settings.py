@@ -10,7 +10,7 @@ Seconds = Annotated[float, Meta(gt=0.0, le=3600.0)]
 
 # What an error says that each field takes.
 TAKES = {
-    "url": "an address such as 'https://api.example.com/v1', without user, query and fragment",
+    "url": "an address such as 'https://api.example.com/v1' or 'http://triton:8000', without user, query and fragment",
     "api_key_env": "the name of an environment variable, which has the API key",
     "dialect": "'openai' or 'vllm'",
     "max_connections": "an integer from 1 to 4096",
@@ -21,21 +21,60 @@ TAKES = {
     "retry_ratio": "a number from 0 to 1: retries for each request, on average",
     "failures_to_open": "an integer from 1 to 1000: failures in a row",
     "cooldown": "a number above 0 up to 3600: seconds",
+    "answer_timeout": "a number above 0 up to 3600: seconds",
+    "load_timeout": "a number above 0 up to 3600: seconds",
+    "model_control_mode": "'none' or 'explicit', as the server's own --model-control-mode",
 }
 
 
-class RemoteSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the server is, what it understands, and how long and how often it is asked."""
+class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the server of a model is, and how often it is asked. Subclasses add what their kind of server needs."""
 
     url: Annotated[str, Meta(pattern=r"^https?://[^\s/?#@\\]+(/[^\s?#\\]*)?\Z", max_length=2048)]
     api_key_env: Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z")] | None = None
-    # vllm: the server takes vLLM's parameters beside OpenAI's, as SGLang and servekit do, too.
-    dialect: Literal["openai", "vllm"] = "openai"
     max_connections: Annotated[int, Meta(ge=1, le=4096)] = 64
     connect_timeout: Seconds = 5.0
-    first_token_timeout: Seconds = 120.0  # for a connection, and then again for the first piece of the answer
-    token_timeout: Seconds = 60.0  # for each further piece
     max_retries: Annotated[int, Meta(ge=0, le=10)] = 2  # of one request, before any of its answer has come
     retry_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.2  # retries for each request, over all of them
     failures_to_open: Annotated[int, Meta(ge=1, le=1000)] = 5  # failures in a row that open the circuit breaker
     cooldown: Seconds = 5.0  # that it stays open; doubled after each failed probe, up to a minute
+
+    @property
+    def first_answer_setting(self) -> str:
+        """The name of the setting that bounds the wait for a connection, and then that for the first of the answer."""
+        raise NotImplementedError
+
+    @property
+    def first_answer_timeout_s(self) -> float:
+        """The value of that setting."""
+        value: float = getattr(self, self.first_answer_setting)
+        return value
+
+
+class OpenAISettings(ServerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A server that speaks OpenAI's API: kind `openai`."""
+
+    # vllm: the server takes vLLM's parameters beside OpenAI's, as SGLang and servekit do, too.
+    dialect: Literal["openai", "vllm"] = "openai"
+    first_token_timeout: Seconds = 120.0  # for a connection, and then again for the first piece of the answer
+    token_timeout: Seconds = 60.0  # for each further piece
+
+    @property
+    def first_answer_setting(self) -> str:
+        return "first_token_timeout"
+
+
+class TritonSettings(ServerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A server that speaks KServe's protocol V2: kind `triton`."""
+
+    answer_timeout: Seconds = 60.0  # for a connection, and then again for the whole answer
+    load_timeout: Seconds = 300.0  # until the server has loaded the model
+    # explicit: the model is loaded there when it is loaded here, and unloaded there when it is unloaded here.
+    model_control_mode: Literal["none", "explicit"] = "none"
+
+    @property
+    def first_answer_setting(self) -> str:
+        return "answer_timeout"
+
+
+RemoteSettings = OpenAISettings | TritonSettings

@@ -12,8 +12,10 @@ from starlette.requests import Request
 from servekit.api.endpoint import caller_of
 from servekit.api.key_accounts import RequestAccount
 from servekit.api.responses.generation import CHARACTERS_PER_TOKEN, unless_disconnected
-from servekit.engine.interface import PredictingEngine
+from servekit.engine.caller import Caller
+from servekit.engine.interface import InferringEngine, PredictingEngine
 from servekit.engine.prediction_state import PredictionState
+from servekit.inference import InferenceRequest, Tensor
 from servekit.prediction import Input, PredictionRequest
 from servekit.protocol.prediction import Activation
 
@@ -39,6 +41,23 @@ async def compute(
         return state, await unless_disconnected(request, _results(state))
     finally:
         state.abort()
+
+
+async def infer(request: Request, engine: InferringEngine, wanted: InferenceRequest) -> list[Tensor]:
+    """Compute tensors for the caller's tenant. Tokens of texts are estimated: only the model's server counts them.
+
+    Raises RequestError, WorkerError, or ClientDisconnect if the client leaves meanwhile.
+    """
+    account: RequestAccount | None = getattr(request.state, "account", None)
+    if account is not None:
+        num_tokens = sum(map(_estimated_tokens, wanted.texts))
+        await account.reserve(wanted.num_inputs, 0, num_tokens)
+        account.charge_tokens(num_tokens)
+    return await unless_disconnected(request, _outputs(engine, wanted, caller_of(request)))
+
+
+async def _outputs(engine: InferringEngine, wanted: InferenceRequest, caller: Caller) -> list[Tensor]:
+    return await engine.infer(wanted, caller)
 
 
 async def _results(state: PredictionState) -> Sequence[bytes]:

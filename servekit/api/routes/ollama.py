@@ -35,7 +35,6 @@ from servekit.api.schemas.ollama import (
 )
 from servekit.config import ServeConfig
 from servekit.engine.interface import GeneratingEngine, ServedModel, WorkerReport
-from servekit.engine.model_kind import GENERATE
 from servekit.errors import InvalidRequest, ModelNotFound
 from servekit.protocol.messages import WorkerReady
 from servekit.protocol.prediction import PredictorKind
@@ -147,7 +146,7 @@ async def show(request: Request) -> Response:
     wanted = await read(request, OllamaShowRequest)
     name = _name(request, wanted.model or wanted.name or "/")
     kind = models_of(request).find(name, caller_of(request)).kind
-    if kind != GENERATE:
+    if kind in list(PredictorKind):
         return await _show_predictor(request, name, PredictorKind(kind))
     engine = await engine_for(request, name)
     model, chat_format = _worker(engine).model, engine.input_processor.chat_format

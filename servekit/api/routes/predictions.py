@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servekit.api.endpoint import Endpoint
-from servekit.api.model_choice import predictor_for
+from servekit.api.model_choice import classifier_for, predictor_for
 from servekit.api.multipart import MultipartReader, Part
 from servekit.api.request_body import read, read_body
 from servekit.api.responses.collect import new_id
 from servekit.api.responses.http import OLLAMA_PATHS, respond, respond_at_length
-from servekit.api.responses.prediction import base64_of, compute, floats, num_described, scores_of
+from servekit.api.responses.prediction import base64_of, compute, floats, infer, num_described, scores_of
 from servekit.api.schemas.json_body import decode_query
 from servekit.api.schemas.ollama import OllamaError
 from servekit.api.schemas.predictions import (
@@ -22,6 +22,7 @@ from servekit.api.schemas.predictions import (
     Embedding,
     EmbeddingsRequest,
     EmbeddingsResponse,
+    InferResponse,
     LabelScore,
     OllamaEmbeddingsRequest,
     OllamaEmbeddingsResponse,
@@ -42,7 +43,9 @@ from servekit.api.schemas.predictions import (
     TeiRank,
     image_request,
 )
+from servekit.engine.interface import infers, predicts
 from servekit.errors import InvalidRequest
+from servekit.prediction import PredictionRequest
 from servekit.protocol.prediction import Activation, PredictorKind
 
 # -- embeddings --------------------------------------------------------------------------------------------------------
@@ -143,16 +146,23 @@ async def predict(request: Request) -> Response:
     """Classify texts or images: return their labels with scores.
 
     Images are base64 of a file or a data URL, or a form (multipart/form-data) with the file as its field `image`. A
-    body with `inputs` is answered in the format of text-embeddings-inference.
+    body with `inputs` is answered in the format of text-embeddings-inference. A model of a Triton server takes
+    `tensors`, or texts if its only input is text, and is answered with tensors.
     """
+    prediction: PredictionRequest | None = None
     if request.headers.get("content-type", "").lower().startswith("multipart/"):
         wanted, data = await _read_form(request)
         prediction = image_request(data, wanted)
     else:
         wanted = await read(request, PredictRequest)
-        prediction = wanted.to_prediction_request()
-    engine = await predictor_for(request, wanted.model, PredictorKind.CLASSIFY)
-    state, results = await compute(request, engine, prediction)
+        if wanted.tensors is None:  # a mistake is refused before a model is loaded for it
+            prediction = wanted.to_prediction_request()
+    engine = await classifier_for(request, wanted.model)
+    if infers(engine):
+        outputs = await infer(request, engine, wanted.to_inference_request())
+        return respond(InferResponse(engine.config.model_name, outputs))
+    assert predicts(engine)
+    state, results = await compute(request, engine, prediction or wanted.to_prediction_request())
     labels, activation = engine.model.labels, Activation.NONE if wanted.raw_scores else engine.model.activation
 
     def labelled(result: bytes) -> list[LabelScore]:
@@ -261,7 +271,7 @@ ENDPOINTS: list[Endpoint] = [
         "/predict",
         predict,
         takes=(PredictRequest,),
-        gives=(PredictResponse, list[LabelScore], list[list[LabelScore]]),
+        gives=(PredictResponse, InferResponse, list[LabelScore], list[list[LabelScore]]),
         example={"input": "A wonderful film."},
     ),
 ]

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from servekit.api.schemas.anthropic import CountTokensRequest, MessagesRequest
 from servekit.api.schemas.json_body import MAX_BODY_DECODED_TWICE, decode, is_tgi_body
@@ -32,6 +33,7 @@ from servekit.api.schemas.responses_api import ResponsesRequest
 from servekit.api.schemas.tgi import TgiRequest, decode_tgi
 from servekit.api.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
 from servekit.errors import InvalidRequest, RequestError, prompt_too_long
+from servekit.inference import Tensor
 
 # A body of this size takes at most 3 ms to decode, to check and to free, whatever it contains.
 MAX_INLINE_BYTES = 2**16
@@ -62,7 +64,7 @@ _LONG_FIELDS: dict[type[Struct], dict[str, Any]] = {
     OllamaEmbeddingsRequest: {"prompt": ""},
     RerankRequest: {"query": "", "documents": [], "texts": []},
     ScoreRequest: {"text_1": "", "text_2": ""},
-    PredictRequest: {"input": "", "image": "", "inputs": ""},
+    PredictRequest: {"input": "", "image": "", "inputs": "", "tensors": []},
 }
 TGI_KINDS = (TgiRequest, TgiTokenizeRequest)
 KINDS = {kind.__name__: kind for kind in _LONG_FIELDS}
@@ -108,6 +110,13 @@ class TokenIdLists(Struct, tag=True):
     lengths: memoryview  # in token ids, as integers of 32 bits
 
 
+class Tensors(Struct, tag=True):
+    """A list of tensors."""
+
+    heads: memoryview  # JSON of the tensors, without their data
+    data: list[memoryview]  # of each one, as JSON
+
+
 class Conversation(Struct, tag=True):
     """Messages as chat templates expect them."""
 
@@ -115,7 +124,7 @@ class Conversation(Struct, tag=True):
     long_contents: dict[int, memoryview]  # by message, as UTF-8
 
 
-Long = Text | Texts | TokenIds | TokenIdLists | Conversation
+Long = Text | Texts | TokenIds | TokenIdLists | Tensors | Conversation
 
 
 class PackedBody(Struct, tag=True):
@@ -219,10 +228,22 @@ def _long(value: Any) -> Long:
     if isinstance(value[0], str):
         encoded = [_utf8(text) for text in value]
         return Texts(memoryview(b"".join(encoded)), _int32([len(text) for text in encoded]))
+    if isinstance(value[0], Tensor):
+        return _tensors(value)
     token_ids = array("i")
     for each in value:
         token_ids.extend(each)
     return TokenIdLists(memoryview(token_ids.tobytes()), _int32([len(each) for each in value]))
+
+
+def _tensors(tensors: list[Tensor]) -> Tensors:
+    heads = msgspec.json.encode([replace(each, data=Raw(b"0")) for each in tensors])
+    if len(heads) > MAX_SHORT_BYTES:
+        raise InvalidRequest(
+            f"the names and shapes of tensors take {len(heads)} bytes; the limit is {MAX_SHORT_BYTES}: send fewer",
+            param="tensors",
+        )
+    return Tensors(memoryview(heads), [memoryview(each.data) for each in tensors])
 
 
 def _int32(values: list[int]) -> memoryview:

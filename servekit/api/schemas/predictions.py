@@ -14,6 +14,7 @@ from msgspec import Meta, Raw, Struct
 
 from servekit.api.schemas.common_fields import MAX_PROMPTS, Count, Milliseconds, TokenId, described
 from servekit.errors import InvalidRequest
+from servekit.inference import InferenceRequest, Tensor
 from servekit.prediction import ImageInput, Input, PredictionRequest
 
 Texts = str | list[str]
@@ -305,7 +306,10 @@ class ScoreResponse(Struct):
 
 
 class PredictRequest(PredictionFields, kw_only=True):
-    """The body of /predict: `input` has texts, `image` has images, `inputs` is text-embeddings-inference's."""
+    """The body of /predict: `input` has texts, `image` has images, `inputs` is text-embeddings-inference's.
+
+    `tensors` is for models of a Triton server.
+    """
 
     model: Model = None
     input: Annotated[Texts | None, described("a text or a list of texts")] = None
@@ -314,9 +318,40 @@ class PredictRequest(PredictionFields, kw_only=True):
     top_k: Annotated[Count | None, described("return only so many labels, the likeliest ones; default: all")] = None
     raw_scores: Annotated[bool | None, described("return the model's own numbers, without softmax or sigmoid")] = None
     truncate: Truncate = None
+    tensors: Annotated[
+        list[Tensor] | None, described("inputs of a model of kind infer, in the format of KServe's protocol V2")
+    ] = None
+    outputs: Annotated[
+        list[str] | None, described("names of the tensors to return, of a model of kind infer; default: all")
+    ] = None
+
+    def to_inference_request(self) -> InferenceRequest:
+        """Return the request for a model of kind infer. Raises InvalidRequest for fields of other kinds."""
+        for name in ("image", "inputs", "top_k", "raw_scores", "truncate"):
+            if getattr(self, name) is not None:
+                raise InvalidRequest(
+                    f"the model computes tensors, and {name} is for models that classify; send tensors, or a text as "
+                    "input",
+                    param=name,
+                    code="not_supported",
+                )
+        if bool(self.tensors) == (self.input is not None):
+            raise InvalidRequest("send one of tensors and input", param="tensors")
+        texts = [] if self.input is None else list(_listed(self.input))
+        if len(texts) > MAX_PROMPTS or (self.input is not None and not texts):
+            raise InvalidRequest(f"input has {len(texts)} texts; it takes 1 to {MAX_PROMPTS}", param="input")
+        return InferenceRequest(
+            tensors=self.tensors or [], texts=texts, output_names=self.outputs or [], deadline_ms=self.deadline_ms
+        )
 
     def to_prediction_request(self) -> PredictionRequest:
         """Return the request in the form that all APIs share. Raises InvalidRequest."""
+        if self.tensors is not None:
+            raise InvalidRequest(
+                "tensors are for models of kind infer, and the model classifies; send input or image",
+                param="tensors",
+                code="not_supported",
+            )
         given = {name: getattr(self, name) for name in ("input", "image", "inputs") if getattr(self, name) is not None}
         if len(given) != 1:
             raise InvalidRequest("send one of input, image and inputs: texts, or images", param="input")
@@ -348,6 +383,13 @@ class PredictResponse(Struct):
     model: str
     predictions: list[Prediction]
     usage: PredictionUsage
+
+
+class InferResponse(Struct):
+    """The tensors that a model of kind infer returned."""
+
+    model: str
+    outputs: list[Tensor]
 
 
 def image_request(data: bytes, wanted: PredictRequest) -> PredictionRequest:

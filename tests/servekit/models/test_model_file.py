@@ -8,6 +8,7 @@ from servekit.config import MODEL_SETTINGS, ServeConfig
 from servekit.errors import ConfigError
 from servekit.models.model_file import ModelFile, check_kinds, make_model_file, parse_model_file
 from servekit.models.names import Split
+from servekit.remote.settings import OpenAISettings, TritonSettings
 
 BASE = ServeConfig(max_num_seqs=7, port=1234, models="models.toml")
 
@@ -137,14 +138,34 @@ def test_remote_model_has_a_server_and_takes_no_memory() -> None:
     near, far = file.models
     assert near.remote is None and far.remote is not None and far.memory == {}
     assert (far.remote.url, far.remote.api_key_env) == ("https://api.example.com/v1", "KEY")
+    assert isinstance(far.remote, OpenAISettings) and far.remote.first_answer_setting == "first_token_timeout"
     assert far.remote.max_connections == 8 and far.remote.dialect == "openai"
     assert (far.config.model, far.config.model_name, far.config.max_num_queued_reqs) == ("gpt-4o", "far", 5)
     assert far.config.kind == "generate"
 
 
+TRITON = '[[model]]\nid = "far"\nkind = "triton"\nmodel = "resnet"\n'
+
+
+def test_model_of_a_triton_server_computes_tensors() -> None:
+    remote = "remote = { url = 'http://triton:8000', model-control-mode = 'explicit', answer_timeout = 3 }\n"
+    near, far = parse(MODEL + TRITON + remote).models
+    assert (near.kind, far.kind) == (near.config.kind, "infer") and far.memory == {}
+    assert isinstance(far.remote, TritonSettings) and far.remote.model_control_mode == "explicit"
+    assert (far.remote.first_answer_setting, far.remote.first_answer_timeout_s) == ("answer_timeout", 3.0)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (TRITON, r"kind = 'triton' needs the server's address, such as remote = \{ url = 'http://triton:8000' \}"),
+        (TRITON + "remote = { url = 'http://h', dialect = 'vllm' }", r"remote: unknown field 'dialect'"),
+        (
+            TRITON + "remote = { url = 'http://h', model_control_mode = 'poll' }",
+            r"model_control_mode must be 'none' or",
+        ),
+        (TRITON + "remote = { url = 'http://h' }\nmax_model_len = 5", r"max_model_len is a setting of models that gen"),
+        (TRITON + "remote = { url = 'http://h' }\ndtype = 'float16'", r"dtype is a setting of models that this server"),
         (REMOTE, r"\[\[model\]\] 1 \('far'\): kind = 'openai' needs the server's address"),
         (MODEL + SERVER, r"remote is for models of another server"),
         (REMOTE + SERVER + "dtype = 'float32'", r"dtype is a setting of models that this server runs"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servekit.errors import RemoteFailed
+from servekit.errors import ContextTooLong, InvalidRequest, RemoteFailed
 from servekit.parsing.answer_events import AnswerEvent, CallArguments, CallBegins, Content, Reasoning
 from servekit.remote import openai_stream
 from servekit.remote.openai_stream import MAX_CALLS, MAX_EVENT_BYTES, AnswerReader, EventReader, Usage, message_of
@@ -171,6 +171,21 @@ def test_answers_are_complete_when_all_have_ended() -> None:
 def test_nonsense_is_the_servers_failure(data: bytes) -> None:
     with pytest.raises(RemoteFailed):
         AnswerReader(1, is_chat=True).read(data)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ({"message": "token_id(s) [9] are out of the vocabulary", "code": 400}, InvalidRequest),
+        ({"message": "This model's maximum context length is 9", "code": "400"}, ContextTooLong),
+        ({"message": "x", "code": 422}, InvalidRequest),
+        ({"message": "x", "code": 500}, RemoteFailed),
+        ({"message": "x", "code": "server_error"}, RemoteFailed),
+    ],
+)
+def test_refusal_within_a_stream_is_the_clients_mistake(error: dict[str, object], kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=str(error["message"])[:20].replace("(", r"\(").replace(")", r"\)")):
+        AnswerReader(1, is_chat=True).read(chunk(error=error))
 
 
 @pytest.mark.parametrize("error", [{"message": "out of memory"}, "out of memory"])

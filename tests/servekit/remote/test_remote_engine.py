@@ -30,7 +30,7 @@ from servekit.models.manager import ModelManager
 from servekit.models.model_file import parse_model_file
 from servekit.remote.circuit_breaker import State
 from servekit.remote.remote_engine import RemoteEngine
-from servekit.remote.settings import RemoteSettings
+from servekit.remote.settings import OpenAISettings
 from servekit.request import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.sequence import FinishReason
 from tests.support.asgi import Answer, ask
@@ -68,8 +68,8 @@ def remote() -> Iterator[ScriptedServer]:
         yield server
 
 
-def settings_for(server: ScriptedServer, **settings: Any) -> RemoteSettings:
-    return RemoteSettings(url=f"{server.url}/v1", **settings)
+def settings_for(server: ScriptedServer, **settings: Any) -> OpenAISettings:
+    return OpenAISettings(url=f"{server.url}/v1", **settings)
 
 
 Start = Callable[..., Any]
@@ -90,8 +90,8 @@ async def start() -> AsyncIterator[Start]:
     yield start_engine
     for engine in engines:
         await engine.stop()
-        assert not engine._live and not engine._num_connections and not engine._num_waiting
-        assert not engine._places.total and not engine._slots._held.total()
+        assert not engine._live and not engine.sender.num_connections and not engine.sender.num_waiting
+        assert not engine.sender.places.total and not engine.sender._slots._held.total()
 
 
 def wanted(text: str = "What color?", **fields: Any) -> GenerationRequest:
@@ -118,6 +118,10 @@ async def read(state: Any) -> tuple[str, FinishReason]:
 
 async def answer_of(engine: RemoteEngine, **fields: Any) -> tuple[str, FinishReason]:
     return await read(await submit(engine, wanted(**fields)))
+
+
+def texts_asked(remote: ScriptedServer) -> list[Any]:
+    return [body for path, body in remote.asked if path == TEXT]
 
 
 def metrics_of(engine: RemoteEngine) -> dict[str, float]:
@@ -339,6 +343,19 @@ async def test_refusals_of_the_remote_become_our_errors(
     assert "/elsewhere" not in [path for path, _ in remote.asked], "redirects are not followed"
 
 
+async def test_refusal_within_a_stream_is_told_and_does_not_count_against_the_server(
+    remote: ScriptedServer, start: Start
+) -> None:
+    """vLLM checks some fields, such as the ids of logit_bias, after it has begun to answer."""
+    remote.scripts[TEXT] = [[event({"error": {"message": "out of the vocabulary", "code": 400}}), END]]
+    engine = await start(remote, {"failures_to_open": 1})
+    for number in range(1, 3):
+        with pytest.raises(InvalidRequest, match="refused the request: out of the vocabulary"):
+            await answer_of(engine)
+        assert metrics_of(engine)['remote_requests_total{result="refused"}'] == number == len(texts_asked(remote))
+    assert engine.state == "ready"
+
+
 async def test_request_is_repeated_until_the_remote_works_again(remote: ScriptedServer, start: Start) -> None:
     truncated: Script = [b": queued\n\n"]  # the connection closes before anything of the answer has come
     remote.scripts[TEXT] = [truncated, truncated, text_answer()]
@@ -381,7 +398,7 @@ async def test_remote_that_is_not_there_is_unavailable_and_the_breaker_opens(sta
     for _ in range(2):
         with pytest.raises(RemoteUnavailable, match="cannot be reached"):
             await answer_of(engine)
-    assert engine.breaker.state is State.OPEN and engine.state == "recovering"
+    assert engine.sender.breaker.state is State.OPEN and engine.state == "recovering"
     started_s = time.monotonic()
     with pytest.raises(RemoteUnavailable, match="no request is sent to it for about") as caught:
         await answer_of(engine)
@@ -399,10 +416,10 @@ async def test_breaker_lets_a_probe_through_and_closes(remote: ScriptedServer, s
     engine = await start(remote, {"failures_to_open": 1, "max_retries": 0, "cooldown": 0.05})
     with pytest.raises(RemoteFailed):
         await answer_of(engine)
-    assert engine.breaker.state is State.OPEN
+    assert engine.sender.breaker.state is State.OPEN
     await asyncio.sleep(0.06)
     assert (await answer_of(engine))[0] == "".join(WORDS)
-    assert engine.breaker.state is State.CLOSED and await engine.probe_readiness()
+    assert engine.sender.breaker.state is State.CLOSED and await engine.probe_readiness()
 
 
 async def test_probe_is_over_as_soon_as_its_answer_begins(remote: ScriptedServer, start: Start) -> None:
@@ -414,7 +431,7 @@ async def test_probe_is_over_as_soon_as_its_answer_begins(remote: ScriptedServer
     await asyncio.sleep(0.06)
     probe = await submit(engine, wanted())
     await probe.queue.get()
-    assert engine.breaker.state is State.CLOSED
+    assert engine.sender.breaker.state is State.CLOSED
     assert (await answer_of(engine))[0] == "".join(WORDS), "a long answer to the probe keeps no other request waiting"
     rest.set()
     await read(probe)
@@ -469,7 +486,7 @@ async def test_client_that_leaves_ends_the_request_at_the_remote(remote: Scripte
     await asyncio.gather(waiting, return_exceptions=True)
     await asyncio.to_thread(remote.wait_for, 3, 2)
     metrics = metrics_of(engine)
-    assert metrics['remote_requests_total{result="aborted"}'] == 2 and engine.breaker.state is State.CLOSED
+    assert metrics['remote_requests_total{result="aborted"}'] == 2 and engine.sender.breaker.state is State.CLOSED
     assert metrics['request_success_total{finished_reason="abort"}'] == 2
 
 
@@ -523,7 +540,7 @@ async def test_connections_and_the_queue_are_bounded_and_tenants_take_turns(
     await asyncio.to_thread(remote.wait_for, 3)
     small = asyncio.create_task(submit(engine, wanted("small"), Caller("small")))
     await asyncio.sleep(0.05)
-    assert (engine.stats().num_connections, engine.stats().num_waiting) == (2, 7)
+    assert (engine.sender.stats().num_connections, engine.sender.stats().num_waiting) == (2, 7)
     big.append(asyncio.create_task(submit(engine, wanted("big 8"), Caller("big"))))
     await asyncio.sleep(0.05)
     with pytest.raises(QueueFull, match="max_num_queued_reqs"):  # 7 wait, and a tenant leaves as much as it takes

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from servekit.remote.settings import TAKES, RemoteSettings
+from servekit.remote.settings import TAKES, OpenAISettings, TritonSettings
 
 
 @pytest.mark.parametrize("url", ["http://gpu-7:8000/v1", "https://api.example.com", "http://[::1]:9/v1/", "http://h"])
 def test_address_of_a_server(url: str) -> None:
-    assert msgspec.convert({"url": url}, RemoteSettings).url == url
+    assert msgspec.convert({"url": url}, OpenAISettings).url == url
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def test_address_of_a_server(url: str) -> None:
 )
 def test_mistakes_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(fields, RemoteSettings)
+        msgspec.convert(fields, OpenAISettings)
 
 
 def test_each_field_says_what_it_takes() -> None:
-    assert set(TAKES) == set(RemoteSettings.__struct_fields__)
+    assert set(TAKES) == {*OpenAISettings.__struct_fields__, *TritonSettings.__struct_fields__}

@@ -1,0 +1,84 @@
+"""Write and read bodies of KServe's protocol V2 (the Open Inference Protocol), as Triton speaks it. This is pure.
+
+Tensors are JSON, which is the form that every server of the protocol takes. Their numbers are passed on as the client
+or the server wrote them: neither list is decoded here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from servekit.errors import InvalidRequest, RemoteFailed
+from servekit.inference import InferenceRequest, Tensor
+
+TEXT = "BYTES"  # the datatype of texts
+MAX_NAMES_SHOWN = 20
+
+
+class TensorInfo(Struct):
+    """An input or an output of a model. A dimension of -1 may have any size."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelInfo(Struct):
+    """What the server tells of a model."""
+
+    name: str
+    inputs: list[TensorInfo]
+    outputs: list[TensorInfo]
+    versions: list[str] = []
+    platform: str = ""
+
+
+class _Answer(Struct):
+    outputs: list[Tensor]
+
+
+def read_model_info(body: bytes) -> ModelInfo:
+    """Return what the server tells of a model. Raises RemoteFailed."""
+    return _read(body, ModelInfo)
+
+
+def write_request(request: InferenceRequest, info: ModelInfo, model: str) -> bytes:
+    """Return the body of a request. `model` is the model's name here. Raises InvalidRequest."""
+    tensors = request.tensors or [_texts(request.texts, info, model)]
+    body: dict[str, Any] = {"inputs": tensors}
+    if request.output_names:
+        body["outputs"] = [{"name": name} for name in request.output_names]
+    try:
+        return msgspec.json.encode(body)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the request cannot be sent to the model's server: {str(error)[:200]}") from None
+
+
+def _texts(texts: list[str], info: ModelInfo, model: str) -> Tensor:
+    """Return the only input of a model that takes text. Raises InvalidRequest."""
+    inputs = ", ".join(f"{each.name} ({each.datatype} {each.shape})" for each in info.inputs[:MAX_NAMES_SHOWN])
+    if len(info.inputs) != 1 or info.inputs[0].datatype != TEXT or len(info.inputs[0].shape) not in (1, 2):
+        raise InvalidRequest(
+            f"the model {model!r} does not take one text; send its inputs as tensors: {inputs}", param="input"
+        )
+    (only,) = info.inputs
+    shape = [len(texts)] if len(only.shape) == 1 else [len(texts), 1]
+    try:
+        return Tensor(only.name, shape, TEXT, Raw(msgspec.json.encode(texts)))
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"input cannot be sent to the model's server: {str(error)[:200]}", param="input") from None
+
+
+def read_answer(body: bytes) -> list[Tensor]:
+    """Return the outputs of a model. Raises RemoteFailed."""
+    return _read(body, _Answer).outputs
+
+
+def _read(body: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteFailed(f"the model's server sent an invalid answer: {str(error)[:200]}") from None

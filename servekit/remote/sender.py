@@ -1,0 +1,205 @@
+"""Send requests to the server of a remote model: connections in turn, retries with a budget, and a circuit breaker.
+
+It is the same for all that such servers speak. What is bounded: requests that wait (`max_num_queued_reqs`), connections
+(`max_connections`, which tenants get in turns), the wait for one, the retries of one request and of all requests
+together. A server that fails is not asked for a while (`CircuitBreaker`). Everything runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from servekit.aio.round_robin_semaphore import RoundRobinSemaphore
+from servekit.config import ServeConfig
+from servekit.errors import QueueFull, RemoteFailed, RemoteUnavailable, RequestError
+from servekit.observability.metrics import ModelMetrics, RemoteStats
+from servekit.remote.circuit_breaker import CircuitBreaker, Outcome, Permit, State
+from servekit.remote.failure import Failure
+from servekit.remote.retry_budget import RetryBudget
+from servekit.remote.settings import ServerSettings
+from servekit.shared_budget import SharedBudget
+
+log = logging.getLogger("servekit")
+
+FIRST_BACKOFF_S = 0.1  # before a retry; doubled for each further one, and less by up to half, at random
+MAX_WAIT_S = 2.0  # that a server may ask for before a retry; for longer, the client is told to come back
+RETRY_AFTER_S = 5
+
+
+class Attempt:
+    """One request to the server. How it ends is reported once."""
+
+    def __init__(self, sender: Sender, permit: Permit) -> None:
+        self.has_delivered = False  # whether the client has a part of the answer, so that it cannot be sent again
+        self._sender = sender
+        self._permit: Permit | None = permit  # until the outcome is reported
+
+    def note_answering(self) -> None:
+        """Note that an answer has begun. It ends a probe: a long answer must not keep other requests waiting."""
+        if self._permit is not None:
+            self._sender.note_answering(self._permit)
+
+    def report(self, outcome: Outcome, result: str) -> None:
+        """Report how it ended. What is reported first counts."""
+        permit, self._permit = self._permit, None
+        if permit is not None:
+            self._sender.note_outcome(permit, outcome, result)
+
+
+class Sender:
+    """Decides when requests may be sent to one server, and which ones are sent again."""
+
+    def __init__(
+        self, config: ServeConfig, settings: ServerSettings, clock: Callable[[], float], metrics: ModelMetrics
+    ) -> None:
+        self.breaker = CircuitBreaker(settings.failures_to_open, settings.cooldown)
+        self.places = SharedBudget(config.max_num_queued_reqs)  # of requests that wait for a connection
+        self.num_connections = 0
+        self.num_waiting = 0
+        self._config = config
+        self._settings = settings
+        self._clock = clock
+        self._metrics = metrics
+        self._retries = RetryBudget(settings.retry_ratio)
+        self._slots = RoundRobinSemaphore(settings.max_connections)
+
+    @property
+    def refuses_requests(self) -> bool:
+        """Whether the breaker is open. When its cooldown is over, it is not: it waits for a request to try."""
+        return self.breaker.state is State.OPEN and self.breaker.retry_after_s(self._clock()) > 1
+
+    def stats(self) -> RemoteStats:
+        """The state at this moment."""
+        return RemoteStats(self.breaker.state, self.num_connections, self.num_waiting)
+
+    # -- before a request ---------------------------------------------------------------------------------------------
+
+    def check_admission(self, tenant: str, num_places: int) -> None:
+        """Raise RemoteUnavailable if no request is sent at present, and QueueFull if there are not so many places."""
+        now_s, budget = self._clock(), self.places
+        if self.refuses_requests:
+            self._metrics.remote.rejected()
+            raise self._breaker_open_error(now_s)
+        if not budget.has_room(tenant, num_places):
+            raise QueueFull(
+                f"the queue is full: {budget.total} requests wait for the server of the model "
+                f"{self._config.model_name!r}{budget.describe_share(tenant)}, and the request adds {num_places}; the "
+                f"limit is {budget.limit} (max_num_queued_reqs). Please try again later.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _breaker_open_error(self, now_s: float) -> RemoteUnavailable:
+        retry_after_s = self.breaker.retry_after_s(now_s)
+        return RemoteUnavailable(
+            f"the server of the model {self._config.model_name!r} has failed {self._settings.failures_to_open} times "
+            f"or more in a row (failures_to_open), so no request is sent to it for about {retry_after_s} s; please "
+            "try again later",
+            retry_after_s=retry_after_s,
+        )
+
+    @asynccontextmanager
+    async def connection(self, tenant: str, leave_queue: Callable[[], None]) -> AsyncIterator[None]:
+        """Wait for one of the connections, and hold it. `leave_queue` is called when the wait ends, however it does.
+
+        Raises RemoteUnavailable if none becomes free in time.
+        """
+        settings, timeout_s = self._settings, self._settings.first_answer_timeout_s
+        self.num_waiting += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._slots.acquire(tenant)
+        except TimeoutError:
+            raise RemoteUnavailable(
+                f"all {settings.max_connections} connections to the server of the model "
+                f"{self._config.model_name!r} were in use for {timeout_s:g} s; send fewer requests at a time, or let "
+                f"the operator raise max_connections or {settings.first_answer_setting} in the model file",
+                retry_after_s=RETRY_AFTER_S,
+            ) from None
+        finally:
+            self.num_waiting -= 1
+            leave_queue()
+        self.num_connections += 1
+        try:
+            yield
+        finally:
+            self.num_connections -= 1
+            self._slots.release(tenant)
+
+    # -- a request ----------------------------------------------------------------------------------------------------
+
+    async def send(self, exchange: Callable[[Attempt], Awaitable[None]]) -> None:
+        """Send a request, again if that fails before anything of the answer has come. Call it with a connection.
+
+        `exchange` sends it once. It reports ANSWERED itself, and raises Failure, RequestError if the server refuses it
+        later than with a status, or RemoteFailed for an invalid answer. This raises ServekitError: that of the last
+        failure, or RemoteUnavailable if the request must not be sent.
+        """
+        self._retries.request_began()
+        for number in itertools.count():
+            try:
+                await self._try(exchange)
+                return
+            except Failure as failure:
+                if not self._may_repeat(failure, number):
+                    raise failure.error from None
+                backoff_s = FIRST_BACKOFF_S * 2**number * random.uniform(0.5, 1.0)
+                await asyncio.sleep(max(backoff_s, failure.wait_s))
+
+    async def _try(self, exchange: Callable[[Attempt], Awaitable[None]]) -> None:
+        now_s = self._clock()
+        permit = self.breaker.begin(now_s)
+        if permit is None:
+            self._metrics.remote.rejected()
+            raise self._breaker_open_error(now_s)
+        attempt = Attempt(self, permit)
+        try:
+            await exchange(attempt)
+        except Failure as failure:
+            failure.may_repeat &= not attempt.has_delivered
+            attempt.report(failure.outcome, failure.result)
+            raise
+        except RequestError:  # it refuses the request, and works
+            attempt.report(Outcome.ANSWERED, "refused")
+            raise
+        except RemoteFailed as error:  # it sent an invalid answer
+            attempt.report(Outcome.FAILED, "failed")
+            raise Failure(error, "failed") from None
+        finally:
+            attempt.report(Outcome.UNKNOWN, "aborted")
+
+    def _may_repeat(self, failure: Failure, number: int) -> bool:
+        if not failure.may_repeat or failure.wait_s > MAX_WAIT_S or number >= self._settings.max_retries:
+            return False
+        if self.breaker.state is not State.CLOSED:
+            return False
+        if not self._retries.take():
+            self._metrics.remote.retry_refused()
+            return False
+        self._metrics.remote.retried()
+        return True
+
+    def note_answering(self, permit: Permit) -> None:
+        """End a probe, if this request is one."""
+        if self.breaker.state is State.HALF_OPEN:
+            self.breaker.end(permit, Outcome.ANSWERED, self._clock())
+
+    def note_outcome(self, permit: Permit, outcome: Outcome, result: str) -> None:
+        """Note how a request to the server has ended."""
+        before, metrics = self.breaker.state, self._metrics.remote
+        self.breaker.end(permit, outcome, self._clock())
+        metrics.request_ended(result)
+        if self.breaker.state is State.OPEN and before is not State.OPEN:
+            metrics.breaker_opened()
+            log.warning(
+                "the server of the model %s (%s) has failed too often in a row (failures_to_open: %d): no request is "
+                "sent to it for %d s; check that it runs",
+                self._config.model_name,
+                self._settings.url,
+                self._settings.failures_to_open,
+                self.breaker.retry_after_s(self._clock()),
+            )

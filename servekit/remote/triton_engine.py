@@ -1,0 +1,243 @@
+"""Serve a model of a Triton server: load it there, send inferences, return the tensors that come back.
+
+It speaks KServe's protocol V2 over HTTP, so other servers of that protocol serve as well. With `model_control_mode =
+"explicit"` the model is loaded there when it is loaded here, and unloaded there when it is unloaded here. A server that
+does not have the model any more ends this engine: the ModelManager loads it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from urllib.parse import quote
+
+from msgspec import Struct
+
+from servekit.config import ServeConfig
+from servekit.engine.caller import ANONYMOUS, Caller
+from servekit.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    RemoteFailed,
+    RemoteTimeout,
+    ServekitError,
+    WorkerNotReady,
+    shutting_down,
+)
+from servekit.inference import INFER, InferenceRequest, Tensor
+from servekit.observability.metrics import ModelMetrics
+from servekit.remote.circuit_breaker import Outcome
+from servekit.remote.failure import Failure
+from servekit.remote.kserve_format import ModelInfo, read_answer, read_model_info, write_request
+from servekit.remote.remote_model import RemoteModel
+from servekit.remote.sender import Attempt
+from servekit.remote.server_client import read_up_to
+from servekit.remote.settings import TritonSettings
+
+log = logging.getLogger("servekit")
+
+MAX_ANSWER_BYTES = 2**24  # of one inference: all outputs, as JSON
+MAX_INFO_BYTES = 2**20
+UNKNOWN_LENGTH = 2**20  # tokens: tensors have none, and texts are tokenized by the server
+BUSY_STATUSES = (503,)  # Triton's for a full queue, without a Retry-After
+
+
+class _Live(Struct, eq=False):
+    """An inference that has not ended."""
+
+    caller: Caller
+    task: asyncio.Task[list[Tensor]]
+    error: ServekitError | None = None  # why it was ended from here
+
+
+class TritonEngine(RemoteModel):
+    """Serves one model of a Triton server. Call `start`, then `infer` any number of times, then `stop`."""
+
+    kind = INFER
+    worker = None  # it is not this server's
+    max_prompt_tokens = UNKNOWN_LENGTH
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        settings: TritonSettings,
+        clock: Callable[[], float] = time.monotonic,
+        metrics: ModelMetrics | None = None,
+    ) -> None:
+        """Raises ConfigError if the API key is missing."""
+        super().__init__(config, settings, clock, metrics)
+        self.settings = settings
+        self.info: ModelInfo | None = None  # what the server tells of the model
+        self._live: set[_Live] = set()
+        self._model_path = f"/v2/models/{quote(config.model, safe='')}"
+        self._repository_path = f"/v2/repository/models/{quote(config.model, safe='')}"
+
+    async def describe(self) -> dict[str, object]:
+        """What /info says of the server, with the model's inputs and outputs."""
+        described = await super().describe()
+        return {**described, "model": self.info}
+
+    # -- start and stop -----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model there, if that is wanted, and ask what it takes. Raises ServekitError if it is not there."""
+        await self.server.start()
+        self.metrics.watch_remote(self.sender.stats)
+        assert self.metrics.remote  # its metrics are exported from now on
+        settings = self.settings
+        try:
+            if settings.model_control_mode == "explicit":
+                await self._ask(f"{self._repository_path}/load", b"{}", settings.load_timeout, "load_timeout")
+            self.info = read_model_info(
+                await self._ask(self._model_path, None, settings.answer_timeout, "answer_timeout")
+            )
+        except Failure as failure:
+            raise self._not_served(failure) from None
+        self._has_started = True
+
+    def _not_served(self, failure: Failure) -> ServekitError:
+        if not isinstance(failure.error, InvalidRequest) and failure.status != 404:
+            return failure.error
+        return RemoteFailed(
+            f"the server at {self.settings.url} does not serve the model {self.config.model!r}: {failure.told}; check "
+            "its model repository, and model_control_mode in the model file"
+        )
+
+    async def _ask(self, path: str, body: bytes | None, timeout_s: float, setting: str) -> bytes:
+        """Send a request that is about the model, and return the answer. Raises Failure."""
+        try:
+            async with asyncio.timeout(timeout_s), self.server.open(path, body) as response:
+                return await read_up_to(response, MAX_INFO_BYTES)
+        except TimeoutError:
+            raise self._timeout(timeout_s, setting) from None
+
+    def _timeout(self, timeout_s: float, setting: str) -> Failure:
+        return Failure(
+            RemoteTimeout(
+                f"the server of the model {self.config.model_name!r} did not answer within {timeout_s:g} s "
+                f"({setting}); the operator can raise this limit in the model file"
+            ),
+            "timeout",
+        )
+
+    async def stop(self, graceful: bool = True) -> None:
+        """Fail the inferences that still run, unload the model there if that is wanted, and close all connections."""
+        self._rejects_requests = True
+        self.fail_all(shutting_down())
+        await asyncio.gather(*(each.task for each in self._live), return_exceptions=True)
+        was_started, self._has_started = self._has_started, False
+        if graceful and was_started and self.settings.model_control_mode == "explicit":
+            try:
+                path = f"{self._repository_path}/unload"
+                await self._ask(path, b"{}", self.settings.connect_timeout, "connect_timeout")
+            except Failure as failure:
+                log.warning("the model %s may still be loaded there: %s", self.config.model_name, failure.error.message)
+        await self.server.close()
+        self._ended.set()
+
+    def fail_all(self, error: ServekitError) -> None:
+        """Report `error` to the clients of all inferences."""
+        if self._live:
+            log.warning("failing %d requests to %s: %s", len(self._live), self.settings.url, error.message)
+        for live in self._live:
+            self._end(live, error)
+
+    def _end(self, live: _Live, error: ServekitError) -> None:
+        live.error = live.error or error
+        live.task.cancel()
+
+    async def abort_request(self, tenant: str, request_id: str) -> int:
+        """End a tenant's inferences with this id; return how many there were."""
+        found = [each for each in self._live if (each.caller.tenant, each.caller.request_id) == (tenant, request_id)]
+        for live in found:
+            self._end(live, InvalidRequest("the request was aborted by POST /abort_request", code="aborted"))
+        return len(found)
+
+    # -- inferences ---------------------------------------------------------------------------------------------------
+
+    async def infer(self, request: InferenceRequest, caller: Caller = ANONYMOUS) -> list[Tensor]:
+        """Send an inference, and return its outputs. Raises RequestError or WorkerError."""
+        self.check_admission(caller, request.num_inputs, 1)
+        if self.failure is not None:
+            raise self.failure
+        assert self.info is not None, "start was called"
+        body = write_request(request, self.info, self.config.model_name)
+        metrics, started_s, outcome = self.metrics.predictions, self._clock(), "failed"
+        self.sender.places.take(caller.tenant, 1)
+        metrics.admitted(request.num_inputs, 0)
+        live = _Live(caller, asyncio.create_task(self._infer(body, caller), name="servekit remote inference"))
+        self._live.add(live)
+        try:
+            deadline_s = None if request.deadline_ms is None else request.deadline_ms / 1e3
+            async with asyncio.timeout(deadline_s):
+                outputs = await live.task
+            outcome = "computed"
+            return outputs
+        except TimeoutError:
+            outcome = "expired"
+            raise DeadlineExceeded("the deadline passed before the model's server had answered (deadline_ms)") from None
+        except asyncio.CancelledError:
+            if live.error is None:
+                outcome = "aborted"  # the client has left
+                raise
+            raise live.error from None
+        finally:
+            self._live.remove(live)
+            live.task.cancel()
+            for _ in range(request.num_inputs):
+                metrics.ended(outcome, self._clock() - started_s)
+
+    async def _infer(self, body: bytes, caller: Caller) -> list[Tensor]:
+        outputs: list[Tensor] = []
+
+        async def exchange(attempt: Attempt) -> None:
+            nonlocal outputs
+            outputs = await self._exchange(attempt, body, caller.request_id)
+
+        has_left = False
+
+        def leave_queue() -> None:
+            nonlocal has_left
+            has_left = True
+            self.sender.places.release(caller.tenant, 1)
+
+        try:
+            async with self.sender.connection(caller.tenant, leave_queue):
+                await self.sender.send(exchange)
+        finally:
+            if not has_left:  # it was cancelled before it began
+                leave_queue()
+        return outputs
+
+    async def _exchange(self, attempt: Attempt, body: bytes, request_id: str) -> list[Tensor]:
+        """Send an inference once. Raises Failure or RemoteFailed."""
+        timeout_s, started_s = self.settings.answer_timeout, self._clock()
+        try:
+            async with asyncio.timeout(timeout_s):
+                path = f"{self._model_path}/infer"
+                async with self.server.open(path, body, request_id, busy_statuses=BUSY_STATUSES) as response:
+                    self.metrics.remote.answer_began(self._clock() - started_s)
+                    attempt.note_answering()
+                    answer = await read_up_to(response, MAX_ANSWER_BYTES + 1)
+        except TimeoutError:
+            raise self._timeout(timeout_s, "answer_timeout") from None
+        except Failure as failure:
+            if failure.status == 404 or "unknown model" in failure.told:
+                self._lose(failure)
+            raise
+        if len(answer) > MAX_ANSWER_BYTES:
+            raise RemoteFailed(f"the model's server sent an answer of more than {MAX_ANSWER_BYTES} bytes")
+        outputs = read_answer(answer)
+        attempt.report(Outcome.ANSWERED, "answered")
+        return outputs
+
+    def _lose(self, failure: Failure) -> None:
+        """The server does not have the model any more: end, so that it is loaded again."""
+        log.error("the server at %s does not serve %s: %s", self.settings.url, self.config.model, failure.told)
+        failure.may_repeat = False
+        failure.error = self.failure = WorkerNotReady(
+            f"the server of the model {self.config.model_name!r} does not serve it any more", retry_after_s=5
+        )
+        self._ended.set()
