@@ -41,6 +41,7 @@ from servekit.remote.remote_engine import RemoteEngine
 from servekit.remote.remote_model import RemoteModel
 from servekit.remote.settings import OpenAISettings, TritonSettings
 from servekit.remote.triton_engine import TritonEngine
+from servekit.remote.vllm_engine import VllmEngine
 from servekit.shared_budget import SharedBudget
 
 log = logging.getLogger("servekit")
@@ -345,7 +346,7 @@ class ModelManager:
             if present is None:
                 self._add(spec)
                 continue
-            changes = (present.spec.remote, present.config) != (spec.remote, spec.config)
+            changes = (present.spec.remote, present.spec.vllm, present.config) != (spec.remote, spec.vllm, spec.config)
             if present.engine is not None and changes:
                 log.warning("the model %s: its changed settings apply when it is loaded next", spec.id)
             present.spec, present.is_removed = spec, False
@@ -554,6 +555,8 @@ class ModelManager:
                 return RemoteEngine(spec.config, spec.remote, self._clock, model.metrics)
             case TritonSettings():
                 return TritonEngine(spec.config, spec.remote, self._clock, model.metrics)
+        if spec.vllm is not None:
+            return VllmEngine(spec.config, spec.vllm, list(spec.memory), self._clock, model.metrics)
         return make_engine(spec.config, self._clock, model.metrics, self._result_budget)
 
     async def _give_up(self, model: ManagedModel, engine: ManagedEngine | None, error: Exception) -> None:

@@ -19,8 +19,15 @@ from servekit.config import MODEL_SETTINGS, ServeConfig, explain_setting
 from servekit.errors import ConfigError
 from servekit.inference import INFER
 from servekit.models.names import Split
+from servekit.remote.settings import (
+    FIXED_OF_VLLM,
+    OpenAISettings,
+    RemoteSettings,
+    ServerSettings,
+    TritonSettings,
+    VllmSettings,
+)
 from servekit.remote.settings import TAKES as REMOTE_TAKES
-from servekit.remote.settings import OpenAISettings, RemoteSettings, ServerSettings, TritonSettings
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]{1,200}\Z")]
 Tenant = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
@@ -36,6 +43,26 @@ REMOTE_KINDS: dict[str, tuple[type[RemoteSettings], str]] = {
 # The settings that a remote model can have. All others are about how a model is computed.
 REMOTE_MODEL_SETTINGS = ("model", "max_model_len", "max_num_queued_reqs", "max_client_batch_size", "stream_interval")
 OF_GENERATION = ("max_model_len", "stream_interval")
+# The settings that a model of kind `vllm` can have, and the flag of `vllm serve` that each one becomes. Those without a
+# flag are this server's own.
+VLLM_FLAGS = {
+    "model": None,
+    "device": None,
+    "devices": None,
+    "load_timeout": None,
+    "max_num_queued_reqs": None,
+    "max_client_batch_size": None,
+    "stream_interval": None,
+    "revision": "--revision",
+    "dtype": "--dtype",
+    "max_model_len": "--max-model-len",
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "tensor_parallel_size": "--tensor-parallel-size",
+    "pipeline_parallel_size": "--pipeline-parallel-size",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "kv_cache_memory_bytes": "--kv-cache-memory-bytes",
+}
 _DEVICE = re.compile(r"cpu|cuda:\d+")
 _TAKES = {
     "id": "1 to 200 letters, digits, '.', '_', ':', '/' and '-'",
@@ -69,6 +96,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     config: ServeConfig
     memory: Mapping[str, int]  # in bytes, by device
     remote: RemoteSettings | None = None  # of a model that runs on another server
+    vllm: VllmSettings | None = None  # of a model that vLLM serves, in processes of this server
 
     @property
     def id(self) -> str:
@@ -237,12 +265,41 @@ def _take_remote(entry: dict[str, Any], where: str) -> RemoteSettings | None:
     return _convert(remote, settings, f"{where}: remote")
 
 
+def _take_vllm(entry: dict[str, Any], where: str) -> VllmSettings | None:
+    """Take what an entry says of vLLM out of it, with its settings as flags; return None if it is of another kind.
+
+    Raises ConfigError.
+    """
+    if entry.get("kind") != "vllm":
+        if "vllm" in entry:
+            raise ConfigError(f"{where}: vllm is for models that vLLM serves; set kind = 'vllm', or leave it out")
+        return None
+    del entry["kind"]
+    given = entry.pop("vllm", {})
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where}: vllm must be a table, such as vllm = {{ command = ['/opt/vllm/bin/vllm'] }}")
+    given = {name.replace("-", "_"): value for name, value in given.items()}
+    for name in FIXED_OF_VLLM:
+        if name in given:
+            raise ConfigError(f"{where}: vllm: {name} is for servers that are not started by this one; leave it out")
+    for name in entry:
+        if name in MODEL_SETTINGS and name not in VLLM_FLAGS:
+            raise ConfigError(
+                f"{where}: {name} is a setting of servekit's own engine, and vLLM serves this model; leave it out, and "
+                "use vLLM's flags: vllm = { arguments = [...] }"
+            )
+    settings = _convert(given, VllmSettings, f"{where}: vllm")
+    flags = [f"{flag}={entry[name]}" for name, flag in VLLM_FLAGS.items() if flag is not None and name in entry]
+    return replace(settings, arguments=[*flags, *settings.arguments])
+
+
 def _parse_model(entry: Any, where: str, base: ServeConfig, device: str) -> ModelSpec:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: it must be a table")
     entry = {name.replace("-", "_"): value for name, value in entry.items()}
     if isinstance(entry.get("id"), str):
         where += f" ({entry['id'][:64]!r})"
+    vllm = _take_vllm(entry, where)
     remote = _take_remote(entry, where)
     own = {name: entry.pop(name) for name in list(entry) if name in ModelEntry.__struct_fields__}
     for name in entry:
@@ -253,14 +310,14 @@ def _parse_model(entry: Any, where: str, base: ServeConfig, device: str) -> Mode
     if "model" not in entry:
         raise ConfigError(f"{where}: it has no model, which is a directory, a GGUF file or a Hugging Face id")
     values = {**msgspec.structs.asdict(base), **entry, "served_model_name": own["id"], "models": None}
-    if remote is not None:
+    if remote is not None or vllm is not None:
         values["kind"] = "generate"
     try:
         config = msgspec.convert(values, ServeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {explain_setting(str(error), values)}") from None
     spec = make_spec(_convert(own, ModelEntry, where), config, device)
-    return spec if remote is None else replace(spec, memory={}, remote=remote)
+    return replace(spec, vllm=vllm) if remote is None else replace(spec, memory={}, remote=remote)
 
 
 def _entries(table: Mapping[str, Any], name: str, path: str) -> list[Any]:

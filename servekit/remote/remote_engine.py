@@ -108,9 +108,11 @@ class RemoteEngine(RemoteModel):
         settings: OpenAISettings,
         clock: Callable[[], float] = time.monotonic,
         metrics: ModelMetrics | None = None,
+        *,
+        socket: str | None = None,
     ) -> None:
         """Raises ConfigError if the API key is missing."""
-        super().__init__(config, settings, clock, metrics)
+        super().__init__(config, settings, clock, metrics, socket=socket)
         self.settings = settings
         self.tokenizer = NoTokenizer(config.model_name)
         self._live: set[RemoteState] = set()  # whose answers have not all ended
@@ -149,6 +151,9 @@ class RemoteEngine(RemoteModel):
     async def start(self) -> None:
         """Begin to serve. The server need not answer yet: it is asked for its models, but not for long."""
         await self.server.start()
+        await self._begin()
+
+    async def _begin(self) -> None:
         self.metrics.watch_remote(self.sender.stats)
         assert self.metrics.remote  # its metrics are exported from now on
         length = await self.server.look_up(self.config.model, self.settings.connect_timeout)

@@ -34,12 +34,17 @@ class RemoteModel:
         settings: ServerSettings,
         clock: Callable[[], float] = time.monotonic,
         metrics: ModelMetrics | None = None,
+        *,
+        socket: str | None = None,
     ) -> None:
-        """Raises ConfigError if the API key is missing, or the package that asks servers is."""
+        """With `socket`, the server is asked over that socket file.
+
+        Raises ConfigError if the API key is missing, or the package that asks servers is.
+        """
         self.config = config
         self.metrics = metrics or ModelMetrics(config)
         self.sender = Sender(config, settings, clock, self.metrics)
-        self.server = ServerClient(config.model_name, settings)
+        self.server = ServerClient(config.model_name, settings, socket)
         self._clock = clock
         self._has_started = False
         self._is_draining = False
@@ -112,6 +117,8 @@ class RemoteModel:
         """Raise an error for a request that cannot be admitted: InvalidRequest, QueueFull or RemoteUnavailable."""
         if self._rejects_requests:
             raise shutting_down()
+        if self.failure is not None:
+            raise self.failure
         most = self.config.max_client_batch_size if caller.max_answers is None else caller.max_answers
         if num_answers > most:
             raise InvalidRequest(

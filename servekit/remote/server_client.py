@@ -48,8 +48,12 @@ class _Models(Struct):
 class ServerClient:
     """A client of one server. Call `start`, and then `close`."""
 
-    def __init__(self, model: str, settings: ServerSettings) -> None:
-        """`model` is the model's name here. Raises ConfigError if the API key is missing, or httpx2 is."""
+    def __init__(self, model: str, settings: ServerSettings, socket: str | None = None) -> None:
+        """`model` is the model's name here. With `socket`, the path of a socket file, it is asked over that.
+
+        Raises ConfigError if the API key is missing, or httpx2 is.
+        """
+        self._socket = socket
         self._model = model
         self._settings = settings
         self._url = settings.url.rstrip("/")
@@ -80,12 +84,14 @@ class ServerClient:
     def _make_client(self) -> Any:
         httpx2, settings = self._httpx2, self._settings
         verify: ssl.SSLContext | bool = ssl.create_default_context() if self._url.startswith("https:") else False
+        limits = httpx2.Limits(max_keepalive_connections=settings.max_connections, keepalive_expiry=KEEP_ALIVE_S)
         return httpx2.AsyncClient(
             headers=self._headers,
             # The caller bounds all other waits, and how many connections there are.
             timeout=httpx2.Timeout(None, connect=settings.connect_timeout),
-            limits=httpx2.Limits(max_keepalive_connections=settings.max_connections, keepalive_expiry=KEEP_ALIVE_S),
+            limits=limits,
             verify=verify,
+            transport=None if self._socket is None else httpx2.AsyncHTTPTransport(uds=self._socket, limits=limits),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             follow_redirects=False,
             trust_env=False,

@@ -21,6 +21,9 @@ TAKES = {
     "retry_ratio": "a number from 0 to 1: retries for each request, on average",
     "failures_to_open": "an integer from 1 to 1000: failures in a row",
     "cooldown": "a number above 0 up to 3600: seconds",
+    "command": "a list of texts: the program that starts vLLM, such as ['/opt/vllm/bin/vllm']",
+    "arguments": "a list of texts: flags of `vllm serve`, such as ['--enforce-eager']",
+    "environment": "a table of names and texts, such as { VLLM_CPU_KVCACHE_SPACE = '4' }",
     "answer_timeout": "a number above 0 up to 3600: seconds",
     "load_timeout": "a number above 0 up to 3600: seconds",
     "model_control_mode": "'none' or 'explicit', as the server's own --model-control-mode",
@@ -76,5 +79,18 @@ class TritonSettings(ServerSettings, frozen=True, kw_only=True, forbid_unknown_f
     def first_answer_setting(self) -> str:
         return "answer_timeout"
 
+
+class VllmSettings(OpenAISettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How vLLM is started by this server, and asked: kind `vllm`."""
+
+    url: str = "http://vllm/v1"  # the name of a host that no one looks up: it is asked over a socket file
+    dialect: Literal["openai", "vllm"] = "vllm"
+    command: Annotated[tuple[str, ...], Meta(min_length=1)] = ("vllm",)  # the program, with arguments before `serve`
+    arguments: list[str] = []  # of `vllm serve`
+    environment: dict[str, str] = {}
+
+
+# Fields that have one value where this server starts the other one.
+FIXED_OF_VLLM = ("url", "dialect", "api_key_env")
 
 RemoteSettings = OpenAISettings | TritonSettings

@@ -160,8 +160,6 @@ class TritonEngine(RemoteModel):
     async def infer(self, request: InferenceRequest, caller: Caller = ANONYMOUS) -> list[Tensor]:
         """Send an inference, and return its outputs. Raises RequestError or WorkerError."""
         self.check_admission(caller, request.num_inputs, 1)
-        if self.failure is not None:
-            raise self.failure
         assert self.info is not None, "start was called"
         body = write_request(request, self.info, self.config.model_name)
         metrics, started_s, outcome = self.metrics.predictions, self._clock(), "failed"

@@ -144,6 +144,39 @@ def test_remote_model_has_a_server_and_takes_no_memory() -> None:
     assert far.config.kind == "generate"
 
 
+VLLM = '[[model]]\nid = "far"\nkind = "vllm"\nmodel = "qwen"\n'
+
+
+def test_settings_of_a_model_that_vllm_serves_become_its_flags() -> None:
+    text = VLLM + "dtype = 'bfloat16'\nmax-num-seqs = 4\nmemory_bytes = 10\nmax_num_queued_reqs = 5\n"
+    (model,) = parse(
+        text + "vllm = { command = ['/opt/vllm'], arguments = ['--enforce-eager'], token-timeout = 9 }"
+    ).models
+    assert model.vllm is not None and model.remote is None and model.kind == "generate"
+    assert model.vllm.arguments == ["--dtype=bfloat16", "--max-num-seqs=4", "--enforce-eager"]
+    assert (model.vllm.command, model.vllm.token_timeout, model.vllm.dialect) == (("/opt/vllm",), 9.0, "vllm")
+    assert sum(model.memory.values()) == 10 and model.config.max_num_queued_reqs == 5
+    (plain,) = parse(VLLM).models
+    assert plain.vllm is not None and plain.vllm.command == ("vllm",) and plain.vllm.arguments == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (MODEL + "vllm = {}", r"vllm is for models that vLLM serves; set kind = 'vllm'"),
+        (VLLM + "vllm = 5", r"vllm must be a table"),
+        (VLLM + "vllm = { url = 'http://h' }", r"vllm: url is for servers that are not started by this one"),
+        (VLLM + "vllm = { command = [] }", r"vllm: command must be a list of texts"),
+        (VLLM + "vllm = { args = ['x'] }", r"vllm: unknown field 'args'"),
+        (VLLM + "block_size = 16", r"block_size is a setting of servekit's own engine"),
+        (VLLM + "remote = { url = 'http://h' }", r"remote is for models of another server"),
+    ],
+)
+def test_mistake_about_a_model_that_vllm_serves_is_explained(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(text)
+
+
 TRITON = '[[model]]\nid = "far"\nkind = "triton"\nmodel = "resnet"\n'
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from servekit.remote.settings import TAKES, OpenAISettings, TritonSettings
+from servekit.remote.settings import TAKES, OpenAISettings, TritonSettings, VllmSettings
 
 
 @pytest.mark.parametrize("url", ["http://gpu-7:8000/v1", "https://api.example.com", "http://[::1]:9/v1/", "http://h"])
@@ -39,4 +39,4 @@ def test_mistakes_are_refused(fields: dict[str, Any]) -> None:
 
 
 def test_each_field_says_what_it_takes() -> None:
-    assert set(TAKES) == {*OpenAISettings.__struct_fields__, *TritonSettings.__struct_fields__}
+    assert set(TAKES) == {*VllmSettings.__struct_fields__, *TritonSettings.__struct_fields__}
