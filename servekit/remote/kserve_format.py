@@ -42,7 +42,8 @@ class _Answer(Struct):
 
 def read_model_info(body: bytes) -> ModelInfo:
     """Return what the server tells of a model. Raises RemoteFailed."""
-    return _read(body, ModelInfo)
+    info: ModelInfo = _read(body, ModelInfo)
+    return info
 
 
 def write_request(request: InferenceRequest, info: ModelInfo, model: str) -> bytes:
@@ -74,7 +75,8 @@ def _texts(texts: list[str], info: ModelInfo, model: str) -> Tensor:
 
 def read_answer(body: bytes) -> list[Tensor]:
     """Return the outputs of a model. Raises RemoteFailed."""
-    return _read(body, _Answer).outputs
+    answer: _Answer = _read(body, _Answer)
+    return answer.outputs
 
 
 def _read(body: bytes, kind: type[Any]) -> Any:
