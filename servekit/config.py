@@ -219,6 +219,15 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_num_queued_tokens: Annotated[
         Positive, Meta(description="maximum prompt tokens in the waiting queue; the server refuses more with 503")
     ] = 2**22
+    max_predicted_wait: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            le=86400.0,
+            description="maximum predicted seconds that a request waits before it starts; the server refuses more with "
+            "503; 0 for no limit",
+        ),
+    ] = 60.0
     max_client_batch_size: Annotated[
         int, Meta(ge=1, le=2**14, description="maximum answers per request: prompts times n or best_of")
     ] = 1024
@@ -468,6 +477,7 @@ MODEL_SETTINGS = frozenset(
         "itl_target_ms",
         "max_num_queued_reqs",
         "max_num_queued_tokens",
+        "max_predicted_wait",
         "max_client_batch_size",
         "step_timeout",
         "heartbeat_timeout",

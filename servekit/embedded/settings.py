@@ -21,7 +21,8 @@ SERVER_SETTINGS = frozenset(
     }
 )
 # The workers write to the standard error of the program. Their messages at level info are for operators of a server.
-DEFAULTS = {"log_level": "warning"}
+# Nor is there a reason to refuse what the program itself wants to wait for.
+DEFAULTS = {"log_level": "warning", "max_predicted_wait": 0.0}
 
 
 def embedded_config(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> ServeConfig:

@@ -13,6 +13,7 @@ from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput
 from servekit.errors import InternalError, RequestCrashesWorker, ServekitError, WorkerError
 from servekit.executor.model_executor import ModelExecutor
+from servekit.latency.latency_predictor import LatencyPredictor
 from servekit.observability.metrics import SchedulerStats
 from servekit.observability.observer import Observer, StepSummary
 from servekit.protocol.messages import StepFailed
@@ -68,6 +69,7 @@ class EngineCore:
     ) -> None:
         """`executor` has a worker that is ready. `replica` is the number of this core in log lines."""
         self.manager = manager
+        self.latency = LatencyPredictor()  # learns from the steps, and predicts what the manager will do
         self._config = config
         self._executor = executor
         self._output = output
@@ -149,6 +151,8 @@ class EngineCore:
             prefill_limit=manager.prefill_limiter.prefill_limit(),
             step_token_limit=manager.step_token_limit,
             num_quarantined=len(manager.quarantine),
+            predicted_wait_s=self.latency.waiting_time.seconds(manager, manager.num_waiting),
+            step_time_error=self.latency.model.relative_error,
         )
 
     # -- the main loop ------------------------------------------------------------------------------------------------
@@ -185,6 +189,7 @@ class EngineCore:
         while not executor.is_leaving and (plan := self.apply(Plan(began_s))) is not None:
             executor.send(plan)
             step, sent_s, is_alone = StepSummary.of(plan), self._clock(), manager.num_in_flight == 1
+            self.latency.planned(manager, plan, sent_s)
             for observer in self._observers:
                 observer.step_sent(step, is_alone, sent_s)
         if not manager.num_in_flight:
@@ -199,6 +204,7 @@ class EngineCore:
             tokens = self.apply(Commit(result, now_s))
         except WorkerError:
             raise executor.mark_lost("sent a result that does not match its step") from None
+        self.latency.committed(manager, tokens, now_s)
         ended, num_delivered = self._output.process(tokens, now_s)
         self._finish_all(ended)
         self._check_accounting()

@@ -38,6 +38,7 @@ from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput, add_commands
 from servekit.engine.speculation import choose_drafter
 from servekit.engine.tokenizer import Tokenizer, load_tokenizer
+from servekit.engine.waiting_times import WaitingTimes
 from servekit.errors import InvalidRequest, QueueFull, ServekitError, WorkerNotReady, shutting_down
 from servekit.executor.model_executor import load_model_message
 from servekit.joining.worker_pool import WorkerPool
@@ -90,6 +91,8 @@ class LLMEngine(OneModel):
         self._supervisor = ReplicaSupervisor(config, self.replicas, self._registry, self._worker_pool)
         self.profiling = Profiling(config, self.replicas.all[0].executor)
         self._queue_limits = QueueLimits(config)
+        self._waiting_times = WaitingTimes(config, lambda: self.replicas.taking_cores, clock)
+        self._waiting_times_task: asyncio.Task[None] | None = None
         self._result_budget = result_budget or SharedBudget(config.max_total_logprobs)
         self._probe = ReadinessProbe(self._generate_token, clock)
         self._output: OutputProcessor | None = None
@@ -260,6 +263,7 @@ class LLMEngine(OneModel):
             )
         self.metrics.watch_queue(lambda: self._queue_limits.usage(replicas.num_waiting, replicas.queued))
         self._main_loop = asyncio.create_task(self._serve(), name="servekit main loop")
+        self._waiting_times_task = asyncio.create_task(self._waiting_times.keep_current(), name="waiting times")
 
     def _choose_drafter(self, path: Path) -> SpeculativeConfig:
         return choose_drafter(self.config, path)
@@ -302,10 +306,11 @@ class LLMEngine(OneModel):
 
         If graceful, the worker may exit by itself before it is killed.
         """
-        if self._main_loop is not None:
-            self._main_loop.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._main_loop
+        for task in (self._waiting_times_task, self._main_loop):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
         self._probe.stop()
         self.fail_all(shutting_down())
         if self._worker_pool is not None:
@@ -359,7 +364,8 @@ class LLMEngine(OneModel):
                 f"batch may ask for {caller.max_answers}; divide it among several lines"
             )
         self._check_outage()
-        replicas = self._running_replicas
+        replicas, preparing = self._running_replicas, self._queue_limits.sequences
+        self._waiting_times.check(request, caller.tenant, preparing.total, preparing.held(caller.tenant))
         return self._queue_limits.reserve(request, caller.tenant, replicas.num_waiting, replicas.queued, self._clock())
 
     async def take_places(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> QueuePlaces:

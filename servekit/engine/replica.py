@@ -85,6 +85,7 @@ class Replica:
             "device": None if worker is None else worker.device,
             "num_blocks": None if worker is None else worker.num_blocks,
             "ranks": [] if worker is None else worker.ranks,
+            "latency_model": None if self._core is None else self._core.latency.model.info(),
         }
 
     def describe(self) -> str:

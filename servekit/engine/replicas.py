@@ -61,6 +61,11 @@ class Replicas:
         return [replica.core for replica in self.all if replica.has_core]
 
     @property
+    def taking_cores(self) -> list[EngineCore]:
+        """The cores of the replicas at which a new sequence can run at once."""
+        return [replica.core for replica in self.all if replica.takes_sequences]
+
+    @property
     def num_ready(self) -> int:
         return sum(replica.executor.is_ready for replica in self.all)
 

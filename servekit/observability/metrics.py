@@ -568,6 +568,8 @@ class SchedulerStats(Struct, frozen=True, kw_only=True):
     prefill_limit: int
     step_token_limit: int
     num_quarantined: int
+    predicted_wait_s: float  # of a sequence that comes now
+    step_time_error: float  # mean relative error of the predicted times of recent steps
 
 
 class _SchedulerCollector(Collector):
@@ -623,6 +625,16 @@ class _SchedulerCollector(Collector):
             "num_requests_suspected",
             "Quarantined sequences: they run one at a time, because workers crashed while they ran.",
             stats.num_quarantined,
+        )
+        yield self._gauge(
+            "predicted_wait_seconds",
+            "Predicted seconds that a request which comes now waits before it starts; the limit is max_predicted_wait.",
+            stats.predicted_wait_s,
+        )
+        yield self._gauge(
+            "step_time_error_ratio",
+            "Mean relative error with which the times of recent steps were predicted.",
+            stats.step_time_error,
         )
         yield self._counter(
             "num_preemptions", "Times that a running sequence lost its slot and its KV blocks.", stats.num_preemptions

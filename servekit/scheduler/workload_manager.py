@@ -139,6 +139,11 @@ class WorkloadManager:
         return len(self._in_flight)
 
     @property
+    def steps_in_flight(self) -> deque[Step]:
+        """The steps in flight, the oldest first. Only the manager writes them."""
+        return self._in_flight
+
+    @property
     def num_prefill_tokens_in_flight(self) -> int:
         """How many tokens of prompts the steps in flight compute."""
         return sum(step.num_prefill_tokens for step in self._in_flight)

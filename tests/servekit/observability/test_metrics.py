@@ -160,6 +160,8 @@ def test_idle_time_includes_the_current_idle_period() -> None:
                 prefill_limit=16,
                 step_token_limit=512,
                 num_quarantined=2,
+                predicted_wait_s=1.5,
+                step_time_error=0.25,
             )
         ]
     )
@@ -172,6 +174,7 @@ def test_idle_time_includes_the_current_idle_period() -> None:
     assert samples(metrics)["scheduler_idle_seconds_total",] == 3.0
     assert values["num_requests_waiting_by_reason", "capacity"] == 2
     assert values["num_requests_waiting_by_reason", "deferred"] == 1
+    assert values["predicted_wait_seconds",] == 1.5 and values["step_time_error_ratio",] == 0.25
     assert values["prompt_tokens_cached_total",] == values["prefix_cache_hits_total",] == 8
     assert values["kv_cache_usage_perc",] == 0.25
     assert values["num_tokens_waiting",] == 40

@@ -1,0 +1,74 @@
+"""Limit how long requests wait, by the waiting time that is predicted for each replica."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from math import ceil
+
+from servekit.config import ServeConfig
+from servekit.engine.engine_core import EngineCore
+from servekit.engine.queue_limits import MAX_RETRY_AFTER_S
+from servekit.errors import QueueFull
+from servekit.request import GenerationRequest
+
+REFRESH_INTERVAL_S = 1.0
+# The predictions of a long line are corrected by playing a copy of the manager forward. Each slice holds the event loop
+# for about a millisecond, and all of them take less than a twentieth of its time.
+MAX_SLICE_S = 1e-3
+PAUSE_S = 0.025
+
+
+class WaitingTimes:
+    """Refuses requests that would wait too long. Everything runs on the event loop's thread."""
+
+    def __init__(
+        self, config: ServeConfig, read_cores: Callable[[], Sequence[EngineCore]], clock: Callable[[], float]
+    ) -> None:
+        """`read_cores` gives the cores whose replicas take sequences."""
+        self._limit_s = config.max_predicted_wait
+        self._policy = config.scheduling_policy
+        self._read_cores = read_cores
+        self._clock = clock
+
+    def check(self, request: GenerationRequest, tenant: str, num_preparing: int, num_own_preparing: int) -> None:
+        """Raise QueueFull if a request would wait for longer than the limit.
+
+        `num_preparing` counts the sequences that come before it and are not in a queue yet, `num_own_preparing` those
+        of its tenant. A request that finds nothing waiting is never refused. Nor is an urgent one under `priority`.
+        """
+        cores = self._read_cores()
+        if not self._limit_s or not cores or (self._policy == "priority" and request.priority < 0):
+            return
+        wait_s = min(self._wait_s(core, tenant, num_preparing // len(cores), num_own_preparing) for core in cores)
+        if wait_s > self._limit_s:
+            retry_after_s = min(MAX_RETRY_AFTER_S, max(1, ceil(wait_s - self._limit_s)))
+            raise QueueFull(
+                f"the request would wait about {wait_s:.0f} s before it starts; the limit is {self._limit_s:g} s "
+                "(max_predicted_wait). Please try again later.",
+                retry_after_s=retry_after_s,
+            )
+
+    def _wait_s(self, core: EngineCore, tenant: str, num_preparing: int, num_own_preparing: int) -> float:
+        manager = core.manager
+        num_ahead = manager.num_waiting + num_preparing
+        if self._policy == "fair":
+            # Tenants take turns: before each sequence of this one, at most one of each other one starts.
+            num_own = manager.queued.of(tenant).num_sequences + num_own_preparing
+            num_tenants = len(manager.queued.by_tenant().keys() | {tenant})
+            num_ahead = min(num_ahead, (num_own + 1) * num_tenants - 1)
+        return core.latency.waiting_time.seconds(manager, num_ahead) if num_ahead else 0.0
+
+    async def keep_current(self) -> None:
+        """Correct the predictions, from time to time, until this is cancelled."""
+        while self._limit_s:
+            await asyncio.sleep(REFRESH_INTERVAL_S)
+            for core in self._read_cores():
+                await self._refresh(core)
+
+    async def _refresh(self, core: EngineCore) -> None:
+        began_s = self._clock()
+        for _ in core.latency.refresh_waiting_time(core.manager, began_s):
+            if self._clock() - began_s >= MAX_SLICE_S:
+                await asyncio.sleep(PAUSE_S)
+                began_s = self._clock()

@@ -1,0 +1,4 @@
+"""Predict when a sequence gets its first token and its last one: a pure function of what was measured.
+
+No clock, no I/O, no randomness, no asyncio, no logging. May import scheduler and what the scheduler may import.
+"""

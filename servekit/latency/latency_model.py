@@ -1,0 +1,144 @@
+"""Learn from steps how long a step takes that computes a given amount of work.
+
+    t = step + prefill_token * (prompt tokens) + prefill_pair * (pairs of a prompt token and one that it attends to)
+             + decode_token * (decodes) + kv_token * (tokens whose keys and values the decodes read)
+
+This is linear in the work, as in a roofline model (Williams, Waterman, Patterson, 2009). The five times have the least
+weighted squares of the errors relative to a step's time, and none is negative. Old steps count less and less. A step
+that took much longer than expected counts little (Huber, "Robust Estimation of a Location Parameter", 1964), because it
+says more about the machine than about its work. What such steps add on average is in `slowdown`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from servekit.protocol.messages import StepPlan
+
+TERMS = ("step", "prefill_token", "prefill_pair", "decode_token", "kv_token")
+
+
+class StepWork(Struct, frozen=True, gc=False):
+    """What a step computes. Its fields belong to TERMS, but for the first one, which each step has once."""
+
+    num_prefill_tokens: int
+    num_prefill_pairs: float  # of a prompt token and a token that it attends to
+    num_decode_tokens: int  # one for each sequence, and one more for each draft
+    num_kv_tokens: int  # that decodes attend to
+
+    @staticmethod
+    def of(plan: StepPlan) -> StepWork:
+        """Count the work of a plan. Takes 0.1 µs for each chunk."""
+        num_prefill = num_decode = num_kv = 0
+        num_pairs = 0.0
+        for chunk in plan.chunks:
+            num_tokens = chunk.num_tokens
+            if chunk.samples and num_tokens == 1 + chunk.num_drafts:
+                num_decode += num_tokens
+                num_kv += chunk.start + num_tokens
+            else:
+                num_prefill += num_tokens
+                num_pairs += num_tokens * (chunk.start + 0.5 * num_tokens)
+        return StepWork(num_prefill, num_pairs, num_decode, num_kv)
+
+    def amounts(self) -> tuple[float, float, float, float, float]:
+        """Return the amount that each of TERMS is multiplied by."""
+        return 1.0, self.num_prefill_tokens, self.num_prefill_pairs, self.num_decode_tokens, self.num_kv_tokens
+
+
+class LatencyModel:
+    """The fitted times of one worker. It adapts when the worker is replaced by a faster or slower one."""
+
+    DECAY = 0.998  # of the weight of a step, once another one has followed: half after 350 steps
+    ERROR_DECAY = 0.98  # the same for the mean error, which so follows a change within some 50 steps
+    SLOWDOWN_DECAY = 0.995  # and for the slowdown: one step that was held up must not show
+    MIN_SCALE = 0.02  # errors of 2 % are noise on every machine
+    HUBER_RATIO = 3.0  # an error above so many mean errors loses weight
+    MAX_RATIO = 5.0  # a step that took longer than this, compared with what was expected, counts as that
+    RIDGE = 1e-4  # decides between terms that could not be told apart so far: for the time of each step
+    STEPS_PER_SOLUTION = 16  # to solve takes some 60 µs
+
+    def __init__(self) -> None:
+        self.coefficients_s = (0.0,) * len(TERMS)
+        self.num_steps = 0
+        self.relative_error = 0.0  # mean of recent steps, absolute
+        self.slowdown = 1.0  # the time of recent steps, relative to what the five times say
+        self._weight = 1.0  # of the next step: growing, in place of all sums that decay
+        self._products = [[0.0] * len(TERMS) for _ in TERMS]  # of amounts with amounts
+        self._wanted = [0.0] * len(TERMS)  # products of amounts with seconds
+        self._recent_s = [0.0, 0.0]  # of recent steps: measured, and expected
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there was a step."""
+        return self.num_steps > 0
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn from a step that took `seconds`. Takes about 5 µs, and each sixteenth time ten times as long."""
+        seconds = max(seconds, 1e-7)
+        amounts = work.amounts()
+        expected_s = self._expected_s(amounts) or seconds
+        ratio = min(seconds / expected_s, self.MAX_RATIO)
+        error = abs(ratio - 1.0)
+        limit = self.HUBER_RATIO * max(self.relative_error, self.MIN_SCALE)
+        self._add(amounts, expected_s, seconds, min(1.0, limit / error) if error else 1.0)
+        # The first errors are those of a model that knows nothing.
+        share = max(1.0 - self.ERROR_DECAY, 1.0 / (1.0 + self.num_steps))
+        self.relative_error += share * (error - self.relative_error)
+        self._recent_s = [
+            self.SLOWDOWN_DECAY * self._recent_s[0] + ratio * expected_s,
+            self.SLOWDOWN_DECAY * self._recent_s[1] + expected_s,
+        ]
+        self.slowdown = self._recent_s[0] / self._recent_s[1]
+        self.num_steps += 1
+        if self.num_steps < self.STEPS_PER_SOLUTION or self.num_steps % self.STEPS_PER_SOLUTION == 0:
+            self._solve()
+
+    def info(self) -> dict[str, Any]:
+        """Return what /info says of it: each of TERMS in microseconds, and how good they are."""
+        times = {f"{term}_us": 1e6 * time_s for term, time_s in zip(TERMS, self.coefficients_s, strict=True)}
+        quality = {"slowdown": self.slowdown, "relative_error": self.relative_error, "num_steps": self.num_steps}
+        return {name: float(f"{value:.4g}") for name, value in {**times, **quality}.items()}
+
+    def seconds_of(self, work: StepWork) -> float:
+        """Return how long a step with this work is expected to take; 0 until one was observed."""
+        return self.slowdown * self._expected_s(work.amounts())
+
+    def _expected_s(self, amounts: tuple[float, ...]) -> float:
+        return sum([amount * time_s for amount, time_s in zip(amounts, self.coefficients_s, strict=True)])
+
+    def _add(self, amounts: tuple[float, ...], expected_s: float, seconds: float, huber_weight: float) -> None:
+        # Errors are relative to the expected time: the result of two steps may come at once, so that one of them seems
+        # to have taken no time.
+        weight = self._weight * huber_weight / expected_s**2
+        for row, amount, products in zip(range(len(TERMS)), amounts, self._products, strict=True):
+            if amount:
+                weighted = weight * amount
+                self._wanted[row] += weighted * seconds
+                for column, other in enumerate(amounts):
+                    products[column] += weighted * other
+        self._weight /= self.DECAY
+        if self._weight > 1e6:
+            scale, self._weight = 1.0 / self._weight, 1.0
+            self._wanted = [scale * each for each in self._wanted]
+            self._products = [[scale * each for each in row] for row in self._products]
+
+    def _solve(self) -> None:
+        """Solve the normal equations. The most negative time is left out, then the next one."""
+        products, wanted = np.array(self._products), np.array(self._wanted)
+        scales = np.sqrt(np.maximum(np.diag(products), 1e-300))
+        products /= np.outer(scales, scales)
+        wanted /= scales
+        products[np.arange(1, len(TERMS)), np.arange(1, len(TERMS))] += self.RIDGE
+        kept = [index for index in range(len(TERMS)) if self._products[index][index]]
+        while True:  # a single time is never negative: all work and all durations are positive
+            solution = np.linalg.solve(products[np.ix_(kept, kept)], wanted[kept])
+            if (solution >= 0.0).all():
+                break
+            del kept[int(solution.argmin())]
+        times = np.zeros(len(TERMS))
+        times[kept] = solution / scales[kept]
+        self.coefficients_s = tuple(times.tolist())

@@ -1,0 +1,170 @@
+"""Predict the first token and the end of a sequence, and how long a new one would wait.
+
+A `LatencyPredictor` watches one workload manager: a live one, one in virtual time, or one that is replayed from a
+journal. It learns step times, lengths of answers, and how far its own predictions were off.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from math import hypot, log
+
+from msgspec import Struct
+
+from servekit.latency.answer_lengths import AnswerLengths
+from servekit.latency.calibration import Band, Calibration
+from servekit.latency.latency_model import LatencyModel, StepWork
+from servekit.latency.roll_forward import RollForward
+from servekit.latency.waiting_time import WaitingTime
+from servekit.protocol.messages import StepPlan
+from servekit.scheduler.checkpoint import save_manager
+from servekit.scheduler.sequence import FinishReason, Sequence
+from servekit.scheduler.step import SequenceToken
+from servekit.scheduler.workload_manager import WorkloadManager
+
+MIN_SPREAD = 0.02  # of the logarithm of a predicted time
+
+
+class Prediction(Struct, frozen=True):
+    """What was predicted for one sequence. Durations are from `predicted_s` on."""
+
+    sequence_id: int
+    predicted_s: float
+    first_token: Band
+    raw_s: float  # until the first token, before it was corrected by earlier errors
+    spread: float  # the standard deviation of its logarithm
+    end_s: float | None  # until the last token; None if that was not asked for
+
+
+class _InFlight(Struct, frozen=True, gc=False):
+    """A step in flight."""
+
+    epoch: int
+    step_id: int
+    planned_s: float
+    work: StepWork
+
+
+class LatencyPredictor:
+    """Learns from one workload manager, and predicts what it will do.
+
+    `planned` and `committed` are called after each plan and each commit, as by a replay.
+    """
+
+    NUM_ROLLS = 5  # with different lengths of answers; the median counts, and their spread
+
+    def __init__(self, *, learns: bool = True) -> None:
+        """Without `learns`, it predicts with what it has taken over from another one."""
+        self.model = LatencyModel()
+        self.lengths = AnswerLengths()
+        self.calibration = Calibration()
+        self.waiting_time = WaitingTime(self.model, self.lengths)
+        self.learns = learns
+        self._in_flight: deque[_InFlight] = deque()
+        self._last_done_s = 0.0
+
+    def take_over(self, other: LatencyPredictor) -> None:
+        """Begin with what another one has learned. What either learns afterwards, both have."""
+        self.model, self.lengths, self.calibration = other.model, other.lengths, other.calibration
+        self.waiting_time = other.waiting_time
+
+    # -- learning -----------------------------------------------------------------------------------------------------
+
+    def added(self, manager: WorkloadManager, sequence: Sequence) -> None:
+        """Do nothing: a sequence that is added teaches nothing yet."""
+
+    def planned(self, manager: WorkloadManager, plan: StepPlan, now_s: float) -> None:
+        """Note a step that was sent to the worker."""
+        if self._in_flight and self._in_flight[-1].epoch != plan.epoch:
+            self._in_flight.clear()
+        self._in_flight.append(_InFlight(plan.epoch, plan.step_id, now_s, StepWork.of(plan)))
+
+    def committed(self, manager: WorkloadManager, tokens: list[SequenceToken], now_s: float) -> None:
+        """Learn from a result: from the time of its step, and from the answers that it ended."""
+        in_flight = self._in_flight
+        if len(in_flight) > manager.num_in_flight:
+            step = in_flight.popleft()
+            if len(in_flight) == manager.num_in_flight:
+                # From when the worker could begin with it: when it was sent, or when the step before it was done.
+                seconds = now_s - max(step.planned_s, self._last_done_s)
+                if self.learns:
+                    self.model.observe(step.work, seconds)
+            else:  # the results of several steps came late, or the worker was lost: their times mean nothing
+                while len(in_flight) > manager.num_in_flight:
+                    in_flight.popleft()
+            self._last_done_s = now_s
+        if self.learns:
+            for token in tokens:
+                if token.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    is_cut = token.finish_reason is FinishReason.LENGTH
+                    self.lengths.record(token.sequence.num_output_tokens, is_cut)
+
+    def measured(self, prediction: Prediction, first_token_s: float) -> None:
+        """Learn when the first token of a sequence came that was predicted."""
+        if self.learns:
+            measured_s = first_token_s - prediction.predicted_s
+            self.calibration.observe(prediction.raw_s, prediction.spread, measured_s)
+
+    # -- predicting ---------------------------------------------------------------------------------------------------
+
+    def predict(
+        self, manager: WorkloadManager, sequence_id: int, now_s: float, max_steps: int, *, to_end: bool = False
+    ) -> Prediction | None:
+        """Predict the first token of a sequence that waits, or runs without one; None if `max_steps` are too few.
+
+        With `to_end`, its last token, too. It takes as long as to save and restore the manager, and to plan and commit
+        so many steps, each `NUM_ROLLS` times. None, too, before a step was measured.
+        """
+        rolling = self.predict_in_slices(manager, sequence_id, now_s, max_steps, to_end=to_end)
+        while True:
+            try:
+                next(rolling)
+            except StopIteration as stop:
+                prediction: Prediction | None = stop.value
+                return prediction
+
+    def predict_in_slices(
+        self, manager: WorkloadManager, sequence_id: int, now_s: float, max_steps: int, *, to_end: bool = False
+    ) -> Iterator[None]:
+        """Like `predict`, as a generator that returns the prediction. Others may run wherever it yields."""
+        if not self.model.is_known or manager.num_in_flight != len(self._in_flight):
+            return None
+        state, in_flight_s = save_manager(manager), self._expected_ends(now_s)
+        first_tokens_s, ends_s = [], []
+        for draw in range(self.NUM_ROLLS):
+            yield
+            roll = RollForward(manager.config, state, self.model, self.lengths, now_s, in_flight_s, draw)
+            wanted = roll.ends_s if to_end else roll.first_tokens_s
+            while sequence_id not in wanted:
+                if roll.num_steps == max_steps or not roll.step():
+                    return None
+                yield
+            first_tokens_s.append(roll.first_tokens_s[sequence_id] - now_s)
+            ends_s.append(roll.ends_s.get(sequence_id, now_s) - now_s)
+        raw_s = sorted(first_tokens_s)[len(first_tokens_s) // 2]
+        spread = self._spread(first_tokens_s)
+        band = self.calibration.band(raw_s, spread)
+        end_s = sorted(ends_s)[len(ends_s) // 2] if to_end else None
+        return Prediction(sequence_id, now_s, band, raw_s, spread, end_s)
+
+    def refresh_waiting_time(self, manager: WorkloadManager, now_s: float) -> Iterator[None]:
+        """Correct the prediction of waiting times. Others may run wherever it yields."""
+        if manager.num_in_flight == len(self._in_flight):
+            yield from self.waiting_time.refresh(manager, now_s, self._expected_ends(now_s))
+
+    def _expected_ends(self, now_s: float) -> list[float]:
+        """When each step in flight is expected to be done. An overdue one is expected at once."""
+        ends_s: list[float] = []
+        done_s = self._last_done_s
+        for step in self._in_flight:
+            done_s = max(now_s, max(step.planned_s, done_s) + self.model.seconds_of(step.work))
+            ends_s.append(done_s)
+        return ends_s
+
+    def _spread(self, seconds: list[float]) -> float:
+        """The standard deviation of the logarithm of a time: by the lengths of answers, and by the model's error."""
+        logs = [log(max(each, Calibration.MIN_S)) for each in seconds]
+        mean = sum(logs) / len(logs)
+        variance = sum((each - mean) ** 2 for each in logs) / (len(logs) - 1)
+        return hypot(MIN_SPREAD, self.model.relative_error, variance**0.5)

@@ -1,0 +1,84 @@
+"""Play a copy of a workload manager forward: what it will decide if steps take what the latency model says.
+
+The copy is a real WorkloadManager with the state of the one that serves, so it follows every rule of the scheduler:
+slots, blocks, chunks, prefixes in the cache, the policy, preemptions. What it cannot know is drawn: the lengths of
+answers that go on. Sequences that arrive later are not foreseen; under a policy that lets them overtake, they make the
+others later than predicted. Drafts are not foreseen either: each step gives a sequence one token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Sequence_
+
+from servekit.latency.answer_lengths import AnswerLengths
+from servekit.latency.latency_model import LatencyModel, StepWork
+from servekit.protocol.messages import StepResult
+from servekit.scheduler.checkpoint import CONTINUES, ENDS, ManagerState, restore_manager
+from servekit.scheduler.scheduler_config import SchedulerConfig
+from servekit.scheduler.sequence import Sequence
+
+_NUM_SHARES = 2**20
+
+
+class RollForward:
+    """A copy of a manager, and its virtual time."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        state: ManagerState,
+        model: LatencyModel,
+        lengths: AnswerLengths,
+        now_s: float,
+        in_flight_s: Sequence_[float] = (),
+        draw: int = 0,
+    ) -> None:
+        """`in_flight_s` says when each step in flight is expected to be done. Each `draw` has other lengths."""
+        self.now_s = now_s
+        self.num_steps = 0
+        self.first_tokens_s: dict[int, float] = {}  # by sequence id, of those that had none
+        self.ends_s: dict[int, float] = {}
+        self._manager = restore_manager(config, state)
+        self._model = model
+        self._lengths = lengths
+        self._draw = draw
+        self._final_lengths: dict[int, int] = {}  # of answers, by sequence id
+        self._done_s = deque(in_flight_s)
+        assert len(self._done_s) == self._manager.num_in_flight
+
+    @property
+    def num_waiting(self) -> int:
+        """How many sequences wait in the copy."""
+        return self._manager.num_waiting
+
+    def step(self) -> bool:
+        """Play until the next step is done. Takes as long as to plan and commit it. False if there is no work left."""
+        manager = self._manager
+        manager.expire(self.now_s)
+        while (plan := manager.plan(self.now_s)) is not None:
+            began_s = max(self.now_s, self._done_s[-1]) if self._done_s else self.now_s
+            self._done_s.append(began_s + self._model.seconds_of(StepWork.of(plan)))
+        if not self._done_s:
+            return False
+        self.now_s = max(self.now_s, self._done_s.popleft())
+        step = manager.steps_in_flight[0]
+        token_ids = tuple([ENDS if self._ends(sequence) else CONTINUES for sequence, _ in step.sampled])
+        for token in manager.commit(StepResult(manager.epoch, step.step_id, token_ids, 0.0), self.now_s):
+            sequence = token.sequence
+            if sequence.num_output_tokens == 1:
+                self.first_tokens_s[sequence.sequence_id] = self.now_s
+            if token.finish_reason is not None:
+                self.ends_s[sequence.sequence_id] = self.now_s
+        self.num_steps += 1
+        return True
+
+    def _ends(self, sequence: Sequence) -> bool:
+        """Whether the next token of a sequence is its last one."""
+        number = sequence.num_output_tokens + 1
+        final_length = self._final_lengths.get(sequence.sequence_id)
+        if final_length is None:
+            share = hash((sequence.sequence_id, self._draw)) % _NUM_SHARES / _NUM_SHARES
+            final_length = self._lengths.draw(number - 1, sequence.sampling.max_tokens, share)
+            self._final_lengths[sequence.sequence_id] = final_length
+        return number >= final_length

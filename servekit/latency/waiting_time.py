@@ -1,0 +1,82 @@
+"""Predict how long a new sequence would wait, in constant time: many requests may come at once.
+
+In the steady state of a full replica, each of its B running sequences takes as many steps as its answer has tokens, and
+its prompt. So one sequence ends, and another one starts, every (steps of an answer + B prompts) / B. The sequences
+before a new one start one after the other. What this leaves out (the policy, prefixes, a start with empty slots) is in
+`correction`: the ratio of what a roll forward of the real manager shows to what the formula says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from servekit.latency.answer_lengths import AnswerLengths
+from servekit.latency.latency_model import LatencyModel, StepWork
+from servekit.latency.roll_forward import RollForward
+from servekit.scheduler.checkpoint import save_manager
+from servekit.scheduler.workload_manager import WorkloadManager
+
+
+class WaitingTime:
+    """Predicts the waiting time for one workload manager."""
+
+    MAX_STEPS = 500  # that are played at a time
+    MAX_SEQUENCES = 256  # of a manager that is played: to save and restore them takes about 4 ms
+    MIN_WAITING = 4  # fewer show no rate
+    MAX_CORRECTION = 8.0
+
+    def __init__(self, model: LatencyModel, lengths: AnswerLengths) -> None:
+        self._model = model
+        self._lengths = lengths
+        self.correction = 1.0
+
+    def seconds(self, manager: WorkloadManager, num_ahead: int) -> float:
+        """Return how long a sequence waits until it starts, with so many waiting before it.
+
+        0 until a step was measured and an answer has ended: what is not known is no reason to refuse requests.
+        """
+        return self.correction * self._uncorrected_s(manager, num_ahead)
+
+    def _uncorrected_s(self, manager: WorkloadManager, num_ahead: int) -> float:
+        if not (self._model.is_known and self._lengths.is_known):
+            return 0.0
+        config, queued, length = manager.config, manager.queued.total, self._lengths.mean
+        prompt_length = queued.num_tokens / queued.num_sequences if queued.num_sequences else 0.0
+        missing_share = 1.0
+        if manager.num_prompt_tokens:
+            missing_share -= manager.num_cached_tokens / manager.num_prompt_tokens
+        num_missing = missing_share * prompt_length
+        num_fitting = config.num_blocks * config.block_size / max(1.0, prompt_length + length)
+        num_slots = max(1, min(config.max_num_seqs, int(num_fitting)))
+        num_before = num_ahead + 1 - (num_slots - manager.num_running)  # that must start, each when another one ends
+        num_kv_tokens = int(num_slots * (prompt_length + 0.5 * length))
+        decode_s = self._model.seconds_of(StepWork(0, 0.0, num_slots, num_kv_tokens))
+        nothing_s = self._model.seconds_of(StepWork(0, 0.0, 0, 0))
+        # Prompts are computed beside decodes: they add to steps that are there anyway.
+        prompt_s = self._model.seconds_of(StepWork(int(num_missing), 0.5 * num_missing**2, 0, 0)) - nothing_s
+        of_slots_s = max(0, num_before) * (length * decode_s / num_slots + prompt_s)
+        num_steps = manager.num_prefill_tokens / config.max_num_batched_tokens
+        rest_s = prompt_s * manager.num_prefill_tokens / max(1.0, num_missing) + num_steps * nothing_s
+        return max(of_slots_s, rest_s if num_ahead else 0.0)
+
+    def refresh(self, manager: WorkloadManager, now_s: float, in_flight_s: list[float]) -> Iterator[None]:
+        """Correct the formula by playing a copy of the manager until all that wait have started.
+
+        Others may run wherever it yields: after each step.
+        """
+        num_waiting = manager.num_waiting
+        is_small = num_waiting + manager.num_running <= self.MAX_SEQUENCES
+        if not is_small or num_waiting < self.MIN_WAITING or not self._model.is_known:
+            return
+        expected_s = self._uncorrected_s(manager, num_waiting - 1)
+        state = save_manager(manager)
+        yield
+        roll = RollForward(manager.config, state, self._model, self._lengths, now_s, in_flight_s)
+        while roll.num_waiting and roll.num_steps < self.MAX_STEPS and roll.step():
+            yield
+        num_started = num_waiting - roll.num_waiting
+        if num_started >= self.MIN_WAITING and expected_s > 0.0:
+            # As long as each of them took, the whole line takes.
+            ratio = (roll.now_s - now_s) * num_waiting / num_started / expected_s
+            ratio = min(self.MAX_CORRECTION, max(1.0 / self.MAX_CORRECTION, ratio))
+            self.correction += 0.5 * (ratio - self.correction)

@@ -1,0 +1,70 @@
+"""Claims about requests that would wait too long."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from servekit.config import ServeConfig
+from servekit.engine.engine_core import EngineCore
+from servekit.engine.waiting_times import WaitingTimes
+from servekit.errors import QueueFull
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.scheduler.queued_work import QueuedWork
+from servekit.scheduler.sequence import Sequence
+
+SECONDS_EACH = 2.0  # that each sequence before a request takes
+
+
+def core(**num_of_tenants: int) -> EngineCore:
+    """A core with so many waiting sequences, each of which makes those behind it wait."""
+    queued = QueuedWork()
+    for tenant, number in num_of_tenants.items():
+        for _ in range(number):
+            queued.add(Sequence(1, [1], SamplingParams(max_tokens=1), tenant=tenant))
+    manager = SimpleNamespace(num_waiting=sum(num_of_tenants.values()), queued=queued)
+    waiting_time = SimpleNamespace(seconds=lambda _, num_ahead: SECONDS_EACH * num_ahead)
+    return cast(EngineCore, SimpleNamespace(manager=manager, latency=SimpleNamespace(waiting_time=waiting_time)))
+
+
+def check(
+    cores: list[EngineCore], tenant: str = "a", num_preparing: int = 0, priority: int = 0, **settings: Any
+) -> None:
+    config = ServeConfig(max_predicted_wait=20.0, **settings)
+    request = GenerationRequest(prompts=[Prompt("a", "prompt")], sampling=Sampling(), priority=priority)
+    WaitingTimes(config, lambda: cores, lambda: 0.0).check(request, tenant, num_preparing, 0)
+
+
+def test_a_request_that_would_wait_too_long_is_refused_and_told_when_to_come_back() -> None:
+    check([core(a=10)])
+    with pytest.raises(QueueFull, match="would wait about 34 s before it starts; the limit is 20 s") as refused:
+        check([core(a=17)])
+    assert refused.value.retry_after_s == 14
+
+
+def test_requests_that_are_being_prepared_count() -> None:
+    with pytest.raises(QueueFull):
+        check([core(a=8)], num_preparing=3)
+
+
+def test_the_replica_with_the_shortest_line_counts() -> None:
+    check([core(a=100), core(a=2)])
+
+
+def test_without_a_replica_that_takes_sequences_nothing_is_refused() -> None:
+    check([])
+
+
+def test_a_tenant_is_not_refused_for_the_line_of_another_one_under_fair() -> None:
+    check([core(flooding=1000)], tenant="light", scheduling_policy="fair")
+    with pytest.raises(QueueFull):
+        check([core(flooding=1000)], tenant="flooding", scheduling_policy="fair")
+
+
+def test_an_urgent_request_is_not_refused_for_others_under_priority() -> None:
+    check([core(a=1000)], priority=-1, scheduling_policy="priority")
+    with pytest.raises(QueueFull):
+        check([core(a=1000)], priority=0, scheduling_policy="priority")

@@ -1,0 +1,101 @@
+"""Claims about the fitted step times, against times that are known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from servekit.latency.latency_model import LatencyModel, StepWork
+from servekit.protocol.messages import ScheduledChunk, StepPlan
+
+TRUE_S = (4e-3, 40e-6, 30e-9, 150e-6, 80e-9)
+
+
+def seconds_of(work: StepWork, times_s: tuple[float, ...] = TRUE_S) -> float:
+    return sum(amount * time_s for amount, time_s in zip(work.amounts(), times_s, strict=True))
+
+
+def some_work(rng: random.Random) -> StepWork:
+    num_decodes, num_prefill = rng.randrange(1, 33), rng.choice([0, 0, 0, rng.randrange(1, 257)])
+    return StepWork(
+        num_prefill, num_prefill * rng.uniform(0.5, 800.0), num_decodes, num_decodes * rng.randrange(20, 900)
+    )
+
+
+def fit(model: LatencyModel, rng: random.Random, num_steps: int, noise: float, factor: float = 1.0) -> None:
+    for _ in range(num_steps):
+        work = some_work(rng)
+        held_up_s = 0.2 if noise and rng.random() < 0.01 else 0.0
+        model.observe(work, factor * seconds_of(work) * rng.lognormvariate(0.0, noise) + held_up_s)
+
+
+def mean_error(model: LatencyModel, rng: random.Random, factor: float = 1.0) -> float:
+    works = [some_work(rng) for _ in range(200)]
+    return sum(abs(model.seconds_of(work) / (factor * seconds_of(work)) - 1.0) for work in works) / len(works)
+
+
+def test_the_times_of_a_linear_device_are_found() -> None:
+    model, rng = LatencyModel(), random.Random(0)
+    fit(model, rng, 500, noise=0.0)
+    assert model.coefficients_s == pytest.approx(TRUE_S, rel=0.02)
+    assert model.relative_error < 0.01 and model.slowdown == pytest.approx(1.0, abs=0.01)
+
+
+def test_times_are_predicted_in_spite_of_noise_and_of_steps_that_were_held_up() -> None:
+    model, rng = LatencyModel(), random.Random(1)
+    fit(model, rng, 1000, noise=0.05)
+    assert mean_error(model, rng) < 0.25  # one step in a hundred takes 0.2 s more: that is in `slowdown`
+    times_s = [each * model.slowdown for each in model.coefficients_s]
+    assert times_s[0] + 16 * times_s[3] == pytest.approx((TRUE_S[0] + 16 * TRUE_S[3]) * model.slowdown, rel=0.05)
+    assert 0.02 < model.relative_error < 0.5
+
+
+def test_no_time_is_negative() -> None:
+    model, rng = LatencyModel(), random.Random(2)
+    for _ in range(300):
+        model.observe(some_work(rng), rng.uniform(1e-3, 2e-3))
+        assert min(model.coefficients_s) >= 0.0
+
+
+def test_a_worker_that_is_twice_as_slow_is_learned_within_a_few_hundred_steps() -> None:
+    model, rng = LatencyModel(), random.Random(3)
+    fit(model, rng, 3000, noise=0.02)
+    fit(model, rng, 200, noise=0.0, factor=2.0)
+    assert mean_error(model, rng, factor=2.0) < 0.1
+
+
+def test_what_one_size_of_steps_cannot_show_counts_for_the_step() -> None:
+    model = LatencyModel()
+    for _ in range(100):
+        model.observe(StepWork(0, 0.0, 1, 100), 5e-3)
+    assert model.seconds_of(StepWork(0, 0.0, 8, 800)) == pytest.approx(5e-3, rel=0.02)
+
+
+def test_results_that_come_together_do_not_mislead() -> None:
+    """One step seems to take no time, and the other one twice as long."""
+    model, rng = LatencyModel(), random.Random(4)
+    for _ in range(400):
+        first, second = some_work(rng), some_work(rng)
+        if rng.random() < 0.1:
+            model.observe(first, 0.0)
+            model.observe(second, seconds_of(first) + seconds_of(second))
+        else:
+            model.observe(first, seconds_of(first))
+            model.observe(second, seconds_of(second))
+    assert mean_error(model, rng) < 0.1
+
+
+def test_nothing_is_predicted_before_a_step_was_measured() -> None:
+    model = LatencyModel()
+    assert not model.is_known and model.seconds_of(StepWork(1, 0.5, 0, 0)) == 0.0
+
+
+def test_the_work_of_a_plan_is_counted() -> None:
+    chunks = (
+        ScheduledChunk(0, 100, 1, (), (), True),  # a decode
+        ScheduledChunk(1, 50, 3, (), (), True, 2),  # a decode with two drafts
+        ScheduledChunk(2, 32, 16, (), (), False),  # a part of a prompt
+        ScheduledChunk(3, 0, 1, (), (), False),
+    )
+    assert StepWork.of(StepPlan(0, 0, (), chunks, ())) == StepWork(17, 16 * 40.0 + 0.5, 4, 101 + 53)

@@ -1,0 +1,204 @@
+"""Claims about predictions for a manager whose steps take exactly what they took before."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+
+import pytest
+
+from servekit.latency.latency_predictor import LatencyPredictor
+from servekit.protocol.messages import StepPlan, StepResult
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.scheduler.commands import AddSequence
+from servekit.scheduler.scheduler_config import SchedulerConfig
+from servekit.scheduler.sequence import FinishReason
+from servekit.scheduler.workload_manager import WorkloadManager
+
+STEP_S = 0.01
+
+
+class Service:
+    """A manager, whose steps all take STEP_S, and its predictor. Answers are cut at max_tokens."""
+
+    def __init__(self, max_num_seqs: int = 2, max_steps_in_flight: int = 2) -> None:
+        self.manager = WorkloadManager(
+            SchedulerConfig(
+                num_blocks=64,
+                block_size=16,
+                max_model_len=512,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=64,
+                max_steps_in_flight=max_steps_in_flight,
+            )
+        )
+        self.predictor = LatencyPredictor()
+        self.now_s = 0.0
+        self.first_tokens_s: dict[int, float] = {}
+        self.ends_s: dict[int, float] = {}
+        self._in_flight: deque[tuple[float, StepPlan]] = deque()
+        self._num_added = 0
+
+    def add(self, prompt_length: int = 10, max_tokens: int = 5, deadline_s: float = float("inf")) -> int:
+        self._num_added += 1
+        sequence = self.manager.add(
+            AddSequence(
+                sequence_id=self._num_added,
+                prompt_token_ids=array("i", range(self._num_added, self._num_added + prompt_length)),
+                sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+                arrival_s=self.now_s,
+                deadline_s=deadline_s,
+            )
+        )
+        self.predictor.added(self.manager, sequence)
+        return self._num_added
+
+    def plan(self) -> None:
+        self.manager.expire(self.now_s)
+        while (plan := self.manager.plan(self.now_s)) is not None:
+            began_s = self._in_flight[-1][0] if self._in_flight else self.now_s
+            self._in_flight.append((began_s + STEP_S, plan))
+            self.predictor.planned(self.manager, plan, self.now_s)
+
+    def step(self) -> bool:
+        """Play one step; False if there is nothing to do."""
+        self.plan()
+        if not self._in_flight:
+            return False
+        self.now_s, plan = self._in_flight.popleft()
+        num_sampled = sum(chunk.samples for chunk in plan.chunks)
+        result = StepResult(plan.epoch, plan.step_id, (7,) * num_sampled, 0.0)
+        tokens = self.manager.commit(result, self.now_s)
+        self.predictor.committed(self.manager, tokens, self.now_s)
+        for token in tokens:
+            self.first_tokens_s.setdefault(token.sequence.sequence_id, self.now_s)
+            if token.finish_reason is not None:
+                self.ends_s[token.sequence.sequence_id] = self.now_s
+        return True
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+
+@pytest.fixture
+def service() -> Service:
+    """A service that has served some requests."""
+    service = Service()
+    for _ in range(4):
+        service.add()
+    service.run()
+    return service
+
+
+@pytest.mark.parametrize("num_others", [0, 1, 2, 5])
+def test_first_token_and_end_are_predicted_exactly_if_nothing_is_left_to_chance(
+    service: Service, num_others: int
+) -> None:
+    for number in range(num_others):
+        service.add(10 + 30 * number, 5 + number)
+        service.step()
+    service.plan()
+    wanted = service.add(100, 7)
+    prediction = service.predictor.predict(service.manager, wanted, service.now_s, 1000, to_end=True)
+    assert prediction is not None
+    service.run()
+    measured_s = service.first_tokens_s[wanted] - prediction.predicted_s
+    assert prediction.raw_s == pytest.approx(measured_s, rel=0.01)
+    assert prediction.end_s == pytest.approx(service.ends_s[wanted] - prediction.predicted_s, rel=0.01)
+    assert prediction.first_token.low_s < measured_s < prediction.first_token.high_s
+    service.predictor.measured(prediction, service.first_tokens_s[wanted])
+
+
+def test_a_prediction_changes_nothing(service: Service) -> None:
+    for _ in range(5):
+        wanted = service.add()
+    service.plan()
+    before = repr([service.manager.find(each) for each in service.manager.sequence_ids])
+    assert service.predictor.predict(service.manager, wanted, service.now_s, 1000) is not None
+    assert repr([service.manager.find(each) for each in service.manager.sequence_ids]) == before
+    service.manager.check()
+
+
+def test_nothing_is_predicted_before_a_step_was_measured() -> None:
+    service = Service()
+    wanted = service.add()
+    assert service.predictor.predict(service.manager, wanted, 0.0, 1000) is None
+
+
+def test_nothing_is_predicted_beyond_the_steps_that_may_be_played(service: Service) -> None:
+    for _ in range(20):
+        wanted = service.add(max_tokens=20)
+    assert service.predictor.predict(service.manager, wanted, service.now_s, 10) is None
+
+
+def test_a_sequence_whose_deadline_comes_first_has_no_first_token(service: Service) -> None:
+    service.add(max_tokens=50)
+    service.add(max_tokens=50)
+    service.step()
+    wanted = service.add(deadline_s=service.now_s + 0.1)
+    assert service.predictor.predict(service.manager, wanted, service.now_s, 1000) is None
+
+
+def test_steps_of_a_worker_that_was_lost_teach_nothing(service: Service) -> None:
+    wanted = service.add()
+    service.plan()
+    num_steps = service.predictor.model.num_steps
+    service.manager.restart()
+    service._in_flight.clear()
+    assert service.predictor.predict(service.manager, wanted, service.now_s, 1000) is None
+    service.now_s += 60.0
+    service.run()
+    assert service.predictor.model.num_steps > num_steps
+    assert service.predictor.model.relative_error < 0.01
+
+
+def test_a_predictor_that_does_not_learn_predicts_with_what_it_took_over(service: Service) -> None:
+    learned, service.predictor = service.predictor, LatencyPredictor(learns=False)
+    service.predictor.take_over(learned)
+    num_steps = learned.model.num_steps
+    wanted = service.add()
+    prediction = service.predictor.predict(service.manager, wanted, service.now_s, 1000)
+    assert prediction is not None
+    service.run()
+    service.predictor.measured(prediction, service.first_tokens_s[wanted])
+    assert learned.model.num_steps == num_steps
+
+
+def test_answers_that_are_ended_by_clients_teach_no_length(service: Service) -> None:
+    mean = service.predictor.lengths.mean
+    wanted = service.add(max_tokens=100)
+    service.step()
+    service.manager.finish(wanted, FinishReason.ABORT)
+    service.run()
+    assert service.predictor.lengths.mean == mean
+
+
+@pytest.mark.parametrize("num_waiting", [4, 30])
+def test_the_waiting_time_of_a_line_is_predicted(service: Service, num_waiting: int) -> None:
+    for _ in range(2 + num_waiting):
+        service.add(max_tokens=5)
+    service.step()
+    manager, waiting_time = service.manager, service.predictor.waiting_time
+    for _ in service.predictor.refresh_waiting_time(manager, service.now_s):
+        pass
+    for _ in service.predictor.refresh_waiting_time(manager, service.now_s):
+        pass
+    predicted_s = waiting_time.seconds(manager, manager.num_waiting)
+    began_s, last = service.now_s, service.add(max_tokens=5)
+    service.run()
+    assert predicted_s == pytest.approx(service.first_tokens_s[last] - began_s, rel=0.35)
+
+
+def test_no_waiting_time_is_predicted_where_nothing_is_known() -> None:
+    service = Service()
+    for _ in range(50):
+        service.add(max_tokens=50)
+    assert service.predictor.waiting_time.seconds(service.manager, 50) == 0.0
+    assert not list(service.predictor.refresh_waiting_time(service.manager, 0.0))
+    service.step()
+    assert service.predictor.waiting_time.seconds(service.manager, 50) == 0.0  # no answer has ended
+
+
+def test_a_sequence_that_finds_a_free_slot_does_not_wait(service: Service) -> None:
+    assert service.predictor.waiting_time.seconds(service.manager, 0) == 0.0
