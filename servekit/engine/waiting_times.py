@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from math import ceil
 
@@ -11,6 +12,8 @@ from servekit.engine.engine_core import EngineCore
 from servekit.engine.queue_limits import MAX_RETRY_AFTER_S
 from servekit.errors import QueueFull
 from servekit.request import GenerationRequest
+
+log = logging.getLogger("servekit")
 
 REFRESH_INTERVAL_S = 1.0
 # The predictions of a long line are corrected by playing a copy of the manager forward. Each slice holds the event loop
@@ -64,7 +67,11 @@ class WaitingTimes:
         while self._limit_s:
             await asyncio.sleep(REFRESH_INTERVAL_S)
             for core in self._read_cores():
-                await self._refresh(core)
+                try:
+                    await self._refresh(core)
+                except Exception:  # serving must not depend on a prediction
+                    log.exception("the predicted waiting time could not be corrected; the formula is used as it is")
+                    return
 
     async def _refresh(self, core: EngineCore) -> None:
         began_s = self._clock()
