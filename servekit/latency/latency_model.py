@@ -121,7 +121,7 @@ class LatencyModel:
                 for column, other in enumerate(amounts):
                     products[column] += weighted * other
         self._weight /= self.DECAY
-        if self._weight > 1e6:
+        if self._weight > 100.0:
             scale, self._weight = 1.0 / self._weight, 1.0
             self._wanted = [scale * each for each in self._wanted]
             self._products = [[scale * each for each in row] for row in self._products]

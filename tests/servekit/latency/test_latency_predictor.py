@@ -8,6 +8,7 @@ from collections import deque
 import pytest
 
 from servekit.latency.latency_predictor import LatencyPredictor
+from servekit.latency.waiting_time import WaitingTime
 from servekit.protocol.messages import StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.commands import AddSequence
@@ -172,6 +173,28 @@ def test_answers_that_are_ended_by_clients_teach_no_length(service: Service) -> 
     service.manager.finish(wanted, FinishReason.ABORT)
     service.run()
     assert service.predictor.lengths.mean == mean
+
+
+def test_results_that_are_applied_together_teach_no_step_time(service: Service) -> None:
+    service.add(max_tokens=20)
+    service.step()
+    service.plan()
+    manager, num_steps = service.manager, service.predictor.model.num_steps
+    (_, first), (_, second) = service._in_flight
+    service._in_flight.clear()
+    for plan in (second, first):
+        tokens = manager.commit(StepResult(plan.epoch, plan.step_id, (7,), 0.0), service.now_s)
+        service.predictor.committed(manager, tokens, service.now_s)
+    assert manager.num_in_flight == 0 and service.predictor.model.num_steps == num_steps
+    service.run()
+    assert service.predictor.model.num_steps > num_steps
+
+
+def test_the_waiting_time_of_a_line_that_is_too_long_to_be_played_is_that_of_the_formula(service: Service) -> None:
+    for _ in range(WaitingTime.MAX_SEQUENCES + 1):
+        service.add(max_tokens=5)
+    assert not list(service.predictor.refresh_waiting_time(service.manager, service.now_s))
+    assert service.predictor.waiting_time.correction == 1.0
 
 
 @pytest.mark.parametrize("num_waiting", [4, 30])
