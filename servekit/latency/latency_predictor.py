@@ -7,7 +7,7 @@ journal. It learns step times, lengths of answers, and how far its own predictio
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from math import hypot, log
 
 from msgspec import Struct
@@ -126,7 +126,7 @@ class LatencyPredictor:
 
     def predict_in_slices(
         self, manager: WorkloadManager, sequence_id: int, now_s: float, max_steps: int, *, to_end: bool = False
-    ) -> Iterator[None]:
+    ) -> Generator[None, None, Prediction | None]:
         """Like `predict`, as a generator that returns the prediction. Others may run wherever it yields."""
         if not self.model.is_known or manager.num_in_flight != len(self._in_flight):
             return None
