@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import pytest
 from msgspec.structs import replace
-from playwright.sync_api import Browser, Locator, Page
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from servekit.api.schemas.json_body import encode
 from servekit.observability.live_frames import (
@@ -310,6 +310,26 @@ def test_short_sequences_stay_visible_beside_a_long_limit(fed: FedView) -> None:
     fed.show(state_of(sequence(1), sequence(2, max_tokens=100_000)))
     assert bar_ends(fed, 1)[-1] > 5
     fed.wait_for_text("non-linear scale")
+
+
+def test_a_bar_shows_how_many_tokens_came_from_drafts(fed: FedView) -> None:
+    """The scale ends at 384 tokens. Of 101 tokens of an answer, 40 were drafts; another answer has had none."""
+    drafted = sequence(1, num_computed=200, num_output_tokens=101, num_drafted_tokens=90, num_accepted_tokens=40)
+    fed.show(state_of(drafted, sequence(2, num_computed=200, num_output_tokens=101)))
+
+    def ends(sequence_id: int) -> dict[str, float]:
+        """Where each segment of a bar ends, in percent, by the name of its colour."""
+        bar = fed.row(sequence_id).locator(".bar-of-tokens")
+        found = re.findall(r"var\((--[a-z-]+)\) 0(?:px)? ([0-9.]+)%", bar.evaluate("bar => bar.style.background"))
+        return {name: float(end) for name, end in found}
+
+    first, second = ends(1), ends(2)
+    assert bar_scale(fed) == {"maxTokens": 384, "exponent": 1}
+    assert first["--decode"] == pytest.approx(100 * 161 / 384, abs=0.1)
+    assert first["--drafted"] == second["--drafted"] == pytest.approx(100 * 201 / 384, abs=0.1)
+    assert second["--decode"] == second["--drafted"], "no segment of drafts"
+    fed.row(1).click()
+    expect(fed.details).to_contain_text("drafts: 40 of 90 accepted")
 
 
 def test_own_sequences_are_marked(fed: FedView) -> None:

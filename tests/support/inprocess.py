@@ -53,7 +53,8 @@ class InProcessEngine:
             kv_cache_dtype=kv_cache_dtype,
             speculative=SpeculativeConfig("ngram", max_drafts=max_drafts) if max_drafts else SpeculativeConfig(),
         )
-        self.runner = ModelRunner(loaded, settings, loaded_drafter)
+        self._make_runner = lambda: ModelRunner(loaded, settings, loaded_drafter)
+        self.runner = self._make_runner()
         if drafter is not None:
             self.runner.speculate(drafter)
         self.manager = WorkloadManager(
@@ -109,6 +110,12 @@ class InProcessEngine:
     def run(self) -> None:
         while self.manager.has_work:
             self.step()
+
+    def lose_worker(self) -> None:
+        """Go on with a new runner. Nothing is left of what the old one kept, and steps in flight have no result."""
+        self._in_flight.clear()
+        self.runner = self._make_runner()
+        assert not self.manager.restart(), "a sequence was in flight in several crashes"
 
 
 def load(path: Path) -> LoadedModel:

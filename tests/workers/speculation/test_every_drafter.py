@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.protocol.speculative_config import SpeculativeConfig
-from tests.support.draft_heads import EAGLE_LAYERS, make_eagle3_head
-from tests.support.inprocess import InProcessEngine
+from tests.support.draft_heads import EAGLE_LAYERS, MTP_MODELS, add_mtp_layer, make_eagle3_head
+from tests.support.inprocess import InProcessEngine, load
 from tests.support.load_settings import load_settings
-from tests.support.tiny_models import ARCHITECTURES, make_model
+from tests.support.tiny_models import _LLAMA_LIKE, ARCHITECTURES, make_model
 from tests.workers.speculation.test_equality import SIZES, Size, assert_alike, expected, play
 from tests.workers.test_token_identity import prepared
 from workers.loading.model_manager import LoadedModel
@@ -73,12 +73,9 @@ DRAFTERS: dict[str, MakeDrafter] = {
 }
 
 
-def speculating(name: str, drafter: str, size: Size, folder: Path) -> InProcessEngine:
+def speculating(loaded: LoadedModel, speculative: SpeculativeConfig, size: Size) -> InProcessEngine:
     num_blocks, block_size, num_tokens, num_slots, num_in_flight = size
-    loaded = prepared(name)[0]
-    settings = load_settings(
-        loaded.model.name_or_path, num_kv_blocks=None, speculative=DRAFTERS[drafter](loaded, folder)
-    )
+    settings = load_settings(loaded.model.name_or_path, num_kv_blocks=None, speculative=speculative)
     return InProcessEngine(
         loaded,
         num_blocks=num_blocks,
@@ -96,9 +93,23 @@ def speculating(name: str, drafter: str, size: Size, folder: Path) -> InProcessE
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "demo"])
 def test_answers_of_every_architecture_are_those_without_drafts(name: str, drafter: str, tmp_path: Path) -> None:
     """With all sampling parameters, greedy and seeded, in a pool that is too small: sequences are preempted."""
-    engine = speculating(name, drafter, SIZES[2], tmp_path)
+    loaded = prepared(name)[0]
+    engine = speculating(loaded, DRAFTERS[drafter](loaded, tmp_path), SIZES[2])
     assert_alike(play(engine), expected(name))
     lengths = engine.manager.draft_lengths
     assert sum(lengths.num_drafted) > 0 and engine.manager.num_preemptions > 0
     if drafter == "itself":
         assert lengths.num_accepted[0] > lengths.num_drafted[0] / 8, "some answers are greedy, without penalties"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("model_type", MTP_MODELS)
+def test_answers_with_mtp_layers_are_those_without_drafts(model_type: str, size: Size, tmp_path: Path) -> None:
+    """Of the architectures that are served, those whose checkpoints have such layers."""
+    make_model(tmp_path, model_type, {**_LLAMA_LIKE, **MTP_MODELS[model_type]})
+    add_mtp_layer(tmp_path)
+    loaded = load(tmp_path)
+    engine = speculating(loaded, SpeculativeConfig("mtp", "", MAX_DRAFTS), size)
+    assert_alike(play(engine), play(InProcessEngine(loaded, num_blocks=200)))
+    assert sum(engine.manager.draft_lengths.num_drafted) > 0
