@@ -206,8 +206,9 @@ class ModelExecutor:
             raise self.mark_lost(f"returned a token id outside its vocabulary of {vocab_size} tokens")
         if not 0.0 <= message.step_time_s <= MAX_STEP_TIME_S:  # NaN is neither; it would stay in the sums of metrics
             raise self.mark_lost(f"reported a step of {message.step_time_s:g} s")
-        if not 0.0 <= message.draft_time_s <= MAX_STEP_TIME_S:
-            raise self.mark_lost(f"reported {message.draft_time_s:g} s for the drafts of a step")
+        for draft_time_s in (message.draft_time_s, message.draft_prompt_time_s):
+            if not 0.0 <= draft_time_s <= MAX_STEP_TIME_S:
+                raise self.mark_lost(f"reported {draft_time_s:g} s for the drafts of a step")
         if num_tokens is not None:
             self._timeout.observe(num_tokens, message.step_time_s)
             self._num_losses = 0

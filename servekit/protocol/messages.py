@@ -230,6 +230,11 @@ class StepPlan(Struct, frozen=True, tag="step_plan"):
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether a chunk has positions for drafts."""
+        return any(chunk.num_drafts for chunk in self.chunks)
+
     def pack_grammars(self) -> StepPlan:
         """The plan as it is sent, with each grammar once: a hundred answers to one prompt share theirs."""
         indices: dict[str, int] = {}
@@ -319,7 +324,9 @@ class StepResult(Struct, frozen=True, tag="step_result"):
     counts: tuple[int, ...] = ()  # tokens of each span; empty if all have one
     # Drafts that were verified for each span, which may be fewer than were planned; empty if there were none.
     num_drafts: tuple[int, ...] = ()
-    draft_time_s: float = 0.0  # of the step's time: what the drafter took, for drafts and for prompts
+    draft_time_s: float = 0.0  # of the step's time: what the drafter took to make drafts
+    # The same for prompts, and for answers that went on without drafts: it computes them only where drafts are wanted.
+    draft_prompt_time_s: float = 0.0
 
 
 class StepAcknowledged(Struct, frozen=True, tag="step_acknowledged"):

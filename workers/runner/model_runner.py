@@ -260,14 +260,17 @@ class ModelRunner:
 
         speculator = self._speculator
         step = None if speculator is None else speculator.launched(plan, read, outputs.invalid_rows)
-        draft_time_s = 0.0 if speculator is None else speculator.draft_time_s
+        draft_s, prompt_s = (
+            (0.0, 0.0) if speculator is None else (speculator.draft_time_s, speculator.draft_prompt_time_s)
+        )
 
         def finish() -> StepResult:
             end.wait()
             # A step that was launched ahead began when the step before it was complete, or when that was noticed.
             started_s, self._finished_s = max(launched_s, self._finished_s), time.monotonic()
             result = read() if speculator is None or step is None else speculator.settle(step)
-            return replace(result, step_time_s=self._finished_s - started_s, draft_time_s=draft_time_s)
+            step_s = self._finished_s - started_s
+            return replace(result, step_time_s=step_s, draft_time_s=draft_s, draft_prompt_time_s=prompt_s)
 
         return Pending(end.is_complete, finish)
 

@@ -6,7 +6,8 @@ of blocks and preemption need no bookkeeping here. Its prompts are computed in t
 only while drafts are wanted, and otherwise before the first draft.
 
 A block that was filled while no drafts were wanted may have been published without the draft model's keys and values.
-A sequence that takes it from the prefix cache then gets worse drafts. This costs time and changes no token.
+So there is a number for each block: how many of its positions have them. A sequence that takes such a block from the
+prefix cache computes what is missing before its first draft, and then all sequences have it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ log = logging.getLogger("servekit.worker")
 # The most tokens that one step computes to make up for steps in which no drafts were wanted. It is as many as a few
 # blocks, so that the step stays near the length of the others.
 MAX_CATCH_UP_TOKENS = 256
+# The last tokens of a sequence that are computed with the drafts behind them: the newest one, and before it the last of
+# several drafts that were all accepted.
+MAX_LACKING = 2
 # Without a draft in so many plans, none is wanted. Then the prompts of a step are left out, if one step can make up for
 # them as soon as drafts are wanted.
 NUM_IDLE_PLANS = 4
@@ -167,7 +171,8 @@ def _tokens_digest(path: Path) -> bytes | None:
 class DraftModelDrafter(Drafter):
     """Computes the same tokens as the model, and then the likeliest next ones, one step for each draft.
 
-    Of each slot, positions below `_num_computed` have keys and values of the sequence's own tokens.
+    Of each slot, positions below `_num_computed` have keys and values of the sequence's own tokens. Of each block,
+    that is true for the first `_num_filled` positions, for the tokens that the block has now.
     """
 
     def __init__(self, draft: DraftModel, target: Target) -> None:
@@ -191,8 +196,9 @@ class DraftModelDrafter(Drafter):
         # Only where the draft model has fewer tokens, which its tokenizer then does not produce.
         self._max_token_id = loaded.info.vocab_size - 1 if loaded.info.vocab_size < self._vocab_size else None
         num_slots = len(target.table.num_blocks)
-        self._num_computed: NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)
-        self._first: NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)  # where its first chunk began
+        self._num_computed = [0] * num_slots
+        self._first = [0] * num_slots  # what was computed when it was assigned
+        self._num_filled: NDArray[np.int64] = np.zeros(cache.num_blocks, dtype=np.int64)
         # By slot: the position of the first draft, and the drafts whose keys and values are computed.
         self._drafted: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._prompts: list[tuple[int, int, int]] = []  # (slot, start, end) of this step's prompt chunks
@@ -202,17 +208,20 @@ class DraftModelDrafter(Drafter):
 
     def begin(self, plan: StepPlan) -> None:
         if plan.copies:
-            self.cache.copy_blocks(*to_device(list(np.array(plan.copies).T), self._draft.loaded.device))
+            sources, targets = np.array(plan.copies).T
+            self.cache.copy_blocks(*to_device([sources, targets], self._draft.loaded.device))
+            self._num_filled[targets] = self._num_filled[sources]
         for assignment in plan.slot_assignments:
             self._num_computed[assignment.slot] = self._first[assignment.slot] = _UNASSIGNED
             self._drafted.pop(assignment.slot, None)
         self._prompts = []
         num_prompt_tokens = 0
-        has_drafts = any(chunk.num_drafts for chunk in plan.chunks)
-        self._num_idle_plans = 0 if has_drafts else self._num_idle_plans + 1
+        self._num_idle_plans = 0 if plan.has_drafts else self._num_idle_plans + 1
         for chunk in plan.chunks:
             if self._num_computed[chunk.slot] == _UNASSIGNED:
-                self._num_computed[chunk.slot] = self._first[chunk.slot] = chunk.start  # before it: the prefix cache
+                self._assign(chunk)
+            elif chunk.new_block_ids:
+                self._num_filled[list(chunk.new_block_ids)] = 0
             num_known = min(len(chunk.token_ids), chunk.num_tokens - chunk.num_drafts)
             if num_known > 1:  # a single one is computed with the drafts behind it
                 self._prompts.append((chunk.slot, chunk.start, chunk.start + num_known))
@@ -220,22 +229,48 @@ class DraftModelDrafter(Drafter):
         if self._num_idle_plans > NUM_IDLE_PLANS and num_prompt_tokens <= MAX_LEFT_OUT_TOKENS:
             self._prompts = []
 
+    def _assign(self, chunk: ScheduledChunk) -> None:
+        """Take over a slot's first chunk. What is before it is in the prefix cache, or was copied from another block.
+
+        The rest of the blocks is new.
+        """
+        block_size, block_ids = self.cache.block_size, np.array(chunk.new_block_ids, dtype=np.int64)
+        num_cached = np.clip(chunk.start - np.arange(len(block_ids)) * block_size, 0, block_size)  # of each block
+        num_filled = np.minimum(self._num_filled[block_ids], num_cached)
+        is_written = num_cached < block_size
+        self._num_filled[block_ids[is_written]] = num_filled[is_written]
+        lacking = np.flatnonzero(num_filled < num_cached)
+        first = chunk.start if not len(lacking) else int(lacking[0]) * block_size + int(num_filled[lacking[0]])
+        self._num_computed[chunk.slot] = self._first[chunk.slot] = first
+
+    def _set_computed(self, slot: int, num_computed: int) -> None:
+        """Set how far a slot is computed, and what its blocks have.
+
+        A block that is shared with another sequence may have more than that: then it is computed twice.
+        """
+        block_size, before = self.cache.block_size, self._num_computed[slot]
+        self._num_computed[slot] = num_computed
+        numbers = np.arange(min(before, num_computed) // block_size, -(-max(before, num_computed) // block_size))
+        block_ids = self._table.block_tables[slot, numbers]
+        self._num_filled[block_ids] = np.clip(num_computed - numbers * block_size, 0, block_size)
+
     def commit(self, slot: int, start: int, token_ids: tuple[int, ...]) -> None:
-        first, drafts = self._drafted.pop(slot, (-1, ()))
+        first, drafts = self._drafted.pop(slot, (-1, ())) if self._drafted else (-1, ())
         # Tokens before the first chunk are in the prefix cache, also if they are named only now.
-        computed = max(min(int(self._num_computed[slot]), start), int(self._first[slot]))
+        computed = max(min(self._num_computed[slot], start), self._first[slot])
         if first == start == computed:
             for draft, token_id in zip(drafts, token_ids, strict=False):
                 if draft != token_id:
                     break
                 computed += 1
-        self._num_computed[slot] = computed
+        if computed != self._num_computed[slot]:
+            self._set_computed(slot, computed)
 
     def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
         prompts, self._prompts = self._prompts, []
         spans, num_left = [], MAX_CATCH_UP_TOKENS
         for slot, start, end in prompts:
-            first = int(self._num_computed[slot])
+            first = self._num_computed[slot]
             num_missed = max(0, start - first)
             if first < 0 or num_missed > num_left:
                 continue  # what is missing here is made up for when drafts are made
@@ -243,21 +278,29 @@ class DraftModelDrafter(Drafter):
             spans.append((slot, first, min(end, self._max_length)))
         self._compute([span for span in spans if span[1] < span[2]])
 
+    def prepare(self, requests: list[DraftRequest]) -> None:
+        """Make up for what sequences lack, but for the last tokens, which are computed with the drafts behind them."""
+        spans, num_left = [], MAX_CATCH_UP_TOKENS
+        for request in requests:
+            start = self._num_computed[request.slot]
+            stop = min(request.num_tokens - 1, start + num_left)
+            if request.num_tokens - start > MAX_LACKING and 0 <= start < stop and self._num_drafts(request):
+                num_left -= stop - start
+                spans.append((request.slot, start, stop))
+        self._compute(spans)
+
     def propose(self, requests: list[DraftRequest]) -> list[tuple[int, ...]]:
         wanted = [self._num_drafts(request) for request in requests]
         spans, drafting = [], []
-        num_left = MAX_CATCH_UP_TOKENS + len(requests)
         for index, request in enumerate(requests):
             if not wanted[index]:
                 continue
             # The newest token is computed again if its successor was not valid, because it is what drafts follow.
-            start = min(int(self._num_computed[request.slot]), request.num_tokens - 1)
-            stop = min(request.num_tokens, start + num_left)
-            if start < 0 or start == stop:
-                continue
-            num_left -= stop - start
-            spans.append((request.slot, start, stop))
-            drafting.append((wanted[index] if stop == request.num_tokens else 0, index))
+            start = min(self._num_computed[request.slot], request.num_tokens - 1)
+            if request.num_tokens - start > MAX_LACKING:
+                continue  # the next steps make up for it
+            spans.append((request.slot, start, request.num_tokens))
+            drafting.append((wanted[index], index))
         drafts: list[tuple[int, ...]] = [()] * len(requests)
         if not spans:
             return drafts
@@ -266,9 +309,8 @@ class DraftModelDrafter(Drafter):
         spans, drafting = [spans[place] for place in order], [drafting[place] for place in order]
         tokens = self._continue(self._compute(spans), spans, [number for number, _ in drafting])
         for row, (number, index) in enumerate(drafting):
-            if number:
-                drafts[index] = tuple(tokens[row][:number])
-                self._drafted[requests[index].slot] = (requests[index].num_tokens, drafts[index][:-1])
+            drafts[index] = tuple(tokens[row][:number])
+            self._drafted[requests[index].slot] = (requests[index].num_tokens, drafts[index][:-1])
         return drafts
 
     def _num_drafts(self, request: DraftRequest) -> int:
@@ -287,7 +329,7 @@ class DraftModelDrafter(Drafter):
         chunks = tuple(ScheduledChunk(slot, start, stop - start, (), (), samples=True) for slot, start, stop in spans)
         batch = make_batch(StepPlan(0, 0, (), chunks), self._table)
         for slot, _, stop in spans:
-            self._num_computed[slot] = stop
+            self._set_computed(slot, stop)
             self._drafted.pop(slot, None)
         return self._likeliest(batch.input_ids, batch.position_ids, batch.attention, batch.logits_indices)
 

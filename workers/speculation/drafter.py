@@ -90,7 +90,8 @@ class WithoutWeights:
 class Drafter:
     """Guesses tokens. The runner calls it in each step, also in steps in which no sequence wants drafts.
 
-    The order is: `begin`; `commit` for each sequence of which more became known; `propose`, if a sequence wants drafts;
+    The order is: `begin`; `commit` for each sequence of which more became known; `prepare` and `propose`, if a sequence
+    wants drafts;
     then the model's forward pass and the choice of tokens; `observe`. On a GPU the host knows the chosen tokens later:
     `commit` comes before the next `propose` for the sequence, and there may be several steps between.
 
@@ -101,6 +102,8 @@ class Drafter:
     hidden_states: HiddenStates | None = None
     # Whether all ranks of a tensor-parallel group propose the same drafts by themselves. If not, they use rank 0's.
     is_same_on_all_ranks: bool = False
+    # Whether `observe` computes the same in each step, also while no drafts are wanted. Then its time is the model's.
+    observes_every_step: bool = False
 
     def begin(self, plan: StepPlan) -> None:
         """Prepare for a step. The plan is the manager's: it names slots that are assigned anew, and blocks to copy.
@@ -116,6 +119,9 @@ class Drafter:
         They are at positions from `start` on. What was committed for these positions or for later ones is void: a
         sequence may go back by a few tokens. There may be a gap before `start` whose tokens the host does not know.
         """
+
+    def prepare(self, requests: list[DraftRequest]) -> None:
+        """Make up for what was not computed while no drafts were wanted. Its time is no time of drafts."""
 
     def propose(self, requests: list[DraftRequest]) -> list[tuple[int, ...]]:
         """Return up to `max_drafts` token ids for each request; an empty tuple is no guess.

@@ -80,6 +80,8 @@ class LoadedHead:
 class EagleDrafter(Drafter):
     """Drafts a chain of tokens for each sequence with a head."""
 
+    observes_every_step = True
+
     def __init__(self, loaded_head: LoadedHead, target: Target) -> None:
         """Allocate the head's keys and values, one layer's. Raises ConfigError if they do not fit into memory."""
         self._head = head = loaded_head.head

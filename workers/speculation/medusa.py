@@ -79,6 +79,7 @@ class MedusaDrafter(Drafter):
     """Keeps the hidden states of each slot's last step, and applies the heads to the newest token's."""
 
     hidden_states = HiddenStates()
+    observes_every_step = True
 
     def __init__(self, heads: MedusaHeads, num_slots: int) -> None:
         """Reserve the rows of all slots, so that what is kept has a bound."""

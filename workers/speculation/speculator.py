@@ -83,7 +83,9 @@ class Speculator:
         self._group = group
         self._progress: dict[int, _Progress] = {}  # by slot
         self._in_flight: deque[LaunchedStep] = deque()  # those that are not settled, the oldest first
-        self.draft_time_s = 0.0  # what the drafter took for the newest plan
+        # What the drafter took for the newest plan: to make drafts, and for what it computes of prompts and answers
+        # because there will be drafts behind it.
+        self.draft_time_s = self.draft_prompt_time_s = 0.0
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
@@ -97,10 +99,11 @@ class Speculator:
         for assignment in plan.slot_assignments:
             self._progress[assignment.slot] = _Progress(assignment)
         self.drafter.begin(plan)
+        self.draft_time_s = self.draft_prompt_time_s = 0.0
         if self._must_wait(plan):
             self._settle_all()
         self._learn(plan)
-        drafts = self._propose(plan)
+        drafts = self._propose(plan) if plan.has_drafts else {}
         chunks = [self._resolved(chunk, drafts.get(chunk.slot, ())) for chunk in plan.chunks]
         return StepPlan(plan.epoch, plan.step_id, (), tuple(chunks))
 
@@ -153,10 +156,12 @@ class Speculator:
 
     def _drafted(self, requests: list[DraftRequest]) -> dict[int, tuple[int, ...]]:
         """Return what the drafter proposes for each slot, and note how long it took."""
-        self.draft_time_s = 0.0
         if not requests:
             return {}
+        prepared_s = time.monotonic()
+        self.drafter.prepare(requests)
         began_s = time.monotonic()
+        self.draft_prompt_time_s = began_s - prepared_s
         proposed = self.drafter.propose(requests)
         drafts = [self._usable(each[: request.max_drafts]) for request, each in zip(requests, proposed, strict=True)]
         if self._group is not None and not self.drafter.is_same_on_all_ranks:
@@ -187,10 +192,13 @@ class Speculator:
     # -- after its launch ---------------------------------------------------------------------------------------------
 
     def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
-        """Show the drafter what the model has computed. What it computes itself is a part of the time of drafts."""
+        """Show the drafter what the model has computed. A step that is executed in parts calls this for each part."""
+        if self.drafter.observes_every_step:
+            self.drafter.observe(batch, hidden_states)
+            return
         began_s = time.monotonic()
         self.drafter.observe(batch, hidden_states)
-        self.draft_time_s += time.monotonic() - began_s
+        self.draft_prompt_time_s += time.monotonic() - began_s
 
     def launched(self, plan: StepPlan, read: Callable[[], StepResult], invalid_rows: Collection[int]) -> LaunchedStep:
         """Note that a resolved plan was launched. In `invalid_rows` no valid token is sampled.

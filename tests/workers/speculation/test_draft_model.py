@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from servekit.errors import ConfigError
-from servekit.protocol.messages import LoadModel
+from servekit.protocol.messages import LoadModel, StepPlan, StepResult
 from servekit.protocol.speculative_config import SpeculativeConfig
 from servekit.scheduler.sequence import Sequence
 from tests.support.drafters import FixedDraftLengths
@@ -25,6 +25,7 @@ from workers.runner.model_runner import make_runner
 from workers.speculation import draft_model
 from workers.speculation.choose import load_drafter
 from workers.speculation.draft_model import DraftModel, load_draft_model
+from workers.speculation.drafter import DraftRequest
 
 MAX_DRAFTS = 3
 SMALLER = {**ARCHITECTURES["llama"][1], "num_hidden_layers": 1, "hidden_size": 24, "intermediate_size": 48}
@@ -135,14 +136,23 @@ def test_a_drafter_makes_up_for_steps_without_drafts(bound: int, monkeypatch: py
     engine = InProcessEngine(loaded, num_blocks=200, max_drafts=MAX_DRAFTS, loaded_drafter=drafting("llama", "itself"))
     engine.manager.draft_lengths = pausing_draft_lengths()
     drafter = engine.runner.drafter
-    compute, largest = drafter._compute, 0
+    compute, propose, largest, is_proposing = drafter._compute, drafter.propose, 0, False
 
     def watched(spans: list[tuple[int, int, int]]) -> torch.Tensor | None:
         nonlocal largest
-        largest = max(largest, sum(stop - start for _, start, stop in spans))
+        sizes = [stop - start for _, start, stop in spans]
+        largest = max(largest, sum(sizes))
+        assert not is_proposing or max(sizes) <= draft_model.MAX_LACKING, "this is no time of drafts"
         return compute(spans)
 
-    drafter._compute = watched
+    def proposing(requests: list[DraftRequest]) -> list[tuple[int, ...]]:
+        nonlocal is_proposing
+        is_proposing = True
+        drafts = propose(requests)
+        is_proposing = False
+        return drafts
+
+    drafter._compute, drafter.propose = watched, proposing
     sequences = [engine.add(prompt[:8], max_tokens=160, ignore_eos=True) for prompt in make_prompts(VOCAB_SIZE)[:3]]
     while engine.num_steps < 39:
         engine.step()
@@ -184,6 +194,56 @@ def test_short_prompts_are_left_out_while_no_drafts_are_wanted_and_made_up_for(m
     num_drafted, num_accepted = sum(lengths.num_drafted), sum(lengths.num_accepted)
     engine.run()
     assert sum(lengths.num_drafted) - num_drafted == sum(lengths.num_accepted) - num_accepted > 50
+
+
+def test_blocks_of_the_prefix_cache_that_it_left_out_are_made_up_for() -> None:
+    """A prompt is answered while no drafts are wanted. Behind its blocks, all drafts of the model itself are right."""
+    loaded, _ = prepared("llama")
+    engine = InProcessEngine(loaded, num_blocks=200, max_drafts=MAX_DRAFTS, loaded_drafter=drafting("llama", "itself"))
+    wanted = 0
+    lengths = engine.manager.draft_lengths = FixedDraftLengths(MAX_DRAFTS, lambda _: wanted)
+    prompt = make_prompts(VOCAB_SIZE)[5]
+    for warm_up in (prompt[:3], prompt[:5]):  # it knows by then that no drafts are wanted
+        engine.add(warm_up, max_tokens=10, ignore_eos=True)
+        engine.run()
+    first = engine.add(prompt, max_tokens=30, ignore_eos=True)
+    engine.run()
+    assert not sum(lengths.num_drafted)
+    wanted = MAX_DRAFTS
+    text = list(first.token_ids)
+    for number in range(3):
+        num_cached = engine.manager.num_cached_tokens
+        engine.add(text[: 40 + number], max_tokens=20, ignore_eos=True)
+        leader = engine.add([*text[:37], 5 + number, 6], max_tokens=20, ignore_eos=True)
+        engine.add([*text[:37], 5 + number, 6], leader, max_tokens=20, ignore_eos=True)
+        engine.run()
+        assert engine.manager.num_cached_tokens > num_cached
+    assert lengths.num_accepted == lengths.num_drafted and min(lengths.num_drafted) > 30
+    drafter = engine.runner.drafter
+    before, drafter._num_computed = drafter._num_computed, [0] * len(drafter._num_computed)
+    engine.add(text[:40], max_tokens=2, ignore_eos=True)
+    engine.step()
+    assert drafter._num_computed != before and max(drafter._num_computed) >= 36, "what was made up for is made once"
+    engine.run()
+
+
+def test_only_rounds_are_time_of_drafts_and_prompts_are_counted_apart() -> None:
+    loaded, _ = prepared("llama")
+    engine = InProcessEngine(loaded, num_blocks=200, max_drafts=MAX_DRAFTS, loaded_drafter=drafting("llama", "itself"))
+    engine.manager.draft_lengths = FixedDraftLengths(MAX_DRAFTS, lambda step_id: MAX_DRAFTS if step_id < 3 else 0)
+    execute, results = engine.runner.execute, []
+
+    def watched(plan: StepPlan) -> StepResult:
+        results.append(execute(plan))
+        return results[-1]
+
+    engine.runner.execute = watched
+    engine.add(make_prompts(VOCAB_SIZE)[5], max_tokens=20, ignore_eos=True)
+    engine.run()
+    prompt, first, second, *others = results
+    assert prompt.draft_prompt_time_s > 0.0 == prompt.draft_time_s
+    assert min(first.draft_time_s, second.draft_time_s) > 0.0
+    assert all(result.draft_time_s == 0.0 and result.draft_prompt_time_s < 1e-3 for result in others)
 
 
 def test_its_keys_and_values_count_as_the_models_own() -> None:

@@ -20,7 +20,7 @@ from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from servekit.protocol.messages import StepPlan
+from servekit.protocol.messages import StepPlan, StepResult
 from servekit.protocol.speculative_config import SpeculativeConfig
 from servekit.scheduler.sequence import Sequence
 from tests.support.draft_heads import (
@@ -31,6 +31,7 @@ from tests.support.draft_heads import (
     make_eagle3_head,
     settings_with_head,
 )
+from tests.support.drafters import FixedDraftLengths
 from tests.support.inprocess import InProcessEngine, load
 from tests.support.tiny_models import _LLAMA_LIKE, ARCHITECTURES, make_model
 from workers.batch import Batch
@@ -294,11 +295,22 @@ def test_a_step_that_is_computed_in_parts_drafts_the_same(tmp_path: Path, monkey
     assert any(each.drafts for each in seen)
 
 
-def test_forks_and_hits_in_the_prefix_cache_change_no_token(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", *ARCHITECTURES["qwen3"])
-    loaded = load(tmp_path / "model")
-    make_eagle3_head(tmp_path / "head", model.config)
-    head = load_eagle_head(loaded, settings_with_head(loaded, "eagle", str(tmp_path / "head")))
+def with_head(method: str, folder: Path) -> tuple[LoadedModel, LoadedHead]:
+    """Return a model, and an EAGLE-3 head or a MTP layer for it."""
+    if method == "mtp":
+        make_model(folder, "glm4_moe", {**_LLAMA_LIKE, **MTP_MODELS["glm4_moe"]})
+        add_mtp_layer(folder)
+        loaded = load(folder)
+        return loaded, load_mtp_layer(loaded, settings_with_head(loaded, "mtp"))
+    model, head = make_model(folder / "model", *ARCHITECTURES["qwen3"]), folder / "head"
+    loaded = load(folder / "model")
+    make_eagle3_head(head, model.config)
+    return loaded, load_eagle_head(loaded, settings_with_head(loaded, "eagle", str(head)))
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_forks_and_hits_in_the_prefix_cache_change_no_token(method: str, tmp_path: Path) -> None:
+    loaded, head = with_head(method, tmp_path)
 
     def answers(engine: InProcessEngine) -> list[list[int]]:
         options = {"max_tokens": 10, "temperature": 1.0, "ignore_eos": True}
@@ -312,6 +324,51 @@ def test_forks_and_hits_in_the_prefix_cache_change_no_token(tmp_path: Path) -> N
     engine, seen = speculating(loaded, head)
     assert answers(engine) == answers(InProcessEngine(loaded))
     assert engine.num_copies and seen
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_a_worker_that_is_lost_changes_no_token(method: str, tmp_path: Path) -> None:
+    """Sequences that were in flight have no drafts from then on. Later ones have."""
+    loaded, head = with_head(method, tmp_path)
+
+    def answers(engine: InProcessEngine, lose_at: int | None) -> list[list[int]]:
+        options = {"max_tokens": 16, "temperature": 0.8, "ignore_eos": True}
+        leader = engine.add(PROMPTS[1], seed=1, **options)
+        sequences = [leader, engine.add(PROMPTS[1], leader, seed=2, **options)]
+        sequences += [engine.add(prompt, seed=3, **options) for prompt in PROMPTS]
+        while engine.num_steps != lose_at and engine.manager.has_work:
+            engine.step()
+        if lose_at is not None:
+            assert engine.manager.has_work
+            engine.lose_worker()
+        engine.run()
+        later = engine.add(PROMPTS[1], seed=5, **options)
+        engine.run()
+        return [list(each.output_token_ids) for each in (*sequences, later)]
+
+    expected = answers(InProcessEngine(loaded), None)
+    for lose_at in (3, 6):
+        engine, seen = speculating(loaded, head)
+        assert answers(engine, lose_at) == expected
+        lengths = engine.manager.draft_lengths
+        assert seen and lengths.num_spans > len(seen), "the new worker drafts, too"
+
+
+def test_what_a_head_computes_of_each_step_is_no_time_of_drafts(tmp_path: Path) -> None:
+    """It computes the same whether drafts are wanted or not. So it is a part of the model's time in both cases."""
+    loaded, head = with_head("eagle", tmp_path)
+    engine, seen = speculating(loaded, head)
+    engine.manager.draft_lengths = FixedDraftLengths(MAX_DRAFTS, lambda step_id: MAX_DRAFTS * (step_id % 2))
+    execute, results = engine.runner.execute, []
+
+    def watched(plan: StepPlan) -> StepResult:
+        results.append((plan.has_drafts, execute(plan)))
+        return results[-1][1]
+
+    engine.runner.execute = watched  # type: ignore[method-assign]
+    serve(engine)
+    assert seen and all((result.draft_time_s > 0.0) == has_drafts for has_drafts, result in results)
+    assert all(result.draft_prompt_time_s == 0.0 for has_drafts, result in results if not has_drafts)
 
 
 def test_a_worker_that_loads_a_head_counts_its_keys_and_values(tmp_path: Path) -> None:
