@@ -19,7 +19,7 @@ import msgspec
 
 import servekit
 from servekit.errors import ConfigError
-from servekit.protocol.child_process import die_with_parent, dump_stacks_on_crash, ignore_signals
+from servekit.protocol.child_process import die_with_parent, dump_stacks_on_crash, ignore_signals, quick_imports
 from servekit.protocol.conversion_job import ConversionJob
 from servekit.protocol.cpu_list import format_cpu_list, parse_cpu_list
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
@@ -113,7 +113,8 @@ def execute(arguments: argparse.Namespace) -> int:
         return 2
 
     if arguments.predictor:
-        from workers.predictor_worker import PredictorWorker
+        with quick_imports():
+            from workers.predictor_worker import PredictorWorker
 
         return PredictorWorker(tasks, results).run()
 
@@ -160,7 +161,8 @@ def quantize(job: str) -> int:
     try:
         check_workers_package()
 
-        from workers.compression.quantize import quantize_checkpoint
+        with quick_imports():
+            from workers.compression.quantize import quantize_checkpoint
 
         quantize_checkpoint(msgspec.json.decode(job, type=QuantizationJob))
     except KeyboardInterrupt:
@@ -180,7 +182,8 @@ def write_facts(model: str | None) -> int:
         write_line(f"servekit: {escaped(error.message)}")
         return 2
 
-    from workers.inspection import worker_facts
+    with quick_imports():
+        from workers.inspection import worker_facts
 
     sys.stdout.buffer.write(msgspec.json.encode(worker_facts(model)) + b"\n")
     return 0
@@ -190,7 +193,8 @@ def convert_files(job: str) -> int:
     """Convert files of a model. `job` is a ConversionJob in JSON. Writes a ConversionOutcome to standard output."""
     check_workers_package()
 
-    from workers.conversion.convert import convert
+    with quick_imports():
+        from workers.conversion.convert import convert
 
     outcome = convert(msgspec.json.decode(job, type=ConversionJob))
     sys.stdout.buffer.write(msgspec.json.encode(outcome))

@@ -1,7 +1,8 @@
 """Set up what all tests share: an environment for torch, and one server with the demo model."""
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,20 +15,31 @@ TESTS = Path(__file__).parent
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
-# `make test` runs each file in one of three processes, these files first, then the others in the order of the folders.
-# A long file at the end would leave the other processes without work.
+# `make test` and `make test-long` run each file in one of three processes, these files first, then the others in the
+# order of the folders. A long file at the end would leave the other processes without work.
 LONG_FILES = (
+    # Those with many long tests: two to eight minutes.
+    "servekit/simulation/test_simulation.py",
+    "e2e/test_ranks.py",
+    "torture/test_attacks.py",
+    "servekit/simulation/test_replicas.py",
+    "workers/parallel/test_ranks.py",
+    "e2e/test_speculation.py",
+    "e2e/test_wheel.py",
+    "servekit/simulation/test_shared_turns.py",
+    "workers/layers/test_quantized_gemm.py",
+    "torture/test_workers.py",
+    "workers/test_triton_compilation.py",
+    # Those with many others.
     "e2e/test_process.py",
     "e2e/test_recovery.py",
     "e2e/test_console.py",
     "servekit/simulation/test_recording.py",
     "servekit/simulation/test_planted_bugs.py",
-    "servekit/simulation/test_simulation.py",
     "servekit/sandbox/test_client.py",
     "workers/test_token_identity.py",
     "e2e/test_console_live.py",
     "e2e/test_terminal.py",
-    "workers/test_triton_compilation.py",
     "workers/test_gpu_path.py",
     "workers/test_no_synchronisation.py",
     "e2e/test_observability.py",
@@ -43,6 +55,24 @@ LONG_FILES = (
     "e2e/test_terminal_pipe.py",
     "workers/sampling/test_goodness_of_fit.py",
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import the tests without the garbage collector, and let it never look at what they made: it stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m long`, import only files that name this mark: each test process imports all that it collects."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    has_none = config.option.markexpr == "long" and is_test and "mark.long" not in collection_path.read_text()
+    return has_none or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from servekit.errors import ConfigError
+from servekit.protocol.child_process import quick_imports
 from servekit.protocol.cpu_list import format_cpu_list
 from servekit.protocol.framing import MessageReceiver, MessageSender
 from servekit.protocol.messages import (
@@ -125,7 +126,8 @@ class ModelWorker(WorkerLoop):
         else:
             if settings.device.startswith("cpu") or (settings.device == "auto" and not NVIDIA_DRIVER.exists()):
                 compile_ahead("float32" if settings.dtype == "auto" else settings.dtype)
-            from workers.runner.model_runner import load  # type: ignore[assignment]  # and torch, which takes seconds
+            with quick_imports():  # of torch, too, which takes seconds
+                from workers.runner.model_runner import load  # type: ignore[assignment]
         self._runner, ready = load(settings, lambda stage: self.send(Loading(stage)))
         place = RankInfo(ready.device, format_cpu_list(os.sched_getaffinity(0)))
         return replace(ready, model=replace(ready.model, fingerprint=fingerprint), ranks=(place,))
