@@ -253,8 +253,22 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         if setting.is_switch:
             parser.add_argument(setting.flag, help=_help(setting), action=argparse.BooleanOptionalAction)
             continue
+        if setting.name == "lora":
+            add_lora = parser.add_argument
+            add_lora(setting.flag, metavar="NAME=PATH", help=_help(setting), dest=setting.name, action=_Joined)
+            continue
         # The value stays a string here: `load_config` validates the values of all four sources alike.
         parser.add_argument(setting.flag, metavar=_metavar(setting), help=_help(setting), dest=setting.name)
+
+
+class _Joined(argparse.Action):
+    """Joins the values of a flag that is given several times, with commas."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
 def _add_eval_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

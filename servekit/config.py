@@ -191,6 +191,30 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             "(docs/speculative_decoding.md)"
         ),
     ] = "off"
+    lora: Annotated[
+        str | None,
+        Meta(
+            description="LoRA adapters of the model, as NAME=PATH; requests name one as their model. The flag may be "
+            "given several times; elsewhere, several are separated by commas (docs/lora.md)"
+        ),
+    ] = None
+    enable_lora: Annotated[
+        bool,
+        Meta(
+            description="let operators load LoRA adapters at run time, from any directory of the server: POST "
+            "/v1/load_lora_adapter; with API keys, it needs one with admin = true"
+        ),
+    ] = False
+    max_loras: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="LoRA adapters that have requests at the same time; for each, the worker has memory of "
+            "--max-lora-rank",
+        ),
+    ] = 8
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="maximum rank of a LoRA adapter")] = 16
     max_steps_in_flight: Annotated[
         int,
         Meta(ge=1, le=4, description="maximum steps that are sent to the worker before it returns the first of them"),
@@ -440,6 +464,11 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.served_model_name or self.model
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether the model may have LoRA adapters."""
+        return self.enable_lora or self.lora is not None
+
+    @property
     def starts_workers(self) -> bool:
         """Whether the server starts workers itself. With `listen_workers` only if a setting asks for some."""
         return self.listen_workers is None or self.devices is not None or self.data_parallel_size is not None
@@ -471,6 +500,10 @@ MODEL_SETTINGS = frozenset(
         "gpu_memory_utilization",
         "kv_cache_dtype",
         "speculative",
+        "lora",
+        "enable_lora",
+        "max_loras",
+        "max_lora_rank",
         "max_steps_in_flight",
         "enable_prefix_caching",
         "scheduling_policy",
@@ -627,11 +660,15 @@ RENAMED_SETTINGS = {
     "disable_radix_cache": "enable_prefix_caching",
     "hostname": "host",
     "json_output": "log_format",
+    "lora_adapters": "lora",
+    "lora_modules": "lora",
+    "lora_paths": "lora",
     "max_batch_prefill_tokens": "max_num_batched_tokens",
     "max_batch_size": "max_num_seqs",
     "max_concurrent_requests": "max_num_queued_reqs",
     "max_input_length": "max_model_len",
     "max_input_tokens": "max_model_len",
+    "max_loras_per_batch": "max_loras",
     "max_prefill_tokens": "max_num_batched_tokens",
     "max_queued_requests": "max_num_queued_reqs",
     "max_running_requests": "max_num_seqs",
@@ -658,7 +695,7 @@ _PARALLELISM = (
     "--data-parallel-size gives each device the whole model; --tensor-parallel-size and --pipeline-parallel-size "
     "divide a model among devices of one machine"
 )
-_LORA = "LoRA adapters are not supported yet; merge the adapter into the model's weights first"
+_LORA = "--lora NAME=PATH loads a LoRA adapter, in PEFT's format (docs/lora.md)"
 _SPECULATION = "--speculative chooses the drafter, its path and the number of drafts, as in --speculative draft:PATH:4"
 _TOOLS = "tool calls need no other setting; --tool-call-parser chooses their form where the chat template does not tell"
 _REASONING = (
@@ -694,7 +731,6 @@ EXPLAINED_SETTINGS = {
     "enable_auto_tool_choice": _TOOLS,
     "enable_chunked_prefill": _ALWAYS,
     "enable_expert_parallel": _PARALLELISM,
-    "enable_lora": _LORA,
     "enable_metrics": _ALWAYS,
     "enable_reasoning": _REASONING,
     "enforce_eager": _GRAPHS,
@@ -705,12 +741,7 @@ EXPLAINED_SETTINGS = {
     "is_embedding": _KIND,
     "kv_transfer_config": _TRANSFER,
     "limit_mm_per_prompt": _IMAGES,
-    "lora_adapters": _LORA,
-    "lora_modules": _LORA,
-    "lora_paths": _LORA,
     "max_batch_total_tokens": "the KV cache bounds the tokens of a batch: --num-kv-blocks times --block-size",
-    "max_lora_rank": _LORA,
-    "max_loras": _LORA,
     "max_total_tokens": "TGI's setting is --max-model-len here; SGLang's is --num-kv-blocks times --block-size",
     "nnodes": _PARALLELISM,
     "num_speculative_tokens": _SPECULATION,

@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from servekit.protocol.lora import LoraAdapter
 from servekit.time_causes import RequestTimes, TimeCause
 
 
@@ -97,6 +98,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     deadline_ms: int | None = None
     stream_interval: int | None = None  # tokens of a sequence per event; None: the server's setting
     max_drafts: int | None = None  # that a step may verify for a sequence; None: the server's setting
+    adapter: LoraAdapter | None = None  # what the model computes with; None: itself
     prediction: str | None = None  # a text that the answers may repeat
     suffix: str | None = None  # a text that comes after the answers, which fill in what is before it
     markers: tuple[str, ...] = ()  # texts that stay in answers, even if they are special tokens

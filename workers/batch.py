@@ -5,7 +5,7 @@ The step is one flat row of tokens, whatever sequences they belong to: [num_toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -66,6 +66,9 @@ class Batch:
     sampling: list[SamplingRow]  # num_sampled of them
     prompt_logprobs: list[PromptLogprobsChunk]
     slots: Indices  # [num_sequences] on the host: the slot of each sequence of `attention`
+    # [num_tokens] on the host: the place of each token's LoRA adapter in memory, or NO_ADAPTER; None if none has one.
+    adapter_places: Indices | None = None
+    adapter_failures: dict[int, str] = field(default_factory=dict)  # by slot: why its adapter cannot be used
 
 
 class SlotTable:

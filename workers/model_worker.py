@@ -16,6 +16,7 @@ from servekit.errors import ConfigError
 from servekit.protocol.child_process import quick_imports
 from servekit.protocol.cpu_list import format_cpu_list
 from servekit.protocol.framing import MessageReceiver, MessageSender
+from servekit.protocol.lora import LoadAdapter
 from servekit.protocol.messages import (
     FromWorker,
     Loading,
@@ -109,6 +110,9 @@ class ModelWorker(WorkerLoop):
                 return self._start_profile(message)
             case StopProfile():
                 return self._stop_profile()
+            case LoadAdapter():
+                assert self._runner is not None, "an adapter before the model was loaded"
+                return self._runner.load_adapter(message.adapter)
             case _:
                 raise ValueError(f"{type(message).__name__} is not for a model worker")
 

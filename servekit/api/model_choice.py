@@ -14,6 +14,7 @@ from starlette.requests import Request
 from servekit.api.endpoint import caller_of, mark, models_of
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.schemas.json_body import encode
+from servekit.engine.adapted_model import AdaptedModel, adapted_models
 from servekit.engine.interface import (
     Engine,
     GeneratingEngine,
@@ -50,17 +51,42 @@ LACKS: dict[str, str] = {
 MAX_FITTING_SHOWN = 20  # models that a refusal names
 
 
-async def engine_for(request: Request, name: str | None, conversation: Conversation | None = None) -> GeneratingEngine:
+async def engine_for(
+    request: Request,
+    name: str | None,
+    conversation: Conversation | None = None,
+    adapter: tuple[str, str | None] = ("adapter_id", None),
+) -> GeneratingEngine:
     """Return the engine of the model that a request names, which generates text; `engine_of` returns it from now on.
 
-    Without a name it is the default model's. `conversation` keeps the requests of a conversation at one model of an
-    alias. Raises ModelNotFound, InvalidRequest for a model of another kind, ClientDisconnect, and what `wait_for_use`
-    raises.
+    Without a name it is the default model's. `adapter` is a field and the name of a LoRA adapter in it. `conversation`
+    keeps the requests of a conversation at one model of an alias. Raises ModelNotFound, InvalidRequest for a model of
+    another kind, ClientDisconnect, and what `wait_for_use` raises.
     """
+    field, adapter_name = adapter
+    if adapter_name is not None:
+        name = _name_with_adapter(request, name, field, adapter_name)
     begin = None if conversation is None else lambda: _beginning(conversation)
     engine = await _use(request, name, GENERATE, begin)
     assert generates(engine)
     return engine
+
+
+def _name_with_adapter(request: Request, name: str | None, field: str, adapter: str) -> str:
+    """Return the name of a model with an adapter. Raises InvalidRequest or ModelNotFound."""
+    models, caller = models_of(request), caller_of(request)
+    known = [each.name for each in adapted_models(models.served(caller))]
+    if adapter not in known:
+        has = f"this server has {', '.join(map(repr, known[:MAX_FITTING_SHOWN]))}" if known else "it has no adapters"
+        raise InvalidRequest(f"{field}: the server has no adapter {adapter[:100]!r}; {has} (docs/lora.md)", param=field)
+    found = models.find(adapter, caller)
+    parent = found.parent if isinstance(found, AdaptedModel) else found
+    if name is not None and name != adapter and models.find(name, caller).name != parent.name:
+        raise InvalidRequest(
+            f"{field}: {adapter!r} is an adapter of the model {parent.name!r}, and the request names {name[:100]!r}",
+            param=field,
+        )
+    return adapter
 
 
 async def predictor_for(request: Request, name: str | None, kind: PredictorKind) -> PredictingEngine:

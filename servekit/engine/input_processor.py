@@ -22,6 +22,7 @@ from servekit.engine.tokenizer import Tokenizer, TooManyTokens
 from servekit.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, prompt_too_long
 from servekit.parsing.chat_format import choose_chat_format
 from servekit.parsing.fill_in_the_middle import choose_fill_format, end_token_ids
+from servekit.protocol.lora import salted
 from servekit.protocol.messages import ModelInfo
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest, Grammar, Prompt, Sampling
@@ -193,7 +194,7 @@ class InputProcessor:
             token_ids = array("i", encoded) if isinstance(encoded, list) else encoded
             await self._check_vocabulary(token_ids, prompt.param)
             sampling = self._prepare(request, prompt, token_ids, grammar, bad_words, prediction, limits)
-            hashes = await self._hash_blocks(token_ids, tenant, limits)
+            hashes = await self._hash_blocks(token_ids, salted(tenant, request.adapter), limits)
             prepared.append(PreparedPrompt(token_ids, sampling, hashes))
             num_tokens += len(token_ids) + TOKENS_PER_ANSWER * request.best_of
             if num_tokens >= TOKENS_PER_SLICE:
@@ -234,7 +235,7 @@ class InputProcessor:
                     f"{param} contains token {highest}; the model's vocabulary has {vocab_size} tokens", param=param
                 )
 
-    async def _hash_blocks(self, token_ids: array[int], tenant: str, limits: SchedulerConfig) -> list[bytes]:
+    async def _hash_blocks(self, token_ids: array[int], salt: str, limits: SchedulerConfig) -> list[bytes]:
         """Hash the full blocks of a prompt, as the workload manager would: but it could not pause."""
         hashes: list[bytes] = []
         if limits.enable_prefix_caching:
@@ -243,7 +244,7 @@ class InputProcessor:
             for start in range(0, num_blocks, step):
                 if start:
                     await asyncio.sleep(0)
-                continue_chain(hashes, tenant, token_ids, min(start + step, num_blocks), block_size)
+                continue_chain(hashes, salt, token_ids, min(start + step, num_blocks), block_size)
         return hashes
 
     def _check_options(self, request: GenerationRequest) -> None:

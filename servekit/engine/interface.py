@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeGuard
 
 from servekit.config import ServeConfig
+from servekit.engine.adapter_registry import AdapterRegistry
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.input_processor import InputProcessor
 from servekit.engine.live_view import LiveView
@@ -137,6 +138,10 @@ class GeneratingEngine(Engine, Protocol):
 
     @property
     def worker(self) -> WorkerReady | None: ...
+
+    @property
+    def adapters(self) -> AdapterRegistry | None:
+        """The model's LoRA adapters; None if it takes none."""
 
     @property
     def takes_messages(self) -> bool:
@@ -268,6 +273,10 @@ class ServedModel(Protocol):
     @property
     def worker(self) -> WorkerReport | None:
         """What its worker reported when it was loaded last; None if it was never loaded."""
+
+    @property
+    def adapter_paths(self) -> Mapping[str, str]:
+        """The directory of each of its LoRA adapters, by name."""
 
     @property
     def max_prompt_tokens(self) -> int | None:

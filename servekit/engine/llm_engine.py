@@ -19,6 +19,7 @@ from typing import Any
 from servekit import __version__
 from servekit.aio.daemon_thread import run_in_daemon_thread
 from servekit.config import ServeConfig
+from servekit.engine.adapter_registry import AdapterRegistry, check_adapters
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.client_queue import ClientQueue
 from servekit.engine.detokenizer import Detokenizer, NullDetokenizer
@@ -47,6 +48,7 @@ from servekit.observability.live_frames import LiveState
 from servekit.observability.metrics import HttpMetrics, Metrics, ModelMetrics
 from servekit.observability.observer import Observer
 from servekit.observability.step_history import StepHistory
+from servekit.protocol.lora import AdapterLoaded, LoadAdapter
 from servekit.protocol.messages import WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
@@ -78,7 +80,11 @@ class LLMEngine(OneModel):
         metrics: ModelMetrics | None = None,
         result_budget: SharedBudget | None = None,
     ) -> None:
-        """`metrics` and `result_budget`, in logprobs, are given where the server has several models."""
+        """`metrics` and `result_budget`, in logprobs, are given where the server has several models.
+
+        Raises ConfigError for settings that do not go together.
+        """
+        check_adapters(config)
         self.config = config
         self.metrics = metrics or Metrics(config, __version__)
         self.history = StepHistory()
@@ -90,6 +96,7 @@ class LLMEngine(OneModel):
         self.replicas = Replicas(config.block_size, self._registry, may_grow=config.listen_workers is not None)
         self._supervisor = ReplicaSupervisor(config, self.replicas, self._registry, self._worker_pool)
         self.profiling = Profiling(config, self.replicas.all[0].executor)
+        self.adapters = AdapterRegistry(config, self._load_adapter) if config.has_adapters else None
         self._queue_limits = QueueLimits(config)
         self._waiting_times = WaitingTimes(config, lambda: self.replicas.taking_cores, clock)
         self._waiting_times_task: asyncio.Task[None] | None = None
@@ -249,6 +256,8 @@ class LLMEngine(OneModel):
             self._worker_pool.first = self.worker
         assert self.worker is not None
         model = self.worker.model
+        if self.adapters is not None:
+            await self.adapters.start()
         if self._journals:
             self.metrics.watch(JournalCollector(self._journals, self.config.model_name))
         if self.config.api_processes == 1:
@@ -504,6 +513,13 @@ class LLMEngine(OneModel):
                     commands += self._output.cancel(state, self._clock())
         self.replicas.finish(commands)
         return len(commands)
+
+    async def _load_adapter(self, request: LoadAdapter) -> AdapterLoaded:
+        """Let a worker check an adapter. The workers of other replicas read it when a step needs it."""
+        ready = [replica.executor for replica in self.replicas.all if replica.executor.is_ready]
+        answer = await (ready or [self.replicas.all[0].executor])[0].ask(request)
+        assert isinstance(answer, AdapterLoaded), "the connection checks the answer's type"
+        return answer
 
     async def _generate_token(self) -> None:
         """Generate one token as for a client, through the waiting queue."""

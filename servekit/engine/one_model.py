@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
 from servekit.config import ServeConfig
+from servekit.engine.adapted_model import AdaptedModel
+from servekit.engine.adapter_registry import AdapterRegistry
 from servekit.engine.caller import Caller
+from servekit.engine.interface import ServedModel
 from servekit.engine.model_kind import GENERATE
 from servekit.errors import InvalidRequest, ModelNotFound
 
@@ -23,6 +26,7 @@ class OneModel(ABC):
     kind: str = GENERATE
     has_choice = False
     takes_messages = False
+    adapters: AdapterRegistry | None = None
     headers: Sequence[tuple[bytes, bytes]] = ()  # an answer says nothing of the choice
 
     @property
@@ -34,6 +38,11 @@ class OneModel(ABC):
     @abstractmethod
     def max_prompt_tokens(self) -> int:
         """Tokens of the longest sequence, or of the longest input. Raises WorkerNotReady."""
+
+    @property
+    def adapter_paths(self) -> Mapping[str, str]:
+        """The directory of each of its LoRA adapters, by name."""
+        return {} if self.adapters is None else self.adapters.paths
 
     @property
     def engine(self) -> Self:
@@ -50,12 +59,14 @@ class OneModel(ABC):
         caller: Caller,
         conversation: Callable[[], bytes] | None = None,
         kind: str | None = None,
-    ) -> Self:
-        """Return the model if the name is its own, or none. Raises ModelNotFound."""
+    ) -> Self | AdaptedModel:
+        """Return the model if the name is its own, one of its adapters', or none. Raises ModelNotFound."""
         config = self.config
         if name is None or name in ANY_MODEL or name == config.model_name or name == config.model:
             return self
-        raise model_not_found(name, [config.model_name])
+        if (path := self.adapter_paths.get(name)) is not None:
+            return AdaptedModel(cast(ServedModel, self), name, path)
+        raise model_not_found(name, [config.model_name, *self.adapter_paths])
 
     def begin_use(self) -> Self:
         """Return the engine. While the model loads, it refuses requests itself."""

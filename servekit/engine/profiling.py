@@ -12,6 +12,7 @@ from pathlib import Path
 from servekit.config import ServeConfig
 from servekit.errors import ConfigError, InternalError, RequestError
 from servekit.executor.model_executor import ModelExecutor
+from servekit.protocol.lora import AdapterLoaded
 from servekit.protocol.messages import Profiled, StartProfile, StopProfile
 from servekit.simulation.model import is_simulated
 
@@ -65,7 +66,8 @@ class Profiling:
         return str(self._directory)
 
 
-def _checked(answer: Profiled) -> Profiled:
+def _checked(answer: Profiled | AdapterLoaded) -> Profiled:
+    assert isinstance(answer, Profiled), "the connection checks the answer's type"
     if answer.refusal:
         raise ProfilerRefuses(answer.refusal)
     if answer.failure:

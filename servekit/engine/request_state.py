@@ -179,6 +179,7 @@ def add_commands(
             has_length_bound=request.max_tokens is not None,
             block_hashes=block_hashes if leader_id is None else (),
             max_drafts=request.max_drafts,
+            adapter=request.adapter,
         )
         leader_id = sequence_id if leader_id is None else leader_id
 

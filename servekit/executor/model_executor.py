@@ -14,18 +14,17 @@ from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerNotRea
 from servekit.executor.joined_worker import JoinedWorker
 from servekit.executor.placement import ANYWHERE, Placement
 from servekit.executor.step_timeout import StepTimeout, backoff_s
-from servekit.executor.worker_connection import WorkerConnection
+from servekit.executor.worker_connection import Question, WorkerConnection
 from servekit.executor.worker_group import WorkerGroup
 from servekit.executor.worker_process import WorkerProcess
+from servekit.protocol.lora import AdapterLoaded
 from servekit.protocol.messages import (
     LoadModel,
     Profiled,
     Shutdown,
-    StartProfile,
     StepFailed,
     StepPlan,
     StepResult,
-    StopProfile,
     WorkerReady,
 )
 from servekit.protocol.speculative_config import SpeculativeConfig
@@ -214,7 +213,7 @@ class ModelExecutor:
             self._num_losses = 0
         return message
 
-    async def ask(self, request: StartProfile | StopProfile) -> Profiled:
+    async def ask(self, request: Question) -> Profiled | AdapterLoaded:
         """Send a request that is not a step, and return its answer.
 
         Raises WorkerNotReady, WorkerLost or WorkerTimeout.
@@ -320,4 +319,6 @@ def load_model_message(config: ServeConfig, path: str, speculative: SpeculativeC
         quantization=config.quantization,
         quantization_group_size=config.quantization_group_size,
         speculative=speculative,
+        max_loras=config.max_loras if config.has_adapters else 0,
+        max_lora_rank=config.max_lora_rank if config.has_adapters else 0,
     )

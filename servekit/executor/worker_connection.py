@@ -8,13 +8,16 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerTimeout
 from servekit.executor.byte_stream import ByteStream
 from servekit.protocol.frames import FrameCodec
+from servekit.protocol.lora import AdapterLoaded, LoadAdapter
 from servekit.protocol.messages import (
     HEARTBEAT_S,
     FromWorker,
@@ -32,6 +35,8 @@ from servekit.protocol.messages import (
 from servekit.protocol.prediction import PredictorReady
 
 log = logging.getLogger("servekit")
+
+Question = StartProfile | StopProfile | LoadAdapter  # answered by one message, while steps are in flight
 
 # How long a worker that was asked to shut down may take before it is ended. It holds no state worth waiting for.
 STOP_TIMEOUT_S = 2.0
@@ -73,7 +78,7 @@ class WorkerConnection:
         self._is_ending = self._is_closed = False
         self._inbox: asyncio.Queue[FromWorker | None] = asyncio.Queue(maxsize=MAX_PENDING_MESSAGES)
         # Requests that are not steps and have no answer yet, oldest first.
-        self._requests: deque[asyncio.Future[Profiled]] = deque()
+        self._requests: deque[tuple[type[Struct], asyncio.Future[Any]]] = deque()  # with the type of the answer
         self._num_requests = 0  # since the start
         self._num_silent_ticks = 0
         self._loop = asyncio.get_running_loop()
@@ -129,12 +134,15 @@ class WorkerConnection:
         else:
             self.mark_lost(WorkerTimeout(f"the model worker did not answer within {timeout_s:.3g} s"), "step_timeout")
 
-    async def ask(self, request: StartProfile | StopProfile) -> Profiled:
+    async def ask(self, request: Question) -> Profiled | AdapterLoaded:
         """Send a request and return its answer, also while steps are in flight. Raises the loss like `receive`."""
         if self.loss is not None:
             raise self.loss
-        answer: asyncio.Future[Profiled] = self._loop.create_future()
-        self._requests.append(answer)  # stays in the queue if the caller is cancelled, because the answer still comes
+        answer: asyncio.Future[Profiled | AdapterLoaded] = self._loop.create_future()
+        kind = AdapterLoaded if isinstance(request, LoadAdapter) else Profiled
+        self._requests.append(
+            (kind, answer)
+        )  # stays in the queue if the caller is cancelled, because the answer still comes
         self._num_requests += 1
         self.send(request)
         what = f"the model worker did not answer {type(request).__name__} within {PROFILE_TIMEOUT_S:g} s"
@@ -167,7 +175,7 @@ class WorkerConnection:
         self._stream.stop()
         with contextlib.suppress(asyncio.QueueFull):
             self._inbox.put_nowait(None)  # wakes a waiting `receive`
-        for answer in self._requests:
+        for _, answer in self._requests:
             if not answer.done():
                 answer.set_exception(error)
         self.on_loss()
@@ -201,10 +209,10 @@ class WorkerConnection:
         elif isinstance(message, WorkerFailed):
             kind = ConfigError if message.is_config_error and not self._is_ready else WorkerLost
             self.mark_lost(kind(message.message), "out_of_memory" if message.is_out_of_memory else "failed")
-        elif isinstance(message, Profiled):
-            if not self._requests:
-                raise ValueError("a Profiled message without a request for it")
-            answer = self._requests.popleft()
+        elif isinstance(message, Profiled | AdapterLoaded):
+            if not self._requests or not isinstance(message, self._requests[0][0]):
+                raise ValueError(f"a message {type(message).__name__} without a request for it")
+            _, answer = self._requests.popleft()
             if not answer.done():
                 answer.set_result(message)
         else:

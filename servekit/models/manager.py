@@ -18,9 +18,12 @@ from msgspec.structs import replace
 
 from servekit import __version__
 from servekit.config import ServeConfig
+from servekit.engine.adapted_model import AdaptedModel, find_adapted
+from servekit.engine.adapter_registry import adapters_at_start
 from servekit.engine.caller import Caller
 from servekit.engine.interface import ManagedEngine, WorkerReport
 from servekit.engine.live_view import LiveView
+from servekit.engine.llm_engine import LLMEngine
 from servekit.engine.make_engine import make_engine
 from servekit.engine.one_model import ANY_MODEL, MAX_NAME_SHOWN, model_not_found
 from servekit.errors import (
@@ -94,6 +97,13 @@ class ManagedModel:
     def config(self) -> ServeConfig:
         """The settings that it was loaded with, or will be loaded with."""
         return self.spec.config if self.engine is None else self.engine.config
+
+    @property
+    def adapter_paths(self) -> Mapping[str, str]:
+        """The directory of each of its LoRA adapters, by name: those of its settings while it is not loaded."""
+        if isinstance(self.engine, LLMEngine):
+            return self.engine.adapter_paths
+        return adapters_at_start(self.config)
 
     @property
     def load_state(self) -> State:
@@ -259,7 +269,7 @@ class ModelManager:
         caller: Caller,
         conversation: Callable[[], bytes] | None = None,
         kind: str | None = None,
-    ) -> ManagedModel:
+    ) -> ManagedModel | AdaptedModel:
         wanted = self._default(caller, kind) if name is None or name in ANY_MODEL else name
         split = self._names.split(wanted)
         if split is None:
@@ -267,6 +277,9 @@ class ModelManager:
         else:
             key = conversation() if split.sticky == "conversation" and conversation is not None else b""
             found = split.choose(key or (caller.tenant or caller.request_id).encode())
+        adapted = find_adapted(self.served(caller), wanted) if found is None else None
+        if adapted is not None:
+            return adapted
         if found is None or not self._may_use(wanted, caller):
             raise model_not_found(wanted, self.names_for(caller))
         return self._models[found]

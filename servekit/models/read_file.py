@@ -9,6 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from servekit.config import ServeConfig
+from servekit.engine.adapter_registry import adapters_at_start
 from servekit.engine.model_kind import GENERATE, choose_kind
 from servekit.engine.predictor_engine import check_settings
 from servekit.errors import ConfigError
@@ -75,6 +76,10 @@ def with_kinds(file: ModelFile, where: str) -> ModelFile:
 
 def _with_kind(spec: ModelSpec, where: str) -> ModelSpec:
     kind = choose_kind(spec.config)
+    try:
+        adapters_at_start(spec.config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: the model {spec.id!r}: {error.message}") from None
     if kind != GENERATE:
         try:
             check_settings(spec.config, PredictorKind(kind))
@@ -95,7 +100,7 @@ def _check_server(config: ServeConfig, where: str) -> None:
             f"{where}: workers that join serve one model; leave out listen_workers (--listen-workers), or run one "
             "server for each model"
         )
-    for name in ("journal", "profile", "served_model_name"):
+    for name in ("journal", "profile", "served_model_name", "lora"):
         if getattr(config, name) is not None:
             raise ConfigError(
                 f"{where}: {name} is of one model; set {'id' if name == 'served_model_name' else name} in a [[model]] "

@@ -16,6 +16,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from servekit.protocol.lora import AdapterLoaded, LoadAdapter, LoraAdapter
 from servekit.protocol.prediction import BatchResult, LoadPredictor, PredictBatch, PredictorReady
 from servekit.protocol.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
@@ -58,6 +59,8 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     quantization: str | None = None  # what unquantized weights are rounded to; None leaves them as they are
     quantization_group_size: int | None = None  # None chooses by the format
     speculative: SpeculativeConfig = SpeculativeConfig()  # never `auto`
+    max_loras: int = 0  # LoRA adapters that have a place in memory
+    max_lora_rank: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -187,6 +190,7 @@ class SlotAssignment(Struct, frozen=True, array_like=True, gc=False):
     grammar: int | None = None  # on the wire: index into the plan's `grammars`, in place of `sampling.grammar`
     tenant: str = ""
     group_id: int = 0  # the same for all answers to a prompt: what their grammar costs is counted together
+    adapter: LoraAdapter | None = None
 
 
 class ScheduledChunk(Struct, frozen=True, array_like=True, gc=False):
@@ -379,7 +383,7 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
     """The last message to a worker: exit."""
 
 
-ToWorker = LoadModel | StepPlan | StartProfile | StopProfile | LoadPredictor | PredictBatch | Shutdown
+ToWorker = LoadModel | StepPlan | StartProfile | StopProfile | LoadAdapter | LoadPredictor | PredictBatch | Shutdown
 FromWorker = (
     Loading
     | WorkerReady
@@ -390,6 +394,7 @@ FromWorker = (
     | StepAcknowledged
     | StepFailed
     | Profiled
+    | AdapterLoaded
     | PredictorReady
     | BatchResult
 )

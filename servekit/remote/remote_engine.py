@@ -100,6 +100,7 @@ class RemoteEngine(RemoteModel):
 
     kind = GENERATE
     takes_messages = True
+    adapters = None  # its server may have some, by names of its own
     worker: WorkerReady | None = None  # it is not this server's
 
     def __init__(

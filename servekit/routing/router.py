@@ -19,6 +19,7 @@ from math import ceil
 from msgspec import Struct
 from msgspec.structs import astuple
 
+from servekit.protocol.lora import salted
 from servekit.routing.replica import Load, Replica, RoutedPrompt, Speed
 from servekit.routing.turns import load_before
 from servekit.scheduler.commands import AddSequence
@@ -130,7 +131,8 @@ class Router:
             return []  # all positions must be computed
         num_blocks = (len(leader.prompt_token_ids) - 1) // self._block_size  # the logits of the last token are needed
         hashes = [*leader.block_hashes[:num_blocks]]
-        continue_chain(hashes, leader.tenant, array("i", leader.prompt_token_ids), num_blocks, self._block_size)
+        salt = salted(leader.tenant, leader.adapter)
+        continue_chain(hashes, salt, array("i", leader.prompt_token_ids), num_blocks, self._block_size)
         return hashes
 
     def rebalance(self, max_moves: int) -> list[Move]:

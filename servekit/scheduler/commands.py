@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
+from servekit.protocol.lora import LoraAdapter
 from servekit.protocol.messages import StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.crash_quarantine import CrashRecord
@@ -45,6 +46,7 @@ class AddSequence(Operation[Sequence], frozen=True, tag="add", kw_only=True):
     progress: Progress | None = None  # if another manager has served it until now
     crashes: CrashRecord | None = None  # of workers, that it was in flight in there
     max_drafts: int | None = None  # that a step may verify for it; None: as many as the configuration allows
+    adapter: LoraAdapter | None = None  # only sequences with the same one may share blocks
 
 
 class Plan(Operation[StepPlan | None], frozen=True, tag="plan"):

@@ -204,7 +204,7 @@ class KVCacheManager:
         if not hashes and sequence.leader is not None:
             hashes.extend(sequence.leader.kv.hashes[: sequence.prompt_length // block_size])
         if len(hashes) < num_blocks:
-            continue_chain(hashes, sequence.tenant, sequence.token_ids, num_blocks, block_size, self._hash_block)
+            continue_chain(hashes, sequence.salt, sequence.token_ids, num_blocks, block_size, self._hash_block)
 
     def release(self, sequence: Sequence, fence_step_id: int | None) -> None:
         """Release all blocks of a sequence, at once or when step `fence_step_id` is settled."""

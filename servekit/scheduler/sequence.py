@@ -23,6 +23,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from servekit.protocol.lora import LoraAdapter, salted
 from servekit.protocol.messages import PromptLogprobs, TokenLogprobs
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.sequence_history import ManagerLog, SequenceHistory
@@ -99,6 +100,7 @@ class Sequence:
     __slots__ = (
         "acceptance",
         "acceptance_weight",
+        "adapter",
         "arrival_s",
         "deadline_s",
         "finish_reason",
@@ -152,11 +154,14 @@ class Sequence:
         progress: Progress | None = None,
         max_drafts: int = 0,
         history: SequenceHistory | None = None,
+        adapter: LoraAdapter | None = None,
     ) -> None:
         self.sequence_id = sequence_id  # in order of arrival
         self.sampling = sampling
         self.arrival_s = arrival_s
         self.tenant = tenant  # only sequences of one tenant may share blocks; its tokens are charged to this tenant
+        # Of the model it computes with. No decision depends on it, but for the hashes of blocks, so no record has it.
+        self.adapter = adapter
         self.priority = priority  # lower is sooner
         self.ttft_deadline_s = ttft_deadline_s  # on the manager's clock: without a first token by then, it ends
         self.deadline_s = deadline_s  # unfinished by then, it ends
@@ -170,6 +175,7 @@ class Sequence:
         assert self.prompt_length > 0, "a sequence starts from at least one token"
         self.max_length = self.prompt_length + sampling.max_tokens
         assert leader is None or leader.tenant == tenant, "a fork is of the same request"
+        assert leader is None or leader.adapter == adapter, "forks compute with the same adapter"
         assert leader is None or leader.token_ids[: self.prompt_length] == self.token_ids, "forks share the prompt"
 
         self.stop_set = stop_set  # tokens that end it: the model's own and the client's
@@ -245,6 +251,11 @@ class Sequence:
         self.num_pending -= num_planned - num_accepted
         self.num_drafted_tokens += num_verified
         self.num_accepted_tokens += num_accepted
+
+    @property
+    def salt(self) -> str:
+        """What the hashes of its blocks start from."""
+        return salted(self.tenant, self.adapter)
 
     @property
     def num_tokens(self) -> int:

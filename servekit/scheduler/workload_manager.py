@@ -239,6 +239,7 @@ class WorkloadManager:
             block_hashes=command.block_hashes,
             progress=command.progress,
             history=history,
+            adapter=command.adapter,
         )
         self.draft_lengths.admit(sequence, command.max_drafts)
         self._sequences[sequence.sequence_id] = sequence
@@ -360,6 +361,7 @@ class WorkloadManager:
                 progress=sequence.progress(),
                 crashes=self.quarantine.record_of(sequence),
                 max_drafts=sequence.max_drafts,
+                adapter=sequence.adapter,
             )
             for sequence in sequences
         ]
@@ -778,6 +780,7 @@ class WorkloadManager:
                 known,
                 tenant=sequence.tenant,
                 group_id=group_id,
+                adapter=sequence.adapter,
             )
         )
 

@@ -823,9 +823,9 @@ MISSING = [
         "vLLM",
         "`/v1/load_lora_adapter`",
         "/v1/load_lora_adapter",
-        {"lora_name": "a"},
-        "there is no route",
-        "Adapters are not supported. Merge one into the weights.",
+        {"lora_name": "a", "lora_path": "b"},
+        "takes no LoRA adapters",
+        "The operator allows it, with `--enable-lora` ([LoRA](lora.md)).",
     ),
     Missing(
         "SGLang",
@@ -874,7 +874,7 @@ MISSING = [
         "/generate",
         {"inputs": "a", "parameters": {"adapter_id": "a"}},
         "no adapters",
-        "Adapters are not supported. Merge one into the weights.",
+        "The server has those that its operator loads ([LoRA](lora.md)).",
     ),
     Missing(
         "Anthropic",

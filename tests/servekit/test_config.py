@@ -116,7 +116,7 @@ def test_invalid_command_lines_exit_with_code_2(
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("--enable-lora", "LoRA adapters are not supported yet"),
+        ("--lora-modules", "the setting is called --lora here"),
         ("--enable-expert-parallel", "--data-parallel-size gives each device the whole model"),
         ("-pp", "the setting is called --pipeline-parallel-size here"),
         ("-tp", "the setting is called --tensor-parallel-size here"),
@@ -146,8 +146,8 @@ def test_explanations_of_other_servers_settings_are_true() -> None:
 
 
 def test_other_servers_names_are_explained_in_files_and_variables_too() -> None:
-    with pytest.raises(ConfigError, match="unknown setting 'enable_lora'; LoRA adapters are not supported yet"):
-        load_config({}, {}, b"enable_lora = true")
+    with pytest.raises(ConfigError, match="unknown setting 'adapter_path'; --lora NAME=PATH loads a LoRA adapter"):
+        load_config({}, {}, b"adapter_path = 'a'")
     (warning,) = ignored_variables({"SERVEKIT_EP_SIZE": "2"})
     assert "SERVEKIT_EP_SIZE; --data-parallel-size gives" in warning
 

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
+from servekit.protocol.lora import LoraAdapter
 from servekit.protocol.messages import LoadModel, StepPlan, TokenLogprobs
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
@@ -80,7 +81,14 @@ class InProcessEngine:
         self._in_flight: deque[StepPlan] = deque()
         self._next_id = 0
 
-    def add(self, prompt: list[int], leader: Sequence | None = None, tenant: str = "", **sampling: Any) -> Sequence:
+    def add(
+        self,
+        prompt: list[int],
+        leader: Sequence | None = None,
+        tenant: str = "",
+        adapter: LoraAdapter | None = None,
+        **sampling: Any,
+    ) -> Sequence:
         """Add a sequence without a length bound: it is admitted optimistically, so small pools lead to preemption."""
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 16, **sampling})
         command = AddSequence(
@@ -90,6 +98,7 @@ class InProcessEngine:
             leader_id=None if leader is None else leader.sequence_id,
             has_length_bound=False,
             tenant=tenant,
+            adapter=adapter,
         )
         self._next_id += 1
         return self.manager.add(command)
@@ -118,5 +127,5 @@ class InProcessEngine:
         assert not self.manager.restart(), "a sequence was in flight in several crashes"
 
 
-def load(path: Path) -> LoadedModel:
-    return ModelManager("cpu").load(path, "float32", None)
+def load(path: Path, dtype: str = "float32", **settings: Any) -> LoadedModel:
+    return ModelManager("cpu").load(path, dtype, None, **settings)

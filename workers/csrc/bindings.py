@@ -113,6 +113,46 @@ class CDecoderLayer(ctypes.Structure):
         ("attention_epsilon", _float),
         ("mlp_epsilon", _float),
         ("head_epsilon", _float),
+        ("qkv_lora", _pointer),
+        ("output_lora", _pointer),
+        ("gate_up_lora", _pointer),
+        ("down_lora", _pointer),
+    )
+
+
+class CLoraPart(ctypes.Structure):
+    """What one adapter adds to some outputs of a weight: `lora_part`."""
+
+    _fields_ = (
+        ("a", _pointer),
+        ("b", _pointer),
+        ("rank", _int64),
+        ("first_output", _int64),
+        ("num_outputs", _int64),
+    )
+
+
+class CLoraWeight(ctypes.Structure):
+    """What all adapters add to a weight: `lora_weight`."""
+
+    _fields_ = (("num_inputs", _int64), ("num_outputs", _int64), ("num_parts", _int64), ("parts", _pointer))
+
+
+class CLoraRun(ctypes.Structure):
+    """Rows of a step that follow each other and have one adapter: `lora_run`."""
+
+    _fields_ = (("first_row", _int64), ("num_rows", _int64), ("place", _int64), ("first_hidden", _int64))
+
+
+class CLoraStep(ctypes.Structure):
+    """The rows of one step that have adapters: `lora_step`."""
+
+    _fields_ = (
+        ("runs", _pointer),
+        ("num_runs", _int64),
+        ("num_rows", _int64),
+        ("max_rank", _int64),
+        ("hidden", _pointer),
     )
 
 
@@ -136,8 +176,10 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     "quantized_gemm": (None, [_pointer] * 4 + [_int64, _pointer]),
     # weight, x, residual, output; num_rows; workspace
     "multiply_side_by_side": (None, [_pointer] * 4 + [_int64, _pointer]),
-    # layers, pages; num_layers; metadata, cosines, sines, x, workspace, gemm_workspace
-    "decode_layers": (None, [_pointer] * 2 + [_int64] + [_pointer] * 6),
+    # weight, step, x, output
+    "add_lora": (None, [_pointer] * 4),
+    # layers, pages; num_layers; metadata, adapters, cosines, sines, x, workspace, gemm_workspace
+    "decode_layers": (None, [_pointer] * 2 + [_int64] + [_pointer] * 7),
 }
 
 

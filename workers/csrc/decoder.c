@@ -24,8 +24,8 @@ void multiply_side_by_side(const prepared_weight *weight, const scalar *x, const
 }
 
 void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_t num_layers,
-                   const attention_metadata *metadata, const scalar *cosines, const scalar *sines, scalar *x,
-                   scalar *workspace, void *gemm_workspace) {
+                   const attention_metadata *metadata, const lora_step *adapters, const scalar *cosines,
+                   const scalar *sines, scalar *x, scalar *workspace, void *gemm_workspace) {
     const int64_t num_tokens = metadata->num_tokens;
     for (int64_t i = 0; i < num_layers; i++) {
         const decoder_layer *layer = layers + i;
@@ -39,12 +39,16 @@ void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_
         scalar *activated = gate_up + num_tokens * 2 * inner_size;
         rms_norm(x, layer->attention_norm, normed, num_tokens, hidden_size, layer->attention_epsilon);
         to_qkv->multiply(to_qkv, normed, NULL, qkv, num_tokens, gemm_workspace);
+        if (adapters) add_lora(layer->qkv_lora, adapters, normed, qkv);
         rotate_store_and_attend(pages + i, metadata, qkv, cosines, sines, layer->query_norm, layer->key_norm,
                                 layer->head_epsilon, attended);
         to_output->multiply(to_output, attended, x, x, num_tokens, gemm_workspace);
+        if (adapters) add_lora(layer->output_lora, adapters, attended, x);
         rms_norm(x, layer->mlp_norm, normed, num_tokens, hidden_size, layer->mlp_epsilon);
         to_gate_up->multiply(to_gate_up, normed, NULL, gate_up, num_tokens, gemm_workspace);
+        if (adapters) add_lora(layer->gate_up_lora, adapters, normed, gate_up);
         swiglu(gate_up, activated, num_tokens, inner_size);
         down->multiply(down, activated, x, x, num_tokens, gemm_workspace);
+        if (adapters) add_lora(layer->down_lora, adapters, activated, x);
     }
 }

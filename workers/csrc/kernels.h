@@ -135,6 +135,38 @@ int64_t quantized_gemm_workspace_bytes(const quantized_weight *weight);
 void quantized_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
                     int64_t num_rows, void *workspace);
 
+/* -- LoRA (lora.c) ------------------------------------------------------------------------------------------------ */
+
+/* What one adapter adds to some outputs of a weight. num_outputs is a multiple of LANES. */
+typedef struct {
+    const scalar *a; /* [rank, num_inputs] */
+    const scalar *b; /* [rank, num_outputs], with the adapter's scale */
+    int64_t rank;    /* 0: nothing */
+    int64_t first_output, num_outputs;
+} lora_part;
+
+/* What all adapters add to a weight. num_inputs is a multiple of LANES. */
+typedef struct {
+    int64_t num_inputs, num_outputs, num_parts;
+    const lora_part *parts; /* [num_places, num_parts] */
+} lora_weight;
+
+/* Rows of a step that follow each other and have the adapter in `place`. */
+typedef struct {
+    int64_t first_row, num_rows, place;
+    int64_t first_hidden; /* how many rows the runs before it have */
+} lora_run;
+
+/* The rows of one step that have adapters. */
+typedef struct {
+    const lora_run *runs; /* [num_runs] */
+    int64_t num_runs, num_rows, max_rank;
+    float *hidden; /* [num_rows, num_parts of the weight that has most, max_rank] for intermediate results */
+} lora_step;
+
+/* Add what the adapters of a step's rows give for x [num_rows, num_inputs] to output [num_rows, num_outputs]. */
+void add_lora(const lora_weight *weight, const lora_step *step, const scalar *x, scalar *output);
+
 /* -- a whole decoder (decoder.c) ---------------------------------------------------------------------------------- */
 
 /* Weights with the same input, whose outputs are side by side. `data` and `strip_bytes` are not used: the parts prefetch
@@ -155,13 +187,14 @@ typedef struct {
     const prepared_weight *qkv, *output, *gate_up, *down;
     const scalar *attention_norm, *mlp_norm, *query_norm, *key_norm; /* the last two are NULL in models without them */
     float attention_epsilon, mlp_epsilon, head_epsilon;
+    const lora_weight *qkv_lora, *output_lora, *gate_up_lora, *down_lora; /* NULL: no adapter has a place */
 } decoder_layer;
 
-/* Run num_layers layers on x [num_tokens, hidden_size], in place. cosines and sines: [num_tokens, head_dim]. workspace
-   holds num_tokens times the scalars that the five intermediate results of the largest layer take, and
+/* Run num_layers layers on x [num_tokens, hidden_size], in place. cosines and sines: [num_tokens, head_dim]. adapters
+   is NULL if no row has one; if some row has one, every layer has the four lora_weights. workspace holds num_tokens times the scalars that the five intermediate results of the largest layer take, and
    gemm_workspace what the weights' multiplications need. */
 void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_t num_layers,
-                   const attention_metadata *metadata, const scalar *cosines, const scalar *sines, scalar *x,
-                   scalar *workspace, void *gemm_workspace);
+                   const attention_metadata *metadata, const lora_step *adapters, const scalar *cosines,
+                   const scalar *sines, scalar *x, scalar *workspace, void *gemm_workspace);
 
 #endif

@@ -19,8 +19,11 @@ from workers.csrc.bindings import CDecoderLayer, CLayerPages
 from workers.layers.cpu_weight import CpuWeight, SideBySideCpuWeight
 from workers.layers.layer_tap import LayerTap
 from workers.layers.linear import SideBySideWeight, Weight
+from workers.layers.lora_weight import LoraWeight
+from workers.lora.lora_pool import LoraStep
 
 Norm = tuple[Tensor, float]  # weight [size], epsilon
+LORA_FIELDS = ("qkv", "output", "gate_up", "down")  # of CDecoderLayer, in the order of LayerParts.weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ def make_cpu_decoder(layers: list[LayerParts]) -> CpuDecoder | None:
 
 def _in_one_call(weight: Weight) -> CpuWeight | None:
     """Return a weight as C multiplies it between others; None if it cannot."""
+    if isinstance(weight, LoraWeight):
+        return _in_one_call(weight.base) if weight.linear.is_in_c else None
     if isinstance(weight, SideBySideWeight):
         parts = [part for part in weight.parts if isinstance(part, CpuWeight)]
         return SideBySideCpuWeight(parts) if len(parts) == len(weight.parts) else None
@@ -80,12 +85,20 @@ class CpuDecoder:
         self._workspace_per_token = max(map(_workspace_per_token, weights))
         self._gemm_workspace_bytes = max(weight.workspace_bytes for weight in in_order)  # for each token
 
-    def can_decode(self, num_tokens: int, paged: PagedStep) -> bool:
+    def can_decode(self, num_tokens: int, paged: PagedStep, adapters: LoraStep | None = None) -> bool:
         """Return whether a step of so many tokens can take this path."""
-        return 0 < num_tokens <= self._max_tokens and isinstance(paged.backend, CpuAttention)
+        is_in_c = adapters is None or not adapters.long_runs
+        return 0 < num_tokens <= self._max_tokens and isinstance(paged.backend, CpuAttention) and is_in_c
 
-    def decode(self, x: Tensor, rotation: Rotation, paged: PagedStep, tap: LayerTap | None = None) -> None:
-        """Run all layers on x [num_tokens, hidden_size], in place.
+    def decode(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        paged: PagedStep,
+        tap: LayerTap | None = None,
+        adapters: LoraStep | None = None,
+    ) -> None:
+        """Run all layers on x [num_tokens, hidden_size], in place. `adapters` says which rows have which.
 
         A tap divides the layers into several calls, between which it keeps a copy of x.
         """
@@ -107,6 +120,7 @@ class CpuDecoder:
                 ctypes.byref(pages, first * ctypes.sizeof(CLayerPages)),
                 stop - first,
                 ctypes.byref(paged.prepared),
+                None if adapters is None or adapters.struct is None else adapters.address,
                 cosines.data_ptr(),
                 sines.data_ptr(),
                 x.data_ptr(),
@@ -133,7 +147,12 @@ def _make_struct(layer: LayerParts, weights: CpuWeights) -> CDecoderLayer:
         attention_epsilon=attention_epsilon,
         mlp_epsilon=mlp_epsilon,
         head_epsilon=0.0 if norms is None else norms.epsilon,
+        **{f"{field}_lora": _lora_address(weight) for field, weight in zip(LORA_FIELDS, layer.weights, strict=True)},
     )
+
+
+def _lora_address(weight: Weight) -> int | None:
+    return weight.linear.address if isinstance(weight, LoraWeight) else None
 
 
 def _workspace_per_token(weights: CpuWeights) -> int:

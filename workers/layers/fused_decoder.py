@@ -11,6 +11,7 @@ worker's self-check compares the fused layers with the output of transformers' o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -23,7 +24,9 @@ from workers.csrc.build import LANES
 from workers.layers.cpu_decoder import CpuDecoder, LayerParts, Norm
 from workers.layers.layer_tap import LayerTap
 from workers.layers.linear import LinearMethod, RowParallelWeight, Weight, is_plain, prepare
+from workers.layers.lora_weight import LoraWeight
 from workers.layers.quantized_linear import QuantizedLinear
+from workers.lora.lora_pool import LoraPool
 from workers.parallel.pipeline_stage import PassOn, PipelineStage
 from workers.parallel.rank_group import RankGroup
 from workers.parallel.ranks import Ranks
@@ -48,24 +51,43 @@ class FusedLayer:
     """y = x + attention(norm(x)), then y + mlp(norm(y)); with SwiGLU and rotary position embeddings."""
 
     def __init__(
-        self, layer: Any, params: AttentionParams, ops: LayerOps, method: LinearMethod, group: RankGroup | None
+        self,
+        layer: Any,
+        params: AttentionParams,
+        ops: LayerOps,
+        method: LinearMethod,
+        group: RankGroup | None,
+        lora: LoraPool | None = None,
     ) -> None:
-        """Take the weights of transformers' `layer`, which attends with `params`; `group` holds its other parts."""
-        attention, mlp = layer.self_attn, layer.mlp
+        """Take the weights of transformers' `layer`, which attends with `params`; `group` holds its other parts.
+
+        With `lora`, adapters may change them.
+        """
+        attention = layer.self_attn
         head_norms = None
         if hasattr(attention, "q_norm"):
             (query_weight, epsilon), (key_weight, _) = _norm_of(attention.q_norm), _norm_of(attention.k_norm)
             head_norms = HeadNorms(query_weight, key_weight, epsilon)
         self._ops, self._layer = ops, attention.layer_idx
+
+        def weight_of(module: str, *names: str) -> Weight:
+            linears = [layer.get_submodule(f"{module}.{name}") for name in names]
+            prepared = prepare(method, *linears)
+            if lora is None:
+                return prepared
+            full_names = [f"model.layers.{self._layer}.{module}.{name}" for name in names]
+            sizes = [linear.out_features for linear in linears]
+            return LoraWeight(prepared, lora.make_linear(full_names, linears[0].in_features, sizes))
+
         self.parts = LayerParts(
             attention_norm=_norm_of(layer.input_layernorm),
-            qkv=prepare(method, attention.q_proj, attention.k_proj, attention.v_proj),
+            qkv=weight_of("self_attn", "q_proj", "k_proj", "v_proj"),
             head_norms=head_norms,
             attention=params,
-            output=_row_parallel(prepare(method, attention.o_proj), group),
+            output=_row_parallel(weight_of("self_attn", "o_proj"), group),
             mlp_norm=_norm_of(layer.post_attention_layernorm),
-            gate_up=prepare(method, mlp.gate_proj, mlp.up_proj),
-            down=_row_parallel(prepare(method, mlp.down_proj), group),
+            gate_up=weight_of("mlp", "gate_proj", "up_proj"),
+            down=_row_parallel(weight_of("mlp", "down_proj"), group),
         )
 
     def attend(self, x: Tensor, rotation: Rotation, paged: PagedStep) -> Tensor:
@@ -98,22 +120,23 @@ class FusedDecoder(nn.Module):
         make_cpu_decoder: MakeCpuDecoder | None = None,
         group: RankGroup | None = None,
         stage: PipelineStage | None = None,
+        lora: LoraPool | None = None,
     ) -> None:
         """Take the weights of transformers' `decoder`, one layer after the other.
 
         `params` has one entry for each layer. `make_cpu_decoder` makes what runs steps of few tokens in one call; None
         on GPUs. `group` is given where this process holds a part of each layer, and `stage` where it has a part of the
-        layers.
+        layers. With `lora`, adapters may change them.
         """
         super().__init__()
         self.tap: LayerTap | None = None
         self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
         self._ops = ops
         self._last_norm = _norm_of(decoder.norm) if stage is None or stage.is_last else None
-        self._layers, self._stage = [], stage
+        self._layers, self._stage, self._lora = [], stage, lora
         first = 0 if stage is None else stage.layers_of(len(decoder.layers)).start
         for index, layer_params in enumerate(params, start=first):
-            self._layers.append(FusedLayer(decoder.layers[index], layer_params, ops, method, group))
+            self._layers.append(FusedLayer(decoder.layers[index], layer_params, ops, method, group, lora))
             decoder.layers[index] = nn.Identity()  # frees the layer, so that memory holds at most one layer twice
         self._cpu_decoder = make_cpu_decoder([layer.parts for layer in self._layers]) if make_cpu_decoder else None
 
@@ -135,8 +158,9 @@ class FusedDecoder(nn.Module):
             x = self._stage.receive(x)
         # With few tokens, to leave some out of the last layer saves nothing, so logits_indices does not matter here.
         tap = self.tap
-        if self._cpu_decoder is not None and self._cpu_decoder.can_decode(len(x), paged):
-            self._cpu_decoder.decode(x, rotation, paged, tap)
+        adapters = None if self._lora is None else self._lora.step
+        if self._cpu_decoder is not None and self._cpu_decoder.can_decode(len(x), paged, adapters):
+            self._cpu_decoder.decode(x, rotation, paged, tap, adapters)
             return self._output(x)
         is_last_stage = self._stage is None or self._stage.is_last
         *layers, last = self._layers
@@ -154,8 +178,10 @@ class FusedDecoder(nn.Module):
             if tap is not None:
                 tap.keep(len(self._layers), x)
             return self._output(x)
+        assert indices is not None
         hidden_states = torch.zeros_like(x)
-        hidden_states[indices] = last.finish(attended[indices], x[indices])
+        with contextlib.nullcontext() if self._lora is None else self._lora.selecting(indices):
+            hidden_states[indices] = last.finish(attended[indices], x[indices])
         return self._output(hidden_states)
 
     def _output(self, x: Tensor) -> Tensor:
@@ -192,6 +218,7 @@ def fuse_layers(
     method: LinearMethod,
     make_cpu_decoder: MakeCpuDecoder | None = None,
     ranks: Ranks | None = None,
+    lora: LoraPool | None = None,
 ) -> nn.Module | None:
     """Replace the model's decoder and return the new one; None, and no change, if some layer cannot be fused."""
     layers = getattr(decoder, "layers", None)
@@ -203,6 +230,6 @@ def fuse_layers(
         can_fuse_all = group.total(int(can_fuse_all)) == group.size
     if not can_fuse_all:
         return None
-    fused = FusedDecoder(decoder, params, ops, method, make_cpu_decoder, group, stage)
+    fused = FusedDecoder(decoder, params, ops, method, make_cpu_decoder, group, stage, lora)
     model.model = fused
     return fused

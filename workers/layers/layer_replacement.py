@@ -15,9 +15,11 @@ from workers.layers.cpu_decoder import make_cpu_decoder
 from workers.layers.cpu_ops import CpuOps
 from workers.layers.fused_decoder import fuse_layers
 from workers.layers.linear import LinearMethod, Weight, can_pack, pack_for_cpu, pack_linears
+from workers.layers.lora_weight import add_hooks
 from workers.layers.quantized_gemm import QuantizedGemm
 from workers.layers.quantized_linear import QuantizedLinear
 from workers.layers.skinny_gemm import SkinnyGemm
+from workers.lora.lora_pool import LoraPool
 from workers.parallel.ranks import Ranks
 from workers.quantization.quantized_tensor import QuantizedTensor
 
@@ -29,14 +31,17 @@ def replace_layers(
     decoder: nn.Module,
     params: list[AttentionParams],
     ranks: Ranks | None = None,
+    lora: LoraPool | None = None,
 ) -> nn.Module:
     """Replace the layers of `model` in place, and return its decoder, which may be a new module.
 
     `params` says how each layer attends. `ranks` is given where other processes hold other parts of the model.
-    Layers for which there is no faster equivalent stay as they are.
+    Layers for which there is no faster equivalent stay as they are. With `lora`, adapters may change the linear layers.
     """
     replace = {"cpu": _replace_on_cpu, "cuda": _replace_on_gpu}.get(model.device.type)
-    fused = None if replace is None else replace(model, decoder, params, ranks)
+    fused = None if replace is None else replace(model, decoder, params, ranks, lora)
+    if lora is not None:
+        add_hooks(model, lora)
     log.info("%d layers: %s", len(params), "fused" if fused else "transformers' own")
     return fused or decoder
 
@@ -46,6 +51,7 @@ def _replace_on_cpu(
     decoder: nn.Module,
     params: list[AttentionParams],
     ranks: Ranks | None,
+    lora: LoraPool | None,
 ) -> nn.Module | None:
     if not can_pack(model.dtype):
         return None
@@ -56,7 +62,7 @@ def _replace_on_cpu(
     method = make_cpu_method(library)
     # One call for all layers has no place for what the ranks exchange between them.
     make_decoder = make_cpu_decoder if ranks is None or ranks.group is None else None
-    fused = fuse_layers(model, decoder, params, CpuOps(library), method, make_decoder, ranks)
+    fused = fuse_layers(model, decoder, params, CpuOps(library), method, make_decoder, ranks, lora)
     pack_linears(model, method)
     return fused
 
@@ -85,13 +91,14 @@ def _replace_on_gpu(
     decoder: nn.Module,
     params: list[AttentionParams],
     ranks: Ranks | None,
+    lora: LoraPool | None,
 ) -> nn.Module | None:
     try:
         from workers.layers.triton_ops import TritonOps  # not at the top: only torch for CUDA brings Triton
         from workers.layers.triton_quantized import make_weight
     except ImportError:
         return None
-    fused = fuse_layers(model, decoder, params, TritonOps(), make_weight, ranks=ranks)
+    fused = fuse_layers(model, decoder, params, TritonOps(), make_weight, ranks=ranks, lora=lora)
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):  # dense ones are as fast as they are
         pack_linears(model, make_weight)
     return fused

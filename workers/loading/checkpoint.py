@@ -73,7 +73,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def find_weights(path: Path) -> list[Path]:
     """Return the files that hold the model's weights. Raises ConfigError for any other format than safetensors."""
     if (path / "adapter_config.json").exists():
-        raise ConfigError(f"{path} holds an adapter (adapter_config.json); merge it into its model first")
+        raise ConfigError(f"{path} holds an adapter (adapter_config.json); serve its model, with --lora NAME={path}")
     if (path / WEIGHTS).is_file():
         return [path / WEIGHTS]
     if not (path / INDEX).is_file():

@@ -37,6 +37,7 @@ from workers.loading.quantized_weights import (
 )
 from workers.loading.refusals import forward_errors_named, loading_errors_named, refusal
 from workers.loading.weights import make_weights, move, read_weights, take_out_of_files
+from workers.lora.lora_pool import LoraPool
 from workers.parallel.collectives import add_collectives, with_collectives
 from workers.parallel.local_parameters import partial_class, use_local_parameters
 from workers.parallel.ranks import Ranks
@@ -81,6 +82,7 @@ class LoadedModel:
     sample: Sample  # for the self-check
     weights: WeightsLoaded
     ranks: Ranks | None = None  # those that hold the other parts of the model
+    lora: LoraPool | None = None  # the adapters in memory, if any may be
     rounds_activations: bool = False  # weights are multiplied by int8
 
 
@@ -122,12 +124,15 @@ class ModelManager:
         quantization_group_size: int | None = None,
         report_stage: Callable[[str], None] = lambda _: None,
         ranks: Ranks | None = None,
+        max_loras: int = 0,
+        max_lora_rank: int = 0,
     ) -> LoadedModel:
         """Load the model in `path`; with the format `dummy` its weights are random, and no file of weights is read.
 
         `quantization` names a format of workers/quantization/at_load.py that unquantized weights are rounded to.
         `report_stage` is called with the name of each stage. With `ranks`, only this rank's part is read; all of them
-        must call this with the same arguments. Raises ConfigError, by name, for what cannot be served.
+        must call this with the same arguments. `max_loras` adapters of rank `max_lora_rank` have a place. Raises
+        ConfigError, by name, for what cannot be served.
         """
         started_s, progress = time.monotonic(), Progress(report_stage)
         weight_format = _weight_format(path, load_format, quantization, quantization_group_size)
@@ -180,14 +185,15 @@ class ModelManager:
         rounds = rounds_activations(model)
         # Fused layers keep norms and biases as they are.
         take_out_of_files(parameter for parameter in model.parameters() if parameter.ndim == 1)
+        lora = LoraPool(max_loras, max_lora_rank, model_dtype, self.device) if max_loras else None
         with progress.over("laying out the weights", params, trim_heap) as counted:
-            decoder = replace_layers(model, recorded.decoder, counted, ranks)
+            decoder = replace_layers(model, recorded.decoder, counted, ranks, lora)
         take_out_of_files(model.parameters())
         if group is not None and plan is not None:
             add_collectives(model, plan, group)
         weights = WeightsLoaded(num_bytes, time.monotonic() - started_s)
         return LoadedModel(
-            model, decoder, shapes, params, info, self.device, model_dtype, sample, weights, ranks, rounds
+            model, decoder, shapes, params, info, self.device, model_dtype, sample, weights, ranks, lora, rounds
         )
 
     def _make_random(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from servekit.protocol.lora import AdapterLoaded, LoraAdapter
 from servekit.protocol.messages import StepPlan, StepResult
 
 Answer = TypeVar("Answer")
@@ -34,6 +35,9 @@ class Runner(Protocol):
     @property
     def runs_ahead(self) -> bool:
         """Whether a step may be launched before the one before it is complete: the device has a queue of its own."""
+
+    def load_adapter(self, adapter: LoraAdapter) -> AdapterLoaded:
+        """Read a LoRA adapter and check that it fits. What is wrong with it is the answer's refusal."""
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """Compute the step's chunks, and choose a token for each chunk that samples.

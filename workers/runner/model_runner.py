@@ -8,6 +8,7 @@ are cut to spans afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from servekit.errors import ConfigError
+from servekit.protocol.lora import AdapterLoaded, LoraAdapter
 from servekit.protocol.messages import (
     LoadModel,
     ScheduledChunk,
@@ -41,6 +43,7 @@ from workers.layers.layer_tap import LayerTap
 from workers.loading.decoder_output import LastHiddenStates, computed_once, tap_layers
 from workers.loading.kv_scales import with_checkpoint_scales
 from workers.loading.model_manager import LoadedModel, ModelManager
+from workers.lora.lora_pool import NO_ADAPTER
 from workers.parallel.ranks import Ranks
 from workers.runner.cuda_graphs import Capture, CudaCapture, DecodeGraphs
 from workers.runner.interface import OutOfMemory, Pending
@@ -194,6 +197,7 @@ class ModelRunner:
         ):
             self.table = SlotTable(num_slots, max_length, max_blocks, block_size, device)
         self._graphs: DecodeGraphs | None = None
+        self._lora_graphs: DecodeGraphs | None = None  # of decodes with adapters
         self._finished_s = 0.0  # when the last step was seen to be complete
         # transformers takes a mask of four dimensions as it is. Without one it would look at the positions.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
@@ -244,9 +248,9 @@ class ModelRunner:
         """Compute the step's chunks, and choose a token for each chunk that samples.
 
         Where memory does not hold the step at once, it is computed in parts. Raises OutOfMemory if that does not help.
-        Nothing in here waits for the device, with four exceptions: rows with a grammar wait for the step before this
+        Nothing in here waits for the device, with these exceptions: rows with a grammar wait for the step before this
         one, and for this one's forward pass if their masks are late; drafts wait for the steps before this one; parts
-        wait for each other; and capturing a graph waits.
+        wait for each other; capturing a graph waits; and so does reading an adapter.
         """
         launched_s = time.monotonic()
         plan, batch = self._prepare(plan)
@@ -292,7 +296,44 @@ class ModelRunner:
             self._stage.receive_tokens(self.table.token_ids)
         if self._speculator is not None:
             plan = self._speculator.resolve(plan)
-        return plan, make_batch(plan, self.table)
+        return plan, self._make_batch(plan)
+
+    def _make_batch(self, plan: StepPlan) -> Batch:
+        """Lay the step out flat, and bring the adapters that it needs into memory."""
+        batch, pool = make_batch(plan, self.table), self.loaded.lora
+        if pool is None:
+            return batch
+        adapters = [self.table.slot_assignments[slot].adapter for slot in batch.slots.tolist()]
+        needed = {adapter for adapter in adapters if adapter is not None}
+        if not needed:
+            return batch
+        places: dict[LoraAdapter | None, int] = {None: NO_ADAPTER}
+        failures: dict[LoraAdapter | None, str] = {}
+        for adapter in needed:
+            try:
+                places[adapter] = pool.place_of(adapter, needed)
+            except ConfigError as error:
+                log.error("adapter %s: %s", adapter.path, error.message)
+                places[adapter], failures[adapter] = NO_ADAPTER, "the adapter cannot be read any more; load it again"
+        of_chunks = np.array([places[adapter] for adapter in adapters])
+        batch.adapter_places = of_chunks.repeat(batch.attention.num_queries)
+        batch.adapter_failures = {
+            slot: failures[adapter]
+            for slot, adapter in zip(batch.slots.tolist(), adapters, strict=True)
+            if adapter in failures
+        }
+        return batch
+
+    @torch.inference_mode()
+    def load_adapter(self, adapter: LoraAdapter) -> AdapterLoaded:
+        """Read an adapter and check that it fits. What is wrong with it is the answer's refusal."""
+        if self.loaded.lora is None:
+            return AdapterLoaded("the server has no place for adapters; start it with --max-loras")
+        try:
+            fingerprint, rank = self.loaded.lora.load(adapter)
+        except ConfigError as error:
+            return AdapterLoaded(error.message)
+        return AdapterLoaded("", fingerprint, rank)
 
     def _execute_within_memory(self, plan: StepPlan, batch: Batch) -> StepOutputs | MergedOutputs:
         """Execute the step at once; if memory does not hold it, in parts of half as many tokens, and so on."""
@@ -323,7 +364,7 @@ class ModelRunner:
     def _execute_in_parts(self, plan: StepPlan, max_tokens: int) -> MergedOutputs:
         results = []
         for part in split_plan(plan, max_tokens):
-            outputs = self._execute(part.plan, make_batch(part.plan, self.table))
+            outputs = self._execute(part.plan, self._make_batch(part.plan))
             DeviceEvent(self.loaded.device).wait()  # so that memory holds one part's tensors at a time
             results.append((outputs.read(), part.chunk_indices))
         return MergedOutputs(merge_results(results))
@@ -365,7 +406,13 @@ class ModelRunner:
         if self._stage is not None:
             self._stage.return_tokens(token_ids)
         logprobs = sampled_logprobs(raw_logits, token_ids, rows)
-        return SampledTokens(to_host(token_ids), logprobs, constrained.failures, constrained.deferred)
+        failures, deferred = constrained.failures, constrained.deferred
+        if batch.adapter_failures:
+            of_adapters = {i: batch.adapter_failures.get(row.slot) for i, row in enumerate(rows)}
+            merged = {**dict(failures), **{i: failure for i, failure in of_adapters.items() if failure is not None}}
+            failures = tuple(sorted(merged.items()))
+            deferred = tuple(i for i in deferred if i not in merged)
+        return SampledTokens(to_host(token_ids), logprobs, failures, deferred)
 
     def _taken_hidden_states(self, batch: Batch) -> Tensor | None:
         """Return the hidden states of the newest forward pass that the drafter reads."""
@@ -377,10 +424,9 @@ class ModelRunner:
 
     def _compute(self, batch: Batch) -> tuple[Tensor, PendingPromptLogprobs | None]:
         """Return logits [num_sampled, vocab_size] in float32, and the logprobs of prompts that are asked for."""
-        if self._graphs is not None:
-            logits = self._graphs.run(batch)
-            if logits is not None:
-                return logits, None
+        logits = self._replay(batch)
+        if logits is not None:
+            return logits, None
         if not batch.prompt_logprobs:
             return self._forward(batch, batch.logits_indices), None
         vocab_size = self.loaded.info.vocab_size
@@ -391,6 +437,19 @@ class ModelRunner:
             )
         return logits, of_prompts
 
+    def _replay(self, batch: Batch) -> Tensor | None:
+        """Return the logits of a step that a graph computes, as DecodeGraphs.run does; None for any other step."""
+        places = batch.adapter_places
+        if self._graphs is None or places is None:
+            return None if self._graphs is None else self._graphs.run(batch)
+        if self._lora_graphs is None or len(places) > len(batch.attention.num_keys):
+            return None
+        if len(places) <= len(self._graph_places):
+            self._graph_places.fill_(NO_ADAPTER)
+            (on_device,) = to_device([places], self.loaded.device)
+            self._graph_places[: len(places)].copy_(on_device)
+        return self._lora_graphs.run(batch)
+
     def _forward(self, batch: Batch, token_indices: Tensor) -> Tensor:
         """Return logits [num_indices, vocab_size] in float32 for those indices of the step's flat tokens."""
         # The next stage needs the hidden states of all tokens, as some drafters do.
@@ -399,11 +458,21 @@ class ModelRunner:
         is_observed = observed is not None and observed.of_all_tokens and not observed.layers
         wanted = None if batch.prompt_logprobs or is_observed or not is_last_stage else token_indices
         paged = PagedStep(self.attention, self.cache, batch.attention, wanted)
-        return self._logits(batch.input_ids[None], batch.position_ids[None], paged, token_indices).float()
+        with contextlib.ExitStack() as stack:
+            if self.loaded.lora is not None:
+                stack.enter_context(self.loaded.lora.serving(batch.adapter_places))
+            return self._logits(batch.input_ids[None], batch.position_ids[None], paged, token_indices).float()
 
     def _forward_decodes(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionMetadata) -> Tensor:
         """Return logits [num_tokens, vocab_size], in the model's own dtype, of a step of chunks of one token each."""
         return self._logits(input_ids, position_ids, PagedStep(self.attention, self.cache, attention), 0)
+
+    def _forward_adapted_decodes(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionMetadata) -> Tensor:
+        """Like `_forward_decodes`, with the adapters in the places that `_graph_places` holds."""
+        pool = self.loaded.lora
+        assert pool is not None
+        with pool.masked(pool.mask(self._graph_places[: input_ids.numel()])):
+            return self._forward_decodes(input_ids, position_ids, attention)
 
     def _logits(self, input_ids: Tensor, position_ids: Tensor, paged: PagedStep, keep: Tensor | int) -> Tensor:
         """Call the model. `keep` selects tokens as transformers' `logits_to_keep` does: indices, or 0 for all."""
@@ -428,6 +497,11 @@ class ModelRunner:
         graphs = DecodeGraphs(self._forward_decodes, *sizes, self.loaded.device, capture)
         graphs.capture_largest()
         self._graphs = graphs
+        if self.loaded.lora is not None:  # a second set: steps without adapters do not pay for them
+            self._graph_places = torch.full((max_rows,), NO_ADAPTER, device=self.loaded.device)
+            adapted = DecodeGraphs(self._forward_adapted_decodes, *sizes, self.loaded.device, capture)
+            adapted.capture_largest()
+            self._lora_graphs = adapted
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -588,6 +662,8 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
         quantization_group_size=settings.quantization_group_size,
         report_stage=report_stage,
         ranks=ranks,
+        max_loras=settings.max_loras,
+        max_lora_rank=settings.max_lora_rank,
     )
     drafter = load_drafter(loaded, settings, report_stage)
     report_stage("allocating the KV cache")

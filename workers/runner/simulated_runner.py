@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from msgspec.structs import replace
 
+from servekit.protocol.lora import AdapterLoaded, LoraAdapter
 from servekit.protocol.messages import LoadModel, ModelInfo, StepPlan, StepResult, WorkerReady
 from servekit.simulation.model import DEFAULT_MAX_MODEL_LEN, SimulatedModel, parse_simulated
 from servekit.simulation.worker import NO_DRAFTS, VOCAB_SIZE, SimulatedWorker
@@ -34,6 +36,10 @@ class SimulatedRunner:
             time.sleep(remaining_s)
         result = replace(result, step_time_s=time.monotonic() - started)
         return done(result)
+
+    def load_adapter(self, adapter: LoraAdapter) -> AdapterLoaded:
+        """Take any directory for an adapter: it changes nothing."""
+        return AdapterLoaded("" if Path(adapter.path).is_dir() else f"{adapter.path!r} is no directory")
 
     def _drafts(self, plan: StepPlan) -> dict[int, tuple[int, int]]:
         """How many drafts are made for each slot, and how many of them are right."""

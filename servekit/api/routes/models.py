@@ -12,13 +12,13 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servekit.api.auth.keys import Key
 from servekit.api.endpoint import Endpoint, models_of
+from servekit.api.operators import check_admin
 from servekit.api.request_body import read_body
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.responses.http import respond
 from servekit.api.schemas.json_body import decode
-from servekit.errors import Forbidden, InvalidRequest
+from servekit.errors import InvalidRequest
 
 
 class ModelStatus(Struct):
@@ -43,39 +43,30 @@ class Aliases(Struct):
 
 async def load_model(request: Request) -> Response:
     """Load a model, and answer when it is loaded. It may have to wait until others have made room."""
-    _check_admin(request)
+    check_admin(request)
     model = await unless_disconnected(request, models_of(request).load_model(request.path_params["model"]))
     return respond(ModelStatus(model.name, model.state))
 
 
 async def unload_model(request: Request) -> Response:
     """Unload a model as soon as no request uses it. The next request that names it loads it again."""
-    _check_admin(request)
+    check_admin(request)
     model = models_of(request).unload_model(request.path_params["model"])
     return respond(ModelStatus(model.name, model.state))
 
 
 async def list_aliases(request: Request) -> Response:
     """List the aliases that divide requests, and the weight of each model."""
-    _check_admin(request)
+    check_admin(request)
     return respond(Aliases(models_of(request).divided()))
 
 
 async def divide_alias(request: Request) -> Response:
     """Let an alias divide requests among models by weight, from the next request on, until the file is read again."""
-    _check_admin(request)
+    check_admin(request)
     wanted = decode(bytes(await read_body(request)), DivideAlias)
     models_of(request).divide(request.path_params["alias"], wanted.models, wanted.sticky)
     return respond(Aliases(models_of(request).divided()))
-
-
-def _check_admin(request: Request) -> None:
-    """Raise Forbidden for a key that is not an operator's."""
-    key: Key | None = request.scope["state"].get("api_key")
-    if key is not None and not key.is_admin:
-        raise Forbidden(
-            "this API key may not manage models; use one whose entry in the file of --api-keys-file has admin = true"
-        )
 
 
 ENDPOINTS: list[Endpoint] = [

@@ -32,7 +32,7 @@ async def generate(request: Request, wanted: GenerateRequest) -> Response:
     if wanted.stream:
         return await _stream(request, wanted)
     generation = wanted.to_generation_request()
-    engine = await engine_for(request, wanted.model)
+    engine = await engine_for(request, wanted.model, adapter=("adapter_id", wanted.adapter_id))
     state = await submit(request, generation)
     builder = NativeResponseBuilder(state, engine.tokenizer, is_batch=not wanted.gives_one_text)
     return await answer(request, state, builder, stream=False)
@@ -64,7 +64,7 @@ async def basic_generate(request: Request) -> Response:
                 f"POST /basic_generate returns text only and does not support {param}; use POST /generate", param=param
             )
     generation = wanted.to_generation_request()
-    engine = await engine_for(request, wanted.model)
+    engine = await engine_for(request, wanted.model, adapter=("adapter_id", wanted.adapter_id))
     state = await submit(request, generation)
     return await answer(request, state, BasicResponseBuilder(state, engine.tokenizer), stream=False)
 
@@ -93,7 +93,7 @@ async def _stream(request: Request, wanted: GenerateRequest, numbers_events: boo
             "use POST /generate without stream",
             param="best_of",
         )
-    engine = await engine_for(request, wanted.model)
+    engine = await engine_for(request, wanted.model, adapter=("adapter_id", wanted.adapter_id))
     state = await submit(request, generation)
     builder = NativeResponseBuilder(state, engine.tokenizer, numbers_events=numbers_events)
     return await answer(request, state, builder, stream=True)

@@ -25,6 +25,7 @@ from servekit.api.schemas.openai import (
     Model,
     ModelList,
 )
+from servekit.engine.adapted_model import AdaptedModel, adapted_models
 from servekit.engine.interface import ServedModel
 
 
@@ -55,7 +56,7 @@ async def chat_completions(request: Request) -> Response:
 async def models(request: Request) -> Response:
     """List the models that the caller may use."""
     served = models_of(request).served(caller_of(request))
-    return respond(ModelList([_describe(request, each) for each in served]))
+    return respond(ModelList([_describe(request, each) for each in (*served, *adapted_models(served))]))
 
 
 async def model(request: Request) -> Response:
@@ -70,7 +71,8 @@ def _describe(request: Request, served: ServedModel) -> Model:
         served.name,
         request.app.state.created_s,
         served.max_prompt_tokens,
-        root=served.config.model,
+        root=served.path if isinstance(served, AdaptedModel) else served.config.model,
+        parent=served.parent.name if isinstance(served, AdaptedModel) else None,
         kind=served.kind,
         state=served.state if models_of(request).has_choice else UNSET,
     )

@@ -40,7 +40,8 @@ async def generate(request: Request, wanted: TgiRequest, stream: bool = False, i
             "leave out stream",
             param="parameters.best_of",
         )
-    engine = await engine_for(request, wanted.model if models_of(request).has_choice else None)
+    name = wanted.model if models_of(request).has_choice else None
+    engine = await engine_for(request, name, adapter=("parameters.adapter_id", wanted.given_parameters.adapter_id))
     if stream and engine.takes_messages and not wanted.given_parameters.top_n_tokens:
         generation = replace(generation, logprobs=None)  # these events can do without, and a remote model has none
     state = await submit(request, generation)

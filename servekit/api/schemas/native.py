@@ -100,6 +100,7 @@ class GenerateRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True
     max_new_tokens: Annotated[Count | None, described("another name of max_tokens")] = None
     stream: Annotated[bool | None, described("send the answer as server-sent events")] = None
     model: Annotated[str | None, described("name of the model; default: the server's default model")] = None
+    adapter_id: Annotated[str | None, described("name of a LoRA adapter of the model (docs/lora.md)")] = None
     explain: Annotated[bool | None, described("return where the request's time went (docs/explain.md)")] = None
 
     def to_generation_request(self) -> GenerationRequest:

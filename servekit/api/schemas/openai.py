@@ -796,7 +796,7 @@ class Model(Struct):
     object: str = "model"
     owned_by: str = "servekit"
     root: str | None = None
-    parent: None = None
+    parent: str | None = None  # of a LoRA adapter: the model that it changes
     kind: str = "generate"  # what it does: generate, embed, rerank or classify
     state: str | UnsetType = UNSET  # of a server with several models: cold, waiting, loading, ready, unloading, failed
 

@@ -33,7 +33,7 @@ class TgiParameters(CommonFields, kw_only=True, forbid_unknown_fields=True):
     return_full_text: Annotated[bool | None, described("put the prompt before the answer")] = None
     truncate: Annotated[Count | None, described("keep only this many tokens of the prompt, the last ones")] = None
     grammar: Annotated[GrammarField | None, described("grammar that the answer must match")] = None
-    adapter_id: Annotated[str | None, described("refused: adapters are not supported")] = None
+    adapter_id: Annotated[str | None, described("name of a LoRA adapter of the model (docs/lora.md)")] = None
     watermark: Annotated[bool | None, described("refused if true: watermarks are not supported")] = None
 
 
@@ -60,10 +60,6 @@ class TgiRequest(Struct, kw_only=True, forbid_unknown_fields=True):
         given = self.given_parameters
         if given.watermark:
             raise InvalidRequest("watermark = true is not supported; leave it out", param="parameters.watermark")
-        if given.adapter_id is not None:
-            raise InvalidRequest(
-                "adapter_id is not supported: this server has no adapters; leave it out", param="parameters.adapter_id"
-            )
         return GenerationRequest(
             prompts=[Prompt(self.inputs, "inputs")],
             max_tokens=given.max_new_tokens,

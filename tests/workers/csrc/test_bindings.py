@@ -21,6 +21,10 @@ STRUCTS = {
     "quantized_weight": bindings.CQuantizedWeight,
     "side_by_side_weight": bindings.CSideBySideWeight,
     "decoder_layer": bindings.CDecoderLayer,
+    "lora_part": bindings.CLoraPart,
+    "lora_weight": bindings.CLoraWeight,
+    "lora_run": bindings.CLoraRun,
+    "lora_step": bindings.CLoraStep,
 }
 HEADER = (build.FOLDER / "kernels.h").read_text()
 

@@ -1,0 +1,210 @@
+"""The LoRA adapters of one model: their names, and which of them have requests.
+
+The registry knows any number of adapters. The worker keeps `max_loras` of them in memory, and reads others when a step
+needs them. So as many may have requests at a time; a request for one more waits until another one has none. Those that
+wait go first, in the order in which they came: otherwise requests for busy adapters could keep them waiting for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping
+
+from msgspec.structs import replace
+
+from servekit.config import ServeConfig
+from servekit.errors import ConfigError, InvalidRequest, ModelNotFound, QueueFull
+from servekit.protocol.lora import AdapterLoaded, LoadAdapter, LoraAdapter
+
+log = logging.getLogger("servekit")
+
+NAME = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
+MAX_ADAPTERS = 10_000
+MAX_PATH_CHARACTERS = 4096
+WAIT_TIMEOUT_S = 60.0  # for a place; then the client is told to come again
+RETRY_AFTER_S = 5
+
+Ask = Callable[[LoadAdapter], Awaitable[AdapterLoaded]]  # a worker; raises WorkerError
+
+
+class AdapterUse:
+    """An adapter that one request uses."""
+
+    __slots__ = ("_registry", "adapter")
+
+    def __init__(self, registry: AdapterRegistry, adapter: LoraAdapter) -> None:
+        self._registry: AdapterRegistry | None = registry
+        self.adapter = adapter
+
+    def release(self) -> None:
+        """End the use. Idempotent."""
+        registry, self._registry = self._registry, None
+        if registry is not None:
+            registry.end_use(self.adapter)
+
+
+class AdapterRegistry:
+    """Which adapters there are. Everything runs on the event loop's thread."""
+
+    def __init__(self, config: ServeConfig, ask: Ask) -> None:
+        """Raises ConfigError for settings that do not go together."""
+        self.at_start = adapters_at_start(config)
+        self.may_load = config.enable_lora
+        self._max_loras, self._ask = config.max_loras, ask
+        self._adapters: dict[str, LoraAdapter] = {}
+        self._num_uses: Counter[int] = Counter()  # by number, of those with requests
+        self._waiting: deque[tuple[LoraAdapter, asyncio.Future[AdapterUse]]] = deque()
+        self._next_number = 1
+        self._loading: set[str] = set()
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """The directory of each adapter, by name."""
+        return {name: adapter.path for name, adapter in self._adapters.items()}
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the adapters of the settings. Raises ConfigError or WorkerError."""
+        for name, path in self.at_start.items():
+            await self._load(name, path)
+
+    async def load(self, name: str, path: str) -> None:
+        """Load an adapter at run time. Raises InvalidRequest or WorkerError."""
+        if not self.may_load:
+            raise InvalidRequest(
+                "adapters are not loaded at run time; start the server with --enable-lora", code="not_supported"
+            )
+        if not NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"lora_name = {name[:200]!r}: a name has 1 to 200 letters, digits, '.', '_', ':', '/' and '-'",
+                param="lora_name",
+            )
+        if name in self._adapters or name in self._loading:
+            raise InvalidRequest(
+                f"the adapter {name!r} is loaded already; unload it first, or choose another name", param="lora_name"
+            )
+        if len(self._adapters) + len(self._loading) >= MAX_ADAPTERS:
+            raise InvalidRequest(f"the server has {MAX_ADAPTERS:,} adapters, which is its limit; unload some")
+        if len(path) > MAX_PATH_CHARACTERS or "\0" in path:
+            raise InvalidRequest("lora_path is not a path", param="lora_path")
+        self._loading.add(name)
+        try:
+            await self._load(name, path)
+        except ConfigError as error:
+            raise InvalidRequest(error.message, param="lora_path") from None
+        finally:
+            self._loading.discard(name)
+
+    async def _load(self, name: str, path: str) -> None:
+        adapter = self._make_adapter(path)
+        answer = await self._ask(LoadAdapter(adapter))
+        if answer.refusal:
+            raise ConfigError(answer.refusal)
+        self._adapters[name] = replace(adapter, fingerprint=answer.fingerprint)
+        log.info("loaded the adapter %s of rank %d from %s", name, answer.rank, adapter.path)
+
+    def _make_adapter(self, path: str) -> LoraAdapter:
+        adapter = LoraAdapter(self._next_number, os.path.abspath(path))
+        self._next_number += 1
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter. Requests that use it go on. Raises ModelNotFound."""
+        if self._adapters.pop(name, None) is None:
+            raise ModelNotFound(f"there is no adapter {name[:200]!r} to unload", param="lora_name")
+        log.info("unloaded the adapter %s", name)
+
+    # -- use ----------------------------------------------------------------------------------------------------------
+
+    def begin_use(self, name: str) -> AdapterUse | None:
+        """Use an adapter if it can be used at once. Raises ModelNotFound."""
+        adapter = self._find(name)
+        return None if self._waiting or not self._has_place(adapter) else self._use(adapter)
+
+    async def wait_for_use(self, name: str) -> AdapterUse:
+        """Use an adapter as soon as it has a place. Raises ModelNotFound or QueueFull."""
+        if (use := self.begin_use(name)) is not None:
+            return use
+        place: asyncio.Future[AdapterUse] = asyncio.get_running_loop().create_future()
+        entry = self._find(name), place
+        self._waiting.append(entry)
+        try:
+            async with asyncio.timeout(WAIT_TIMEOUT_S):
+                return await asyncio.shield(place)
+        except BaseException as error:
+            if place.done() and not place.cancelled():
+                place.result().release()
+            else:
+                place.cancel()
+                self._waiting.remove(entry)
+                self._admit()  # those behind it may need no place
+            if not isinstance(error, TimeoutError):
+                raise
+        raise QueueFull(
+            f"{self._max_loras} other adapters have requests, which is the limit (--max-loras), and none of them was "
+            f"done within {WAIT_TIMEOUT_S:g} s. Please try again later.",
+            retry_after_s=RETRY_AFTER_S,
+        )
+
+    def end_use(self, adapter: LoraAdapter) -> None:
+        """Count one request less. `AdapterUse` calls this once."""
+        self._num_uses[adapter.number] -= 1
+        if not self._num_uses[adapter.number]:
+            del self._num_uses[adapter.number]
+        self._admit()
+
+    def _admit(self) -> None:
+        """Let those go on that wait, as far as there are places."""
+        while self._waiting and self._has_place(self._waiting[0][0]):
+            adapter, place = self._waiting.popleft()
+            place.set_result(self._use(adapter))
+
+    def _has_place(self, adapter: LoraAdapter) -> bool:
+        return adapter.number in self._num_uses or len(self._num_uses) < self._max_loras
+
+    def _use(self, adapter: LoraAdapter) -> AdapterUse:
+        self._num_uses[adapter.number] += 1
+        return AdapterUse(self, adapter)
+
+    def _find(self, name: str) -> LoraAdapter:
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            raise ModelNotFound(f"The adapter {name[:200]!r} is not loaded any more.", param="model")
+        return adapter
+
+
+def adapters_at_start(config: ServeConfig) -> dict[str, str]:
+    """Return the directory of each adapter of the settings, by name. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for entry in [] if config.lora is None else config.lora.split(","):
+        name, _, path = entry.partition("=")
+        if not NAME.fullmatch(name) or not path:
+            raise ConfigError(
+                f"lora = {entry[:300]!r} (--lora) is not accepted: it takes NAME=PATH, or several of these separated "
+                "by commas; a name has letters, digits, '.', '_', ':', '/' and '-'"
+            )
+        if name in found or name in (config.model_name, config.model):
+            raise ConfigError(f"lora (--lora): the name {name!r} is given twice; each adapter needs one of its own")
+        found[name] = path
+    return found
+
+
+def check_adapters(config: ServeConfig) -> None:
+    """Raise ConfigError for settings that adapters do not go together with."""
+    reasons = {
+        "--tensor-parallel-size": config.tensor_parallel_size > 1,
+        "--pipeline-parallel-size": config.pipeline_parallel_size > 1,
+        "--listen-workers": config.listen_workers is not None,
+        "--api-processes": config.api_processes > 1,
+    }
+    for flag, is_set in reasons.items():
+        if is_set and config.has_adapters:
+            raise ConfigError(
+                f"LoRA adapters (--lora, --enable-lora) and {flag} do not go together yet; leave one of them out, or "
+                "merge the adapter into its model"
+            )

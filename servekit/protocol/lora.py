@@ -1,0 +1,35 @@
+"""A LoRA adapter, as server and worker name it."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class LoraAdapter(Struct, frozen=True, array_like=True, gc=False):
+    """An adapter of one load: loaded again under its name, it has another number, because its files may have changed.
+
+    The worker reads the files when a step needs them, and may have to read them again later.
+    """
+
+    number: int
+    path: str  # a directory in PEFT's format
+    fingerprint: str = ""  # of the files when they were checked; other files are refused
+
+
+class LoadAdapter(Struct, frozen=True, tag="load_adapter"):
+    """Read an adapter and check that it fits the model; answered by `AdapterLoaded`."""
+
+    adapter: LoraAdapter
+
+
+class AdapterLoaded(Struct, frozen=True, tag="adapter_loaded"):
+    """The answer to LoadAdapter. After a refusal, nothing has changed."""
+
+    refusal: str = ""
+    fingerprint: str = ""
+    rank: int = 0  # the highest of its matrices
+
+
+def salted(tenant: str, adapter: LoraAdapter | None) -> str:
+    """The salt of prefix hashes: sequences with different adapters have different keys and values."""
+    return tenant if adapter is None else f"{tenant}\0{adapter.number}"

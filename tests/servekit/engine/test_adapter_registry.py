@@ -1,0 +1,132 @@
+"""Which adapters there are, and who may use one at the same time as others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from servekit.config import ServeConfig
+from servekit.engine import adapter_registry
+from servekit.engine.adapter_registry import AdapterRegistry, adapters_at_start, check_adapters
+from servekit.errors import ConfigError, InvalidRequest, ModelNotFound, QueueFull
+from servekit.protocol.lora import AdapterLoaded, LoadAdapter
+
+
+async def registry_of(*names: str, **settings: Any) -> AdapterRegistry:
+    """Return a registry of these adapters. A path that contains "bad" is refused."""
+
+    async def ask(request: LoadAdapter) -> AdapterLoaded:
+        await asyncio.sleep(0)
+        return AdapterLoaded("it is bad") if "bad" in request.adapter.path else AdapterLoaded(fingerprint="f", rank=8)
+
+    registry = AdapterRegistry(ServeConfig(**{"enable_lora": True, "max_loras": 2, **settings}), ask)
+    for name in names:
+        await registry.load(name, f"/{name}")
+    return registry
+
+
+@pytest.mark.parametrize("lora", ["a", "a=", "=b", "a=b,", "a b=c", "a=b,a=c", "demo=b"])
+def test_adapters_that_are_not_name_and_path_are_refused(lora: str) -> None:
+    with pytest.raises(ConfigError, match="--lora"):
+        adapters_at_start(ServeConfig(lora=lora))
+
+
+def test_adapters_of_the_settings_have_a_name_and_a_path() -> None:
+    assert adapters_at_start(ServeConfig(lora="a=/x=y,b/c=z")) == {"a": "/x=y", "b/c": "z"}
+    assert adapters_at_start(ServeConfig()) == {}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"api_processes": 2}, {"listen_workers": "x:1"}],
+)
+def test_settings_that_adapters_do_not_go_with_are_refused_by_name(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(ConfigError, match=name.replace("_", "-")):
+        check_adapters(ServeConfig(lora="a=b", **settings))
+    check_adapters(ServeConfig(**settings))
+
+
+async def test_an_adapter_that_is_loaded_again_is_another_one() -> None:
+    registry = await registry_of("a")
+    first = registry.begin_use("a")
+    with pytest.raises(InvalidRequest, match="loaded already"):
+        await registry.load("a", "/a")
+    registry.unload("a")
+    with pytest.raises(ModelNotFound):
+        registry.begin_use("a")
+    with pytest.raises(ModelNotFound):
+        registry.unload("a")
+    await registry.load("a", "/a")
+    second = registry.begin_use("a")
+    assert first is not None and second is not None
+    assert first.adapter.number != second.adapter.number and second.adapter.path == "/a"
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "reason"),
+    [("b c", "/b", "letters"), ("", "/b", "letters"), ("b", "/bad", "it is bad"), ("b", "/\0", "not a path")],
+)
+async def test_an_adapter_that_is_refused_leaves_its_name_free(name: str, path: str, reason: str) -> None:
+    registry = await registry_of("a")
+    with pytest.raises(InvalidRequest, match=reason):
+        await registry.load(name, path)
+    assert list(registry.paths) == ["a"]
+    await registry.load("b", "/b")
+
+
+async def test_two_loads_of_one_name_at_once_give_one_adapter() -> None:
+    registry = await registry_of()
+    outcomes = await asyncio.gather(registry.load("a", "/1"), registry.load("a", "/2"), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [type(None), InvalidRequest]
+    assert registry.paths == {"a": "/1"}
+
+
+async def test_without_enable_lora_nothing_is_loaded_at_run_time() -> None:
+    registry = await registry_of(enable_lora=False, lora="a=/a")
+    with pytest.raises(InvalidRequest, match="--enable-lora"):
+        await registry.load("b", "/b")
+    await registry.start()
+    assert registry.paths == {"a": "/a"}
+
+
+async def test_an_adapter_waits_for_a_place_and_those_behind_it_wait_too() -> None:
+    registry = await registry_of("a", "b", "c")
+    uses = [registry.begin_use(name) for name in ("a", "b", "a")]
+    assert all(uses) and registry.begin_use("c") is None
+    waiting = [asyncio.create_task(registry.wait_for_use(name)) for name in ("c", "a")]
+    await asyncio.sleep(0)
+    assert registry.begin_use("a") is None, "it would overtake those that wait"
+    uses[0].release()
+    uses[0].release()  # does nothing
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting), "the other request of a still has its place"
+    uses[1].release()
+    admitted = await asyncio.gather(*waiting)
+    assert [use.adapter.path for use in admitted] == ["/c", "/a"]
+    for use in (*admitted, uses[2]):
+        use.release()
+    assert registry.begin_use("b") is not None and registry.begin_use("c") is not None
+
+
+async def test_a_request_that_leaves_the_queue_lets_those_behind_it_go_on() -> None:
+    registry = await registry_of("a", "b", "c")
+    uses = [registry.begin_use(name) for name in ("a", "b")]
+    first, second = (asyncio.create_task(registry.wait_for_use(name)) for name in ("c", "a"))
+    await asyncio.sleep(0)
+    first.cancel()
+    use = await second
+    assert use.adapter.path == "/a" and all(uses)
+    use.release()
+
+
+async def test_a_request_that_waits_too_long_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_registry, "WAIT_TIMEOUT_S", 0.01)
+    registry = await registry_of("a", "b", "c")
+    uses = [registry.begin_use(name) for name in ("a", "b")]
+    with pytest.raises(QueueFull, match="--max-loras"):
+        await registry.wait_for_use("c")
+    uses[0].release()
+    assert registry.begin_use("c") is not None
