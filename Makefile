@@ -85,6 +85,9 @@ bench-models: $(DEVELOPMENT)  ## compare models that are loaded on demand with m
 bench-speculation: $(DEVELOPMENT)  ## compare drafters with no speculation, by task and load (25 minutes)
 	$(BIN)/python -m benchmarks.speculation $(ARGS)
 
+bench-lora: $(DEVELOPMENT)  ## compare steps with LoRA adapters with those of the model alone (3 minutes)
+	$(BIN)/python -m benchmarks.lora $(ARGS)
+
 bench-streams: $(DEVELOPMENT)  ## measure memory and tasks of an open stream
 	$(BIN)/python -m benchmarks.open_streams $(ARGS)
 

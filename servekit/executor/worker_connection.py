@@ -211,7 +211,7 @@ class WorkerConnection:
             self.mark_lost(kind(message.message), "out_of_memory" if message.is_out_of_memory else "failed")
         elif isinstance(message, Profiled | AdapterLoaded):
             if not self._requests or not isinstance(message, self._requests[0][0]):
-                raise ValueError(f"a message {type(message).__name__} without a request for it")
+                raise ValueError(f"a {type(message).__name__} message without a request for it")
             _, answer = self._requests.popleft()
             if not answer.done():
                 answer.set_result(message)

@@ -1009,7 +1009,7 @@ def test_client_text_in_errors_is_not_parsed_as_msgspecs(api: str, name: str, va
     ("api", "body"),
     [
         (COMPLETIONS, b'{"prompt": [' + b"9" * 4000 + b"]}"),
-        (PARAMETERS, b'{"inputs": "a", "parameters": {"adapter_id": "' + b"x" * 5000 + b'"}}'),
+        (PARAMETERS, b'{"inputs": "a", "parameters": {"grammar": {"type": "' + b"x" * 5000 + b'"}}}'),
         (CHAT, b'{"messages": [{"role": "a", "content": [{"type": "' + b"x" * 5000 + b'"}]}]}'),
     ],
 )
