@@ -51,7 +51,14 @@ def read_until_all_stream(connections: list[socket.socket], num_events: int) -> 
 def measure(num_streams: int) -> None:
     limits = ("--max-num-seqs", str(num_streams), "--max-connections", str(num_streams + 100))
     limits += ("--num-kv-blocks", str(20 * num_streams))  # every sequence must be able to run, at its maximum length
-    limits += ("--max-num-queued-reqs", str(num_streams), "--max-num-batched-tokens", str(16 * num_streams))
+    limits += (
+        "--max-predicted-wait",
+        "0",
+        "--max-num-queued-reqs",
+        str(num_streams),
+        "--max-num-batched-tokens",
+        str(16 * num_streams),
+    )
     with tempfile.TemporaryDirectory() as folder:
         arguments = ("--model", "sim:step=500ms", "--log-level", "warning", *limits)
         with serving(*arguments, log=Path(folder) / "log") as server, Progress("stages", 4) as progress:

@@ -138,6 +138,7 @@ def serve(case: Case, folder: Path, stack: ExitStack) -> tuple[list[ServerProces
         "num-kv-blocks": 6 * case.max_num_seqs,
         "max-num-queued-reqs": case.num_queries,
         "max-num-queued-tokens": 2**30,
+        "max-predicted-wait": 0,
         "max-connections": round(num_each) + 500,
         "log-level": "warning",
         "step-timeout": 120,
@@ -282,7 +283,7 @@ NUM_DEMO, NUM_DEMO_PROMPTS, NUM_DEMO_TOKENS = 2000, 50, 32
 def play_demo(share: float) -> bool:
     """Send each prompt alone first, then all of them 40 times at once; return whether all answers are equal."""
     number = round(NUM_DEMO * share)
-    flags = ("--max-num-queued-reqs", str(number), "--log-level", "warning")
+    flags = ("--max-num-queued-reqs", str(number), "--max-predicted-wait", "0", "--log-level", "warning")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         server = stack.enter_context(serving(*flags, log=Path(folder) / "log"))
         started_s = time.monotonic()

@@ -248,8 +248,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Meta(
             ge=0.0,
             le=86400.0,
-            description="maximum predicted seconds that a request waits before it starts; the server refuses more with "
-            "503; 0 for no limit",
+            description="maximum predicted seconds that a request waits before it starts, except under priority and "
+            "with speculative decoding; the server refuses more with 503; 0 for no limit",
         ),
     ] = 60.0
     max_client_batch_size: Annotated[

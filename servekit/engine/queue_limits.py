@@ -85,7 +85,7 @@ class QueueLimits(Observer):
         exceed an empty queue, and QueueFull if they exceed the room that is left, or left for this tenant.
         """
         num_answers, budget = request.num_sequences, self.sequences
-        self._check_size(request, num_answers, tenant)
+        self.check_size(request, tenant)
         own = queued.of(tenant).num_sequences
         num_missing = budget.num_missing(tenant, num_answers, own, num_waiting)
         if num_missing:
@@ -141,7 +141,9 @@ class QueueLimits(Observer):
             self.tokens.usage({name: count.num_tokens for name, count in by_tenant.items()}, queued.total.num_tokens),
         )
 
-    def _check_size(self, request: GenerationRequest, num_answers: int, tenant: str) -> None:
+    def check_size(self, request: GenerationRequest, tenant: str) -> None:
+        """Raise InvalidRequest if a request has more answers than an empty queue would take."""
+        num_answers = request.num_sequences
         if request.n > 1:
             param = "n"
         elif request.best_of > 1:

@@ -11,7 +11,6 @@ from servekit.config import ServeConfig
 from servekit.engine.engine_core import EngineCore
 from servekit.engine.queue_limits import MAX_RETRY_AFTER_S
 from servekit.errors import QueueFull
-from servekit.request import GenerationRequest
 
 log = logging.getLogger("servekit")
 
@@ -29,19 +28,21 @@ class WaitingTimes:
         self, config: ServeConfig, read_cores: Callable[[], Sequence[EngineCore]], clock: Callable[[], float]
     ) -> None:
         """`read_cores` gives the cores whose replicas take sequences."""
-        self._limit_s = config.max_predicted_wait
+        # A request of a high priority starts before all others, however long the line is.
+        self._limit_s = config.max_predicted_wait if config.scheduling_policy != "priority" else 0.0
         self._policy = config.scheduling_policy
         self._read_cores = read_cores
         self._clock = clock
 
-    def check(self, request: GenerationRequest, tenant: str, num_preparing: int, num_own_preparing: int) -> None:
+    def check(self, tenant: str, num_preparing: int, num_own_preparing: int) -> None:
         """Raise QueueFull if a request would wait for longer than the limit.
 
         `num_preparing` counts the sequences that come before it and are not in a queue yet, `num_own_preparing` those
-        of its tenant. A request that finds nothing waiting is never refused. Nor is an urgent one under `priority`.
+        of its tenant. A request that finds nothing waiting is never refused. Nor is one under `priority`,
+        or where drafts may be verified: how many tokens a step yields is not in the prediction.
         """
         cores = self._read_cores()
-        if not self._limit_s or not cores or (self._policy == "priority" and request.priority < 0):
+        if not self._limit_s or not cores or any(core.manager.config.max_drafts for core in cores):
             return
         wait_s = min(self._wait_s(core, tenant, num_preparing // len(cores), num_own_preparing) for core in cores)
         if wait_s > self._limit_s:
@@ -71,7 +72,6 @@ class WaitingTimes:
                     await self._refresh(core)
                 except Exception:  # serving must not depend on a prediction
                     log.exception("the predicted waiting time could not be corrected; the formula is used as it is")
-                    return
 
     async def _refresh(self, core: EngineCore) -> None:
         began_s = self._clock()

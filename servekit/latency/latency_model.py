@@ -65,11 +65,10 @@ class LatencyModel:
         self.coefficients_s = (0.0,) * len(TERMS)
         self.num_steps = 0
         self.relative_error = 0.0  # mean of recent steps, absolute
-        self.slowdown = 1.0  # the time of recent steps, relative to what the five times say
+        self.slowdown = 1.0  # mean ratio of recent steps: their time to what the five times say
         self._weight = 1.0  # of the next step: growing, in place of all sums that decay
         self._products = [[0.0] * len(TERMS) for _ in TERMS]  # of amounts with amounts
         self._wanted = [0.0] * len(TERMS)  # products of amounts with seconds
-        self._recent_s = [0.0, 0.0]  # of recent steps: measured, and expected
 
     @property
     def is_known(self) -> bool:
@@ -88,12 +87,10 @@ class LatencyModel:
         # The first errors are those of a model that knows nothing.
         share = max(1.0 - self.ERROR_DECAY, 1.0 / (1.0 + self.num_steps))
         self.relative_error += share * (error - self.relative_error)
-        self._recent_s = [
-            self.SLOWDOWN_DECAY * self._recent_s[0] + ratio * expected_s,
-            self.SLOWDOWN_DECAY * self._recent_s[1] + expected_s,
-        ]
-        self.slowdown = self._recent_s[0] / self._recent_s[1]
         self.num_steps += 1
+        if self.num_steps > self.STEPS_PER_SOLUTION:  # before that, it is the five times that are wrong
+            share = max(1.0 - self.SLOWDOWN_DECAY, 1.0 / (1.0 + self.num_steps - self.STEPS_PER_SOLUTION))
+            self.slowdown += share * (ratio - self.slowdown)
         if self.num_steps < self.STEPS_PER_SOLUTION or self.num_steps % self.STEPS_PER_SOLUTION == 0:
             self._solve()
 
@@ -113,7 +110,7 @@ class LatencyModel:
     def _add(self, amounts: tuple[float, ...], expected_s: float, seconds: float, huber_weight: float) -> None:
         # Errors are relative to the expected time: the result of two steps may come at once, so that one of them seems
         # to have taken no time.
-        weight = self._weight * huber_weight / expected_s**2
+        weight = self._weight * huber_weight / max(expected_s, seconds / self.MAX_RATIO) ** 2
         for row, amount, products in zip(range(len(TERMS)), amounts, self._products, strict=True):
             if amount:
                 weighted = weight * amount

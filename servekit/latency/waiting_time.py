@@ -23,7 +23,9 @@ class WaitingTime:
     MAX_STEPS = 500  # that are played at a time
     MAX_SEQUENCES = 256  # of a manager that is played: to save and restore them takes about 4 ms
     MIN_WAITING = 4  # fewer show no rate
-    MAX_CORRECTION = 8.0
+    MAX_NUM_BLOCKS = 2**15  # of such a manager, and
+    MAX_QUEUED_TOKENS = 2**18  # of its prompts: they are copied, too
+    MAX_CORRECTION = 4.0
 
     def __init__(self, model: LatencyModel, lengths: AnswerLengths) -> None:
         self._model = model
@@ -47,7 +49,8 @@ class WaitingTime:
             missing_share -= manager.num_cached_tokens / manager.num_prompt_tokens
         num_missing = missing_share * prompt_length
         num_fitting = config.num_blocks * config.block_size / max(1.0, prompt_length + length)
-        num_slots = max(1, min(config.max_num_seqs, int(num_fitting)))
+        # What waits may be longer than what runs, which then shows how many fit.
+        num_slots = max(1, manager.num_running, min(config.max_num_seqs, int(num_fitting)))
         num_before = num_ahead + 1 - (num_slots - manager.num_running)  # that must start, each when another one ends
         num_kv_tokens = int(num_slots * (prompt_length + 0.5 * length))
         decode_s = self._model.seconds_of(StepWork(0, 0.0, num_slots, num_kv_tokens))
@@ -57,7 +60,9 @@ class WaitingTime:
         of_slots_s = max(0, num_before) * (length * decode_s / num_slots + prompt_s)
         num_steps = manager.num_prefill_tokens / config.max_num_batched_tokens
         rest_s = prompt_s * manager.num_prefill_tokens / max(1.0, num_missing) + num_steps * nothing_s
-        return max(of_slots_s, rest_s if num_ahead else 0.0)
+        # Those that come later, of other tenants, are not waited for.
+        share_ahead = min(1.0, num_ahead / max(1, manager.num_waiting))
+        return max(of_slots_s, share_ahead * rest_s)
 
     def refresh(self, manager: WorkloadManager, now_s: float, in_flight_s: list[float]) -> Iterator[None]:
         """Correct the formula by playing a copy of the manager until all that wait have started.
@@ -65,8 +70,13 @@ class WaitingTime:
         Others may run wherever it yields: after each step.
         """
         num_waiting = manager.num_waiting
-        is_small = num_waiting + manager.num_running <= self.MAX_SEQUENCES
+        is_small = (
+            num_waiting + manager.num_running <= self.MAX_SEQUENCES
+            and manager.config.num_blocks <= self.MAX_NUM_BLOCKS
+            and manager.queued.total.num_tokens <= self.MAX_QUEUED_TOKENS
+        )
         if not is_small or num_waiting < self.MIN_WAITING or not self._model.is_known:
+            self.correction += 0.1 * (1.0 - self.correction)  # what was learned from another line fades
             return
         expected_s = self._uncorrected_s(manager, num_waiting - 1)
         state = save_manager(manager)

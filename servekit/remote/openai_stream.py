@@ -240,7 +240,7 @@ class AnswerReader:
 
 def _error_of(message: str, code: str | None) -> ServekitError:
     """Return the error for one that came in the place of an answer. vLLM checks some fields that late."""
-    if code is not None and code.isdecimal() and int(code) in OF_THE_REQUEST:
+    if code is not None and len(code) == 3 and code.isdecimal() and int(code) in OF_THE_REQUEST:
         kind = ContextTooLong if "maximum context length" in message else InvalidRequest
         return kind(f"the model's server refused the request: {message}")
     return RemoteFailed(f"the model's server failed: {message}")

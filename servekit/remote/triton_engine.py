@@ -222,7 +222,8 @@ class TritonEngine(RemoteModel):
         except TimeoutError:
             raise self._timeout(timeout_s, "answer_timeout") from None
         except Failure as failure:
-            if failure.status == 404 or "unknown model" in failure.told:
+            # The server quotes names that clients chose: only the beginning of its message is its own.
+            if failure.status == 404 or failure.told.startswith("Request for unknown model"):
                 self._lose(failure)
             raise
         if len(answer) > MAX_ANSWER_BYTES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -24,6 +25,16 @@ from servekit.remote.vllm_process import VllmProcess
 log = logging.getLogger("servekit")
 
 LOOK_S = 0.25  # between two looks whether it listens
+
+
+def visible_devices(devices: Sequence[str], own: str | None) -> str | None:
+    """Return vLLM's CUDA_VISIBLE_DEVICES; None leaves it as it is.
+
+    `own` is this server's: its numbers of devices are places in that list.
+    """
+    numbers = [int(device.removeprefix("cuda:")) for device in devices if device.startswith("cuda:")]
+    visible = own.split(",") if own else []
+    return ",".join(visible[number] if number < len(visible) else str(number) for number in numbers) or None
 
 
 class VllmEngine(RemoteEngine):
@@ -42,8 +53,7 @@ class VllmEngine(RemoteEngine):
         super().__init__(config, settings, clock, metrics, socket=self._process.socket)
         self._command = [*settings.command, "serve", config.model, "--uds", self._process.socket, *settings.arguments]
         self._environment = settings.environment
-        numbers = [device.removeprefix("cuda:") for device in devices if device.startswith("cuda:")]
-        self._visible_devices = ",".join(numbers) or None
+        self._visible_devices = visible_devices(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._is_stopping = False
 
     @property

@@ -38,22 +38,24 @@ class VllmProcess:
     def has_ended(self) -> bool:
         return self._process is not None and self._process.returncode is not None
 
-    async def start(self, command: Sequence[str], environment: Mapping[str, str], device: str | None) -> None:
-        """Start vLLM. `device` is what CUDA_VISIBLE_DEVICES is set to. Raises WorkerNotReady if there is no vLLM."""
+    async def start(self, command: Sequence[str], environment: Mapping[str, str], devices: str | None) -> None:
+        """Start vLLM. `devices` is what CUDA_VISIBLE_DEVICES is set to. Raises WorkerNotReady if there is no vLLM."""
         name = shutil.which(command[0])
         if name is None:
             raise WorkerNotReady(
                 f"there is no program {command[0]!r} to start vLLM with; install vLLM, in a virtual environment of its "
                 "own, and name its program in the model file: vllm = { command = ['/opt/vllm/bin/vllm'] }"
             )
-        devices = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+        visible = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+        # This server would not know the key that VLLM_API_KEY makes vLLM demand. The socket is for this user only.
+        inherited = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}
         launcher = [sys.executable, "-P", "-m", "servekit.remote.vllm_launcher"]
         self._process = await asyncio.create_subprocess_exec(
             *launcher,
             name,
             *command[1:],
             stdin=PIPE,
-            env={**ENVIRONMENT, **os.environ, **devices, **environment},
+            env={**ENVIRONMENT, **inherited, **visible, **environment},
             preexec_fn=os.setpgrp,  # Ctrl-C in a terminal must reach the server only
         )
 

@@ -20,6 +20,7 @@ from servekit.engine.request_registry import RequestRegistry
 from servekit.errors import ServekitError, WorkerLost
 from servekit.executor.joined_worker import JoinedWorker
 from servekit.executor.worker_connection import WorkerConnection
+from servekit.latency.latency_predictor import LatencyPredictor
 from servekit.protocol.handshake import Offer
 from servekit.protocol.messages import ModelInfo, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
@@ -73,6 +74,7 @@ class Core:
 
     def __init__(self, manager: WorkloadManager) -> None:
         self.manager = manager
+        self.latency = LatencyPredictor()
         self.apply = manager.apply
         self.resume = manager.add
         self.failures: asyncio.Queue[ServekitError] = asyncio.Queue()

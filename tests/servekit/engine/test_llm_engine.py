@@ -32,6 +32,7 @@ class StandIns:
     """Stands in for the parts of an engine: requests have a hundred prompts of 500 tokens, and are never computed."""
 
     outage = None
+    taking_cores = ()
 
     def __init__(self, engine: LLMEngine) -> None:
         self.manager = make_manager(num_blocks=512)

@@ -12,30 +12,27 @@ from servekit.engine.engine_core import EngineCore
 from servekit.engine.waiting_times import WaitingTimes
 from servekit.errors import QueueFull
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.request import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.queued_work import QueuedWork
 from servekit.scheduler.sequence import Sequence
 
 SECONDS_EACH = 2.0  # that each sequence before a request takes
 
 
-def core(**num_of_tenants: int) -> EngineCore:
+def core(max_drafts: int = 0, **num_of_tenants: int) -> EngineCore:
     """A core with so many waiting sequences, each of which makes those behind it wait."""
     queued = QueuedWork()
     for tenant, number in num_of_tenants.items():
         for _ in range(number):
             queued.add(Sequence(1, [1], SamplingParams(max_tokens=1), tenant=tenant))
-    manager = SimpleNamespace(num_waiting=sum(num_of_tenants.values()), queued=queued)
+    config = SimpleNamespace(max_drafts=max_drafts)
+    manager = SimpleNamespace(num_waiting=sum(num_of_tenants.values()), queued=queued, config=config)
     waiting_time = SimpleNamespace(seconds=lambda _, num_ahead: SECONDS_EACH * num_ahead)
     return cast(EngineCore, SimpleNamespace(manager=manager, latency=SimpleNamespace(waiting_time=waiting_time)))
 
 
-def check(
-    cores: list[EngineCore], tenant: str = "a", num_preparing: int = 0, priority: int = 0, **settings: Any
-) -> None:
+def check(cores: list[EngineCore], tenant: str = "a", num_preparing: int = 0, **settings: Any) -> None:
     config = ServeConfig(max_predicted_wait=20.0, **settings)
-    request = GenerationRequest(prompts=[Prompt("a", "prompt")], sampling=Sampling(), priority=priority)
-    WaitingTimes(config, lambda: cores, lambda: 0.0).check(request, tenant, num_preparing, 0)
+    WaitingTimes(config, lambda: cores, lambda: 0.0).check(tenant, num_preparing, 0)
 
 
 def test_a_request_that_would_wait_too_long_is_refused_and_told_when_to_come_back() -> None:
@@ -64,7 +61,9 @@ def test_a_tenant_is_not_refused_for_the_line_of_another_one_under_fair() -> Non
         check([core(flooding=1000)], tenant="flooding", scheduling_policy="fair")
 
 
-def test_an_urgent_request_is_not_refused_for_others_under_priority() -> None:
-    check([core(a=1000)], priority=-1, scheduling_policy="priority")
-    with pytest.raises(QueueFull):
-        check([core(a=1000)], priority=0, scheduling_policy="priority")
+def test_where_urgent_requests_overtake_all_others_none_is_refused_for_the_line() -> None:
+    check([core(a=1000)], scheduling_policy="priority")
+
+
+def test_with_drafts_nothing_is_refused() -> None:
+    check([core(a=1000, max_drafts=4)])

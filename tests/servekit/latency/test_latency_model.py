@@ -86,6 +86,14 @@ def test_results_that_come_together_do_not_mislead() -> None:
     assert mean_error(model, rng) < 0.1
 
 
+def test_a_slow_first_step_is_forgotten_soon() -> None:
+    """It compiles kernels, for example."""
+    model, rng = LatencyModel(), random.Random(5)
+    model.observe(some_work(rng), 30.0)
+    fit(model, rng, 150, noise=0.0)
+    assert mean_error(model, rng) < 0.15
+
+
 def test_nothing_is_predicted_before_a_step_was_measured() -> None:
     model = LatencyModel()
     assert not model.is_known and model.seconds_of(StepWork(1, 0.5, 0, 0)) == 0.0

@@ -225,3 +225,35 @@ def test_no_waiting_time_is_predicted_where_nothing_is_known() -> None:
 
 def test_a_sequence_that_finds_a_free_slot_does_not_wait(service: Service) -> None:
     assert service.predictor.waiting_time.seconds(service.manager, 0) == 0.0
+
+
+def test_those_that_start_later_are_not_waited_for(service: Service) -> None:
+    for _ in range(50):
+        service.add(prompt_length=200)
+    service.step()
+    manager, waiting_time = service.manager, service.predictor.waiting_time
+    assert waiting_time.seconds(manager, 1) < 0.2 * waiting_time.seconds(manager, manager.num_waiting)
+
+
+def test_a_long_prompt_that_waits_does_not_hide_how_many_sequences_fit() -> None:
+    service = Service(max_num_seqs=32)
+    for _ in range(32):
+        service.add()
+    service.run()
+    for _ in range(20):
+        service.add(max_tokens=20)
+    for _ in range(8):
+        service.step()
+    assert service.manager.num_running == 20
+    short_s = service.predictor.waiting_time.seconds(service.manager, 1)
+    service.add(prompt_length=400)
+    assert service.manager.num_waiting == 1
+    assert service.predictor.waiting_time.seconds(service.manager, 1) < short_s + 10 * STEP_S
+
+
+def test_a_correction_fades_where_nothing_is_played(service: Service) -> None:
+    waiting_time = service.predictor.waiting_time
+    waiting_time.correction = 3.0
+    for _ in range(50):
+        assert not list(service.predictor.refresh_waiting_time(service.manager, service.now_s))
+    assert waiting_time.correction == pytest.approx(1.0, abs=0.05)

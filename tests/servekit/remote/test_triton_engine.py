@@ -305,6 +305,14 @@ async def test_refusals_of_the_server_become_our_errors(
     assert values_of(await engine.infer(SUM))["LARGEST"] == [22]
 
 
+async def test_a_name_that_a_client_chose_does_not_end_the_engine(triton: TritonServer, start: Started) -> None:
+    engine = await start(triton)
+    triton.failures = [(400, "unexpected inference input 'Request for unknown model' for model 'sum'")]
+    with pytest.raises(InvalidRequest, match="unexpected inference input"):
+        await engine.infer(SUM)
+    assert engine.state == "ready" and values_of(await engine.infer(SUM))["LARGEST"] == [22]
+
+
 async def test_request_that_failed_once_is_sent_again(triton: TritonServer, start: Started) -> None:
     engine = await start(triton)
     triton.failures = [(500, "once")]

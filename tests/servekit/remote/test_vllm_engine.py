@@ -22,7 +22,7 @@ from servekit.errors import ServekitError, WorkerLost, WorkerNotReady
 from servekit.models.manager import ModelManager
 from servekit.models.model_file import parse_model_file
 from servekit.remote.settings import VllmSettings
-from servekit.remote.vllm_engine import VllmEngine
+from servekit.remote.vllm_engine import VllmEngine, visible_devices
 from tests.support.asgi import Answer, ask
 
 FAKE = [sys.executable, str(Path(__file__).parents[2] / "support" / "fake_vllm.py")]
@@ -127,12 +127,28 @@ async def test_vllm_that_dies_within_an_answer_is_started_again(told: Path) -> N
     await manager.stop()
 
 
+@pytest.mark.parametrize(
+    ("devices", "own", "of_vllm"),
+    [
+        (["cpu"], "2,3", None),
+        (["cuda:1"], None, "1"),
+        (["cuda:0", "cuda:1"], "2,3", "2,3"),
+        (["cuda:1"], "7,GPU-5", "GPU-5"),
+    ],
+)
+async def test_devices_of_vllm_are_places_in_the_servers_own_list(
+    devices: list[str], own: str | None, of_vllm: str | None
+) -> None:
+    assert visible_devices(devices, own) == of_vllm
+
+
 def engine_of(*arguments: str, devices: tuple[str, ...] = ("cpu",), command: list[str] = FAKE, **config: Any) -> Any:
     settings = VllmSettings(command=tuple(command), arguments=list(arguments))
     return VllmEngine(ServeConfig(model="there", served_model_name="here", **config), settings, devices)
 
 
-async def test_all_processes_of_vllm_end_with_it(told: Path) -> None:
+async def test_all_processes_of_vllm_end_with_it(told: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     engine = engine_of("--told", str(told), devices=("cuda:1", "cuda:0"))
     await engine.start()
     found = about(told)
