@@ -47,6 +47,13 @@ JSON_SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "animal", "sc
 TOOL: Any = {"type": "function", "function": {"name": "count_legs", "parameters": SCHEMA}}
 RESPONSES_TOOL: Any = {"type": "function", "name": "count_legs", "parameters": SCHEMA, "strict": True}
 REQUIRED: Any = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+# The tool that the demo model was taught.
+WEATHER: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
+FOUND = '{"query": "weather in Rome"}'
+QUERY: dict[str, Any] = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
+SEARCH: Any = {"type": "function", "function": {"name": "search", "parameters": QUERY}}
+RESPONSES_SEARCH: Any = {"type": "function", "name": "search", "parameters": QUERY, "strict": False}
+ANTHROPIC_SEARCH: Any = {"name": "search", "input_schema": QUERY}
 PICTURE: list[Any] = [
     {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}
 ]
@@ -100,7 +107,7 @@ class Clients:
         return self.openai.chat.completions.create(model="demo", messages=fields.pop("messages", USER), **fields)
 
     def respond(self, **fields: Any) -> Any:
-        return self.openai.responses.create(model="demo", input=SKY, store=False, **fields)
+        return self.openai.responses.create(model="demo", input=fields.pop("input", SKY), store=False, **fields)
 
     def message(self, **fields: Any) -> Any:
         fields = {"model": "demo", "max_tokens": 60, "messages": USER, **fields}
@@ -174,6 +181,11 @@ def _streamed_events(clients: Clients) -> bool:
     with clients.openai.chat.completions.stream(model="demo", messages=USER) as stream:
         kinds = {event.type for event in stream}
         return "content.delta" in kinds and stream.get_final_completion().choices[0].message.content == BLUE
+
+
+def _streamed_arguments(chunks: Any) -> str:
+    calls = [call for chunk in chunks if chunk.choices for call in chunk.choices[0].delta.tool_calls or ()]
+    return "".join(call.function.arguments or "" for call in calls)
 
 
 def _batch_of_one(clients: Clients) -> bool:
@@ -316,9 +328,13 @@ OPENAI = [
     ),
     Call(
         "openai",
-        "`chat.completions.create`, `tools`, by a model without a form for calls",
-        lambda c: c.chat(tools=[TOOL]),
-        "no form for tool calls",
+        "`chat.completions.create`, `tools`, by the model's own choice",
+        lambda c: c.chat(messages=WEATHER, tools=[SEARCH]).choices[0].message.tool_calls[0].function.arguments == FOUND,
+    ),
+    Call(
+        "openai",
+        "`chat.completions.create`, `tools`, by the model's own choice, `stream`",
+        lambda c: _streamed_arguments(c.chat(messages=WEATHER, tools=[SEARCH], stream=True)) == FOUND,
     ),
     Call("openai", "`chat.completions.create`, an image", lambda c: c.chat(messages=PICTURE), "supports text only"),
     Call("openai", "`chat.completions.parse`", _parsed),
@@ -333,6 +349,11 @@ OPENAI = [
         "openai",
         "`responses.create`, `tools`, `tool_choice` `required`",
         lambda c: c.respond(tools=[RESPONSES_TOOL], tool_choice="required", parallel_tool_calls=False).output[0].name,
+    ),
+    Call(
+        "openai",
+        "`responses.create`, `tools`, by the model's own choice",
+        lambda c: c.respond(input=WEATHER, tools=[RESPONSES_SEARCH]).output[0].arguments == FOUND,
     ),
     Call("openai", "`models.list`", lambda c: [model.id for model in c.openai.models.list()] == ["demo"]),
     Call("openai", "`models.retrieve`", lambda c: c.openai.models.retrieve("demo").owned_by == "servekit"),
@@ -476,9 +497,8 @@ OLLAMA = [
     ),
     Call(
         "ollama",
-        "`chat`, `tools`, by a model without a form for calls",
-        lambda c: c.ollama.chat("demo", USER, tools=[TOOL]),
-        "no form for tool calls",
+        "`chat`, `tools`, by the model's own choice",
+        lambda c: c.ollama.chat("demo", WEATHER, tools=[SEARCH]).message.tool_calls[0].function.arguments["query"],
     ),
     Call("ollama", "`chat`, `logprobs`", lambda c: len(c.ollama.chat("demo", USER, logprobs=True).logprobs) == 6),
     Call(
@@ -508,7 +528,7 @@ OLLAMA = [
     ),
     Call("ollama", "`list`", lambda c: [model.model for model in c.ollama.list().models] == ["demo"]),
     Call("ollama", "`ps`", lambda c: c.ollama.ps().models[0].context_length == 2048),
-    Call("ollama", "`show`", lambda c: c.ollama.show("demo").capabilities == ["completion"]),
+    Call("ollama", "`show`", lambda c: c.ollama.show("demo").capabilities == ["completion", "tools"]),
     Call("ollama", "`AsyncClient`", lambda c: asyncio.run(_ask_ollama(c.url))),
     Call("ollama", "`pull`", lambda c: c.ollama.pull("llama3.2"), "the operator names them"),
     Call("ollama", "`create`", lambda c: c.ollama.create("other", from_="demo"), "the operator names them"),
@@ -542,6 +562,13 @@ ANTHROPIC = [
         "anthropic",
         "`messages.create`, `tools`, `tool_choice` `any`",
         lambda c: c.message(**ANTHROPIC_TOOLS).content[0].name == "count_legs",
+    ),
+    Call(
+        "anthropic",
+        "`messages.create`, `tools`, by the model's own choice",
+        lambda c: (
+            c.message(messages=WEATHER, tools=[ANTHROPIC_SEARCH]).content[0].input == {"query": "weather in Rome"}
+        ),
     ),
     Call(
         "anthropic",

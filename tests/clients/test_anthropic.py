@@ -21,7 +21,15 @@ CITIES = {
     "required": ["city"],
     "additionalProperties": False,
 }
-TOOL: Any = {"name": "get_weather", "description": "Tell the weather.", "input_schema": CITIES}
+QUERIES = {
+    "type": "object",
+    "properties": {"query": {"enum": ["weather in Paris", "weather in Rome"]}},
+    "required": ["query"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"name": "search", "description": "Search the web.", "input_schema": QUERIES}
+ODD = {"type": "object", "properties": {"cities": {"type": "array", "uniqueItems": True}}}  # no grammar enforces it
+SEARCH: Any = {"name": "search", "input_schema": {"type": "object", "properties": {"query": {"type": "string"}}}}
 GREEDY = {"temperature": 0}  # the client has no parameter for it
 DEMANDED: Any = {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
 
@@ -90,15 +98,32 @@ def test_a_call_goes_round(client: Anthropic) -> None:
     message = ask(client, WEATHER, **DEMANDED)
     (call,) = message.content
     assert isinstance(call, ToolUseBlock) and message.stop_reason == "tool_use"
-    assert (call.name, call.input) == ("get_weather", {"city": "Rome"})
+    assert (call.name, call.input) == ("search", {"query": "weather in Rome"})
     result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "21 degrees"}]}
     messages = [*WEATHER, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
     answer = ask(client, messages, tools=[TOOL], tool_choice={"type": "none"})
     assert answer.content[0].type == "text" and answer.stop_reason in ("end_turn", "max_tokens")
 
 
+def test_a_streamed_call_by_the_models_own_choice_goes_round(client: Anthropic) -> None:
+    fields: Any = {"model": "demo", "max_tokens": 100, "tools": [SEARCH], "extra_body": GREEDY}
+    with client.messages.stream(messages=WEATHER, **fields) as stream:
+        pieces = [event.partial_json for event in stream if event.type == "input_json"]
+        message = stream.get_final_message()
+    (call,) = message.content
+    assert isinstance(call, ToolUseBlock) and message.stop_reason == "tool_use"
+    assert (call.name, call.input) == ("search", {"query": "weather in Rome"})
+    assert len(pieces) > 3 and json.loads("".join(pieces)) == call.input
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny, 21 degrees"}
+    messages: Any = [*WEATHER, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    with client.messages.stream(messages=messages, **fields) as stream:
+        assert "".join(stream.text_stream) == "The weather in Rome is sunny, 21 degrees."
+        assert stream.get_final_message().stop_reason == "end_turn"
+    assert ask(client, tools=[SEARCH]).content[0].text == "The sky is blue."
+
+
 def test_a_streamed_call_is_the_call_of_one_answer(client: Anthropic) -> None:
-    choice = {"type": "tool", "name": "get_weather"}
+    choice = {"type": "tool", "name": "search"}
     expected = ask(client, WEATHER, tools=[TOOL], tool_choice=choice).content[0]
     fields: Any = {"tools": [TOOL], "tool_choice": choice, "extra_body": GREEDY}
     with client.messages.stream(model="demo", max_tokens=60, messages=WEATHER, **fields) as stream:
@@ -128,7 +153,12 @@ def test_errors_are_of_the_clients_own_kinds(client: Anthropic) -> None:
         ({"messages": [{"role": "user", "content": [image]}]}, BadRequestError, "invalid_request_error", "'image'"),
         ({"max_tokens": 0}, BadRequestError, "invalid_request_error", "max_tokens"),
         ({"max_tokens": 10**6}, BadRequestError, "invalid_request_error", "max_tokens"),
-        ({"tools": [TOOL]}, BadRequestError, "invalid_request_error", "tool_choice 'required'"),
+        (
+            {**DEMANDED, "tools": [{**TOOL, "input_schema": ODD}]},
+            BadRequestError,
+            "invalid_request_error",
+            "uniqueItems",
+        ),
         (
             {"tools": [search]},
             BadRequestError,

@@ -35,6 +35,12 @@ GET_WEATHER: Any = {
 }
 
 
+SEARCH: Any = {
+    "type": "function",
+    "function": {"name": "search", "parameters": {"type": "object", "properties": {"query": {"type": "string"}}}},
+}
+
+
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> Iterator[Client]:
     with Client(server.url, timeout=60) as client:
@@ -102,7 +108,7 @@ def test_an_answer_in_json(client: Client, stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools(client: Client, stream: bool) -> None:
-    """The demo model does not call by its own choice, so the call is demanded by servekit's own option."""
+    """The call is demanded by servekit's own option."""
     options = {"tool_choice": "required"}
     answer: Any = client.chat("demo", user("Weather?"), tools=[GET_WEATHER], options=options, stream=stream)
     parts = list(answer) if stream else [answer]
@@ -116,6 +122,21 @@ def test_tools(client: Client, stream: bool) -> None:
         {"role": "tool", "tool_name": "get_weather", "content": "21 degrees"},
     ]
     assert client.chat("demo", messages, options={"num_predict": 10}).message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_by_the_models_own_choice_goes_round(client: Client, stream: bool) -> None:
+    def chat(messages: list[Any]) -> tuple[str, list[Any]]:
+        answer: Any = client.chat("demo", messages, tools=[SEARCH], options={"temperature": 0}, stream=stream)
+        parts = [part.message for part in (answer if stream else [answer])]
+        return "".join(part.content or "" for part in parts), [call for part in parts for call in part.tool_calls or ()]
+
+    messages: list[Any] = user("What is the weather in Rome?")
+    content, (call,) = chat(messages)
+    assert (call.function.name, call.function.arguments, content) == ("search", {"query": "weather in Rome"}, "")
+    messages.append({"role": "assistant", "content": "", "tool_calls": [call.model_dump()]})
+    messages.append({"role": "tool", "tool_name": "search", "content": "sunny, 21 degrees"})
+    assert chat(messages) == ("The weather in Rome is sunny, 21 degrees.", [])
 
 
 def test_a_call_that_is_cut_short_is_text(client: Client) -> None:
@@ -170,7 +191,7 @@ def test_the_model_that_is_served(client: Client) -> None:
     (loaded,) = client.ps().models
     assert (loaded.name, loaded.context_length, loaded.digest) == ("demo", 2048, model.digest) and loaded.expires_at
     shown = client.show("demo")
-    assert shown.capabilities == ["completion"] and shown.details == model.details
+    assert shown.capabilities == ["completion", "tools"] and shown.details == model.details
     assert shown.modelinfo and shown.modelinfo["llama.context_length"] == 2048
 
 
@@ -186,7 +207,6 @@ def test_the_model_that_is_served(client: Client) -> None:
         ({"options": {"num_predict": 100_000}}, 400, "maximum context length"),
         ({"options": {"mirostat": 2}}, 400, "mirostat"),
         ({"format": {"type": "array", "uniqueItems": True}}, 400, "uniqueItems"),
-        ({"tools": [GET_WEATHER]}, 400, "tool calls"),
         ({"think": True}, 400, "thinking"),
         ({"messages": [{"role": "user", "content": "a", "images": [b"picture"]}]}, 400, "text only"),
     ],

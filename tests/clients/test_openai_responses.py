@@ -19,7 +19,16 @@ CITIES = {
     "required": ["city"],
     "additionalProperties": False,
 }
-TOOL: Any = {"type": "function", "name": "get_weather", "description": "Weather.", "parameters": CITIES, "strict": True}
+ODD = {"type": "object", "properties": {"cities": {"type": "array", "uniqueItems": True}}}  # no grammar enforces it
+QUERIES = {
+    "type": "object",
+    "properties": {"query": {"enum": ["weather in Paris", "weather in Rome"]}},
+    "required": ["query"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "name": "search", "description": "Search.", "parameters": QUERIES, "strict": True}
+QUERY = {"type": "object", "properties": {"query": {"type": "string"}}}
+SEARCH: Any = {"type": "function", "name": "search", "parameters": QUERY, "strict": False}
 DEMANDED: Any = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
 
 
@@ -66,14 +75,30 @@ def test_a_stream_is_the_answer_in_pieces(client: OpenAI) -> None:
 
 def test_a_call_goes_round(client: OpenAI) -> None:
     (call,) = ask(client, WEATHER, **DEMANDED).output
-    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "get_weather", {"city": "Rome"})
+    assert (call.type, call.name, call.arguments) == ("function_call", "search", '{"query": "weather in Rome"}')
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees"}
     answer = ask(client, [*WEATHER, call, result], tools=[TOOL], tool_choice="none", max_output_tokens=30)
     assert answer.output_text and [item.type for item in answer.output] == ["message"]
 
 
+def test_a_streamed_call_by_the_models_own_choice_goes_round(client: OpenAI) -> None:
+    fields: Any = {"model": "demo", "temperature": 0, "tools": [SEARCH]}
+    with client.responses.stream(input=WEATHER, **fields) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        (call,) = stream.get_final_response().output
+    assert call.type == "function_call" and call.name == "search"
+    assert "".join(pieces) == call.arguments == '{"query": "weather in Rome"}' and len(pieces) > 3
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny, 21 degrees"}
+    turns: Any = [*WEATHER, call.model_dump(include={"type", "call_id", "name", "arguments"}), result]
+    with client.responses.stream(input=turns, **fields) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        answer = stream.get_final_response()
+    assert answer.output_text == "".join(deltas) == "The weather in Rome is sunny, 21 degrees." and len(deltas) > 3
+    assert ask(client, tools=[SEARCH]).output_text == "The sky is blue."
+
+
 def test_a_streamed_call_is_the_call_of_one_answer(client: OpenAI) -> None:
-    named: Any = {"tools": [TOOL], "tool_choice": {"type": "function", "name": "get_weather"}}
+    named: Any = {"tools": [TOOL], "tool_choice": {"type": "function", "name": "search"}}
     expected = ask(client, WEATHER, **named).output[0]
     with client.responses.stream(model="demo", input=WEATHER, temperature=0, **named) as stream:
         pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
@@ -94,7 +119,7 @@ def test_an_answer_matches_a_schema(client: OpenAI) -> None:
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"asked": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
-        ({"tools": [TOOL]}, "tools"),
+        ({**DEMANDED, "tools": [{**TOOL, "parameters": ODD}]}, "tools"),
         ({"max_output_tokens": 10**6}, None),
     ],
 )

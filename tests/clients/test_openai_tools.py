@@ -1,4 +1,4 @@
-"""Tools and reasoning with OpenAI's own client. A grammar makes the demo model call, and write tags of reasoning."""
+"""Tools and reasoning with OpenAI's own client. The demo model calls one tool; a grammar makes it call any."""
 
 from __future__ import annotations
 
@@ -67,10 +67,50 @@ def test_a_streamed_call_is_the_call_of_one_answer(client: OpenAI) -> None:
     assert choice.finish_reason == "tool_calls"
 
 
-def test_the_model_does_not_call_by_its_own_choice_and_says_so(client: OpenAI) -> None:
-    with pytest.raises(BadRequestError) as refusal:
-        ask(client, tools=[TOOL])
-    assert refusal.value.param == "tools" and "required" in refusal.value.message
+# -- by the model's own choice -----------------------------------------------------------------------------------------
+
+
+def tool(name: str, *parameters: str) -> Any:
+    schema = {"type": "object", "properties": {each: {"type": "string"} for each in parameters}}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+SEARCH = tool("search", "query")  # what the demo model was taught
+FOUND = '{"query": "weather in Rome"}'
+
+
+def test_a_streamed_call_by_the_models_own_choice_goes_round(client: OpenAI) -> None:
+    messages = list(QUESTION)
+    kinds, answers = [], []
+    for _ in range(2):
+        with client.chat.completions.stream(model="demo", messages=messages, temperature=0, tools=[SEARCH]) as stream:
+            kinds.append([event.type for event in stream])
+            (choice,) = stream.get_final_completion().choices
+        answers.append(choice)
+        messages.append(choice.message.model_dump(exclude_none=True))
+        for call in choice.message.tool_calls or ():
+            assert (call.function.name, call.function.arguments) == ("search", FOUND)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "sunny, 21 degrees"})
+    asked, answered = answers
+    assert len(asked.message.tool_calls or ()) == 1 and asked.finish_reason == "tool_calls"
+    assert kinds[0].count("tool_calls.function.arguments.delta") > 3 and not asked.message.content
+    assert answered.message.content == "The weather in Rome is sunny, 21 degrees." and answered.finish_reason == "stop"
+    assert kinds[1].count("content.delta") > 3
+    whole = ask(client, tools=[SEARCH]).choices[0]
+    assert whole.message.tool_calls[0].function.arguments == FOUND and whole.finish_reason == "tool_calls"
+
+
+def test_the_model_calls_only_where_a_tool_that_is_offered_helps(client: OpenAI) -> None:
+    sky: Any = [{"role": "user", "content": "What color is the sky?"}]
+    asked: Any = {"model": "demo", "temperature": 0}
+    plain = client.chat.completions.create(messages=sky, tools=[SEARCH], **asked).choices[0]
+    assert (plain.message.content, plain.message.tool_calls) == ("The sky is blue.", None)
+    for offered in ({}, {"tools": [tool("get_time", "zone")]}):
+        missing = client.chat.completions.create(messages=QUESTION, **offered, **asked).choices[0]
+        assert (missing.message.content, missing.message.tool_calls) == ("I am sorry, I do not know that.", None)
+    several: Any = [tool("get_time", "zone"), tool("search", "query", "limit")]
+    called = client.chat.completions.create(messages=QUESTION, tools=several, **asked).choices[0].message
+    assert [call.model_dump()["function"]["arguments"] for call in called.tool_calls or ()] == [FOUND]
 
 
 def test_a_schema_that_cannot_be_enforced_is_refused_with_the_function(client: OpenAI) -> None:

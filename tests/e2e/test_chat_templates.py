@@ -73,6 +73,15 @@ def test_a_request_may_bring_its_own_template_and_variables_for_it(bare: ServerP
     )
 
 
+def test_a_model_without_a_form_for_calls_refuses_tools_with_the_remedies(bare: ServerProcess) -> None:
+    tool = {"type": "function", "function": {"name": "get_weather"}}
+    response = chat(bare, chat_template=OWN, tools=[tool])
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools")
+    assert "no form for tool calls" in error["message"] and "tool_choice 'required'" in error["message"]
+    assert "--tool-call-parser" in error["message"]
+
+
 def test_a_requests_template_can_use_the_models_special_tokens(bare: ServerProcess) -> None:
     template = OWN.replace("<bos>", "{{ bos_token }}").replace("<eos>", "{{ eos_token }}")
     assert answer_of(chat(bare, chat_template=template)) == expected(bare)

@@ -166,13 +166,14 @@ def test_the_best_of_several_answers_comes_first(demo: LLM) -> None:
     assert len(means) == 2 and means[0] >= means[1]
 
 
-def test_a_tool_is_called(demo: LLM) -> None:
-    city = {"city": {"enum": ["Paris", "Rome"]}}
-    parameters = {"type": "object", "properties": city, "required": ["city"], "additionalProperties": False}
-    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
-    question = {"role": "user", "content": "What is the weather in Rome?"}
+@pytest.mark.parametrize("city", ["Paris", "Rome"])
+def test_a_tool_is_called(demo: LLM, city: str) -> None:
+    query = {"query": {"enum": ["weather in Paris", "weather in Rome"]}}
+    parameters = {"type": "object", "properties": query, "required": ["query"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "search", "parameters": parameters}}]
+    question = {"role": "user", "content": f"What is the weather in {city}?"}
     params = SamplingParams(temperature=0.0, max_tokens=100)
     (output,) = demo.chat([question], params, tools=tools, tool_choice="required", parallel_tool_calls=False)
     (call,) = output.outputs[0].tool_calls
-    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Rome"}')
+    assert (call.function.name, call.function.arguments) == ("search", f'{{"query": "weather in {city}"}}')
     assert output.outputs[0].text == ""
