@@ -87,7 +87,7 @@ class CpuDecoder:
 
     def can_decode(self, num_tokens: int, paged: PagedStep, adapters: LoraStep | None = None) -> bool:
         """Return whether a step of so many tokens can take this path."""
-        is_in_c = adapters is None or not adapters.long_runs
+        is_in_c = adapters is None or (adapters.mask is None and not adapters.long_runs)
         return 0 < num_tokens <= self._max_tokens and isinstance(paged.backend, CpuAttention) and is_in_c
 
     def decode(

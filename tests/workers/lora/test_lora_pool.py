@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -97,6 +99,37 @@ def test_layers_of_transformers_take_adapters_too(name: str) -> None:
     assert [sequence.output_token_ids for sequence in sequences] == [
         generate(each, prompt, 8, ignore_eos=True) for prompt, each in zip(prompts, models, strict=True)
     ]
+
+
+def test_decodes_with_adapters_have_graphs_of_their_own() -> None:
+    """A graph is a function that is called again here; it computes as on a GPU, with a mask of all places."""
+    loaded, adapters = loaded_with("llama", NUM_ADAPTERS)
+    engine, prompts = InProcessEngine(loaded, max_num_seqs=9, num_blocks=200), make_prompts(VOCAB_SIZE)
+    num_replays = 0
+
+    @dataclass
+    class Repeated:
+        compute: Callable[[], None]
+
+        def replay(self) -> None:
+            nonlocal num_replays
+            num_replays += 1
+            self.compute()
+
+    def capture(compute: Callable[[], None]) -> Repeated:
+        compute()
+        return Repeated(compute)
+
+    engine.runner.capture_decodes(capture)
+    for used in (adapters, [None] * 3, adapters[3:5]):
+        sequences = [
+            engine.add(prompts[i], adapter=adapter, max_tokens=8, ignore_eos=True) for i, adapter in enumerate(used)
+        ]
+        engine.run()
+        models = [adapters.index(adapter) for adapter in used]
+        expected = [answer("llama", model, tuple(prompts[i]), 8) for i, model in enumerate(models)]
+        assert [sequence.output_token_ids for sequence in sequences] == expected
+    assert num_replays >= 3 * 7
 
 
 def test_adapters_without_a_place_are_read_again() -> None:
