@@ -7,7 +7,7 @@ is matched: PEFT takes the keys of `rank_pattern` for regular expressions, here 
 from __future__ import annotations
 
 import math
-import struct
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -29,6 +30,9 @@ MAX_TENSORS = 2**16
 Value = TypeVar("Value")
 
 NUMBERS = ("F32", "F16", "BF16")
+
+# Ways to begin that change the model's own weights, so that the adapter alone is another model than the trained one.
+CHANGE_THE_MODEL = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 # Fields that change what an adapter computes, the values of them that change nothing, and what they are called.
 UNSUPPORTED: dict[str, str] = {
@@ -54,6 +58,7 @@ class AdapterConfig(msgspec.Struct):
     lora_alpha: float = 8.0
     use_rslora: bool = False
     bias: str = "none"
+    init_lora_weights: bool | str | None = True
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
 
@@ -80,22 +85,24 @@ class ModuleShape:
 class LowRank:
     """The matrices of one linear layer: y += (x A') B'."""
 
-    a: Tensor  # [rank, num_inputs] float32
-    b: Tensor  # [num_outputs, rank] float32, with the adapter's scale
+    a: Tensor  # [rank, num_inputs] in the data type that was asked for
+    b: Tensor  # [num_outputs, rank] of that type, with the adapter's scale
 
 
-def read_adapter(path: Path, modules: Mapping[str, ModuleShape], max_rank: int) -> dict[str, LowRank]:
+def read_adapter(
+    path: Path, modules: Mapping[str, ModuleShape], max_rank: int, dtype: torch.dtype = torch.float32
+) -> dict[str, LowRank]:
     """Return the matrices of an adapter by the names of the layers. Raises ConfigError for what cannot be served."""
     config = _read_config(path)
     file = path / WEIGHTS
-    if not file.is_file():
-        raise ConfigError(
-            f"the adapter {str(path)!r} has no {WEIGHTS}; save it with PEFT's save_pretrained, which writes safetensors"
-        )
-    _check_header(file)
+    num_bytes = _num_bytes(
+        file,
+        f"the adapter {str(path)!r} has no {WEIGHTS}; save it with PEFT's save_pretrained, which writes safetensors",
+    )
     try:
+        _check_header(file, num_bytes)
         with safe_open(file, framework="pt") as opened:
-            return _read_matrices(opened, path, config, modules, max_rank)
+            return _read_matrices(opened, path, config, modules, max_rank, dtype)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file} cannot be read: {error}; copy the adapter again") from None
 
@@ -108,19 +115,19 @@ def fingerprint(path: Path) -> str:
             status = (path / name).stat()
         except OSError as error:
             raise ConfigError(f"{str(path)!r} holds no adapter: {name}: {error.strerror}") from None
-        digest.update(struct.pack("=QQQ", status.st_size, status.st_mtime_ns, status.st_ino))
+        digest.update(repr((status.st_size, status.st_mtime_ns, status.st_ino)).encode())
     return digest.hexdigest()
 
 
 def _read_config(path: Path) -> AdapterConfig:
     file = path / CONFIG
-    if not file.is_file():  # a pipe would never end
-        raise ConfigError(
-            f"{str(path)!r} holds no adapter: there is no file {CONFIG}; name a directory that PEFT's save_pretrained "
-            "wrote"
-        )
-    if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{file} has {file.stat().st_size:,} bytes, and {MAX_CONFIG_BYTES:,} are allowed")
+    num_bytes = _num_bytes(
+        file,
+        f"{str(path)!r} holds no adapter: there is no file {CONFIG}; name a directory that PEFT's save_pretrained "
+        "wrote",
+    )
+    if num_bytes > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{file} has {num_bytes:,} bytes, and {MAX_CONFIG_BYTES:,} are allowed")
     try:
         content = file.read_bytes()
         fields = msgspec.json.decode(content)
@@ -132,6 +139,12 @@ def _read_config(path: Path) -> AdapterConfig:
     for name, what in UNSUPPORTED.items():
         if fields.get(name):
             raise ConfigError(f"{file}: the adapter has {what}, which is not served; merge it into its model")
+    if str(config.init_lora_weights).lower().startswith(CHANGE_THE_MODEL):
+        raise ConfigError(
+            f"{file}: the adapter began with init_lora_weights = {str(config.init_lora_weights)[:100]!r}, which "
+            "changes the model's own weights; convert it: call PEFT's save_pretrained with "
+            "path_initial_model_for_weight_conversion"
+        )
     if config.bias != "none":
         raise ConfigError(f"{file}: the adapter has biases (bias = {config.bias[:100]!r}), which are not served")
     numbers = [config.lora_alpha, *(config.alpha_pattern or {}).values()]
@@ -146,17 +159,35 @@ def _read_config(path: Path) -> AdapterConfig:
     return config
 
 
-def _check_header(file: Path) -> None:
-    """Refuse a header that takes long to parse."""
+def _num_bytes(file: Path, missing: str) -> int:
+    """Return the size of a file. Raises ConfigError, with the text `missing` where there is none."""
+    try:
+        status = file.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        raise ConfigError(missing) from None
+    except OSError as error:
+        raise ConfigError(f"{str(file)[:300]!r} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(status.st_mode):  # a pipe would never end
+        raise ConfigError(missing)
+    return status.st_size
+
+
+def _check_header(file: Path, file_bytes: int) -> None:
+    """Refuse a header that takes long to parse. Raises ConfigError or OSError."""
     with file.open("rb") as opened:
         start = opened.read(8)
     num_bytes = int.from_bytes(start, "little")
-    if len(start) < 8 or num_bytes > min(MAX_HEADER_BYTES, file.stat().st_size):
+    if len(start) < 8 or num_bytes > min(MAX_HEADER_BYTES, file_bytes):
         raise ConfigError(f"{file} is not a safetensors file, or its header has more than {MAX_HEADER_BYTES:,} bytes")
 
 
 def _read_matrices(
-    opened: Any, path: Path, config: AdapterConfig, modules: Mapping[str, ModuleShape], max_rank: int
+    opened: Any,
+    path: Path,
+    config: AdapterConfig,
+    modules: Mapping[str, ModuleShape],
+    max_rank: int,
+    dtype: torch.dtype,
 ) -> dict[str, LowRank]:
     found: dict[str, dict[str, str]] = {}
     names = list(opened.keys())
@@ -182,10 +213,12 @@ def _read_matrices(
         _check_shapes(opened, path, module, pair, modules[module], config.rank(module), max_rank)
     matrices = {}
     for module, pair in found.items():
-        a, b = opened.get_tensor(pair["A"]).float(), opened.get_tensor(pair["B"]).float() * config.scale(module)
+        a = opened.get_tensor(pair["A"]).to(dtype)
+        b = (opened.get_tensor(pair["B"]).float() * config.scale(module)).to(dtype)
         # One such number would also reach the rows of others, as infinity times zero.
         if not (a.isfinite().all() and b.isfinite().all()):
-            raise ConfigError(f"the adapter {str(path)!r} has numbers in {module!r} that are not finite")
+            name = str(dtype).removeprefix("torch.")
+            raise ConfigError(f"the adapter {str(path)!r} has numbers in {module!r} that are not finite in {name}")
         matrices[module] = LowRank(a, b)
     return matrices
 

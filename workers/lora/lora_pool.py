@@ -162,6 +162,8 @@ class LoraPool:
         self._linears: list[LoraLinear] = []
         self.modules: dict[str, ModuleShape] = {}
         self._places: dict[LoraAdapter, int] = {}  # the least recently used first
+        self._free = list(range(max_loras - 1, -1, -1))  # places without an adapter, the next one last
+        self._failed: dict[LoraAdapter, str] = {}  # why an adapter is not served any more
         self._column_places = torch.arange(max_loras, device=device).repeat_interleave(max_rank)
 
     def make_linear(self, names: Sequence[str], num_inputs: int, sizes: Sequence[int]) -> LoraLinear:
@@ -179,38 +181,59 @@ class LoraPool:
 
         It gets a place if one is free. Raises ConfigError for what cannot be served.
         """
-        found = fingerprint(Path(adapter.path))  # before they are read, so that a change meanwhile is found later
-        matrices = read_adapter(Path(adapter.path), self.modules, self.max_rank)
-        if len(self._places) < self.max_loras:
-            named = LoraAdapter(adapter.number, adapter.path, found)
-            self._write(named, matrices, len(self._places))
+        found = fingerprint(Path(adapter.path))
+        matrices = self._read(adapter.path, found)
+        if self._free:
+            self._write(LoraAdapter(adapter.number, adapter.path, found), matrices)
         return found, max(len(each.a) for each in matrices.values())
 
     def place_of(self, adapter: LoraAdapter, needed: set[LoraAdapter]) -> int:
         """Return the place of an adapter, which is read if it has none. `needed` are those of the same step.
 
-        Raises ConfigError if it cannot be read any more, or if the step needs more adapters than there are places.
+        Raises ConfigError if it cannot be read any more, or if the step needs more adapters than there are places. From
+        then on it raises the same for this adapter: rows that were computed without it have left keys and values under
+        its name in the prefix cache. Loaded again, it has another number.
         """
+        if (reason := self._failed.get(adapter)) is not None:
+            raise ConfigError(reason)
         place = self._places.pop(adapter, None)
-        if place is None:
-            if fingerprint(Path(adapter.path)) != adapter.fingerprint:
-                raise ConfigError("the files of the adapter have changed; load it again under another name")
-            matrices = read_adapter(Path(adapter.path), self.modules, self.max_rank)
-            place = len(self._places)
-            if place == self.max_loras:
-                idle = next((each for each in self._places if each not in needed), None)
-                if idle is None:
-                    raise ConfigError(f"a step needs more than {self.max_loras} adapters at once; raise --max-loras")
-                place = self._places.pop(idle)
-            self._write(adapter, matrices, place)
-        else:
+        if place is not None:
             self._places[adapter] = place  # now the most recently used
-        return place
+            return place
+        try:
+            matrices = self._read(adapter.path, adapter.fingerprint)
+            self._make_room(needed)
+        except ConfigError as error:
+            log.error("the adapter %s is not served any more: %s", adapter.path, error.message)
+            self._failed[adapter] = error.message
+            raise
+        return self._write(adapter, matrices)
 
-    def _write(self, adapter: LoraAdapter, matrices: dict[str, LowRank], place: int) -> None:
+    def _read(self, path: str, expected: str) -> dict[str, LowRank]:
+        """Read an adapter whose files have this fingerprint, also after they were read. Raises ConfigError."""
+        if fingerprint(Path(path)) == expected:
+            matrices = read_adapter(Path(path), self.modules, self.max_rank, self.dtype)
+            if fingerprint(Path(path)) == expected:
+                return matrices
+        raise ConfigError(f"the files of the adapter {path!r} have changed; load it again under another name")
+
+    def _make_room(self, needed: set[LoraAdapter]) -> None:
+        """Let a place be free. Raises ConfigError if all of them are needed."""
+        if self._free:
+            return
+        idle = next((each for each in self._places if each not in needed), None)
+        if idle is None:
+            raise ConfigError(f"a step needs more than {self.max_loras} adapters at once; raise --max-loras")
+        self._free.append(self._places.pop(idle))
+
+    def _write(self, adapter: LoraAdapter, matrices: dict[str, LowRank]) -> int:
+        """Write an adapter into a free place, and return it. The place stays free where writing fails."""
+        place = self._free[-1]
         for linear in self._linears:
             linear.write(place, matrices)
+        self._free.pop()
         self._places[adapter] = place
+        return place
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

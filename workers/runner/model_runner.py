@@ -313,7 +313,7 @@ class ModelRunner:
             try:
                 places[adapter] = pool.place_of(adapter, needed)
             except ConfigError as error:
-                log.error("adapter %s: %s", adapter.path, error.message)
+                log.debug("adapter %s: %s", adapter.path, error.message)  # the pool has logged it once
                 places[adapter], failures[adapter] = NO_ADAPTER, "the adapter cannot be read any more; load it again"
         of_chunks = np.array([places[adapter] for adapter in adapters])
         batch.adapter_places = of_chunks.repeat(batch.attention.num_queries)

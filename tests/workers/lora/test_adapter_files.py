@@ -65,6 +65,11 @@ def test_the_scale_is_in_b(tmp_path: Path, config: dict[str, Any], scale: float)
         ({"r": 3}, "has another rank"),
         ({"r": "4"}, "not an adapter's configuration"),
         ({"lora_alpha": 1e300}, "below a million"),
+        ({"init_lora_weights": "PiSSA_niter_16"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "corda"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "loftq"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "lora_ga"}, "path_initial_model_for_weight_conversion"),
         ({"rank_pattern": {"(a+)+$": 4}}, "regular expression"),
     ],
 )
@@ -143,23 +148,23 @@ def _beyond_the_end(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "reason"),
     [
-        _huge_header,
-        _long_header,
-        _pipe,
-        _pipe_as_config,
-        _deep_config,
-        _large_config,
-        _no_object,
-        _empty,
-        _beyond_the_end,
+        (_huge_header, "its header has more than"),
+        (_long_header, "its header has more than"),
+        (_pipe, "has no adapter_model.safetensors"),
+        (_pipe_as_config, "there is no file adapter_config.json"),
+        (_deep_config, "not an adapter's configuration"),
+        (_large_config, "are allowed"),
+        (_no_object, "not an adapter's configuration"),
+        (_empty, "not a safetensors file"),
+        (_beyond_the_end, "cannot be read"),
     ],
 )
-def test_hostile_files_are_refused_within_a_second(tmp_path: Path, damage: Any) -> None:
+def test_hostile_files_are_refused_within_a_second(tmp_path: Path, damage: Any, reason: str) -> None:
     damage(write(tmp_path))
     started = time.monotonic()
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=reason):
         read(tmp_path)
     assert time.monotonic() - started < 1.0
 
@@ -172,3 +177,38 @@ def test_files_that_were_replaced_have_another_fingerprint(tmp_path: Path) -> No
     (tmp_path / WEIGHTS).unlink()
     with pytest.raises(ConfigError, match="holds no adapter: adapter_model"):
         fingerprint(tmp_path)
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_files_that_may_not_be_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    write(tmp_path)
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, *args, **kwargs)
+
+    for method in ("open", "stat"):
+        original = getattr(Path, method)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, refuse)
+            with pytest.raises(ConfigError, match="Permission denied"):
+                read(tmp_path)
+
+
+def test_a_path_that_the_system_does_not_take_is_refused() -> None:
+    with pytest.raises(ConfigError, match="File name too long"):
+        read(Path("/" + "a" * 300))
+
+
+def test_files_from_before_1970_have_a_fingerprint(tmp_path: Path) -> None:
+    new = fingerprint(write(tmp_path))
+    os.utime(tmp_path / WEIGHTS, (-1, -1))
+    assert fingerprint(tmp_path) != new
+
+
+def test_numbers_that_the_data_type_of_the_model_does_not_hold_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, {f"{KEY}A.weight": A, f"{KEY}B.weight": B * 4e4})  # twice that, with the scale
+    read(tmp_path)
+    with pytest.raises(ConfigError, match="not finite in float16"):
+        read_adapter(tmp_path, MODULES, 8, torch.float16)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 import torch
@@ -170,7 +171,9 @@ def test_logprobs_are_close_to_those_of_the_merged_model() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", None])
-def test_one_call_for_all_layers_adds_the_adapters_too(quantization: str | None) -> None:
+def test_one_call_for_all_layers_adds_the_adapters_too(
+    quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The answers in a batch are those without the fused C path, in which every step is one of torch's."""
     directory, adapters, _ = adapters_of("llama_wide")
     dtype = "float32" if quantization else "bfloat16"
@@ -180,15 +183,24 @@ def test_one_call_for_all_layers_adds_the_adapters_too(quantization: str | None)
     decoder = loaded.decoder._cpu_decoder
     if decoder is None:
         pytest.skip("this processor does not run all layers in one call")
-    prompt = make_prompts(VOCAB_SIZE)[2]
+    calls = []
+    decode = decoder.decode
+
+    def counted(x: torch.Tensor, *args: Any) -> None:
+        calls.append(len(x))
+        decode(x, *args)
+
+    monkeypatch.setattr(decoder, "decode", counted)
+    prompt = make_prompts(VOCAB_SIZE)[2][:1]  # the call takes few rows
 
     def answers() -> list[list[tuple[int, float]]]:
         engine = InProcessEngine(loaded)
-        sequences = [engine.add(prompt, adapter=each, max_tokens=1, logprobs=5) for each in (None, *checked)]
+        sequences = [engine.add(prompt, adapter=each, max_tokens=1, logprobs=5) for each in (None, *checked[:7])]
         engine.run()
         return [engine.logprobs[sequence.sequence_id][0].top for sequence in sequences]
 
     together = answers()
+    assert calls == [8]
     loaded.decoder._cpu_decoder = None
     apart = answers()
     tolerance = 0.02 if quantization else 0.3
@@ -212,6 +224,56 @@ def test_a_sequence_fails_if_its_adapter_cannot_be_read_any_more() -> None:
     engine.run()
     assert broken.finish_reason == "error" and broken.output_token_ids == []
     assert fine.output_token_ids == answer("llama", 1, tuple(prompt), 6)
+
+
+def test_an_adapter_that_failed_stays_dead_for_its_prefix_is_of_the_bare_model(tmp_path: Path) -> None:
+    loaded, _ = loaded_with("llama", 1)
+    make_adapter(tmp_path, adapters_of("llama")[2][0], 1)
+    assert loaded.lora is not None
+    adapter = LoraAdapter(50, str(tmp_path), loaded.lora.load(LoraAdapter(50, str(tmp_path)))[0])
+    engine, prompt = InProcessEngine(loaded), make_prompts(VOCAB_SIZE)[5]
+    (tmp_path / "adapter_config.json").rename(tmp_path / "away")
+    first = engine.add(prompt, adapter=adapter, max_tokens=3)
+    engine.run()
+    (tmp_path / "away").rename(tmp_path / "adapter_config.json")
+    second = engine.add(prompt, adapter=adapter, max_tokens=3)
+    engine.run()
+    assert [first.finish_reason, second.finish_reason] == ["error", "error"]
+    again = LoraAdapter(51, adapter.path, adapter.fingerprint)
+    third = engine.add(prompt, adapter=again, max_tokens=3, ignore_eos=True)
+    engine.run()
+    assert third.finish_reason == "length" and third.num_cached_tokens == 0
+
+
+def test_a_place_that_could_not_be_written_is_given_to_one_adapter_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, adapters = loaded_with("llama", 2)
+    pool = loaded.lora
+    assert pool is not None
+    one, two, three = (adapter for adapter in adapters[1:4] if adapter is not None)
+    places = {two: pool.place_of(two, set())}  # after one, which is now the least recently used
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("workers.lora.lora_pool.LoraLinear.write", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            pool.place_of(three, {two})
+    places[three] = pool.place_of(three, {two})
+    assert places[two] == pool.place_of(two, set()) != places[three]
+    assert pool.place_of(one, {two}) == places[three]
+
+
+def test_files_that_change_while_they_are_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, adapters = loaded_with("llama", 1)
+    pool = loaded.lora
+    assert pool is not None and adapters[2] is not None
+    prints = iter([adapters[2].fingerprint, "changed"] * 2)
+    monkeypatch.setattr("workers.lora.lora_pool.fingerprint", lambda path: next(prints))
+    with pytest.raises(ConfigError, match="have changed"):
+        pool.load(LoraAdapter(60, adapters[2].path))
+    with pytest.raises(ConfigError, match="have changed"):
+        pool.place_of(adapters[2], set())
 
 
 def test_a_step_that_needs_too_many_adapters_fails_some_sequences_and_serves_the_others() -> None:
