@@ -14,7 +14,7 @@ from starlette.requests import Request
 from servekit.api.endpoint import caller_of, mark, models_of
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.schemas.json_body import encode
-from servekit.engine.adapted_model import AdaptedModel, adapted_models
+from servekit.engine.adapted_model import AdaptedModel, find_adapted
 from servekit.engine.interface import (
     Engine,
     GeneratingEngine,
@@ -26,6 +26,7 @@ from servekit.engine.interface import (
     predicts,
 )
 from servekit.engine.model_kind import GENERATE
+from servekit.engine.model_names import MAX_NAME_SHOWN, listed
 from servekit.errors import InvalidRequest
 from servekit.inference import INFER
 from servekit.protocol.prediction import PredictorKind
@@ -48,7 +49,6 @@ LACKS: dict[str, str] = {
     PredictorKind.CLASSIFY: "classifies nothing",
     INFER: "computes no tensors",
 }
-MAX_FITTING_SHOWN = 20  # models that a refusal names
 
 
 async def engine_for(
@@ -75,10 +75,13 @@ async def engine_for(
 def _name_with_adapter(request: Request, name: str | None, field: str, adapter: str) -> str:
     """Return the name of a model with an adapter. Raises InvalidRequest or ModelNotFound."""
     models, caller = models_of(request), caller_of(request)
-    known = [each.name for each in adapted_models(models.served(caller))]
-    if adapter not in known:
-        has = f"this server has {', '.join(map(repr, known[:MAX_FITTING_SHOWN]))}" if known else "it has no adapters"
-        raise InvalidRequest(f"{field}: the server has no adapter {adapter[:100]!r}; {has} (docs/lora.md)", param=field)
+    served = models.served(caller)
+    if find_adapted(served, adapter) is None:
+        known = listed(name for each in served for name in each.adapter_paths)
+        has = f"this server has {known}" if known else "it has no adapters"
+        raise InvalidRequest(
+            f"{field}: the server has no adapter {adapter[:MAX_NAME_SHOWN]!r}; {has} (docs/lora.md)", param=field
+        )
     found = models.find(adapter, caller)
     parent = found.parent if isinstance(found, AdaptedModel) else found
     if name is not None and name != adapter and models.find(name, caller).name != parent.name:
@@ -131,9 +134,8 @@ async def _use(
 
 def _wrong_kind(model: ServedModel, kind: str, served: Sequence[ServedModel]) -> InvalidRequest:
     """Return the error for a model that does something else. `served` are those that the caller may use."""
-    fitting = [repr(each.name) for each in served if each.kind == kind]
-    shown = ", ".join(fitting[:MAX_FITTING_SHOWN]) + (" and others" if len(fitting) > MAX_FITTING_SHOWN else "")
-    remedy = f"name {shown}" if fitting else f"start a model of kind {kind} (--kind, if its files do not say so)"
+    shown = listed(each.name for each in served if each.kind == kind)
+    remedy = f"name {shown}" if shown else f"start a model of kind {kind} (--kind, if its files do not say so)"
     does = DOES.get(model.kind, f"is of kind {model.kind}")
     return InvalidRequest(
         f"the model {model.name!r} {does}; it {LACKS[kind]}. Please {remedy}.", param="model", code="not_supported"

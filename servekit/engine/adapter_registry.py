@@ -2,7 +2,9 @@
 
 The registry knows any number of adapters. The worker keeps `max_loras` of them in memory, and reads others when a step
 needs them. So as many may have requests at a time; a request for one more waits until another one has none. Those that
-wait go first, in the order in which they came: otherwise requests for busy adapters could keep them waiting for ever.
+wait get their places in the order in which they came. A request for an adapter that has requests needs no place, so it
+goes on at once; but not if the first of those that wait has waited for `OVERTAKEN_S`: otherwise requests for busy
+adapters could keep it waiting for ever.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from servekit.config import ServeConfig
+from servekit.engine.model_names import ANY_MODEL
 from servekit.errors import ConfigError, InvalidRequest, ModelNotFound, QueueFull
 from servekit.protocol.lora import AdapterLoaded, LoadAdapter, LoraAdapter
 
@@ -26,6 +30,7 @@ NAME = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
 MAX_ADAPTERS = 10_000
 MAX_PATH_CHARACTERS = 4096
 WAIT_TIMEOUT_S = 60.0  # for a place; then the client is told to come again
+OVERTAKEN_S = 5.0  # for so long, requests for busy adapters go before one that waits for a place
 RETRY_AFTER_S = 5
 
 Ask = Callable[[LoadAdapter], Awaitable[AdapterLoaded]]  # a worker; raises WorkerError
@@ -47,6 +52,15 @@ class AdapterUse:
             registry.end_use(self.adapter)
 
 
+@dataclass(eq=False, slots=True)
+class WaitingRequest:
+    """A request that waits for a place for its adapter."""
+
+    adapter: LoraAdapter
+    place: asyncio.Future[AdapterUse]
+    since_s: float  # of the event loop's clock
+
+
 class AdapterRegistry:
     """Which adapters there are. Everything runs on the event loop's thread."""
 
@@ -55,16 +69,18 @@ class AdapterRegistry:
         self.at_start = adapters_at_start(config)
         self.may_load = config.enable_lora
         self._max_loras, self._ask = config.max_loras, ask
+        self._max_waiting = config.max_num_queued_reqs
         self._adapters: dict[str, LoraAdapter] = {}
+        self._paths: dict[str, str] = {}  # of `_adapters`; requests look names up here
         self._num_uses: Counter[int] = Counter()  # by number, of those with requests
-        self._waiting: deque[tuple[LoraAdapter, asyncio.Future[AdapterUse]]] = deque()
+        self._waiting: deque[WaitingRequest] = deque()
         self._next_number = 1
         self._loading: set[str] = set()
 
     @property
     def paths(self) -> Mapping[str, str]:
         """The directory of each adapter, by name."""
-        return {name: adapter.path for name, adapter in self._adapters.items()}
+        return self._paths
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -106,6 +122,7 @@ class AdapterRegistry:
         if answer.refusal:
             raise ConfigError(answer.refusal)
         self._adapters[name] = replace(adapter, fingerprint=answer.fingerprint)
+        self._paths[name] = adapter.path
         log.info("loaded the adapter %s of rank %d from %s", name, answer.rank, adapter.path)
 
     def _make_adapter(self, path: str) -> LoraAdapter:
@@ -117,6 +134,7 @@ class AdapterRegistry:
         """Forget an adapter. Requests that use it go on. Raises ModelNotFound."""
         if self._adapters.pop(name, None) is None:
             raise ModelNotFound(f"there is no adapter {name[:200]!r} to unload", param="lora_name")
+        del self._paths[name]
         log.info("unloaded the adapter %s", name)
 
     # -- use ----------------------------------------------------------------------------------------------------------
@@ -124,14 +142,23 @@ class AdapterRegistry:
     def begin_use(self, name: str) -> AdapterUse | None:
         """Use an adapter if it can be used at once. Raises ModelNotFound."""
         adapter = self._find(name)
-        return None if self._waiting or not self._has_place(adapter) else self._use(adapter)
+        is_in_use = adapter.number in self._num_uses
+        may_enter = not self._is_overtaken_long() if is_in_use else not self._waiting and self._has_place(adapter)
+        return self._use(adapter) if may_enter else None
 
     async def wait_for_use(self, name: str) -> AdapterUse:
         """Use an adapter as soon as it has a place. Raises ModelNotFound or QueueFull."""
         if (use := self.begin_use(name)) is not None:
             return use
-        place: asyncio.Future[AdapterUse] = asyncio.get_running_loop().create_future()
-        entry = self._find(name), place
+        if len(self._waiting) >= self._max_waiting:
+            raise QueueFull(
+                f"{len(self._waiting)} requests wait for a place for their adapter, which is the limit "
+                "(max_num_queued_reqs). Please try again later.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        loop = asyncio.get_running_loop()
+        place: asyncio.Future[AdapterUse] = loop.create_future()
+        entry = WaitingRequest(self._find(name), place, loop.time())
         self._waiting.append(entry)
         try:
             async with asyncio.timeout(WAIT_TIMEOUT_S):
@@ -160,9 +187,20 @@ class AdapterRegistry:
 
     def _admit(self) -> None:
         """Let those go on that wait, as far as there are places."""
-        while self._waiting and self._has_place(self._waiting[0][0]):
-            adapter, place = self._waiting.popleft()
-            place.set_result(self._use(adapter))
+        while self._waiting and self._has_place(self._waiting[0].adapter):
+            first = self._waiting.popleft()
+            first.place.set_result(self._use(first.adapter))
+        if self._waiting and not self._is_overtaken_long():
+            others, self._waiting = self._waiting, deque()
+            for each in others:
+                if each.adapter.number in self._num_uses:
+                    each.place.set_result(self._use(each.adapter))
+                else:
+                    self._waiting.append(each)
+
+    def _is_overtaken_long(self) -> bool:
+        """Whether requests for busy adapters went before the first of those that wait for long enough."""
+        return bool(self._waiting) and asyncio.get_running_loop().time() - self._waiting[0].since_s >= OVERTAKEN_S
 
     def _has_place(self, adapter: LoraAdapter) -> bool:
         return adapter.number in self._num_uses or len(self._num_uses) < self._max_loras
@@ -188,6 +226,8 @@ def adapters_at_start(config: ServeConfig) -> dict[str, str]:
                 f"lora = {entry[:300]!r} (--lora) is not accepted: it takes NAME=PATH, or several of these separated "
                 "by commas; a name has letters, digits, '.', '_', ':', '/' and '-'"
             )
+        if name in ANY_MODEL:
+            raise ConfigError(f"lora (--lora): clients name any model {name!r}; choose another name for the adapter")
         if name in found or name in (config.model_name, config.model):
             raise ConfigError(f"lora (--lora): the name {name!r} is given twice; each adapter needs one of its own")
         found[name] = path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Literal, Self, cast
 
 from servekit.config import ServeConfig
@@ -12,11 +13,8 @@ from servekit.engine.adapter_registry import AdapterRegistry
 from servekit.engine.caller import Caller
 from servekit.engine.interface import ServedModel
 from servekit.engine.model_kind import GENERATE
-from servekit.errors import InvalidRequest, ModelNotFound
-
-# Names that clients of one-model servers send: huggingface_hub sends "dummy", TGI's own clients "tgi".
-ANY_MODEL = ("", "dummy", "tgi")
-MAX_NAME_SHOWN = 100  # characters of a model's name that an error repeats
+from servekit.engine.model_names import ANY_MODEL, model_not_found
+from servekit.errors import InvalidRequest
 
 
 class OneModel(ABC):
@@ -66,7 +64,7 @@ class OneModel(ABC):
             return self
         if (path := self.adapter_paths.get(name)) is not None:
             return AdaptedModel(cast(ServedModel, self), name, path)
-        raise model_not_found(name, [config.model_name, *self.adapter_paths])
+        raise model_not_found(name, chain([config.model_name], self.adapter_paths))
 
     def begin_use(self) -> Self:
         """Return the engine. While the model loads, it refuses requests itself."""
@@ -102,9 +100,3 @@ def _has_one_model() -> InvalidRequest:
         "(docs/several_models.md)",
         code="not_supported",
     )
-
-
-def model_not_found(name: str, known: Sequence[str]) -> ModelNotFound:
-    """Return the error for a name that no model has. `known` are those of the models that the caller may use."""
-    shown = ", ".join(map(repr, known)) or "no model that this API key may use"
-    return ModelNotFound(f"The model {name[:MAX_NAME_SHOWN]!r} does not exist. This server has {shown}.", param="model")

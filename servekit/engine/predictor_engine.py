@@ -541,6 +541,12 @@ def check_settings(config: ServeConfig, kind: PredictorKind) -> None:
         "speculative": config.speculative != "off",
         "tensor_parallel_size": config.tensor_parallel_size > 1,
     }
+    if config.has_adapters:
+        name, value = ("enable_lora", "true") if config.lora is None else ("lora", repr(config.lora[:300]))
+        raise ConfigError(
+            f"{name} = {value}: a model of kind {kind} takes no LoRA adapters; leave out --{name.replace('_', '-')}, "
+            "or set it only in the [[model]] entries of models that generate text"
+        )
     for name, is_set in refused.items():
         if is_set:
             raise ConfigError(

@@ -25,7 +25,7 @@ from servekit.engine.interface import ManagedEngine, WorkerReport
 from servekit.engine.live_view import LiveView
 from servekit.engine.llm_engine import LLMEngine
 from servekit.engine.make_engine import make_engine
-from servekit.engine.one_model import ANY_MODEL, MAX_NAME_SHOWN, model_not_found
+from servekit.engine.model_names import ANY_MODEL, MAX_NAME_SHOWN, model_not_found
 from servekit.errors import (
     ConfigError,
     InternalError,

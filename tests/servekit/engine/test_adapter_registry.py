@@ -27,7 +27,7 @@ async def registry_of(*names: str, **settings: Any) -> AdapterRegistry:
     return registry
 
 
-@pytest.mark.parametrize("lora", ["a", "a=", "=b", "a=b,", "a b=c", "a=b,a=c", "demo=b"])
+@pytest.mark.parametrize("lora", ["a", "a=", "=b", "a=b,", "a b=c", "a=b,a=c", "demo=b", "dummy=b", "tgi=b"])
 def test_adapters_that_are_not_name_and_path_are_refused(lora: str) -> None:
     with pytest.raises(ConfigError, match="--lora"):
         adapters_at_start(ServeConfig(lora=lora))
@@ -92,7 +92,8 @@ async def test_without_enable_lora_nothing_is_loaded_at_run_time() -> None:
     assert registry.paths == {"a": "/a"}
 
 
-async def test_an_adapter_waits_for_a_place_and_those_behind_it_wait_too() -> None:
+async def test_an_adapter_waits_for_a_place_and_those_behind_it_wait_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_registry, "OVERTAKEN_S", 0.0)
     registry = await registry_of("a", "b", "c")
     uses = [registry.begin_use(name) for name in ("a", "b", "a")]
     assert all(uses) and registry.begin_use("c") is None
@@ -111,7 +112,34 @@ async def test_an_adapter_waits_for_a_place_and_those_behind_it_wait_too() -> No
     assert registry.begin_use("b") is not None and registry.begin_use("c") is not None
 
 
-async def test_a_request_that_leaves_the_queue_lets_those_behind_it_go_on() -> None:
+async def test_a_request_for_an_adapter_in_use_goes_on_at_once_though_others_wait() -> None:
+    registry = await registry_of("a", "b", "c", "d")
+    uses = [registry.begin_use(name) for name in ("a", "b")]
+    waiting = [asyncio.create_task(registry.wait_for_use(name)) for name in ("c", "d", "c")]
+    await asyncio.sleep(0)
+    assert registry.begin_use("a") is not None, "it needs no place"
+    assert registry.begin_use("d") is None and not any(task.done() for task in waiting)
+    assert uses[1] is not None
+    uses[1].release()
+    done, _ = await asyncio.wait(waiting, timeout=0.05)
+    assert done == {waiting[0], waiting[2]}, "the second request for c needs no place of its own"
+    waiting[1].cancel()
+
+
+async def test_no_more_requests_wait_for_a_place_than_may_be_queued() -> None:
+    registry = await registry_of("a", "b", "c", max_num_queued_reqs=1)
+    uses = [registry.begin_use(name) for name in ("a", "b")]
+    waiting = asyncio.create_task(registry.wait_for_use("c"))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match="max_num_queued_reqs"):
+        await registry.wait_for_use("c")
+    assert uses[0] is not None
+    uses[0].release()
+    assert (await waiting).adapter.path == "/c"
+
+
+async def test_a_request_that_leaves_the_queue_lets_those_behind_it_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_registry, "OVERTAKEN_S", 0.0)
     registry = await registry_of("a", "b", "c")
     uses = [registry.begin_use(name) for name in ("a", "b")]
     first, second = (asyncio.create_task(registry.wait_for_use(name)) for name in ("c", "a"))

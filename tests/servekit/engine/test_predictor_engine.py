@@ -178,7 +178,16 @@ async def test_readiness_is_proved_by_an_item_when_no_batch_came_lately(engine: 
     assert [len(batch.items) for batch in executor.sent] == [1]
 
 
-@pytest.mark.parametrize("settings", [{"api_processes": 2}, {"speculative": "ngram"}, {"data_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"api_processes": 2},
+        {"speculative": "ngram"},
+        {"data_parallel_size": 2},
+        {"lora": "a=b"},
+        {"enable_lora": True},
+    ],
+)
 def test_settings_that_a_predictor_cannot_have_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"leave out --{next(iter(settings)).replace('_', '-')}"):
         PredictorEngine(ServeConfig(**settings), PredictorKind.EMBED)

@@ -208,6 +208,12 @@ async def test_refusal_of_a_model_of_another_kind_names_those_that_the_key_may_u
     assert answer.status == 400 and "it generates no text. Please name 'chat'." in answer.error["message"]
 
 
+@pytest.mark.parametrize("setting", ['lora = "a=/a"', "enable_lora = true"])
+def test_adapters_of_a_model_that_generates_no_text_are_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"'other-embedder': (lora|enable_lora) = .* takes no LoRA adapters"):
+        parsed(KINDS + setting)
+
+
 async def test_alias_stands_for_models_of_one_kind() -> None:
     with pytest.raises(ConfigError, match="alias 'mixed': its models must be of one kind"):
         parsed(KINDS + '[[alias]]\nname = "mixed"\nmodels = { chat = 1, embedder = 1 }\n')
