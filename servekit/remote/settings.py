@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -42,10 +42,8 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     failures_to_open: Annotated[int, Meta(ge=1, le=1000)] = 5  # failures in a row that open the circuit breaker
     cooldown: Seconds = 5.0  # that it stays open; doubled after each failed probe, up to a minute
 
-    @property
-    def first_answer_setting(self) -> str:
-        """The name of the setting that bounds the wait for a connection, and then that for the first of the answer."""
-        raise NotImplementedError
+    # The name of the setting that bounds the wait for a connection, and then that for the first of the answer.
+    first_answer_setting: ClassVar[str]
 
     @property
     def first_answer_timeout_s(self) -> float:
@@ -62,9 +60,7 @@ class OpenAISettings(ServerSettings, frozen=True, kw_only=True, forbid_unknown_f
     first_token_timeout: Seconds = 120.0  # for a connection, and then again for the first piece of the answer
     token_timeout: Seconds = 60.0  # for each further piece
 
-    @property
-    def first_answer_setting(self) -> str:
-        return "first_token_timeout"
+    first_answer_setting: ClassVar[str] = "first_token_timeout"
 
 
 class TritonSettings(ServerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,9 +71,7 @@ class TritonSettings(ServerSettings, frozen=True, kw_only=True, forbid_unknown_f
     # explicit: the model is loaded there when it is loaded here, and unloaded there when it is unloaded here.
     model_control_mode: Literal["none", "explicit"] = "none"
 
-    @property
-    def first_answer_setting(self) -> str:
-        return "answer_timeout"
+    first_answer_setting: ClassVar[str] = "answer_timeout"
 
 
 class VllmSettings(OpenAISettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

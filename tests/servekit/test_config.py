@@ -211,6 +211,12 @@ def test_every_setting_is_in_the_docs() -> None:
         assert f"`{setting.flag}`" in text, f"docs/settings.md lacks {setting.flag}"
 
 
+def test_a_model_may_have_adapters_if_some_are_named_or_may_be_loaded() -> None:
+    assert not load_config({}, {}).has_adapters
+    assert load_config({"lora": "a=/adapters/a"}, {}).has_adapters
+    assert load_config({"enable_lora": "true"}, {}).has_adapters
+
+
 def test_doubtful_combinations_of_settings_are_reported() -> None:
     assert doubts(load_config({}, {})) == []
     assert len(doubts(load_config({"max_num_batched_tokens": "4", "scheduling_policy": "fair"}, {}))) == 2

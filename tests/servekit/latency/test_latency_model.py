@@ -86,6 +86,14 @@ def test_results_that_come_together_do_not_mislead() -> None:
     assert mean_error(model, rng) < 0.1
 
 
+def test_the_times_are_told_in_microseconds_and_short() -> None:
+    model, rng = LatencyModel(), random.Random(6)
+    fit(model, rng, 500, noise=0.0)
+    info = model.info()
+    assert info["prefill_token_us"] == pytest.approx(40.0, rel=0.05) and info["num_steps"] == 500
+    assert all(len(f"{value:g}") <= 10 for value in info.values())
+
+
 def test_a_slow_first_step_is_forgotten_soon() -> None:
     """It compiles kernels, for example."""
     model, rng = LatencyModel(), random.Random(5)

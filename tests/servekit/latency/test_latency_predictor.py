@@ -257,3 +257,26 @@ def test_a_correction_fades_where_nothing_is_played(service: Service) -> None:
     for _ in range(50):
         assert not list(service.predictor.refresh_waiting_time(service.manager, service.now_s))
     assert waiting_time.correction == pytest.approx(1.0, abs=0.05)
+
+
+def test_nothing_is_corrected_while_a_step_in_flight_is_not_known(service: Service) -> None:
+    for _ in range(12):
+        service.add()
+    service.step()
+    assert service.manager.num_in_flight
+    assert not list(LatencyPredictor().refresh_waiting_time(service.manager, service.now_s))
+
+
+def test_a_line_of_which_too_few_start_corrects_nothing(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WaitingTime, "MAX_STEPS", 1)
+    for _ in range(12):
+        service.add()
+    service.step()
+    assert list(service.predictor.refresh_waiting_time(service.manager, service.now_s))
+    assert service.predictor.waiting_time.correction == 1.0
+
+
+def test_a_replica_that_has_served_nothing_is_judged_by_what_others_taught(service: Service) -> None:
+    fresh = Service()
+    assert fresh.manager.num_prompt_tokens == 0
+    assert service.predictor.waiting_time.seconds(fresh.manager, 10) > 0.0

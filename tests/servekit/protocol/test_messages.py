@@ -142,3 +142,9 @@ def test_workers_give_the_same_tokens_only_with_the_same_model_and_the_same_dtyp
     assert found is not None and "fingerprint is 'a'" in found and "'b'" in found
     found = ready.difference(replace(ready, device="cuda:0", dtype="bfloat16"))
     assert found is not None and "float32 on cpu" in found and "bfloat16 on cuda:0" in found and "--dtype" in found
+
+
+def test_a_plan_has_drafts_if_one_of_its_chunks_has() -> None:
+    decode, verified = ScheduledChunk(0, 5, 1, (), (), True), ScheduledChunk(1, 5, 3, (), (), True, 2)
+    assert not StepPlan(0, 0, (), (decode,), ()).has_drafts
+    assert StepPlan(0, 0, (), (decode, verified), ()).has_drafts

@@ -40,3 +40,9 @@ def test_mistakes_are_refused(fields: dict[str, Any]) -> None:
 
 def test_each_field_says_what_it_takes() -> None:
     assert set(TAKES) == {*VllmSettings.__struct_fields__, *TritonSettings.__struct_fields__}
+
+
+def test_each_kind_bounds_the_first_of_an_answer_by_a_setting_of_its_own() -> None:
+    assert OpenAISettings(url="http://a", first_token_timeout=7.0).first_answer_timeout_s == 7.0
+    assert VllmSettings(first_token_timeout=8.0).first_answer_timeout_s == 8.0
+    assert TritonSettings(url="http://a", answer_timeout=9.0).first_answer_timeout_s == 9.0

@@ -3,11 +3,12 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import msgspec
 import pytest
 
 from servekit.api.schemas.common_fields import MAX_PROMPTS
 from servekit.api.schemas.json_body import decode
-from servekit.api.schemas.packed_body import MAX_INLINE_BYTES, DecodeBody, PackedBody, pack
+from servekit.api.schemas.packed_body import MAX_INLINE_BYTES, DecodeBody, PackedBody, Refusal, pack
 from servekit.api.schemas.predictions import (
     EmbeddingsRequest,
     OllamaEmbeddingsRequest,
@@ -20,6 +21,7 @@ from servekit.api.schemas.predictions import (
     inputs_of,
 )
 from servekit.errors import InvalidRequest
+from servekit.inference import InferenceRequest
 from servekit.prediction import ImageInput, PredictionRequest
 
 
@@ -111,8 +113,56 @@ def test_images_are_passed_on_undecoded() -> None:
     ],
 )
 def test_large_bodies_are_packed(kind: Any, body: dict[str, Any]) -> None:
-    import msgspec
-
     job = DecodeBody([kind.__name__], 100, memoryview(msgspec.json.encode(body)))
     packed = pack(job)
     assert isinstance(packed, PackedBody) and len(packed.short) < 1000
+
+
+TENSOR = {"name": "a", "shape": [2], "datatype": "INT64", "data": [1, 2]}
+
+
+def inference(body: dict[str, Any]) -> InferenceRequest:
+    return decode(msgspec.json.encode(body), PredictRequest).to_inference_request()
+
+
+def test_an_inference_has_tensors_whose_numbers_stay_as_they_were_written() -> None:
+    request = inference({"tensors": [TENSOR], "outputs": ["b"], "deadline_ms": 5})
+    (tensor,) = request.tensors
+    assert (tensor.name, tensor.shape, bytes(tensor.data)) == ("a", [2], b"[1,2]")
+    assert (request.texts, request.output_names, request.deadline_ms) == ([], ["b"], 5)
+
+
+def test_an_inference_has_texts_where_a_model_takes_them() -> None:
+    assert inference({"input": "one"}).texts == ["one"]
+    assert inference({"input": ["one", "two"]}).texts == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"image": "aGk="}, "image is for models that classify"),
+        ({"tensors": [TENSOR], "top_k": 1}, "top_k is for models that classify"),
+        ({"tensors": [TENSOR], "input": "one"}, "send one of tensors and input"),
+        ({}, "send one of tensors and input"),
+        ({"input": []}, f"input has 0 texts; it takes 1 to {MAX_PROMPTS}"),
+        ({"input": ["a"] * (MAX_PROMPTS + 1)}, f"it takes 1 to {MAX_PROMPTS}"),
+    ],
+)
+def test_what_is_no_inference_is_refused(body: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        inference(body)
+
+
+def test_tensors_are_refused_for_a_model_that_classifies() -> None:
+    with pytest.raises(InvalidRequest, match="tensors are for models of kind infer"):
+        converted(PredictRequest, msgspec.json.encode({"tensors": [TENSOR]}))
+
+
+def test_large_tensors_are_packed_without_their_numbers_being_decoded() -> None:
+    numbers = [1] * MAX_INLINE_BYTES
+    body = msgspec.json.encode({"tensors": [{**TENSOR, "shape": [len(numbers)], "data": numbers}]})
+    packed = pack(DecodeBody([PredictRequest.__name__], 100, memoryview(body)))
+    assert isinstance(packed, PackedBody) and len(packed.short) < 1000
+    many = msgspec.json.encode({"tensors": [{**TENSOR, "name": "n" * 1000, "data": numbers}] * 200})
+    refusal = pack(DecodeBody([PredictRequest.__name__], 100, memoryview(many)))
+    assert isinstance(refusal, Refusal) and "the names and shapes of tensors take" in str(refusal)
