@@ -532,8 +532,8 @@ def test_v1_ignores_unknown_fields_and_treats_null_as_absent(server: ServerProce
 # -- what it says of itself --------------------------------------------------------------------------------------------
 
 
-# What this server's model, which generates text, does not compute.
-PREDICTION_PATHS = {
+# What this server's model, which generates text and has no adapters, does not do.
+REFUSED_PATHS = {
     "/v1/embeddings",
     "/embed",
     "/api/embed",
@@ -542,6 +542,8 @@ PREDICTION_PATHS = {
     "/rerank",
     "/score",
     "/predict",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
 }
 
 
@@ -564,7 +566,7 @@ def test_the_document_has_every_route_and_its_examples_are_answered(server: Serv
             elif "requestBody" in operation:
                 example = operation["requestBody"]["content"]["application/json"]["example"]
                 # There is no request that could be aborted.
-                expected = 404 if path == "/abort_request" else 400 if path in PREDICTION_PATHS else 200
+                expected = 404 if path == "/abort_request" else 400 if path in REFUSED_PATHS else 200
                 assert server.client.post(path, json=example).status_code == expected, path
             else:  # a switch that this server does not have, or what it does not do for Ollama's clients
                 expected = 400 if path.startswith("/api/") else 409

@@ -65,7 +65,7 @@ def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("files", "problem"),
     [
         ({}, "holds no model.safetensors"),
-        ({"adapter_config.json": "{}"}, "merge it into its model"),
+        ({"adapter_config.json": "{}"}, "serve its model, with --lora NAME="),
         ({"config.json": '{"quantization_config": {"quant_method": "aqlm"}}'}, "AQLM, which servekit does not read"),
         ({"model.safetensors": "damaged"}, "cannot be read"),
     ],
