@@ -53,7 +53,6 @@ class ResultState(Struct, frozen=True, array_like=True):
     counts: tuple[int, ...] = ()  # tokens of each span, if not all have one
     num_drafts: tuple[int, ...] = ()  # verified ones of each span, if there are any
     draft_time_s: float = 0.0
-    draft_prompt_time_s: float = 0.0
 
 
 class SequenceState(Struct, frozen=True, array_like=True):
@@ -135,7 +134,7 @@ class DraftState(Struct, frozen=True, array_like=True):
     """What DraftLengths has learned."""
 
     mean_acceptance: float
-    mean_weight: float
+    num_records: int
     num_drafted: list[int]
     num_accepted: list[int]
     times: tuple[list[int], list[float], list[float]]  # classes, means and weights of PositionTimes
@@ -146,7 +145,6 @@ class DraftState(Struct, frozen=True, array_like=True):
     explored_length: int
     exploring_ids: list[int]
     exploring_debt_s: float
-    prompt_s: float = 0.0
 
 
 class ManagerState(Struct, frozen=True, array_like=True):
@@ -319,7 +317,6 @@ def summarize_result(result: StepResult, sampled: SampledSequences) -> ResultSta
         result.counts,
         result.num_drafts,
         result.draft_time_s,
-        result.draft_prompt_time_s,
     )
 
 
@@ -331,7 +328,7 @@ def _save_step_times(step_times: StepTimes) -> list[list[float]]:
 def _save_drafts(draft_lengths: DraftLengths) -> DraftState:
     return DraftState(
         mean_acceptance=draft_lengths.mean_acceptance,
-        mean_weight=draft_lengths.mean_weight,
+        num_records=draft_lengths.num_records,
         num_drafted=draft_lengths.num_drafted.copy(),
         num_accepted=draft_lengths.num_accepted.copy(),
         times=_save_position_times(draft_lengths.times),
@@ -342,7 +339,6 @@ def _save_drafts(draft_lengths: DraftLengths) -> DraftState:
         explored_length=draft_lengths.explored_length,
         exploring_ids=draft_lengths.exploring_ids.copy(),
         exploring_debt_s=draft_lengths.exploring_debt_s,
-        prompt_s=draft_lengths.prompt_s,
     )
 
 
@@ -459,7 +455,6 @@ def replay_result(state: ResultState) -> StepResult:
         counts=state.counts,
         num_drafts=state.num_drafts,
         draft_time_s=state.draft_time_s,
-        draft_prompt_time_s=state.draft_prompt_time_s,
     )
 
 
@@ -542,7 +537,7 @@ def _restore_limiter(limiter: PrefillLimiter, state: ManagerState) -> None:
 
 def _restore_drafts(draft_lengths: DraftLengths, state: DraftState) -> None:
     draft_lengths.mean_acceptance = state.mean_acceptance
-    draft_lengths.mean_weight = state.mean_weight
+    draft_lengths.num_records = state.num_records
     draft_lengths.num_drafted = state.num_drafted.copy()
     draft_lengths.num_accepted = state.num_accepted.copy()
     draft_lengths.is_drafting = state.is_drafting
@@ -551,7 +546,6 @@ def _restore_drafts(draft_lengths: DraftLengths, state: DraftState) -> None:
     draft_lengths.explored_length = state.explored_length
     draft_lengths.exploring_ids = state.exploring_ids.copy()
     draft_lengths.exploring_debt_s = state.exploring_debt_s
-    draft_lengths.prompt_s = state.prompt_s
     for times, learned in (
         (draft_lengths.times, state.times),
         (draft_lengths.round_times, state.round_times),

@@ -21,7 +21,7 @@ Models Using Goodput", 2024, section 4.
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 from math import inf
 
 from servekit.scheduler.sequence import Sequence
@@ -32,8 +32,7 @@ NUM_LEVELS = 16  # of acceptance, which are distinguished
 FIRST_ACCEPTANCE = 0.5  # until a draft was verified
 FIRST_WEIGHT = 4.0  # of that, in drafts
 DECAY = 7 / 8  # the weight of a span in its sequence's acceptance, once another one has followed
-MEAN_DECAY = 63 / 64  # the same for the acceptance of all drafts, which is expected of a new sequence
-PROMPT_DECAY = 31 / 32  # the weight of a step in the drafter's time for prompts, once another one has followed
+MEAN_DECAY = 63 / 64  # the same for the mean of all sequences
 # In two steps of so many, the first sequences verify one draft more than pays: their texts may have become repetitive,
 # and more positions may take less time than they once did. If that paid, one more is tried at once, so that the number
 # grows within a few steps: what is expected of longer steps is only an upper bound (`choose`). They are two steps,
@@ -44,13 +43,10 @@ PROMPT_DECAY = 31 / 32  # the weight of a step in the drafter's time for prompts
 # takes: otherwise, once drafts had looked worthwhile, nothing would be learned of the alternative.
 EXPLORE_EVERY = 61
 MAX_EXPLORING = 4
-# While no drafts pay, it is considered in one step of so many whether they do: to consider it takes as long as the rest
-# of a plan for few sequences.
-CONSIDER_EVERY = 8
 # Drafts begin only if they are expected to pay by this factor. To begin and end again and again costs the most: a draft
 # model then makes up each time for what it has missed.
 MIN_GAIN_TO_BEGIN = 1.2
-EXPLORING_SHARE = 1 / 128  # of the time, at most: it is left out as long as the last time cost more
+EXPLORING_SHARE = 1 / 64  # of the time, at most: it is left out as long as the last time cost more
 
 
 def level_of(acceptance: float) -> int:
@@ -78,14 +74,14 @@ class DraftLengths:
         # Of a round of the drafter, which makes one draft for each of so many sequences. Until it is known, rounds are
         # tried.
         self.round_times = PositionTimes(unknown_s=0.0, min_s=0.0)
-        self.prompt_s = 0.0  # what the drafter takes beside its rounds, in the mean of steps with drafts
         self.is_drafting = False  # whether the newest step that has its result had drafts
         self.is_worthwhile = False  # whether drafts were expected to pay in the newest step that was planned
         self.explored_id = -EXPLORE_EVERY  # the first one of the last two steps that explored
         self.explored_length = max_drafts + 1  # drafts of a sequence in these, at most
         self.exploring_ids: list[int] = []  # of the steps that explored and have no result yet
         self.exploring_debt_s = 0.0  # what exploring has cost, less its share of the time since
-        self.mean_acceptance, self.mean_weight = FIRST_ACCEPTANCE, FIRST_WEIGHT
+        self.mean_acceptance = FIRST_ACCEPTANCE
+        self.num_records = 0  # of which that is the mean
         self.num_drafted = [0] * max_drafts
         self.num_accepted = [0] * max_drafts
 
@@ -103,15 +99,12 @@ class DraftLengths:
         """Learn from a step that has its result. `position_s` is what `choose` expects of positions."""
         assert step.result is not None
         result, num_decodes, planned = step.result, step.num_decodes, step.num_drafts.values()
-        num_verified, rounds_s = sum(result.num_drafts), min(step_time_s, result.draft_time_s)
-        prompt_s = min(step_time_s - rounds_s, result.draft_prompt_time_s)
-        draft_time_s = rounds_s + prompt_s
+        num_verified, draft_time_s = sum(result.num_drafts), min(step_time_s, result.draft_time_s)
         if not step.num_prefill_tokens:
             self.times.observe(num_decodes + num_verified, step_time_s - draft_time_s)
         if planned and self.is_drafting:
             num_rounds = max(planned)
-            self.round_times.observe(-(-sum(planned) // num_rounds), rounds_s / num_rounds)
-            self.prompt_s += (1.0 - PROMPT_DECAY) * (prompt_s - self.prompt_s)
+            self.round_times.observe(-(-sum(planned) // num_rounds), draft_time_s / num_rounds)
         self.is_drafting = bool(planned)
         self.exploring_debt_s = max(0.0, self.exploring_debt_s - EXPLORING_SHARE * step_time_s)
         was_exploring = step.step_id in self.exploring_ids
@@ -142,9 +135,6 @@ class DraftLengths:
         acceptance get the same number.
         """
         assert sequences, "a step without decodes has no drafts"
-        is_exploring, is_turn = step_id - self.explored_id < 2, step_id % EXPLORE_EVERY == 0
-        if not (self.is_worthwhile or is_exploring or is_turn or step_id % CONSIDER_EVERY == 0):
-            return []
         num_drafting = [0] * NUM_LEVELS  # sequences of each level
         for sequence in sequences if self.times.classes else ():  # before any time is known, only exploring is safe
             if sequence.max_drafts:
@@ -152,12 +142,12 @@ class DraftLengths:
         chosen = self._choose_by_level(
             len(sequences), num_drafting, position_s, num_prefill_tokens, self._steps_waited / mean_answer_tokens
         )
-        longest = max(chosen)
+        longest, is_exploring = max(chosen), step_id - self.explored_id < 2
         self.is_worthwhile = longest > 0
         has_paid = self.explored_length <= longest < self.max_drafts
         if longest and not is_exploring and step_id % EXPLORE_EVERY == EXPLORE_EVERY // 2:
             return []
-        if not is_exploring and not self.exploring_debt_s and (is_turn or has_paid):
+        if not is_exploring and not self.exploring_debt_s and (step_id % EXPLORE_EVERY == 0 or has_paid):
             self.explored_id, self.explored_length, is_exploring = step_id, longest + 1, True
         if is_exploring:
             self.exploring_ids.append(step_id)
@@ -165,9 +155,7 @@ class DraftLengths:
             return []
         num_drafts = [chosen[level_of(sequence.acceptance)] for sequence in sequences]
         if is_exploring:
-            drafting = (index for index, sequence in enumerate(sequences) if sequence.max_drafts)
-            for index in islice(drafting, MAX_EXPLORING):
-                num_drafts[index] += 1
+            num_drafts[:MAX_EXPLORING] = [each + 1 for each in num_drafts[:MAX_EXPLORING]]
         return num_drafts
 
     def _choose_by_level(
@@ -200,7 +188,7 @@ class DraftLengths:
             num_drafts += num_drafting[level]
             num_rounds = max(num_rounds, position)
             num_tokens -= loss * num_drafting[level]
-            draft_time_s = self.prompt_s + num_rounds * self.round_times.seconds_of(-(-num_drafts // num_rounds))
+            draft_time_s = num_rounds * self.round_times.seconds_of(-(-num_drafts // num_rounds))
             longer_s = self.times.seconds_of(num_others + num_drafts, position_s) - without_s
             rate = num_tokens / (plain_s + longer_s + draft_time_s)
             if rate > max(best_rate, least_rate):
@@ -232,6 +220,7 @@ class DraftLengths:
         weight = DECAY * sequence.acceptance_weight
         sequence.acceptance = (weight * sequence.acceptance + num_accepted) / (weight + num_tries)
         sequence.acceptance_weight = weight + num_tries
-        weight = MEAN_DECAY * self.mean_weight
-        self.mean_acceptance = (weight * self.mean_acceptance + num_accepted) / (weight + num_tries)
-        self.mean_weight = weight + num_tries
+        # The first sequences show the most: what is expected of them is only a guess.
+        self.num_records += 1
+        share = max(1.0 - MEAN_DECAY, 1.0 / (FIRST_WEIGHT + self.num_records))
+        self.mean_acceptance += share * (sequence.acceptance - self.mean_acceptance)

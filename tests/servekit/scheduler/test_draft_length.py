@@ -5,17 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from itertools import product
-from typing import Any
 
 import pytest
 
 from servekit.protocol.messages import StepResult
-from servekit.scheduler.draft_length import CONSIDER_EVERY, EXPLORE_EVERY, MAX_EXPLORING, NUM_LEVELS, DraftLengths
+from servekit.scheduler.draft_length import EXPLORE_EVERY, MAX_EXPLORING, NUM_LEVELS, DraftLengths
 from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.step import Step
 from tests.support.scheduler import make_sequence
 
-PLAIN = 8  # the id of a step that does not explore, and in which drafts are considered
+PLAIN = 2  # the id of a step that does not explore
 
 
 def observe(
@@ -30,7 +29,6 @@ def observe(
     num_prefill_tokens: int = 0,
     step_id: int = PLAIN,
     position_s: float = 0.0,
-    draft_prompt_time_s: float = 0.0,
 ) -> None:
     """Let it see a step with these drafts of its first sequences, of which the first spans have the accepted ones."""
     step = Step(step_id, 0.0, 0, num_decodes=num_decodes, num_prefill_tokens=num_prefill_tokens)
@@ -43,14 +41,7 @@ def observe(
     num_drafts = (*made, *[0] * (num_decodes - len(made)))
     token_ids = (7,) * sum(counts)
     step.result = StepResult(
-        0,
-        step_id,
-        token_ids,
-        0.0,
-        counts=tuple(counts),
-        num_drafts=num_drafts,
-        draft_time_s=draft_time_s,
-        draft_prompt_time_s=draft_prompt_time_s,
+        0, step_id, token_ids, 0.0, counts=tuple(counts), num_drafts=num_drafts, draft_time_s=draft_time_s
     )
     lengths.observe(step, step_time_s, position_s)
 
@@ -180,24 +171,6 @@ def test_the_first_step_with_drafts_after_one_without_does_not_show_what_a_draft
     assert lengths.round_times.seconds_of(1) == pytest.approx(0.001)
 
 
-def test_what_the_drafter_takes_for_prompts_is_no_part_of_its_rounds() -> None:
-    """Prompts take 40 ms in each fourth step with drafts, however many rounds it has, and a round takes 1 ms."""
-    lengths = DraftLengths(4)
-    lengths.is_worthwhile = True
-    learn(lengths, lambda num_positions: 10e-3, max_positions=5)
-    for number in range(200):
-        num_rounds, prompt_s = (1, 2, 4)[number % 3], 0.0 if number % 4 else 40e-3
-        draft_s = num_rounds * 1e-3
-        step_s = 10e-3 + draft_s + prompt_s
-        observe(lengths, 1, [num_rounds], step_s, draft_s, draft_prompt_time_s=prompt_s)
-    assert lengths.round_times.seconds_of(1) == pytest.approx(1e-3)
-    assert [lengths.times.seconds_of(number) for number in (1, 5)] == pytest.approx([10e-3] * 2)
-    assert lengths.prompt_s == pytest.approx(10e-3, rel=0.2)
-    likely, unlikely = make_drafting(lengths, [0.95]), make_drafting(lengths, [0.4])
-    assert chosen(lengths, likely) == [4], "prompts take the same for four drafts as for one"
-    assert chosen(lengths, unlikely) == [0], "10 ms for prompts are more than the drafts save"
-
-
 def test_drafts_that_are_planned_but_not_made_take_no_time_of_the_model() -> None:
     lengths = DraftLengths(4)
     observe(lengths, 2, [4, 4], 0.02, made=[3, 0])
@@ -277,7 +250,7 @@ def test_the_first_sequences_show_the_most() -> None:
         lengths.record(sequence, 4, 0, 0)  # none is found, and each one counts
         lengths.is_drafting = True
     lengths.record(make_drafting(lengths, [1.0])[0], 4, 4, 4)
-    assert before > 0.6 and lengths.mean_acceptance < 0.07, "one sequence among many changes little"
+    assert before > 0.6 and lengths.mean_acceptance < 0.05, "one sequence among many changes little"
 
 
 def test_short_answers_get_fewer_drafts_because_sequences_wait_for_longer_steps() -> None:
@@ -345,7 +318,7 @@ def test_after_a_trial_that_did_not_pay_the_next_one_is_not_sooner() -> None:
 
 
 def test_the_more_trying_costs_the_seldomer_it_is_done() -> None:
-    """Two steps with drafts took 10 ms each more than without, and 1/128 of the time may be spent on that."""
+    """Two steps with drafts took 10 ms each more than without, and 1/64 of the time may be spent on that."""
     lengths = DraftLengths(4)
     sequences = make_drafting(lengths, [0.0])
     observe(lengths, 1, [], 10e-3)
@@ -356,7 +329,7 @@ def test_the_more_trying_costs_the_seldomer_it_is_done() -> None:
     while chosen(lengths, sequences, num_steps) == [0]:
         observe(lengths, 1, [], 10e-3, step_id=num_steps)
         num_steps += 1
-    assert num_steps == 5 * EXPLORE_EVERY, "the first turn after 2.56 s"
+    assert num_steps == 3 * EXPLORE_EVERY, "the first turn after 1.28 s"
 
 
 def test_under_high_load_only_a_few_sequences_try_drafts() -> None:
@@ -365,35 +338,6 @@ def test_under_high_load_only_a_few_sequences_try_drafts() -> None:
     sequences = make_drafting(lengths, [0.5] * 20)
     assert lengths.choose(sequences, PLAIN, 0.0) == []
     assert lengths.choose(sequences, EXPLORE_EVERY, 0.0) == [1] * MAX_EXPLORING + [0] * (20 - MAX_EXPLORING)
-
-
-def test_sequences_that_want_no_drafts_do_not_take_the_place_of_those_that_try_them() -> None:
-    """The first six are without drafts by their clients' wish."""
-    lengths = DraftLengths(4)
-    learn(lengths, lambda num_positions: 1e-3 * num_positions)
-    sequences = [*make_drafting(lengths, [0.5] * 6, max_drafts=0), *make_drafting(lengths, [0.5] * 6)]
-    assert lengths.choose(sequences, EXPLORE_EVERY, 0.0) == [0] * 6 + [1] * MAX_EXPLORING + [0] * 2
-
-
-def test_while_no_drafts_pay_it_is_seldom_considered_whether_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = DraftLengths(4)
-    learn(lengths, lambda num_positions: 1e-3 * num_positions)
-    sequences = make_drafting(lengths, [0.5])
-    considered, step_id = set(), 0
-    choose_by_level = lengths._choose_by_level
-
-    def watched(*arguments: Any) -> list[int]:
-        considered.add(step_id)
-        return choose_by_level(*arguments)
-
-    monkeypatch.setattr(lengths, "_choose_by_level", watched)
-    for step_id in range(2, EXPLORE_EVERY):
-        assert lengths.choose(sequences, step_id, 0.0) == []
-    assert considered == set(range(CONSIDER_EVERY, EXPLORE_EVERY, CONSIDER_EVERY))
-    lengths = DraftLengths(4)
-    learn(lengths, lambda num_positions: 1.0)
-    lengths.is_worthwhile = True
-    assert lengths.choose(sequences, PLAIN + 1, 0.0) == [4], "in each step, while they pay"
 
 
 def test_a_step_with_prefill_shows_only_what_the_drafter_takes() -> None:
