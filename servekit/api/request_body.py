@@ -116,6 +116,17 @@ async def read_body(request: Request) -> bytearray:
         ) from None
 
 
+async def read_small_body(request: Request) -> bytes:
+    """Return the body of a route whose bodies are small, and are decoded on the event loop.
+
+    Raises RequestTooLarge if it is larger than such a body may be, and what `read_body` raises.
+    """
+    body = await read_body(request)
+    if len(body) > MAX_INLINE_BYTES:
+        raise RequestTooLarge(f"the request body has {len(body)} bytes; the limit is {MAX_INLINE_BYTES} on this route")
+    return bytes(body)
+
+
 async def read(request: Request, kind: type[Body], tgi_kind: type[TgiBody] | None = None) -> Body | TgiBody:
     """Return the body, decoded and checked. `tgi_kind` is that of a body with `inputs`, where TGI has the same path.
 

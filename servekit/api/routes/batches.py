@@ -10,14 +10,13 @@ from starlette.responses import Response
 from servekit.api.auth.keys import Key
 from servekit.api.batch_runner import BatchRunner
 from servekit.api.endpoint import Endpoint, caller_of
-from servekit.api.request_body import read_body
+from servekit.api.request_body import read_small_body
 from servekit.api.responses.http import respond
 from servekit.api.routes.files import find_file, storage_of
 from servekit.api.schemas.batches import Batch, BatchList, BatchQuery, CreateBatch
 from servekit.api.schemas.json_body import decode, decode_query
-from servekit.api.schemas.packed_body import MAX_INLINE_BYTES
 from servekit.batches.records import BatchRecord
-from servekit.errors import InvalidRequest, ObjectNotFound, RequestTooLarge, StorageFailed
+from servekit.errors import InvalidRequest, ObjectNotFound, StorageFailed
 
 WINDOW_S = 24 * 3600
 
@@ -25,10 +24,7 @@ WINDOW_S = 24 * 3600
 async def create_batch(request: Request) -> Response:
     """Create a batch: all requests of a file are answered within 24 hours, when the server has nothing more urgent."""
     storage = storage_of(request)
-    body = await read_body(request)
-    if len(body) > MAX_INLINE_BYTES:
-        raise RequestTooLarge(f"the request body has {len(body)} bytes; the limit is {MAX_INLINE_BYTES} on this route")
-    wanted = decode(bytes(body), CreateBatch)
+    wanted = decode(await read_small_body(request), CreateBatch)
     endpoints: tuple[str, ...] = request.app.state.batch_endpoints
     if wanted.endpoint not in endpoints:
         raise InvalidRequest(

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from servekit.api.endpoint import Endpoint, caller_of, models_of
 from servekit.api.model_choice import engine_for
 from servekit.api.operators import check_admin
-from servekit.api.request_body import read_body
+from servekit.api.request_body import read_small_body
 from servekit.api.schemas.common_fields import described
 from servekit.api.schemas.json_body import decode
 from servekit.engine.adapter_registry import AdapterRegistry
@@ -40,7 +40,7 @@ class UnloadLoraAdapter(Struct, kw_only=True, forbid_unknown_fields=True):
 async def load_lora_adapter(request: Request) -> Response:
     """Load a LoRA adapter; requests name it as their model from then on."""
     check_admin(request)
-    wanted = decode(bytes(await read_body(request)), LoadLoraAdapter)
+    wanted = decode(await read_small_body(request), LoadLoraAdapter)
     adapters = await _adapters(request, wanted.model)
     if wanted.lora_name not in adapters.paths and _is_taken(request, wanted.lora_name):
         raise InvalidRequest(
@@ -54,7 +54,7 @@ async def load_lora_adapter(request: Request) -> Response:
 async def unload_lora_adapter(request: Request) -> Response:
     """Unload a LoRA adapter. Requests that use it are answered to their end."""
     check_admin(request)
-    wanted = decode(bytes(await read_body(request)), UnloadLoraAdapter)
+    wanted = decode(await read_small_body(request), UnloadLoraAdapter)
     (await _adapters(request, wanted.model)).unload(wanted.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' removed successfully.")
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from servekit.api.endpoint import Endpoint, models_of
 from servekit.api.operators import check_admin
-from servekit.api.request_body import read_body
+from servekit.api.request_body import read_small_body
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.responses.http import respond
 from servekit.api.schemas.json_body import decode
@@ -64,7 +64,7 @@ async def list_aliases(request: Request) -> Response:
 async def divide_alias(request: Request) -> Response:
     """Let an alias divide requests among models by weight, from the next request on, until the file is read again."""
     check_admin(request)
-    wanted = decode(bytes(await read_body(request)), DivideAlias)
+    wanted = decode(await read_small_body(request), DivideAlias)
     models_of(request).divide(request.path_params["alias"], wanted.models, wanted.sticky)
     return respond(Aliases(models_of(request).divided()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ from servekit.api.responses.http import OLLAMA_PATHS, respond, respond_at_length
 from servekit.api.responses.prediction import base64_of, compute, floats, infer, num_described, scores_of
 from servekit.api.schemas.json_body import decode_query
 from servekit.api.schemas.ollama import OllamaError
+from servekit.api.schemas.packed_body import MAX_INLINE_BYTES
 from servekit.api.schemas.predictions import (
     Document,
     Embedding,
@@ -44,9 +46,11 @@ from servekit.api.schemas.predictions import (
     image_request,
 )
 from servekit.engine.interface import infers, predicts
-from servekit.errors import InvalidRequest
+from servekit.errors import InvalidRequest, RequestTooLarge
 from servekit.prediction import PredictionRequest
 from servekit.protocol.prediction import Activation, PredictorKind
+
+FORM_PIECE_BYTES = 2**18  # of a form that are read at a time, so that the event loop is not held
 
 # -- embeddings --------------------------------------------------------------------------------------------------------
 
@@ -191,17 +195,22 @@ async def _read_form(request: Request) -> tuple[PredictRequest, bytes]:
     body = await read_body(request)
     reader = MultipartReader(request.headers["content-type"])
     parts: dict[str, bytearray] = {}
-    name = ""
-    for event in reader.feed(bytes(body)):
-        if isinstance(event, Part):
-            name = event.name
-            if name in parts:
-                raise InvalidRequest(
-                    f"the form has two fields {name[:40]!r}; send one image in a request", param=name[:40]
-                )
-            parts[name] = bytearray()
-        else:
-            parts[name] += event
+    name, num_other_bytes = "", 0
+    for start in range(0, len(body), FORM_PIECE_BYTES):
+        for event in reader.feed(bytes(memoryview(body)[start : start + FORM_PIECE_BYTES])):
+            if isinstance(event, Part):
+                name = event.name
+                if name in parts:
+                    raise InvalidRequest(
+                        f"the form has two fields {name[:40]!r}; send one image in a request", param=name[:40]
+                    )
+                parts[name] = bytearray()
+            else:
+                parts[name] += event
+            num_other_bytes += 0 if isinstance(event, Part) or name == "image" else len(event)
+            if len(parts) + num_other_bytes > MAX_INLINE_BYTES:  # they are decoded on the event loop
+                raise RequestTooLarge(f"the form's fields beside image have more than {MAX_INLINE_BYTES} bytes")
+        await asyncio.sleep(0)  # a form of 8 MB takes some tens of milliseconds
     if not reader.is_complete:
         raise InvalidRequest("the body ends before the form does; its last boundary is missing")
     data = parts.pop("image", None)

@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 
 from servekit.api.app import create_app
 from servekit.api.auth.keys import parse_keys_file
+from servekit.api.schemas.packed_body import MAX_INLINE_BYTES
 from servekit.protocol.prediction import PredictorKind
 from tests.support.asgi import Answer, Log, ask, bearer, make_app
 from tests.support.local_predictor import local_engine
@@ -162,6 +163,10 @@ async def test_images_are_base64_data_urls_or_uploads(image_classifier: Starlett
     missing, header = form(model=b"image")
     assert (await post(image_classifier, "/predict", missing, header)).error["param"] == "image"
     assert (await post(image_classifier, "/predict", body[:-9], header)).status == 400
+    large, header = form(image=image, model=b"image", input=b"a" * MAX_INLINE_BYTES)
+    assert (await post(image_classifier, "/predict", large, header)).status == 413
+    padded, header = form(image=image + bytes(2**20), model=b"image", top_k=b"1")  # read in several pieces
+    assert (await post(image_classifier, "/predict", padded, header)).body == answer.body
 
 
 async def test_a_model_of_another_kind_is_refused_in_words(embedder: Starlette) -> None:
