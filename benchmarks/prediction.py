@@ -1,9 +1,10 @@
 """Compare predicted times to the first token with measured ones, on a real engine: a table, and a page with a picture.
 
-The engine serves the demo model. Clients ask questions and let the model end its answers, so nobody knows their
-lengths. First come requests of another kind, from which the predictor learns. Then come those that are measured, in
-random order of arrival, at some parts of the load that the engine can bear. The predictions are made afterwards, from
-the engine's journal: when a request is added there, a predictor sees what the engine's manager was like then.
+The engine serves the demo model. Clients ask questions and let the model end its answers, so the lengths of
+answers are not known before. First come requests of another kind, from which the predictor learns. Then come those that
+are measured, in random order of arrival, at some parts of the load that the engine can bear. The predictions are made
+afterwards, from the journal of the engine: when a request is added there, a predictor sees what the manager was like
+then.
 
     python -m benchmarks.prediction --out build/prediction
 
@@ -36,8 +37,8 @@ MAX_TOKENS = 300
 NUM_SLOTS = 8
 MAX_ROLL_STEPS = 5000
 JOURNAL_BYTES = 2**40
-# A journal has no names of requests. So the kinds are told apart by their max_tokens: MAX_TOKENS and the kind. The kind
-# of a measured request is its load in percent.
+# A journal has no names of requests. So max_tokens is MAX_TOKENS plus the kind of the request, which shows its kind.
+# The kind of a measured request is its load in percent.
 LEARNED, CAPACITY = 1, 2
 
 

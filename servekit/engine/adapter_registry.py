@@ -29,7 +29,7 @@ log = logging.getLogger("servekit")
 NAME = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
 MAX_ADAPTERS = 10_000
 MAX_PATH_CHARACTERS = 4096
-WAIT_TIMEOUT_S = 60.0  # for a place; then the client is told to come again
+WAIT_TIMEOUT_S = 60.0  # a request waits so long for a place, and is then refused with Retry-After
 OVERTAKEN_S = 5.0  # for so long, requests for busy adapters go before one that waits for a place
 RETRY_AFTER_S = 5
 

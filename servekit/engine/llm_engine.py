@@ -374,7 +374,7 @@ class LLMEngine(OneModel):
             )
         self._check_outage()
         replicas, preparing = self._running_replicas, self._queue_limits.sequences
-        self._queue_limits.check_size(request, caller.tenant)  # one that never fits is told so first
+        self._queue_limits.check_size(request, caller.tenant)  # a request that never fits is a 400, not a 503
         self._waiting_times.check(caller.tenant, preparing.total, preparing.held(caller.tenant))
         return self._queue_limits.reserve(request, caller.tenant, replicas.num_waiting, replicas.queued, self._clock())
 

@@ -90,7 +90,7 @@ class LatencyPredictor:
                 seconds = now_s - max(step.planned_s, self._last_done_s)
                 if self.learns:
                     self.model.observe(step.work, seconds)
-            else:  # the results of several steps came late, or the worker was lost: their times mean nothing
+            else:  # the results of several steps came late, or the worker was lost: their times say nothing of a step
                 while len(in_flight) > manager.num_in_flight:
                     in_flight.popleft()
             self._last_done_s = now_s

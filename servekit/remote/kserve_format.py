@@ -27,7 +27,7 @@ class TensorInfo(Struct):
 
 
 class ModelInfo(Struct):
-    """What the server tells of a model."""
+    """The server's description of a model."""
 
     name: str
     inputs: list[TensorInfo]
