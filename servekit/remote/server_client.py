@@ -1,7 +1,7 @@
 """Send requests to the server of a remote model over HTTP, and read its responses as they arrive.
 
-The address comes from the operator's model file only. Redirects are not followed, cookies are not kept, and proxies of
-the environment are not used: so no client and no server decides where requests go.
+The address comes from the operator's model file only. Redirects are not followed, cookies are not kept, and proxies are
+those of that file, not of the environment: so no client and no server decides where requests go.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class ServerClient:
             timeout=httpx2.Timeout(None, connect=settings.connect_timeout),
             limits=limits,
             verify=verify,
+            proxy=settings.proxy,
             transport=None if self._socket is None else httpx2.AsyncHTTPTransport(uds=self._socket, limits=limits),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             follow_redirects=False,

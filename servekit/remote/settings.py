@@ -13,6 +13,7 @@ TAKES = {
     "url": "an address such as 'https://api.example.com/v1' or 'http://triton:8000', without user, query and fragment",
     "api_key_env": "the name of an environment variable, which has the API key",
     "dialect": "'openai' or 'vllm'",
+    "proxy": "the address of an HTTP proxy such as 'http://proxy:3128', without a user",
     "max_connections": "an integer from 1 to 4096",
     "connect_timeout": "a number above 0 up to 3600: seconds",
     "first_token_timeout": "a number above 0 up to 3600: seconds",
@@ -35,6 +36,7 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     url: Annotated[str, Meta(pattern=r"^https?://[^\s/?#@\\]+(/[^\s?#\\]*)?\Z", max_length=2048)]
     api_key_env: Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z")] | None = None
+    proxy: Annotated[str, Meta(pattern=r"^https?://[^\s/?#@\\]+/?\Z", max_length=2048)] | None = None
     max_connections: Annotated[int, Meta(ge=1, le=4096)] = 64
     connect_timeout: Seconds = 5.0
     max_retries: Annotated[int, Meta(ge=0, le=10)] = 2  # of one request, before any of its answer has come
@@ -85,6 +87,4 @@ class VllmSettings(OpenAISettings, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 # Fields that have one value where this server starts the other one.
-FIXED_OF_VLLM = ("url", "dialect", "api_key_env")
-
-RemoteSettings = OpenAISettings | TritonSettings
+FIXED_OF_VLLM = ("url", "dialect", "api_key_env", "proxy")

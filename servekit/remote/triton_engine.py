@@ -41,6 +41,7 @@ log = logging.getLogger("servekit")
 MAX_ANSWER_BYTES = 2**24  # of one inference: all outputs, as JSON
 MAX_INFO_BYTES = 2**20
 UNKNOWN_LENGTH = 2**20  # tokens: tensors have none, and texts are tokenized by the server
+FAILED_STATUS = 500  # Triton's, with a message, also for an exception in a model's own code
 BUSY_STATUSES = (503,)  # Triton's for a full queue, without a Retry-After
 
 
@@ -225,6 +226,9 @@ class TritonEngine(RemoteModel):
             # The server quotes names that clients chose: only the beginning of its message is its own.
             if failure.status == 404 or failure.told.startswith("Request for unknown model"):
                 self._lose(failure)
+            elif failure.status == FAILED_STATUS and failure.told:
+                # The model's code has failed, and the server tells so: one tenant's input must not open the breaker.
+                failure.outcome = Outcome.ANSWERED
             raise
         if len(answer) > MAX_ANSWER_BYTES:
             raise RemoteFailed(f"the model's server sent an answer of more than {MAX_ANSWER_BYTES} bytes")

@@ -30,6 +30,7 @@ from servekit.models.manager import ModelManager
 from servekit.models.model_file import parse_model_file
 from servekit.remote.circuit_breaker import State
 from servekit.remote.remote_engine import RemoteEngine
+from servekit.remote.server_client import ServerClient
 from servekit.remote.settings import OpenAISettings
 from servekit.request import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.sequence import FinishReason
@@ -560,3 +561,17 @@ async def test_several_prompts_and_answers_are_in_order(app: Starlette, remote: 
     assert [choice["text"] for choice in body["choices"]] == ["a0", "a1", "a0", "a1"]
     assert body["usage"]["prompt_tokens"] == 22 and body["usage"]["completion_tokens"] == 18
     assert sorted(each["prompt"] for path, each in remote.asked if path == TEXT) == ["x", "y"]
+
+
+async def test_proxy_is_that_of_the_model_file_and_not_of_the_environment(
+    remote: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    far = "http://model.invalid/v1"  # only the proxy would look it up
+    remote.scripts[f"{far}/models"] = remote.scripts["/v1/models"]
+    for url, proxy in ((far, remote.url), (f"{remote.url}/v1", None)):
+        client = ServerClient("m", OpenAISettings(url=url, proxy=proxy))
+        await client.start()
+        await client.look_up("scripted", 5.0)
+        await client.close()
+    assert [path for path, _ in remote.asked] == [f"{far}/models", "/v1/models"]

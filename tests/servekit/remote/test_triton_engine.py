@@ -322,7 +322,7 @@ async def test_request_that_failed_once_is_sent_again(triton: TritonServer, star
 
 async def test_server_that_fails_opens_the_breaker_and_a_probe_closes_it(triton: TritonServer, start: Started) -> None:
     engine = await start(triton, failures_to_open=2, max_retries=0, cooldown=1.2)
-    triton.failures = [(500, "oh no")] * 2
+    triton.failures = [(502, "oh no")] * 2
     for _ in range(2):
         with pytest.raises(RemoteFailed):
             await engine.infer(SUM)
@@ -333,6 +333,19 @@ async def test_server_that_fails_opens_the_breaker_and_a_probe_closes_it(triton:
     await asyncio.sleep(1.3)
     assert values_of(await engine.infer(SUM))["LARGEST"] == [22]
     assert engine.sender.breaker.state is State.CLOSED and await engine.probe_readiness()
+
+
+async def test_model_whose_code_fails_for_some_inputs_does_not_open_the_breaker_for_all_tenants(
+    triton: TritonServer, start: Started
+) -> None:
+    engine = await start(triton, failures_to_open=2, max_retries=0)
+    triton.failures = [(500, "Failed to process the request(s) for model instance 'sum', message: ValueError: x")] * 4
+    for _ in range(4):
+        with pytest.raises(RemoteFailed, match="ValueError: x"):
+            await engine.infer(SUM, Caller("one"))
+    assert engine.sender.breaker.state is State.CLOSED
+    assert metrics_of(engine)['remote_requests_total{result="failed"}'] == 4
+    assert values_of(await engine.infer(SUM, Caller("other")))["LARGEST"] == [22]
 
 
 async def test_silent_server_is_a_timeout_and_is_not_asked_again(triton: TritonServer, start: Started) -> None:
