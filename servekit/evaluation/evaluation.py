@@ -32,6 +32,8 @@ class EvaluationSettings(Struct, kw_only=True):
     model: str | None = None  # to serve for the evaluation, in the place of `url`
     quantization: str | None = None  # of that server; without `against`, the baseline is the model without it
     against: str | None = None
+    served_model_name: str | None = None  # of several at `url`; None: the one that the server lists first
+    against_model_name: str | None = None  # the same of `against`; without that, the baseline is this model at `url`
     api_key: str | None = None
     text: str | None = None
     questions: list[str] = []  # files, or `demo` for the demo model's
@@ -53,6 +55,10 @@ class EvaluationSettings(Struct, kw_only=True):
             raise ConfigError("give either --url, the address of a server, or a MODEL to serve for the evaluation")
         if self.quantization is not None and self.model is None:
             raise ConfigError("--quantization needs a MODEL to serve; the server at --url has its own weights")
+        if self.model is not None and self.served_model_name is not None:
+            raise ConfigError("--served-model-name is of a server at --url, and MODEL is served under its own name")
+        if self.against_model_name is not None and self.url is None and self.against is None:
+            raise ConfigError("--against-model-name needs --against, or --url for another model of the same server")
         if self.text is None and not self.questions:
             raise ConfigError("there is nothing to evaluate; give --text FILE, --questions FILE, or --questions demo")
         if self.stride is not None and self.stride > self.window:
@@ -65,7 +71,7 @@ class EvaluationSettings(Struct, kw_only=True):
     @property
     def compares(self) -> bool:
         """Whether there is a second server."""
-        return self.against is not None or self.quantization is not None
+        return any(each is not None for each in (self.against, self.quantization, self.against_model_name))
 
 
 class EncodedText(Struct):
@@ -99,8 +105,11 @@ async def _evaluate(
 ) -> Report:
     async with AsyncExitStack() as stack:
         clients = []
-        for url in [await _server(settings, stack), *await _baseline(settings, stack)]:
-            client = ModelClient(url, settings.api_key, concurrency=settings.concurrency, tokenizer=tokenizer)
+        urls = [await _server(settings, stack), *await _baseline(settings, stack)]
+        for url, name in zip(urls, (settings.served_model_name, settings.against_model_name), strict=False):
+            client = ModelClient(
+                url, settings.api_key, concurrency=settings.concurrency, model=name or "", tokenizer=tokenizer
+            )
             clients.append(await stack.enter_async_context(client))
             await client.find_model()
         encoded = None if documents is None else await _encode_alike(clients, documents)
@@ -150,6 +159,8 @@ async def _baseline(settings: EvaluationSettings, stack: AsyncExitStack) -> list
     """Return the address of the server to compare with, if there is one."""
     if settings.against is not None:
         return [settings.against]
+    if settings.against_model_name is not None and settings.url is not None:
+        return [settings.url]
     if settings.quantization is None:
         return []
     assert settings.model is not None

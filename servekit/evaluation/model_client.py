@@ -92,11 +92,14 @@ class ModelClient(HttpClient):
         self._places = asyncio.Semaphore(concurrency)
 
     async def find_model(self) -> None:
-        """Take the model that the server lists first."""
+        """Take the model that the server lists first, unless one is named, and look up its longest sequence."""
         models = (await self.get("/v1/models", _Models, _MAX_BYTES)).data
-        if not models:
-            raise RequestFailed(f"{self.url} lists no model", is_permanent=True)
-        self.model, self.max_model_len = models[0].id, models[0].max_model_len
+        found = [each for each in models if self.model in ("", each.id)]
+        if not found:
+            listed = ", ".join(each.id for each in models[:20])
+            named = f" {self.model!r}; it lists {listed}" if self.model else ""
+            raise RequestFailed(f"{self.url} lists no model{named}", is_permanent=True)
+        self.model, self.max_model_len = found[0].id, found[0].max_model_len
 
     async def encode(self, text: str, special: bool) -> list[int]:
         """Return the token ids of a text, with or without the special tokens that the model expects around it."""

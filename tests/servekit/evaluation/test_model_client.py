@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from servekit.client.http_client import RequestFailed
+from servekit.errors import ConfigError
 from servekit.evaluation import model_client
+from servekit.evaluation.evaluation import EvaluationSettings
 from servekit.evaluation.model_client import ModelClient
 from servekit.evaluation.questions import Question
 from tests.support.scripted_server import ScriptedServer, scripted_server
@@ -65,6 +67,28 @@ async def test_a_busy_server_is_asked_again_and_a_refusal_is_final(monkeypatch: 
                 with pytest.raises(RequestFailed, match="no"):
                     await asked.answer(Question(prompt="?"))
             assert len(server.asked) == num_asked
+
+
+async def test_a_model_is_found_by_its_name_and_one_that_is_not_listed_is_named() -> None:
+    listed = {"data": [{"id": "v1", "max_model_len": 10}, {"id": "v2", "max_model_len": 20}]}
+    with scripted_server() as server:
+        server.scripts["/v1/models"] = [[json.dumps(listed).encode()]]
+        async with ModelClient(server.url, None, concurrency=1, model="v2") as named:
+            await named.find_model()
+            assert (named.model, named.max_model_len) == ("v2", 20)
+        async with ModelClient(server.url, None, concurrency=1, model="v3") as named:
+            with pytest.raises(RequestFailed, match="lists no model 'v3'; it lists v1, v2"):
+                await named.find_model()
+
+
+async def test_two_models_of_one_server_are_compared() -> None:
+    chosen = EvaluationSettings(url="u", served_model_name="v2", against_model_name="v1", questions=["demo"])
+    chosen.check()
+    assert chosen.compares and not EvaluationSettings(url="u").compares
+    with pytest.raises(ConfigError, match="--against-model-name needs"):
+        EvaluationSettings(model="demo", against_model_name="v1", questions=["demo"]).check()
+    with pytest.raises(ConfigError, match="--served-model-name is of a server"):
+        EvaluationSettings(model="demo", served_model_name="v1", questions=["demo"]).check()
 
 
 async def test_the_first_failure_ends_the_other_requests() -> None:
