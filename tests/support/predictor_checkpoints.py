@@ -55,9 +55,9 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_tokenizer() -> Tokenizer:
-    """Return a WordPiece tokenizer like BERT's."""
-    tokenizer = Tokenizer(models.WordPiece({token: index for index, token in enumerate(VOCAB)}, unk_token="[UNK]"))
+def make_tokenizer(vocab: Sequence[str] = VOCAB) -> Tokenizer:
+    """Return a WordPiece tokenizer like BERT's. The vocabulary begins with SPECIAL."""
+    tokenizer = Tokenizer(models.WordPiece({token: index for index, token in enumerate(vocab)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -75,24 +75,29 @@ def make_embedder(folder: Path, architecture: str = "bert", modules: Sequence[di
     model = AutoModel.from_config(_config(architecture))
     _save(model, folder)
     if modules:
-        described = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
-        for index, module in enumerate(modules, 1):
-            name = f"{index}_{module['type']}"
-            described.append(
-                {
-                    "idx": index,
-                    "name": str(index),
-                    "path": name,
-                    "type": f"sentence_transformers.models.{module['type']}",
-                }
-            )
-            (folder / name).mkdir()
-            config = {key: value for key, value in module.items() if key not in ("type", "weights")}
-            (folder / name / "config.json").write_text(json.dumps(config))
-            if "weights" in module:
-                save_file(module["weights"], folder / name / "model.safetensors")
-        (folder / "modules.json").write_text(json.dumps(described))
+        write_modules(folder, modules)
     return folder
+
+
+def write_modules(folder: Path, modules: Sequence[dict[str, Any]]) -> None:
+    """Write the modules of sentence-transformers that follow the transformer: `type`, and their settings."""
+    described = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    for index, module in enumerate(modules, 1):
+        name = f"{index}_{module['type']}"
+        described.append(
+            {
+                "idx": index,
+                "name": str(index),
+                "path": name,
+                "type": f"sentence_transformers.models.{module['type']}",
+            }
+        )
+        (folder / name).mkdir()
+        config = {key: value for key, value in module.items() if key not in ("type", "weights")}
+        (folder / name / "config.json").write_text(json.dumps(config))
+        if "weights" in module:
+            save_file(module["weights"], folder / name / "model.safetensors")
+    (folder / "modules.json").write_text(json.dumps(described))
 
 
 def make_classifier(
@@ -165,11 +170,16 @@ def _scale_up(model: torch.nn.Module) -> None:
 
 def _save(model: Any, folder: Path) -> None:
     _scale_up(model)
+    save_checkpoint(model, folder, make_tokenizer(), MAX_LENGTH)
+
+
+def save_checkpoint(model: Any, folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
+    """Write a model and its tokenizer."""
     model.save_pretrained(folder)
-    make_tokenizer().save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": MAX_LENGTH,
+        "model_max_length": max_length,
         "pad_token": "[PAD]",
         "unk_token": "[UNK]",
         "cls_token": "[CLS]",

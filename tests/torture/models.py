@@ -2,8 +2,9 @@
 
 One server has six models on demand, with memory for about three of them, and one that stays loaded. Clients ask for
 models at random; some leave before their answer. An operator loads and unloads models, and SIGHUP takes one out of the
-file and puts it back. Now and then a worker gets SIGKILL, also while it loads. Each request must get the right answer,
-or a refusal that tells when to come again.
+file and puts it back. Now and then a worker gets SIGKILL, also while it loads. Every other five seconds, clients ask a
+model of a slow remote server, more of them than it has connections. Each request must get the right answer, or a
+refusal that tells when to come again, and the slow server must not slow the model that stays loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
@@ -41,6 +44,12 @@ MEMORY = SIMULATED | PREDICTORS
 ON_DEMAND = [name for name in MEMORY if name != KEPT]
 LEAVING_SHARE = 0.15  # of the requests, whose client leaves within a second
 UNAVAILABLE = (429, 503)  # each with Retry-After
+FAR = "far"  # the model of the slow server
+NUM_FAR_CLIENTS = 8
+MAX_FAR_CONNECTIONS = 4
+FAR_WINDOW_S = 5.0  # that they ask, and then do not
+FAR_PIECES, FAR_PAUSE_S = 4, 0.4  # of one answer, and before each
+MOST_SLOWED = 1.5  # the median latency of the model that stays loaded, while they ask
 
 
 def entry(name: str, model: str) -> str:
@@ -50,15 +59,48 @@ def entry(name: str, model: str) -> str:
     return f'[[model]]\nid = "{name}"\nmodel = "{model}"\n{settings}'
 
 
+class SlowServer:
+    """A remote server that takes its time for each piece of an answer."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"(?i)content-length: (\d+)", head)
+            await reader.readexactly(int(length[1]) if length else 0)
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: text/event-stream\r\n\r\n")
+            if head.startswith(b"GET"):
+                writer.write(b'{"data": [{"id": "slow"}]}')
+                return
+            for number in range(FAR_PIECES):
+                await asyncio.sleep(FAR_PAUSE_S)
+                end = '"stop"' if number == FAR_PIECES - 1 else "null"
+                choice = f'{{"index": 0, "text": "slow ", "finish_reason": {end}}}'
+                writer.write(f'data: {{"choices": [{choice}]}}\n\n'.encode())
+                await writer.drain()
+            writer.write(b"data: [DONE]\n\n")
+            await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the client has left
+        finally:
+            writer.close()
+
+
 class ModelsFile:
     """The file of --models, with or without one of the models."""
 
     def __init__(self, folder: Path) -> None:
+        self.slow_server = SlowServer()
         make_classifier(folder / "texts")
         make_embedder(folder / "embedder")
         paths = {name: f"sim:step=2ms,load={2 * size}ms" for name, size in SIMULATED.items()}
         paths |= {name: str(folder / name) for name in PREDICTORS}
         self._entries = {name: entry(name, paths[name]) for name in MEMORY}
+        remote = f'{{ url = "{self.slow_server.url}", max_connections = {MAX_FAR_CONNECTIONS}, connect_timeout = 1 }}'
+        self._entries[FAR] = f'[[model]]\nid = "{FAR}"\nkind = "openai"\nmodel = "slow"\nremote = {remote}\n'
         self.path = folder / "models.toml"
         self.write()
 
@@ -117,7 +159,9 @@ class SoakTest:
         self.outcomes: Counter[str] = Counter()
         self.done: Counter[str] = Counter()  # by the operator and the killer
         self.examples: list[str] = []
-        self.kept_s: list[float] = []  # latencies of the model that stays loaded
+        # Latencies of the model that stays loaded, while the slow server is not asked and while it is.
+        self.kept_s: tuple[list[float], list[float]] = ([], [])
+        self._num_far = 0  # requests to the slow server
         self.most_bytes = 0  # that models held at any look
         self._server = server
         self._file = file
@@ -131,12 +175,15 @@ class SoakTest:
 
     async def run(self, seconds: float) -> None:
         work: list[Coroutine[Any, Any, None]] = [self._ask_on() for _ in range(NUM_CLIENTS)]
+        work += [self._ask_far_on() for _ in range(NUM_FAR_CLIENTS)]
         work += [self._ask_kept_on(), self._operate(), self._reload(), self._kill(), self._look()]
-        tasks = [asyncio.create_task(each) for each in work]
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        self._has_ended.set()
-        await asyncio.gather(*tasks)
-        await self._client.aclose()
+        slow_server = self._file.slow_server
+        async with await asyncio.start_server(slow_server.answer, sock=slow_server.listener):
+            tasks = [asyncio.create_task(each) for each in work]
+            await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+            self._has_ended.set()
+            await asyncio.gather(*tasks)
+            await self._client.aclose()
 
     async def _pause(self, most_s: float, least_s: float = 0.0) -> None:
         await asyncio.sleep(self._chance.uniform(least_s, most_s))
@@ -162,10 +209,20 @@ class SoakTest:
 
     async def _ask_kept_on(self) -> None:
         while not self._has_ended.is_set():
-            began_s = time.monotonic()
+            began_s, was_far_asked = time.monotonic(), self._num_far > 0
             await self._ask(generation(KEPT, self._chance, num_tokens=20))
-            self.kept_s.append(time.monotonic() - began_s)
+            if was_far_asked == (self._num_far > 0):
+                self.kept_s[was_far_asked].append(time.monotonic() - began_s)
             await asyncio.sleep(0.1)
+
+    async def _ask_far_on(self) -> None:
+        body = {"model": FAR, "prompt": "x", "max_tokens": 8}
+        while not self._has_ended.is_set():
+            if int(time.monotonic() / FAR_WINDOW_S) % 2:
+                self._num_far += 1
+                await self._ask(Asked("/v1/completions", body, "slow " * FAR_PIECES))
+                self._num_far -= 1
+            await self._pause(0.2)
 
     async def _ask(self, asked: Asked) -> None:
         try:
@@ -230,7 +287,7 @@ class SoakTest:
         while not self._has_ended.is_set():
             listed = (await self._client.get("/v1/models")).json()["data"]
             holding = [each["id"] for each in listed if each["state"] not in ("cold", "waiting", "failed")]
-            self.most_bytes = max(self.most_bytes, sum(MEMORY[name] for name in holding))
+            self.most_bytes = max(self.most_bytes, sum(MEMORY.get(name, 0) for name in holding))
             await asyncio.sleep(0.05)
 
 
@@ -305,6 +362,8 @@ def run(minutes: float, seed: int = 0) -> list[Finding]:
     for example in soak_test.examples[:20]:
         print(f"  {example}", flush=True)
     is_bad: Callable[[str], bool] = lambda outcome: outcome in ("lost", "wrong") or outcome.startswith("status")  # noqa: E731
+    alone_s, beside_s = soak_test.kept_s
+    medians = percentile(alone_s, 0.5), percentile(beside_s, 0.5)
     bad = sum(number for outcome, number in soak_test.outcomes.items() if is_bad(outcome))
     return [
         Finding(
@@ -323,7 +382,13 @@ def run(minutes: float, seed: int = 0) -> list[Finding]:
         Finding(
             "answers of the model that stays loaded: p50, p99, longest",
             "",
-            ", ".join(f"{percentile(soak_test.kept_s, share):.2f} s" for share in (0.5, 0.99, 1)),
+            ", ".join(f"{percentile(alone_s + beside_s, share):.2f} s" for share in (0.5, 0.99, 1)),
+        ),
+        Finding(
+            "the median of these while no request waits for the slow remote server, and while some do",
+            f"at most {MOST_SLOWED:g} times",
+            f"{1e3 * medians[0]:.0f} ms, {1e3 * medians[1]:.0f} ms",
+            medians[1] <= MOST_SLOWED * medians[0],
         ),
         *at_end,
     ]
