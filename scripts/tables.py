@@ -94,7 +94,7 @@ def metrics_table() -> Iterator[str]:
     metrics.watch_queue(lambda: QueueUsage(1, 1))
     metrics.watch_log(lambda: 0)
     metrics.registry.register(JournalCollector([Journal(Path("journal"), 1, 1)], ""))
-    LoadMetrics(metrics, lambda: "", lambda: 0)
+    LoadMetrics(metrics, lambda: "", lambda: 0, lambda: 0)
     metrics.watch_predictor(lambda: PredictorStats(**dict.fromkeys(PredictorStats.__struct_fields__, 1)))
     assert metrics.predictions
     metrics.watch_remote(lambda: RemoteStats("closed", 1, 1))

@@ -168,7 +168,12 @@ def _add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a config.json, a model's directory, or a Hugging Face id")
+    add("model", metavar="MODEL", nargs="?", help="a config.json, a model's directory, or a Hugging Face id")
+    add(
+        "--models",
+        metavar="FILE",
+        help="in the place of MODEL: print on which device each model of a model file is, and nothing else",
+    )
     add("--device", metavar="NAME", help="h100, h200, b200, a100, l40s, l4, a10, rtx4090, mi300x (default: h100)")
     add("--devices-file", metavar="FILE", type=Path, help="TOML file with devices of your own (docs/planning.md)")
     add("--weights", metavar="FORMAT", help="float32, bfloat16, fp8, int8, int4, w4a8 or nf4 (default: as stored)")
@@ -286,6 +291,12 @@ def _add_eval_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     add("--quantization", metavar="KIND", help="serve MODEL with it, and by default compare with MODEL without it")
     add("--url", help="address of a server, in the place of MODEL; any server with OpenAI's API")
     add("--against", metavar="URL", help="address of the server to compare with, such as one without quantization")
+    add("--served-model-name", metavar="NAME", help="which model at --url, if it has several (default: the first)")
+    add(
+        "--against-model-name",
+        metavar="NAME",
+        help="the same for --against; without --against, compare with this model at --url",
+    )
     add("--api-key", metavar="KEY", help="API key for both; other users do not see the variable SERVEKIT_API_KEY")
     add(
         "--text",
@@ -559,6 +570,18 @@ def _convert(arguments: dict[str, Any]) -> int:
 
 
 def _plan(arguments: dict[str, Any]) -> int:
+    path = arguments.pop("models", None)
+    if path is not None:
+        as_json_object = arguments.pop("as_json", False)
+        if arguments:
+            raise ConfigError(f"servekit plan --models {path} takes --json, and no MODEL and no other flag")
+        from servekit.models.read_file import read_model_file
+        from servekit.planning.packing import describe_devices
+
+        print(describe_devices(read_model_file(load_config({"models": path}, os.environ, None)), as_json_object))
+        return 0
+    if "model" not in arguments:
+        raise ConfigError("servekit plan needs a MODEL, or a model file: --models FILE")
     from servekit.planning.command import PlanOptions, plan
 
     return plan(PlanOptions(**arguments))

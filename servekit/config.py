@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from servekit.errors import ConfigError
 
 DEMO_MODEL = "demo"
+CPU_KV_CACHE_BYTES = 2**30  # of a worker on a CPU, by default
 ENVIRONMENT_PREFIX = "SERVEKIT_"
 SECRETS = frozenset({"api_key"})  # settings whose values never appear in logs, errors or answers
 

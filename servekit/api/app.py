@@ -27,6 +27,7 @@ from servekit.api.explanations import Explanations
 from servekit.api.key_accounts import KeyAccounts, LocalKeyAccounts
 from servekit.api.middleware.metrics import RequestMetrics
 from servekit.api.middleware.stack import add_access_layers
+from servekit.api.mirroring import Mirroring
 from servekit.api.refusal_rate_limit import RefusalRateLimit
 from servekit.api.request_body import BodyBudget
 from servekit.api.responses.sse import KeepAlive
@@ -121,10 +122,11 @@ def create_app(
     if config.batch_dir is not None:
         app.state.batch_storage = storage = BatchStorage(config)
         app.state.batch_runner = BatchRunner(models, keyring, storage, bodies, {"app": app})
+    app.state.mirroring = Mirroring(bodies, models, {"app": app}) if models.has_choice else None
     # These layers are outside Starlette's own middleware, so that its 404 and 500 answers pass through them, too.
     app.middleware_stack = RequestMetrics(
         add_access_layers(
-            bodies,
+            app.state.mirroring or bodies,
             config,
             keyring,
             accounts or LocalKeyAccounts(),
@@ -151,6 +153,8 @@ async def stop(app: Starlette) -> None:
     if app.state.batch_runner is not None:
         await app.state.batch_runner.stop()
         app.state.batch_storage.stop()
+    if app.state.mirroring is not None:
+        await app.state.mirroring.stop()
     await app.state.body_decoder.stop()
 
 

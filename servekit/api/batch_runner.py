@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message
 from servekit.aio.round_robin_semaphore import RoundRobinSemaphore
 from servekit.api.auth.keys import Keyring
 from servekit.api.batch_storage import BatchStorage
+from servekit.api.inner_request import answer_inner_request
 from servekit.api.schemas.json_body import encode
 from servekit.batches.lines import LineReader, RequestLine, check_lines
 from servekit.batches.records import BatchRecord, End, LineError, LineResult
@@ -346,33 +347,9 @@ class BatchRunner:
         self, batch: BatchRecord, line: RequestLine, request_id: str, state: dict[str, Any]
     ) -> tuple[int, float, bytes]:
         """Return the application's answer: its status, its Retry-After and its body."""
-        request = bytes(line.body)
-        path = line.url.encode()
         state["caller"] = Caller(batch.tenant, request_id, LOWEST_PRIORITY, MAX_ANSWERS)
-        scope = {
-            **self._app_scope,
-            "type": "http",
-            "method": "POST",
-            "path": line.url,
-            "raw_path": path,
-            "query_string": b"",
-            "root_path": "",
-            "scheme": "http",
-            "http_version": "1.1",
-            "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(request))],
-            "server": None,
-            "client": None,
-            "state": state,
-        }
-        to_receive: list[Message] = [{"type": "http.request", "body": request, "more_body": False}]
         started: list[Message] = []
         parts: list[bytes] = []
-
-        async def receive() -> Message:
-            if to_receive:
-                return to_receive.pop()
-            await asyncio.Event().wait()  # the client of a line never leaves
-            raise AssertionError
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -381,7 +358,7 @@ class BatchRunner:
                 parts.append(message.get("body", b""))
 
         try:
-            await self._answer_app(scope, receive, send)
+            await answer_inner_request(self._answer_app, self._app_scope, line.url, bytes(line.body), state, send)
         except Exception:  # it was answered with a 500, as far as that was possible
             log.exception("internal error in a line of a batch", extra=fields(request_id=request_id))
         if not started:

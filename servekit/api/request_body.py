@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.api.body_decoder import BodyDecoder, error_of, unpack
 from servekit.api.endpoint import caller_of, mark, models_of
+from servekit.api.mirroring import note_copy
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.responses.http import use_tgi_errors
 from servekit.api.schemas.packed_body import (
@@ -154,6 +155,7 @@ async def _read(request: Request, kinds: list[type[Any]]) -> tuple[Any, list[dic
         _note_kind(request, kind)
         decoded = decode_kind(small, kind)
         mark(request, TimeCause.BODY)
+        note_copy(request, getattr(decoded, "model", None), small)
         return decoded, None
     decoder: BodyDecoder = request.app.state.body_decoder
     max_prompt_tokens = models_of(request).max_prompt_tokens

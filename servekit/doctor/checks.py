@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from servekit.config import ServeConfig
+from servekit.config import CPU_KV_CACHE_BYTES, ServeConfig
 from servekit.doctor.machine import Folder, Machine
 from servekit.protocol.worker_facts import ModelFacts
 from servekit.simulation.model import is_simulated
@@ -22,7 +22,6 @@ OLDEST_PYTHON = (3, 11)
 # What the server, the worker, the mask process and the sandbox processes take on a CPU with the demo model, less its
 # weights and its cache (docs/operations.md).
 PROCESSES_BYTES = 1_000 * 10**6
-CPU_KV_CACHE_BYTES = 2**30  # by default
 SERVER_BYTES = 200 * 10**6  # with a simulated model
 # A container has 64 MB of shared memory by default. NCCL takes some tens of MB for each pair of GPUs.
 SHARED_MEMORY_BYTES = 2**30

@@ -329,8 +329,29 @@ class Models(Service, Protocol):
     def unload_model(self, model_id: str) -> ServedModel:
         """Unload a model as soon as no request uses it, and return it. Raises ModelNotFound or InvalidRequest."""
 
-    def divide(self, alias: str, weights: Mapping[str, float], sticky: Literal["key", "conversation"]) -> None:
-        """Let an alias divide requests among models, from the next request on. Raises InvalidRequest."""
+    def divide(
+        self,
+        alias: str,
+        weights: Mapping[str, float],
+        sticky: Literal["key", "conversation"],
+        mirror: str | None = None,
+        mirror_percent: float = 100.0,
+    ) -> None:
+        """Let an alias divide requests among models, from the next request on. Raises InvalidRequest.
+
+        The model `mirror` gets copies of so many percent of the requests.
+        """
 
     def divided(self) -> Mapping[str, Mapping[str, float]]:
         """The weights of each model, by alias."""
+
+    def mirrored(self) -> Mapping[str, Mapping[str, float]]:
+        """The model that gets copies and the percentage of requests that are copied, by alias."""
+
+    # For copies of requests, of which nobody gets the answers.
+
+    def mirror_of(self, name: str | None, caller: Caller) -> str | None:
+        """Return the id of the model that gets a copy of a request, if one does. `name` is what the request named."""
+
+    def note_mirrored(self, model_id: str, result: str) -> None:
+        """Count a copy: answered, failed or dropped."""

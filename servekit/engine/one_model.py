@@ -85,13 +85,32 @@ class OneModel(ABC):
         """Refuse."""
         raise _has_one_model()
 
-    def divide(self, alias: str, weights: Mapping[str, float], sticky: Literal["key", "conversation"]) -> None:
+    def divide(
+        self,
+        alias: str,
+        weights: Mapping[str, float],
+        sticky: Literal["key", "conversation"],
+        mirror: str | None = None,
+        mirror_percent: float = 100.0,
+    ) -> None:
         """Refuse."""
         raise _has_one_model()
 
     def divided(self) -> Mapping[str, Mapping[str, float]]:
         """Return no aliases."""
         return {}
+
+    def mirrored(self) -> Mapping[str, Mapping[str, float]]:
+        """Return no aliases."""
+        return {}
+
+    def mirror_of(self, name: str | None, caller: Caller) -> str | None:
+        """Return None: there is no other model."""
+        return None
+
+    def note_mirrored(self, model_id: str, result: str) -> None:
+        """Never called: there are no copies."""
+        raise AssertionError
 
 
 def _has_one_model() -> InvalidRequest:

@@ -42,7 +42,7 @@ from servekit.observability.live_frames import LiveState
 from servekit.observability.metrics import HttpMetrics, LoadMetrics, ModelMetrics, SeveralModelsMetrics
 from servekit.remote.remote_engine import RemoteEngine
 from servekit.remote.remote_model import RemoteModel
-from servekit.remote.settings import OpenAISettings, TritonSettings
+from servekit.remote.settings import OpenAISettings, TritonSettings, VllmSettings
 from servekit.remote.triton_engine import TritonEngine
 from servekit.remote.vllm_engine import VllmEngine
 from servekit.shared_budget import SharedBudget
@@ -75,7 +75,13 @@ class ManagedModel:
     def __init__(self, manager: ModelManager, spec: ModelSpec) -> None:
         self.spec = spec
         self.metrics = ModelMetrics(spec.config)
-        self.loads = LoadMetrics(self.metrics, lambda: self.load_state, lambda: manager.residency.num_uses(self.name))
+        residency = manager.residency
+        self.loads = LoadMetrics(
+            self.metrics,
+            lambda: self.load_state,
+            lambda: residency.num_uses(self.name),
+            lambda: sum(residency.memory(self.name).values()),
+        )
         self.engine: ManagedEngine | None = None  # while it is loaded
         self.starting: ManagedEngine | None = None  # while it is being loaded
         self.worker: WorkerReport | None = None
@@ -83,6 +89,7 @@ class ManagedModel:
         self.is_removed = False  # it is not in the file any more
         self.failure: ServekitError | None = None  # why it could not be loaded, or ended
         self.waiting: list[asyncio.Future[ModelUse]] = []
+        self.measured_bytes: int | None = None  # of one worker, when it was loaded last
         self._manager = manager
 
     @property
@@ -188,8 +195,7 @@ class ModelManager:
         self._has_changed = asyncio.Event()
 
     def _add(self, spec: ModelSpec) -> None:
-        is_kept = spec.entry.keep == "always"
-        self.residency.add(ModelNeeds(spec.id, spec.memory, is_kept))
+        self.residency.add(ModelNeeds(spec.id, spec.memory, spec.entry.is_kept))
         self._models[spec.id] = ManagedModel(self, spec)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -244,7 +250,7 @@ class ModelManager:
         if self.state != "ready":
             return False
         proofs = await asyncio.gather(*(engine.probe_readiness() for engine in self._engines))
-        is_on_demand = all(model.spec.entry.keep == "on_demand" for model in self._models.values())
+        is_on_demand = not any(model.spec.entry.is_kept for model in self._models.values())
         return (any(proofs) or (not proofs and is_on_demand)) and self.state == "ready"
 
     async def render_metrics(self) -> bytes:
@@ -310,17 +316,25 @@ class ModelManager:
 
     def unload_model(self, model_id: str) -> ManagedModel:
         model = self._by_id(model_id)
-        if model.spec.entry.keep == "always":
+        if model.spec.entry.is_kept:
             raise InvalidRequest(
-                f"the model {model_id!r} stays loaded (keep = 'always'); set keep = 'on_demand' in the models file,"
-                " and send SIGHUP to the server"
+                f"the model {model_id!r} stays loaded (keep = {model.spec.entry.keep!r}); set keep = 'on_demand' "
+                "in the models file, and send SIGHUP to the server"
             )
         self.residency.dismiss(model_id)
         self.look()
         return model
 
-    def divide(self, alias: str, weights: Mapping[str, float], sticky: StickyBy) -> None:
-        split, taken = Split(weights, sticky), {**{each.id: "" for each in self._file.models}, **self._file.aliases}
+    def divide(
+        self,
+        alias: str,
+        weights: Mapping[str, float],
+        sticky: StickyBy,
+        mirror: str | None = None,
+        mirror_percent: float = 100.0,
+    ) -> None:
+        split = Split(weights, sticky, mirror, mirror_percent)
+        taken = {*(each.id for each in self._file.models), *self._file.aliases}
         if alias in taken:
             raise InvalidRequest(f"{alias!r} is the name of a model; an alias that is divided needs another one")
         try:
@@ -333,9 +347,26 @@ class ModelManager:
         self._file = replace(self._file, splits={**self._file.splits, alias: split})
         self._names = _names(self._file)
         log.info("the alias %s is divided: %s", alias, dict(weights))
+        if mirror is not None:
+            log.info("the alias %s: %g %% of its requests are copied to %s", alias, mirror_percent, mirror)
 
     def divided(self) -> Mapping[str, Mapping[str, float]]:
         return {alias: split.models for alias, split in self._file.splits.items()}
+
+    def mirrored(self) -> Mapping[str, Mapping[str, float]]:
+        splits = self._file.splits
+        return {
+            alias: {split.mirror: split.mirror_percent} for alias, split in splits.items() if split.mirror is not None
+        }
+
+    def mirror_of(self, name: str | None, caller: Caller) -> str | None:
+        split = self._names.split(self._file.default if name is None or name in ANY_MODEL else name)
+        return split.mirror if split is not None and split.is_mirrored(caller.request_id) else None
+
+    def note_mirrored(self, model_id: str, result: str) -> None:
+        model = self._models.get(model_id)
+        if model is not None:  # it may be gone meanwhile
+            model.loads.mirrored(result)
 
     def _by_id(self, model_id: str) -> ManagedModel:
         model = self._models.get(model_id)
@@ -359,11 +390,16 @@ class ModelManager:
             if present is None:
                 self._add(spec)
                 continue
-            changes = (present.spec.remote, present.spec.vllm, present.config) != (spec.remote, spec.vllm, spec.config)
+            changes = (present.spec.server, present.config) != (spec.server, spec.config)
+            memory = spec.memory
+            if changes or spec.entry.memory_bytes is not None or spec.workers is None:
+                present.measured_bytes = None
+            elif present.measured_bytes is not None:  # what was estimated anew says less
+                memory = replace(spec.workers, memory_bytes=present.measured_bytes).memory
             if present.engine is not None and changes:
                 log.warning("the model %s: its changed settings apply when it is loaded next", spec.id)
             present.spec, present.is_removed = spec, False
-            self.residency.replace(ModelNeeds(spec.id, spec.memory, spec.entry.keep == "always"))
+            self.residency.replace(ModelNeeds(spec.id, memory, spec.entry.is_kept))
         leaving = [name for name in self._models if name not in specs]
         self._models = {name: self._models[name] for name in (*specs, *leaving)}
         self._file, self._names = file, _names(file)
@@ -387,7 +423,10 @@ class ModelManager:
 
     async def start(self) -> None:
         """Load the models that stay loaded. Raises the failure of one if none can be loaded at all."""
-        kept = [each for each in self._models.values() if each.spec.entry.keep == "always"]
+        for use in self._file.device_uses if self._file.memory else []:
+            for line in use.lines():
+                log.info("%s", line)
+        kept = [each for each in self._models.values() if each.spec.entry.is_kept]
         self.look()
         while any(each.load_state not in (State.READY, State.FAILED) for each in kept):
             self._has_changed.clear()
@@ -454,7 +493,7 @@ class ModelManager:
         finally:
             if future in model.waiting:
                 model.waiting.remove(future)
-                if not model.waiting and model.spec.entry.keep != "always":
+                if not model.waiting and not model.spec.entry.is_kept:
                     residency.unwant(name)
                 self.look()
         waited_s = self.now() - started_s
@@ -553,6 +592,7 @@ class ModelManager:
         self.residency.loaded(model.name, now_s)
         model.loads.loaded(now_s - started_s)
         log.info("the model %s is loaded: %.2f s", model.name, now_s - started_s)
+        self._note_memory(model)
         self._start_task(self._watch(model, engine), f"watch {model.name}")
         if model.is_removed:
             self.residency.dismiss(model.name)
@@ -560,16 +600,32 @@ class ModelManager:
             self.residency.want(model.name, now_s)
         self.look()
 
+    def _note_memory(self, model: ManagedModel) -> None:
+        """Use what the first worker of a loaded model has measured, where the file does not say what it takes."""
+        workers, measured = model.spec.workers, 0 if model.worker is None else model.worker.memory_bytes
+        if workers is None or not measured:  # another server's, vLLM's or a simulated one
+            return
+        if model.spec.entry.memory_bytes is None:
+            model.measured_bytes = measured
+            self.residency.measured(model.name, replace(workers, memory_bytes=measured).memory)
+            log.info("the model %s takes %d bytes for each worker", model.name, measured)
+        elif measured > workers.memory_bytes:
+            log.warning(
+                "the model %s takes %d bytes for each worker, and its memory_bytes is %d: give it more, or leave "
+                "memory_bytes out",
+                *(model.name, measured, workers.memory_bytes),
+            )
+
     def _make_engine(self, model: ManagedModel) -> ManagedEngine:
         """Return the engine of a model. Raises ConfigError."""
         spec = model.spec
-        match spec.remote:
+        match spec.server:
+            case VllmSettings():
+                return VllmEngine(spec.config, spec.server, list(spec.memory), self._clock, model.metrics)
             case OpenAISettings():
-                return RemoteEngine(spec.config, spec.remote, self._clock, model.metrics)
+                return RemoteEngine(spec.config, spec.server, self._clock, model.metrics)
             case TritonSettings():
-                return TritonEngine(spec.config, spec.remote, self._clock, model.metrics)
-        if spec.vllm is not None:
-            return VllmEngine(spec.config, spec.vllm, list(spec.memory), self._clock, model.metrics)
+                return TritonEngine(spec.config, spec.server, self._clock, model.metrics)
         return make_engine(spec.config, self._clock, model.metrics, self._result_budget)
 
     async def _give_up(self, model: ManagedModel, engine: ManagedEngine | None, error: Exception) -> None:

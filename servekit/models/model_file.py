@@ -7,7 +7,7 @@ setting. `kind` is one of them: `auto` until the caller has looked at the model'
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,10 +19,10 @@ from servekit.config import MODEL_SETTINGS, ServeConfig, explain_setting
 from servekit.errors import ConfigError
 from servekit.inference import INFER
 from servekit.models.names import Split
+from servekit.models.packing import DeviceUse, Keep, Workers, check_dedicated, device_uses, place
 from servekit.remote.settings import (
     FIXED_OF_VLLM,
     OpenAISettings,
-    RemoteSettings,
     ServerSettings,
     TritonSettings,
     VllmSettings,
@@ -36,7 +36,7 @@ Bytes = Annotated[int, Meta(ge=0, le=2**60)]
 Converted = TypeVar("Converted", bound=Struct)
 
 # By what the model's server speaks: what `remote` is, with an example of an address.
-REMOTE_KINDS: dict[str, tuple[type[RemoteSettings], str]] = {
+REMOTE_KINDS: dict[str, tuple[type[ServerSettings], str]] = {
     "openai": (OpenAISettings, "http://gpu-7:8000/v1"),
     "triton": (TritonSettings, "http://triton:8000"),
 }
@@ -67,11 +67,13 @@ _DEVICE = re.compile(r"cpu|cuda:\d+")
 _TAKES = {
     "id": "1 to 200 letters, digits, '.', '_', ':', '/' and '-'",
     "aliases": "a list of names, each of 1 to 200 letters, digits, '.', '_', ':', '/' and '-'",
-    "keep": "'always' or 'on_demand'",
+    "keep": "'always', 'on_demand' or 'dedicated'",
     "memory_bytes": "an integer from 0 to 2**60: the bytes that each worker of the model takes on its device",
     "tenants": "a list of tenants, each of 1 to 64 letters, digits, '.', '_' and '-'",
     "models": "a table of ids and weights, such as { a = 90, b = 10 }",
     "sticky": "'key' or 'conversation'",
+    "mirror": "the id of a model",
+    "mirror_percent": "a number from 0 to 100: of the requests that are copied",
     "name": "1 to 200 letters, digits, '.', '_', ':', '/' and '-'",
     "default": "the id or an alias of a model",
     "max_load_wait": "a number above 0 up to 86400: seconds",
@@ -84,19 +86,23 @@ class ModelEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     id: Name
     aliases: list[Name] = []
-    keep: Literal["always", "on_demand"] = "always"
+    keep: Keep = "always"
     memory_bytes: Bytes | None = None  # of one worker, on its device
     tenants: list[Tenant] | None = None  # that may use it; None: all
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it stays loaded."""
+        return self.keep != "on_demand"
+
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
-    """One model: how it is named, who may use it, and the settings of its engine."""
+    """One model: how it is named, who may use it, where it runs, and the settings of its engine."""
 
     entry: ModelEntry
     config: ServeConfig
-    memory: Mapping[str, int]  # in bytes, by device
-    remote: RemoteSettings | None = None  # of a model that runs on another server
-    vllm: VllmSettings | None = None  # of a model that vLLM serves, in processes of this server
+    workers: Workers | None  # None: it runs on another server
+    server: ServerSettings | None = None  # that runs it; None: this server's own engine
 
     @property
     def id(self) -> str:
@@ -106,7 +112,12 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     @property
     def kind(self) -> str:
         """What the model does."""
-        return INFER if isinstance(self.remote, TritonSettings) else self.config.kind
+        return INFER if isinstance(self.server, TritonSettings) else self.config.kind
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """What it takes on each device, in bytes."""
+        return {} if self.workers is None else self.workers.memory
 
 
 class _Alias(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,6 +126,8 @@ class _Alias(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: Name
     models: Mapping[Name, Annotated[float, Meta(ge=0.0, le=1e6)]]
     sticky: Literal["key", "conversation"] = "key"
+    mirror: Name | None = None
+    mirror_percent: Annotated[float, Meta(ge=0.0, le=100.0)] = 100.0
 
 
 class _Top(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,15 +148,28 @@ class ModelFile(Struct, frozen=True, kw_only=True):
     max_load_wait_s: float = 300.0  # that a request may wait until its model is loaded
 
     @property
+    def device_uses(self) -> list[DeviceUse]:
+        """What each device holds."""
+        return device_uses([spec.workers for spec in self.models if spec.workers is not None], self.memory)
+
+    @property
     def aliases(self) -> dict[str, str]:
         """The id of each alias that is not divided."""
         return {alias: spec.id for spec in self.models for alias in spec.entry.aliases}
 
 
-def parse_model_file(toml: bytes, path: str, base: ServeConfig, device: str) -> ModelFile:
+def no_estimate(_: ServeConfig) -> int | None:
+    """Know of no model what it takes."""
+    return None
+
+
+def parse_model_file(
+    toml: bytes, path: str, base: ServeConfig, device: str, estimate: Callable[[ServeConfig], int | None] = no_estimate
+) -> ModelFile:
     """Parse the file that was read from `path`. `base` has the server's settings, `device` is what auto stands for.
 
-    Raises ConfigError that names the file, the entry and the field.
+    `estimate` returns the bytes that a worker of a model takes, as far as that is known: it is asked where the file
+    does not say it and has to. Raises ConfigError that names the file, the entry and the field.
     """
     try:
         table = msgspec.toml.decode(toml, type=dict[str, Any])
@@ -153,15 +179,18 @@ def parse_model_file(toml: bytes, path: str, base: ServeConfig, device: str) -> 
     if not entries:
         raise ConfigError(f"{path}: the file must have one or more [[model]] entries")
     top = _convert({key: value for key, value in table.items() if key not in ("model", "alias")}, _Top, path)
+    if not top.memory:
+        estimate = no_estimate
     specs = [
-        _parse_model(entry, f"{path}: [[model]] {number}", base, device) for number, entry in enumerate(entries, 1)
+        _parse_model(entry, f"{path}: [[model]] {number}", base, device, estimate)
+        for number, entry in enumerate(entries, 1)
     ]
     splits: dict[str, Split] = {}
     for number, entry in enumerate(aliases, 1):
         alias = _convert(entry, _Alias, f"{path}: [[alias]] {number}")
         if alias.name in splits:
             raise ConfigError(f"{path}: [[alias]] {number}: the name {alias.name!r} is given twice")
-        splits[alias.name] = Split(alias.models, alias.sticky)
+        splits[alias.name] = Split(alias.models, alias.sticky, alias.mirror, alias.mirror_percent)
     return make_model_file(
         specs, path, splits=splits, default=top.default, memory=top.memory, max_load_wait_s=top.max_load_wait
     )
@@ -194,29 +223,35 @@ def make_model_file(
     for device in memory:
         if not _DEVICE.fullmatch(device):
             raise ConfigError(f"{where}: [memory] {device!r} is not a device; use cpu, cuda:0, cuda:1 and so on")
+    specs = _place(specs, where, memory)
     _check_memory(specs, where, memory)
     return ModelFile(models=specs, splits=splits, default=default, memory=memory, max_load_wait_s=max_load_wait_s)
 
 
 def check_split(where: str, split: Split, ids: set[str]) -> None:
     """Raise ConfigError if an alias names models that there are not, or gives none of them a weight."""
-    for name in split.models:
+    for name in split.ids:
         if name not in ids:
             raise ConfigError(f"{where}: {name!r} is not the id of a model; there are {_list(ids)}")
+    if split.mirror is not None and split.models.get(split.mirror):
+        raise ConfigError(
+            f"{where}: {split.mirror!r} is its mirror and one of its models; it would get requests twice, so leave it "
+            "out of models, or give it the weight 0"
+        )
     if not any(split.models.values()):
         raise ConfigError(f"{where}: models needs at least one weight above 0")
 
 
 def check_kinds(where: str, split: Split, kinds: Mapping[str, str]) -> None:
     """Raise ConfigError if an alias divides requests among models that do different things. `kinds` is by id."""
-    found = {kinds[name]: name for name in split.models}
+    found = {kinds[name]: name for name in split.ids}
     if len(found) > 1:
         described = " and ".join(f"{name!r} of kind {kind}" for kind, name in found.items())
         raise ConfigError(f"{where}: its models must be of one kind, and there are {described}")
 
 
-def make_spec(entry: ModelEntry, config: ServeConfig, device: str) -> ModelSpec:
-    """Return a model with the memory that it takes on each device."""
+def make_spec(entry: ModelEntry, config: ServeConfig, device: str, memory_bytes: int | None = None) -> ModelSpec:
+    """Return a model with its workers. `device` is what auto stands for, and `memory_bytes` an estimate."""
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     if config.devices is not None:
         devices = config.devices.split(",")
@@ -227,13 +262,51 @@ def make_spec(entry: ModelEntry, config: ServeConfig, device: str) -> ModelSpec:
             devices = [first] * num_workers
         else:
             devices = [f"cuda:{number}" for number in range(num_workers)]
-    memory = dict.fromkeys(devices, 0)
-    for each in devices:
-        memory[each] += entry.memory_bytes or 0
-    return ModelSpec(entry=entry, config=config, memory=memory)
+    workers = Workers(
+        name=entry.id,
+        keep=entry.keep,
+        memory_bytes=(memory_bytes if entry.memory_bytes is None else entry.memory_bytes) or 0,
+        num_replicas=max(1, len(devices) // num_ranks),
+        num_ranks=num_ranks,
+        devices=tuple(devices),
+    )
+    return ModelSpec(entry=entry, config=config, workers=workers)
 
 
-def _take_remote(entry: dict[str, Any], where: str) -> RemoteSettings | None:
+def _place(specs: Sequence[ModelSpec], where: str, capacity: Mapping[str, int]) -> list[ModelSpec]:
+    """Choose the devices of the models that name none, where [memory] has some to choose from. Raises ConfigError."""
+    gpus = [device for device in capacity if device != "cpu"]
+    # A model without a device runs on a GPU, or if there is none in [memory], on the CPU.
+    auto = {"auto": gpus or list(capacity), "cuda": gpus}
+    candidates: dict[str, Sequence[str]] = {}
+    workers: list[Workers] = []
+    for spec in specs:
+        if spec.workers is None:
+            continue
+        found = auto.get(spec.config.device, []) if spec.config.devices is None else []
+        is_known = spec.entry.memory_bytes is not None or spec.workers.memory_bytes > 0
+        if found and is_known and set(found) != set(spec.workers.devices):
+            candidates[spec.id] = found
+        workers.append(replace(spec.workers, devices=()) if spec.id in candidates else spec.workers)
+    try:
+        placed = {each.name: each for each in place(workers, capacity, candidates)}
+        check_dedicated(list(placed.values()))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}") from None
+    return [
+        replace(spec, workers=placed[spec.id], config=_on(spec.config, placed[spec.id].devices))
+        if spec.id in candidates
+        else spec
+        for spec in specs
+    ]
+
+
+def _on(config: ServeConfig, devices: Sequence[str]) -> ServeConfig:
+    """Return the settings with the devices that were chosen."""
+    return replace(config, device=devices[0]) if len(devices) == 1 else replace(config, devices=",".join(devices))
+
+
+def _take_remote(entry: dict[str, Any], where: str) -> ServerSettings | None:
     """Take what an entry says of the model's server out of it; return None if this server runs the model.
 
     Raises ConfigError.
@@ -293,7 +366,9 @@ def _take_vllm(entry: dict[str, Any], where: str) -> VllmSettings | None:
     return replace(settings, arguments=[*flags, *settings.arguments])
 
 
-def _parse_model(entry: Any, where: str, base: ServeConfig, device: str) -> ModelSpec:
+def _parse_model(
+    entry: Any, where: str, base: ServeConfig, device: str, estimate: Callable[[ServeConfig], int | None]
+) -> ModelSpec:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: it must be a table")
     entry = {name.replace("-", "_"): value for name, value in entry.items()}
@@ -316,8 +391,11 @@ def _parse_model(entry: Any, where: str, base: ServeConfig, device: str) -> Mode
         config = msgspec.convert(values, ServeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {explain_setting(str(error), values)}") from None
-    spec = make_spec(_convert(own, ModelEntry, where), config, device)
-    return replace(spec, vllm=vllm) if remote is None else replace(spec, memory={}, remote=remote)
+    own_entry = _convert(own, ModelEntry, where)
+    if remote is not None:
+        return ModelSpec(entry=own_entry, config=config, workers=None, server=remote)
+    known = estimate(config) if vllm is None and own_entry.memory_bytes is None else None
+    return replace(make_spec(own_entry, config, device, known), server=vllm)
 
 
 def _entries(table: Mapping[str, Any], name: str, path: str) -> list[Any]:
@@ -360,7 +438,7 @@ def _check_memory(specs: Sequence[ModelSpec], where: str, memory: Mapping[str, i
         for device, need in spec.memory.items():
             if device not in memory:
                 continue
-            if spec.entry.memory_bytes is None:
+            if spec.entry.memory_bytes is None and not need:
                 raise ConfigError(
                     f"{where}: the model {spec.id!r} is on {device}, whose memory is limited in [memory]; say how much "
                     "it takes, as memory_bytes"
@@ -370,7 +448,7 @@ def _check_memory(specs: Sequence[ModelSpec], where: str, memory: Mapping[str, i
                     f"{where}: the model {spec.id!r} takes {need} bytes on {device} (memory_bytes), and [memory] gives "
                     f"{memory[device]}; give more, or use a smaller model"
                 )
-            if spec.entry.keep == "always":
+            if spec.entry.is_kept:
                 kept[device] += need
     for device, need in kept.items():
         if need > memory[device]:
@@ -379,7 +457,7 @@ def _check_memory(specs: Sequence[ModelSpec], where: str, memory: Mapping[str, i
                 f"{memory[device]}; give more, or set keep = 'on_demand' for some"
             )
         for spec in specs:
-            if spec.entry.keep == "on_demand" and spec.memory.get(device, 0) > memory[device] - need:
+            if not spec.entry.is_kept and spec.memory.get(device, 0) > memory[device] - need:
                 raise ConfigError(
                     f"{where}: the model {spec.id!r} takes {spec.memory[device]} bytes on {device}, and the models "
                     f"with keep = 'always' leave {memory[device] - need} of {memory[device]}; it could never be loaded"

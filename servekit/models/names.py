@@ -24,6 +24,17 @@ class Split(Struct, frozen=True):
 
     models: Mapping[str, Weight]
     sticky: StickyBy = "key"
+    mirror: str | None = None  # the model that gets copies of requests, of which nobody gets the answers
+    mirror_percent: float = 100.0  # of the requests that are copied
+
+    def is_mirrored(self, request_id: str) -> bool:
+        """Return whether a request is copied."""
+        return self.mirror is not None and 100.0 * _uniform(request_id.encode(), self.mirror) < self.mirror_percent
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The models that requests or copies of them go to."""
+        return (*self.models, *(() if self.mirror is None else (self.mirror,)))
 
     def choose(self, key: bytes) -> str:
         """Return the model of a key: each model gets its share of all keys."""

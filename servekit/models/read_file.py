@@ -6,10 +6,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
-from servekit.config import ServeConfig
+from servekit.config import CPU_KV_CACHE_BYTES, ServeConfig
 from servekit.engine.adapter_registry import adapters_at_start
+from servekit.engine.model_files import find_model
 from servekit.engine.model_kind import GENERATE, choose_kind
 from servekit.engine.predictor_engine import check_settings
 from servekit.errors import ConfigError
@@ -25,8 +28,20 @@ from servekit.models.model_file import (
 )
 from servekit.protocol.prediction import PredictorKind
 from servekit.remote.api_keys import check_api_key
+from servekit.simulation.model import is_simulated
 
 # NAME=MODEL. A simulated model has a colon before its first equals sign, as in sim:step=5ms.
+PROCESS_BYTES = 400_000_000  # of a worker without a model: Python, torch and transformers
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class _Config(Struct):
+    """The parts of config.json that say how numbers are stored."""
+
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+
 _NAMED = re.compile(r"([A-Za-z0-9._-]+)=(.+)")
 
 
@@ -39,10 +54,10 @@ def read_model_file(config: ServeConfig) -> ModelFile:
         toml = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"models = {path!r}: {error.strerror}") from None
-    file = with_kinds(parse_model_file(toml, path, config, auto_device()), path)
+    file = with_kinds(parse_model_file(toml, path, config, auto_device(), estimated_bytes), path)
     for spec in file.models:
-        if spec.remote is not None:
-            check_api_key(spec.id, spec.remote)  # before any process is started, which would inherit it
+        if spec.server is not None:
+            check_api_key(spec.id, spec.server)  # before any process is started, which would inherit it
     return file
 
 
@@ -60,6 +75,36 @@ def from_command_line(config: ServeConfig, models: Sequence[str]) -> ModelFile:
         entry = ModelEntry(id=name)
         specs.append(make_spec(entry, replace(config, model=path, served_model_name=name), auto_device()))
     return with_kinds(make_model_file(specs, where), where)
+
+
+def estimated_bytes(config: ServeConfig) -> int | None:
+    """Return about how many bytes a worker of a model takes, from the model's files and its settings.
+
+    It is None where these do not say it: the files are not on this machine, or the KV cache fills a GPU.
+    """
+    on_cpu = config.device == "cpu" or (config.device == "auto" and auto_device() == "cpu")
+    try:
+        kind = choose_kind(config)
+        path = find_model(config.model, config.revision, may_download=False)
+    except ConfigError:  # loading the model reports it
+        return None
+    cache_bytes = config.kv_cache_memory_bytes or (CPU_KV_CACHE_BYTES if on_cpu else 0)
+    num_weight_bytes = sum(file.stat().st_size for file in [*path.glob("*.safetensors"), *path.glob("*.gguf")])
+    if not num_weight_bytes or is_simulated(config.model) or (kind == GENERATE and not cache_bytes):
+        return None
+    if config.dtype == "float32" or (config.dtype == "auto" and on_cpu):
+        num_weight_bytes *= 4 // _stored_number_bytes(path)
+    num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    return PROCESS_BYTES + num_weight_bytes // num_ranks + (cache_bytes if kind == GENERATE else 0)
+
+
+def _stored_number_bytes(path: Path) -> int:
+    """The bytes of one number in a checkpoint's files, as its config.json has it; 4 if that says nothing."""
+    try:
+        content = msgspec.json.decode((path / "config.json").read_bytes(), type=_Config)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return 4
+    return NUMBER_BYTES.get(content.dtype or content.torch_dtype or "", 4)
 
 
 def with_kinds(file: ModelFile, where: str) -> ModelFile:

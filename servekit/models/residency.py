@@ -23,6 +23,7 @@ TURN_S = 10.0  # that a model may be used by others while one waits for its memo
 DEFAULT_LOAD_S = 30.0  # that a model takes to load, before it was measured
 FIRST_BACKOFF_S = 5.0  # after a model could not be loaded; doubled after each further failure
 MAX_BACKOFF_S = 300.0
+UNLIMITED = 2**63
 
 
 class State(StrEnum):
@@ -122,7 +123,7 @@ class Residency:
         model.settle()
 
     def set_capacity(self, capacity: Mapping[str, int]) -> None:
-        """Change the memory for models of each device. Models that hold more make room when others need it."""
+        """Change the memory for models of each device. If models hold more, those that are idle are unloaded."""
         self._capacity = capacity
 
     def remove(self, name: str) -> None:
@@ -150,6 +151,10 @@ class Residency:
     def retry_s(self, name: str) -> float:
         """The time before which a model that could not be loaded is not tried again."""
         return self._models[name].retry_s
+
+    def memory(self, name: str) -> Mapping[str, int]:
+        """What a model holds on each device, or will hold when it is loaded."""
+        return self._models[name].needs.memory
 
     def free(self, device: str) -> float:
         """The memory of a device that no model holds; infinite without a limit."""
@@ -185,7 +190,8 @@ class Residency:
     @property
     def is_settled(self) -> bool:
         """Whether `plan` has nothing to do, whatever uses end."""
-        return all(each.wanted_s is None and not each.is_dismissed for each in self._models.values())
+        is_quiet = all(each.wanted_s is None and not each.is_dismissed for each in self._models.values())
+        return is_quiet and not self._overcommitted()
 
     def next_s(self, now_s: float) -> float:
         """The time at which `plan` may return something although nothing has been reported; inf if there is none."""
@@ -245,6 +251,27 @@ class Residency:
         model.num_failures, model.retry_s = 0, -inf
         model.ready_s = model.used_s = now_s
         model.load_s = now_s - model.load_began_s
+
+    def measured(self, name: str, memory: Mapping[str, int]) -> None:
+        """Count from now on what a loaded model really takes, in the place of an estimate.
+
+        Of a model that may be unloaded, no more is counted than it can have beside the models that stay loaded:
+        otherwise it could never be loaded again.
+        """
+        model = self._models[name]
+        assert model.is_loaded
+        needs = model.needs
+        if not needs.is_kept:
+            memory = {device: min(need, max(0, self._most(device, name))) for device, need in memory.items()}
+        measured = ModelNeeds(name, memory, needs.is_kept)
+        if model.next_needs.memory == needs.memory:  # not changed in the file meanwhile
+            model.next_needs = measured
+        model.needs = measured
+
+    def _most(self, device: str, name: str) -> int:
+        """What a model can have of a device beside the models that stay loaded."""
+        kept = (each.needs for each in self._models.values() if each.needs.is_kept and each.needs.name != name)
+        return self._capacity.get(device, UNLIMITED) - sum(needs.memory.get(device, 0) for needs in kept)
 
     def load_failed(self, name: str, now_s: float) -> None:
         """A model could not be loaded. Nobody waits for it any more."""
@@ -312,7 +339,27 @@ class Residency:
                     continue
                 actions += [self._begin_unloading(each) for each in self._victims(model)]
             blocked |= model.needs.memory.keys()
-        return actions
+        return actions + [self._begin_unloading(each) for each in self._excess()]
+
+    def _excess(self) -> list[_Model]:
+        """Return the idle models that have to go because a device holds more than it has: those used least recently.
+
+        That happens when a model takes more than was estimated, or the file gives less memory than before.
+        """
+        found: list[_Model] = []
+        for device in self._overcommitted():
+            unloading = (each for each in self._models.values() if (each.is_changing and each.is_loaded))
+            free = self.free(device) + sum(each.needs.memory.get(device, 0) for each in (*unloading, *found))
+            for each in sorted(self._models.values(), key=lambda each: each.used_s):
+                need = each.needs.memory.get(device, 0)
+                is_free_to_go = each.is_idle and not each.needs.is_kept and each.wanted_s is None
+                if free < 0 and need and is_free_to_go and each not in found:
+                    found.append(each)
+                    free += need
+        return found
+
+    def _overcommitted(self) -> list[str]:
+        return [device for device in self._capacity if self.free(device) < 0]
 
     @staticmethod
     def _begin_unloading(model: _Model) -> Unload:

@@ -863,6 +863,7 @@ _LOAD_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 3
 
 # Values of the label `start` of servekit_model_wait_seconds, and of `state` of servekit_model_state.
 WAITS = ("hot", "warm", "cold")
+COPIES = ("answered", "failed", "dropped")
 MODEL_STATES = ("cold", "waiting", "loading", "ready", "unloading", "failed")
 
 
@@ -873,8 +874,14 @@ def _is(read_state: Callable[[], str], state: str) -> float:
 class LoadMetrics:
     """Loading and unloading of one model of several."""
 
-    def __init__(self, metrics: ModelMetrics, read_state: Callable[[], str], read_uses: Callable[[], int]) -> None:
-        """`read_state` and `read_uses` are called at each scrape."""
+    def __init__(
+        self,
+        metrics: ModelMetrics,
+        read_state: Callable[[], str],
+        read_uses: Callable[[], int],
+        read_memory: Callable[[], int],
+    ) -> None:
+        """The functions are called at each scrape."""
         factory = metrics._factory
         self._load = factory.histogram("model_load_seconds", "Time to load the model.", _LOAD_BUCKETS)
         loads = factory.labelled_counter("model_loads_total", "Times that the model was loaded, by result.", "result")
@@ -896,6 +903,22 @@ class LoadMetrics:
             states.labels(*factory.label_values, each).set_function(partial(_is, read_state, each))
         uses = factory.gauge("model_uses", "Requests that use the model; while there are any, it stays loaded.")
         uses.set_function(lambda: float(read_uses()))
+        memory = factory.gauge(
+            "model_memory_bytes", "Memory that is counted for the model when it is loaded, on all devices together."
+        )
+        memory.set_function(lambda: float(read_memory()))
+
+        copies = factory.labelled_counter(
+            "mirrored_requests_total",
+            "Copies of requests that an alias sends to the model, by what became of them. dropped: something waited, "
+            "the model was not loaded, or too many were in flight.",
+            "result",
+        )
+        self._copies = {each: copies.labels(*factory.label_values, each) for each in COPIES}
+
+    def mirrored(self, result: str) -> None:
+        """A copy of a request has ended; one of COPIES."""
+        self._copies[result].inc()
 
     def loaded(self, duration_s: float) -> None:
         """The model was loaded."""

@@ -119,6 +119,7 @@ class WorkerReady(Struct, frozen=True, tag="worker_ready"):
     num_weight_bytes: int = 0  # in the model's files; in memory, if they are quantized, random or divided among ranks
     weights_time_s: float = 0.0  # of `load_time_s`: until the layers were ready to compute with them
     attention: str = ""  # the attention backend that was chosen
+    memory_bytes: int = 0  # that this process holds on its device, with the whole KV cache; 0 if it is not known
     # Of each process that the model is divided among; if it is not divided, there is one. Not compared.
     ranks: Annotated[tuple[RankInfo, ...], Meta(max_length=1024)] = ()
 

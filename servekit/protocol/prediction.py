@@ -87,6 +87,7 @@ class PredictorReady(Struct, frozen=True, tag="predictor_ready"):
     dtype: str
     load_time_s: float
     num_weight_bytes: int
+    memory_bytes: int = 0  # that this process holds on its device; 0 if it is not known
 
 
 class TextItem(Struct, frozen=True, tag="text", array_like=True, gc=False):

@@ -16,6 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from servekit.cli import main
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.simulation.worker import NaiveReference
 from tests.support.server_process import ServerProcess, serving
@@ -61,6 +62,10 @@ keep = "on_demand"
 name = "canary"
 models = { a = 50, b = 50 }
 sticky = "conversation"
+[[alias]]
+name = "tried"
+models = { chat = 1 }
+mirror = "a"
 """
 PROMPT = "Who was the first to reach the South Pole, é?"
 MESSAGES = [{"role": "user", "content": "What color is the sky?"}]
@@ -171,6 +176,35 @@ def test_conversation_stays_at_one_model_of_an_alias(server: ServerProcess) -> N
     assert [ask(f"question {number}", "and then?") for number in range(12)] == first
 
 
+def test_copies_of_requests_go_to_a_loaded_model_and_nobody_gets_their_answers(server: ServerProcess) -> None:
+    def copies(result: str) -> float:
+        return sample(server, f'servekit_mirrored_requests_total{{model_name="a",result="{result}"}}')
+
+    def ask(**fields: Any) -> httpx2.Response:
+        response = server.client.post("/v1/chat/completions", json={"model": "tried", "messages": MESSAGES, **fields})
+        assert response.status_code == 200, response.text
+        return response
+
+    assert complete(server, "a").status_code == 200
+    generated = sample(server, 'servekit_generation_tokens_total{model_name="a"}')
+    assert ask(max_tokens=5).json()["model"] == "chat"
+    assert b'"model":"chat"' in ask(max_tokens=7, stream=True).content
+    until(lambda: copies("answered") == 2.0)
+    assert sample(server, 'servekit_generation_tokens_total{model_name="a"}') == generated + 12
+    assert copies("dropped") == copies("failed") == 0.0
+    assert server.client.get("/v1/aliases").json()["mirrors"] == {"tried": {"a": 100.0}}
+    server.client.post("/v1/models/a/unload")
+    until(lambda: states(server)["a"] == "cold")
+    ask(max_tokens=2)
+    until(lambda: copies("dropped") == 1.0)
+    assert states(server)["a"] == "cold", "a copy loads no model"
+    assert server.client.post("/v1/aliases/tried", json={"models": {"chat": 1}}).json().get("mirrors") is None
+    ask(max_tokens=2)
+    assert copies("dropped") == 1.0
+    server.process.send_signal(signal.SIGHUP)  # undoes it
+    until(lambda: "mirrors" in server.client.get("/v1/aliases").json())
+
+
 def test_model_that_cannot_be_loaded_fails_only_the_requests_that_name_it(server: ServerProcess) -> None:
     first, second = complete(server, "broken"), complete(server, "broken")
     for response in (first, second):
@@ -246,12 +280,12 @@ def test_operator_unloads_loads_and_divides_and_sighup_reads_the_file_again(serv
     assert states(server)["a"] == "ready"
     refused = post("/v1/models/chat/unload")
     assert refused.status_code == 400 and "stays loaded" in refused.text
-    assert post("/v1/aliases/canary", json={"models": {"b": 1}}).json() == {"aliases": {"canary": {"b": 1.0}}}
+    assert post("/v1/aliases/canary", json={"models": {"b": 1}}).json()["aliases"]["canary"] == {"b": 1.0}
     assert [complete(server, "canary").json()["model"] for _ in range(3)] == ["b"] * 3
     path = server.log.with_name("models.toml")
     path.write_text(MODELS.replace("a = 50, b = 50", "a = 1"))
     server.process.send_signal(signal.SIGHUP)
-    until(lambda: server.client.get("/v1/aliases").json() == {"aliases": {"canary": {"a": 1.0}}})
+    until(lambda: server.client.get("/v1/aliases").json()["aliases"]["canary"] == {"a": 1.0})
     assert [complete(server, "canary").json()["model"] for _ in range(3)] == ["a"] * 3
     path.write_text(MODELS + "[[model]]")
     server.process.send_signal(signal.SIGHUP)
@@ -269,6 +303,16 @@ def test_top_lists_all_models_and_shows_the_one_that_is_named(server: ServerProc
         assert shown in title.split() and "chat ready" in models and "broken" in models
     done = subprocess.run([*command, "--model", "none"], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and "'none' does not exist" in done.stderr
+
+
+def test_two_models_of_a_server_are_compared_by_their_names(
+    server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "What?", "answer": "no", "max_tokens": 4}\n')
+    names = ["--served-model-name", "b", "--against-model-name", "a", "--questions", str(tmp_path / "questions.jsonl")]
+    assert main(["eval", "--url", server.url, *names]) == 0
+    rows = [line.split("|")[1:3] for line in capsys.readouterr().out.splitlines() if server.url in line]
+    assert [(url.strip(), name.strip()) for url, name in rows] == [(server.url, "b"), (server.url, "a")]
 
 
 def test_several_models_are_named_on_the_command_line(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from servekit.errors import ConfigError
+from workers.device.heap import anonymous_bytes
 
 CUDA_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation, CUDA's code for it
 # Messages of errors that torch raises as a plain RuntimeError, without a type of their own. In this order: its CPU
@@ -47,6 +48,17 @@ def cpu_memory() -> int:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [path.read_text().strip() for path in CGROUP_LIMITS if path.is_file()]
     return min([machine, *(int(limit) for limit in limits if limit.isdecimal())])
+
+
+def held_bytes(device: torch.device, num_weight_bytes: int, num_cache_bytes: int = 0) -> int:
+    """Return the bytes that this process holds on a device, with a model and its KV cache.
+
+    On a GPU it is what torch has reserved. On a CPU it is the memory of this process alone: no libraries, which
+    processes share. There, the pages of the KV cache are counted although most were not written yet.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    return max(anonymous_bytes(), num_weight_bytes) + num_cache_bytes
 
 
 def describe_memory(device: torch.device) -> str:

@@ -39,7 +39,7 @@ from servekit.protocol.prediction import (
     PredictorReady,
     TextItem,
 )
-from workers.device.memory import allocation_refused_as, is_out_of_memory, release_memory
+from workers.device.memory import allocation_refused_as, held_bytes, is_out_of_memory, release_memory
 from workers.loading.checkpoint import check_num_parameters, find_weights
 from workers.loading.model_config import architecture_of, read_config
 from workers.loading.model_manager import torch_device
@@ -210,7 +210,12 @@ def load_predictor(settings: LoadPredictor, report_stage: Callable[[str], None])
     predictor = Predictor(info, model, head, images)
     info = predictor.info = _measured(predictor)
     ready = PredictorReady(
-        info, str(device), str(model.dtype).removeprefix("torch."), time.monotonic() - started_s, num_bytes
+        info,
+        str(device),
+        str(model.dtype).removeprefix("torch."),
+        time.monotonic() - started_s,
+        num_bytes,
+        held_bytes(torch.device(device), num_bytes),
     )
     return predictor, ready
 

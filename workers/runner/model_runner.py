@@ -35,7 +35,7 @@ from servekit.protocol.sampling_params import SamplingParams
 from workers.attention.interface import AttentionMetadata, PagedStep
 from workers.attention.selector import choose_attention
 from workers.batch import Batch, SlotTable, make_batch
-from workers.device.memory import allocation_refused_as, cpu_memory, describe_memory, release_memory
+from workers.device.memory import allocation_refused_as, cpu_memory, describe_memory, held_bytes, release_memory
 from workers.device.transfer import DeviceEvent, to_device, to_host
 from workers.kv_cache.kv_quantization import FLOAT8_PAGES
 from workers.kv_cache.pages import KVCache, LayerShape, bytes_per_block
@@ -695,5 +695,10 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
         num_weight_bytes=loaded.weights.num_bytes,
         weights_time_s=loaded.weights.time_s,
         attention=runner.attention.name,
+        memory_bytes=held_bytes(
+            loaded.device,
+            loaded.weights.num_bytes,
+            runner.cache.num_blocks * settings.block_size * runner.kv_bytes_per_token,
+        ),
     )
     return runner, ready

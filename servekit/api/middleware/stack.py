@@ -5,7 +5,8 @@
     HostCheck        refuses requests whose Host header names another server
     CORSMiddleware   Starlette's: answers the preflight requests of browsers, which carry no key
     Authentication   refuses requests without a valid key, or over the limits of their key
-    BodyBudget       bounds the memory of all request bodies together; the lines of batches enter here
+    Mirroring        with several models: sends copies of requests to another model
+    BodyBudget       bounds the memory of all request bodies together; the lines of batches and copies enter here
     Starlette        internal errors (500), the routes, and 404 and 405 where there is none
 
 All layers are plain ASGI and pass each message on at once. Middleware that runs handlers in tasks of its own, such as

@@ -29,16 +29,19 @@ class ModelStatus(Struct):
 
 
 class DivideAlias(Struct, kw_only=True, forbid_unknown_fields=True):
-    """How an alias divides requests: the weight of each model, and what stays at its model."""
+    """How an alias divides requests: the weight of each model, what stays at its model, and who gets copies."""
 
     models: dict[str, Annotated[float, Meta(ge=0.0, le=1e6)]]
     sticky: Literal["key", "conversation"] = "key"
+    mirror: str | None = None
+    mirror_percent: Annotated[float, Meta(ge=0.0, le=100.0)] = 100.0
 
 
-class Aliases(Struct):
-    """The weights of each alias that divides requests."""
+class Aliases(Struct, omit_defaults=True):
+    """The weights of each alias that divides requests, and the percentage of requests that are copied to a model."""
 
     aliases: Mapping[str, Mapping[str, float]]
+    mirrors: Mapping[str, Mapping[str, float]] = {}
 
 
 async def load_model(request: Request) -> Response:
@@ -58,15 +61,22 @@ async def unload_model(request: Request) -> Response:
 async def list_aliases(request: Request) -> Response:
     """List the aliases that divide requests, and the weight of each model."""
     check_admin(request)
-    return respond(Aliases(models_of(request).divided()))
+    return _aliases(request)
 
 
 async def divide_alias(request: Request) -> Response:
     """Let an alias divide requests among models by weight, from the next request on, until the file is read again."""
     check_admin(request)
     wanted = decode(await read_small_body(request), DivideAlias)
-    models_of(request).divide(request.path_params["alias"], wanted.models, wanted.sticky)
-    return respond(Aliases(models_of(request).divided()))
+    models_of(request).divide(
+        *(request.path_params["alias"], wanted.models, wanted.sticky, wanted.mirror, wanted.mirror_percent)
+    )
+    return _aliases(request)
+
+
+def _aliases(request: Request) -> Response:
+    models = models_of(request)
+    return respond(Aliases(models.divided(), models.mirrored()))
 
 
 ENDPOINTS: list[Endpoint] = [

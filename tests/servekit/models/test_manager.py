@@ -12,10 +12,10 @@ from servekit.api.app import create_app
 from servekit.api.auth.keys import parse_keys_file
 from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
-from servekit.errors import ConfigError, ModelNotFound
+from servekit.errors import ConfigError, InvalidRequest, ModelNotFound
 from servekit.models.manager import ModelManager
 from servekit.models.model_file import ModelFile, parse_model_file
-from servekit.models.read_file import with_kinds
+from servekit.models.read_file import estimated_bytes, with_kinds
 from tests.support.asgi import Answer, ask, bearer
 
 KEYS = """
@@ -133,6 +133,76 @@ def test_name_of_any_model_is_the_default_one(manager: ModelManager) -> None:
         assert manager.find(name, SEARCH).name == "open"
     with pytest.raises(ModelNotFound, match="This server has 'open', 'secret', 'hidden', 'both'"):
         manager.find("OPEN", LAW)
+
+
+PACKED = """
+[memory]
+"cuda:0" = 100
+"cuda:1" = 100
+[[model]]
+id = "own"
+model = "sim:instant"
+memory_bytes = 60
+keep = "dedicated"
+[[model]]
+id = "a"
+model = "sim:instant"
+memory_bytes = 50
+keep = "on_demand"
+[[model]]
+id = "b"
+model = "sim:instant"
+memory_bytes = 70
+keep = "on_demand"
+[[model]]
+id = "kept"
+model = "sim:instant"
+memory_bytes = 30
+"""
+
+
+async def test_what_is_loaded_is_what_the_packing_said(caplog: pytest.LogCaptureFixture) -> None:
+    file = parsed(PACKED)
+    first, second = file.device_uses
+    assert [[each.name for each in use.models] for use in (first, second)] == [["own"], ["a", "b", "kept"]]
+    manager = ModelManager(CONFIG, file)
+    with caplog.at_level("INFO", logger="servekit"):
+        await manager.start()
+    try:
+        assert {model.name for model in manager.models if model.state == "ready"} == {"own", "kept"}
+        for use in (first, second):
+            assert manager.residency.free(use.device) == use.shared_bytes
+            assert all(line in caplog.messages for line in use.lines())
+        for name in ("a", "b"):  # they take turns
+            loaded = await manager.load_model(name)
+            assert manager.residency.memory(name) == {"cuda:1": loaded.spec.workers.memory_bytes}  # type: ignore[union-attr]
+        assert second.on_demand_bytes > (second.shared_bytes or 0)
+        assert {model.name for model in manager.models if model.state == "ready"} == {"own", "kept", "b"}
+        with pytest.raises(InvalidRequest, match="stays loaded"):
+            manager.unload_model("own")
+    finally:
+        await manager.stop()
+
+
+async def test_memory_that_a_worker_has_measured_takes_the_place_of_the_estimate() -> None:
+    text = "[memory]\ncpu = 8_000_000_000\n" + MODELS.replace("sim:instant", "demo").replace("tenants", "#")
+    text = text.replace('id = "secret"', 'id = "secret"\nmemory_bytes = 1').replace(
+        'id = "open"', 'id = "open"\nkv_cache_memory_bytes = 20_000_000'
+    )
+    file = with_kinds(parse_model_file(text.encode(), "models.toml", CONFIG, "cpu", estimated_bytes), "models.toml")
+    estimates = {spec.id: spec.memory["cpu"] for spec in file.models}
+    assert estimates["secret"] == 1 and 4e8 < estimates["open"] < 5e8
+    manager = ModelManager(CONFIG, file)
+    try:
+        for name in estimates:
+            await manager.load_model(name)
+        measured = manager.residency.memory("open")["cpu"]
+        assert measured != estimates["open"] and 1e8 < measured < 2e9
+        assert manager.residency.memory("secret") == {"cpu": 1}, "what was declared stays"
+        manager.replace_file(file)
+        assert manager.residency.memory("open") == {"cpu": measured}, "the estimate is no news"
+    finally:
+        await manager.stop()
 
 
 async def test_new_file_adds_removes_and_renames_models(manager: ModelManager) -> None:

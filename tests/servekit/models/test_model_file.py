@@ -6,9 +6,10 @@ import pytest
 
 from servekit.config import MODEL_SETTINGS, ServeConfig
 from servekit.errors import ConfigError
+from servekit.executor.placement import placements
 from servekit.models.model_file import ModelFile, check_kinds, make_model_file, parse_model_file
 from servekit.models.names import Split
-from servekit.remote.settings import OpenAISettings, TritonSettings
+from servekit.remote.settings import OpenAISettings, TritonSettings, VllmSettings
 
 BASE = ServeConfig(max_num_seqs=7, port=1234, models="models.toml")
 
@@ -72,6 +73,63 @@ def test_memory_is_needed_where_the_workers_are(settings: str, device: str, memo
     assert spec.memory == memory
 
 
+PLACED = """
+[memory]
+"cuda:0" = 100
+"cuda:1" = 100
+[[model]]
+id = "fixed"
+model = "demo"
+device = "cuda:1"
+memory_bytes = 30
+[[model]]
+id = "free"
+model = "demo"
+memory_bytes = 50
+[[model]]
+id = "two"
+model = "demo"
+data_parallel_size = 2
+memory_bytes = 40
+keep = "on_demand"
+"""
+
+
+def test_models_without_a_device_are_packed_onto_those_of_the_file() -> None:
+    file = parse(PLACED)
+    assert [spec.memory for spec in file.models] == [{"cuda:1": 30}, {"cuda:0": 50}, {"cuda:1": 40, "cuda:0": 40}]
+    fixed, free, two = (spec.config for spec in file.models)
+    assert (fixed.device, free.device, two.devices) == ("cuda:1", "cuda:0", "cuda:1,cuda:0")
+    assert [use.on_demand_bytes for use in file.device_uses] == [40, 40]
+    assert [[place.device for place in placements(config)] for config in (free, two)] == [
+        ["cuda:0"],
+        ["cuda:1", "cuda:0"],
+    ]
+    with pytest.raises(ConfigError, match=r"models\.toml: there is no device for the model 'free': it takes 101 bytes"):
+        parse(PLACED.replace("memory_bytes = 50", "memory_bytes = 101"))
+    own = PLACED.replace("memory_bytes = 30", "memory_bytes = 30\nkeep = 'dedicated'")
+    with pytest.raises(ConfigError, match=r"models\.toml: the model 'fixed' is dedicated.*on cuda:1, and 'two' is"):
+        parse(own.replace("= 2\n", "= 2\ndevices = 'cuda:0,cuda:1'\n"))
+
+
+def test_memory_is_estimated_where_the_file_limits_it_and_does_not_say_it() -> None:
+    asked: list[str] = []
+
+    def estimate(config: ServeConfig) -> int | None:
+        asked.append(config.model)
+        return 60
+
+    def parsed(text: str) -> ModelFile:
+        return parse_model_file(text.encode(), "models.toml", BASE, "cpu", estimate)
+
+    text = MODEL + 'keep = "on_demand"\n'
+    assert [spec.memory for spec in parsed(LIMITED + text).models] == [{"cpu": 60}] and asked == ["demo"]
+    assert parsed(LIMITED + text + "memory_bytes = 5").models[0].memory == {"cpu": 5}
+    assert parsed(text).models[0].memory == {"cpu": 0} and len(asked) == 1
+    with pytest.raises(ConfigError, match="the models with keep = 'always' take 120 bytes"):
+        parsed(LIMITED + MODEL + MODEL.replace('"a"', '"b"'))
+
+
 def test_first_model_is_the_default_one() -> None:
     assert parse(MODEL + MODEL.replace('"a"', '"b"')).default == "a"
 
@@ -92,7 +150,7 @@ LIMITED = "[memory]\ncpu = 100\n"
         (MODEL + "port = 80", r"\[\[model\]\] 1 \('a'\): port is a setting of the whole server"),
         (MODEL + "quantisation = 'int8'", r"unknown field 'quantisation'; did you mean quantization\?"),
         (MODEL + "xyzzy = 1", r"unknown field 'xyzzy'; there are id, aliases"),
-        (MODEL + 'keep = "sometimes"', r"\[\[model\]\] 1 \('a'\): keep must be 'always' or 'on_demand'"),
+        (MODEL + 'keep = "sometimes"', r"\[\[model\]\] 1 \('a'\): keep must be 'always', 'on_demand' or 'dedicated'"),
         (MODEL + "aliases = [1]", r"aliases must be a list of names"),
         (MODEL + 'aliases = ["a"]', r"the name 'a' is that of 'a' and of 'a'"),
         (MODEL + MODEL, r"models.toml: the name 'a' is that of 'a' and of 'a'"),
@@ -122,6 +180,15 @@ LIMITED = "[memory]\ncpu = 100\n"
         (MODEL + 2 * "[[alias]]\nname = 'c'\nmodels = { a = 1 }\n", r"\[\[alias\]\] 2: the name 'c' is given twice"),
         (MODEL + "[[alias]]\nname = 'c'\nmodels = { a = 'x' }", r"\[\[alias\]\] 1: "),
         (MODEL + "[[alias]]\nname = 'c'\nmodels = { a = 1 }\nsticky = 'x'", r"sticky must be 'key' or 'conversation'"),
+        (
+            MODEL + "[[alias]]\nname = 'c'\nmodels = { a = 1 }\nmirror = 'b'",
+            r"the alias 'c': 'b' is not the id of a model",
+        ),
+        (MODEL + "[[alias]]\nname = 'c'\nmodels = { a = 1 }\nmirror = 'a'", r"'a' is its mirror and one of its models"),
+        (
+            MODEL + "[[alias]]\nname = 'c'\nmodels = { a = 1 }\nmirror_percent = 101",
+            r"mirror_percent must be a number from 0 to 100",
+        ),
     ],
 )
 def test_mistake_is_explained_with_file_entry_and_field(text: str, message: str) -> None:
@@ -136,10 +203,10 @@ SERVER = "remote = { url = 'https://api.example.com/v1', api-key-env = 'KEY', ma
 def test_remote_model_has_a_server_and_takes_no_memory() -> None:
     file = parse(LIMITED + MODEL + "memory_bytes = 100\n" + REMOTE + SERVER + "max_num_queued_reqs = 5")
     near, far = file.models
-    assert near.remote is None and far.remote is not None and far.memory == {}
-    assert (far.remote.url, far.remote.api_key_env) == ("https://api.example.com/v1", "KEY")
-    assert isinstance(far.remote, OpenAISettings) and far.remote.first_answer_setting == "first_token_timeout"
-    assert far.remote.max_connections == 8 and far.remote.dialect == "openai"
+    assert near.server is None and far.server is not None and far.memory == {}
+    assert (far.server.url, far.server.api_key_env) == ("https://api.example.com/v1", "KEY")
+    assert isinstance(far.server, OpenAISettings) and far.server.first_answer_setting == "first_token_timeout"
+    assert far.server.max_connections == 8 and far.server.dialect == "openai"
     assert (far.config.model, far.config.model_name, far.config.max_num_queued_reqs) == ("gpt-4o", "far", 5)
     assert far.config.kind == "generate"
 
@@ -152,12 +219,12 @@ def test_settings_of_a_model_that_vllm_serves_become_its_flags() -> None:
     (model,) = parse(
         text + "vllm = { command = ['/opt/vllm'], arguments = ['--enforce-eager'], token-timeout = 9 }"
     ).models
-    assert model.vllm is not None and model.remote is None and model.kind == "generate"
-    assert model.vllm.arguments == ["--dtype=bfloat16", "--max-num-seqs=4", "--enforce-eager"]
-    assert (model.vllm.command, model.vllm.token_timeout, model.vllm.dialect) == (("/opt/vllm",), 9.0, "vllm")
+    assert isinstance(model.server, VllmSettings) and model.kind == "generate"
+    assert model.server.arguments == ["--dtype=bfloat16", "--max-num-seqs=4", "--enforce-eager"]
+    assert (model.server.command, model.server.token_timeout, model.server.dialect) == (("/opt/vllm",), 9.0, "vllm")
     assert sum(model.memory.values()) == 10 and model.config.max_num_queued_reqs == 5
     (plain,) = parse(VLLM).models
-    assert plain.vllm is not None and plain.vllm.command == ("vllm",) and plain.vllm.arguments == []
+    assert isinstance(plain.server, VllmSettings) and plain.server.command == ("vllm",) and plain.server.arguments == []
 
 
 @pytest.mark.parametrize(
@@ -184,8 +251,8 @@ def test_model_of_a_triton_server_computes_tensors() -> None:
     remote = "remote = { url = 'http://triton:8000', model-control-mode = 'explicit', answer_timeout = 3 }\n"
     near, far = parse(MODEL + TRITON + remote).models
     assert (near.kind, far.kind) == (near.config.kind, "infer") and far.memory == {}
-    assert isinstance(far.remote, TritonSettings) and far.remote.model_control_mode == "explicit"
-    assert (far.remote.first_answer_setting, far.remote.first_answer_timeout_s) == ("answer_timeout", 3.0)
+    assert isinstance(far.server, TritonSettings) and far.server.model_control_mode == "explicit"
+    assert (far.server.first_answer_setting, far.server.first_answer_timeout_s) == ("answer_timeout", 3.0)
 
 
 @pytest.mark.parametrize(

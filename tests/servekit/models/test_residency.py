@@ -346,3 +346,42 @@ def test_new_needs_of_a_model_apply_when_it_holds_no_memory_and_a_new_capacity_a
     assert residency.free("cpu") == 120 and residency.is_settled
     assert residency.plan(5.0 + FIRST_BACKOFF_S) == [Load("a")], "it is kept now"
     assert residency.free("cpu") == 90
+
+
+def test_measured_memory_takes_the_place_of_the_estimate_and_idle_models_make_room_for_what_is_too_much() -> None:
+    residency = Residency({"cpu": 100}, on_cpu("a", "b", "c", memory=30))
+    loaded(residency, ["a", "b", "c"])
+    residency.measured("c", {"cpu": 50})
+    assert residency.free("cpu") == -10 and not residency.is_settled
+    assert residency.plan(11.0) == [Unload("a")], "the one that was used least recently"
+    residency.unloaded("a")
+    assert residency.free("cpu") == 20 and residency.is_settled
+    residency.want("a", 12.0)
+    assert residency.plan(12.0) == [Unload("b")], "there is no room for three any more"
+    residency.unloaded("b")
+    assert residency.plan(12.0) == [Load("a")]
+
+
+def test_model_that_takes_more_than_there_is_can_be_loaded_again() -> None:
+    needs = [ModelNeeds("kept", {"cpu": 40}, is_kept=True), ModelNeeds("a", {"cpu": 10})]
+    residency = Residency({"cpu": 100}, needs)
+    loaded(residency, ["kept", "a"])
+    residency.measured("a", {"cpu": 500})
+    assert residency.memory("a") == {"cpu": 60} and residency.plan(11.0) == []
+    residency.dismiss("a")
+    assert residency.plan(11.0) == [Unload("a")]
+    residency.unloaded("a")
+    residency.want("a", 12.0)
+    assert residency.plan(12.0) == [Load("a")]
+
+
+def test_new_needs_of_the_file_outlive_a_measurement_of_the_old_ones() -> None:
+    residency = Residency({"cpu": 100}, on_cpu("a", memory=30))
+    loaded(residency, ["a"])
+    residency.replace(ModelNeeds("a", {"cpu": 70}))
+    residency.measured("a", {"cpu": 20})
+    assert residency.free("cpu") == 80
+    residency.dismiss("a")
+    residency.plan(11.0)
+    residency.unloaded("a")
+    assert residency.memory("a") == {"cpu": 70}

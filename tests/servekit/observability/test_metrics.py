@@ -303,7 +303,8 @@ def test_scrape_of_several_models_has_each_family_once_and_counts_outlive_an_eng
     models = [ModelMetrics(ServeConfig(served_model_name=name)) for name in "ab"]
     states = {"a": "ready", "b": "cold"}
     loads = [
-        LoadMetrics(each, partial(states.get, name, ""), lambda: 3) for each, name in zip(models, "ab", strict=True)
+        LoadMetrics(each, partial(states.get, name, ""), lambda: 3, lambda: 500)
+        for each, name in zip(models, "ab", strict=True)
     ]
     metrics = SeveralModelsMetrics("1.2.3", lambda: models)
     metrics.watch_log(lambda: 5)
@@ -321,6 +322,7 @@ def test_scrape_of_several_models_has_each_family_once_and_counts_outlive_an_eng
         'servekit_model_state{model_name="a",state="ready"} 1.0',
         'servekit_model_state{model_name="b",state="ready"} 0.0',
         'servekit_model_uses{model_name="b"} 3.0',
+        'servekit_model_memory_bytes{model_name="b"} 500.0',
         'servekit_model_loads_total{model_name="a",result="loaded"} 1.0',
         'servekit_model_loads_total{model_name="b",result="failed"} 1.0',
         'servekit_model_unloads_total{model_name="a"} 1.0',

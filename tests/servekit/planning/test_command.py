@@ -115,3 +115,26 @@ def test_quantized_weights_whose_files_are_missing_need_a_flag(config: str, caps
     Path(config).write_text(json.dumps({**LLAMA_8B, "quantization_config": {"quant_method": "awq"}}))
     assert main(["plan", config]) == 2 and "--weights" in capsys.readouterr().err
     assert small_plan(config, weights="int4").weights == "int4"
+
+
+def test_packing_of_a_model_file_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(
+        '[memory]\n"cuda:0" = 9_000\n"cuda:1" = 9_000\n'
+        '[[model]]\nid = "a"\nmodel = "sim:instant"\nmemory_bytes = 5_000\n'
+        '[[model]]\nid = "b"\nmodel = "sim:instant"\nmemory_bytes = 6_000\nkeep = "on_demand"\n'
+        '[[model]]\nid = "far"\nkind = "openai"\nmodel = "x"\nremote = { url = "http://127.0.0.1:1/v1" }\n'
+    )
+    assert main(["plan", "--models", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "cuda:0: 9.0 kB; 5.0 kB stay loaded",
+        "  a: 5.0 kB, always loaded",
+        "cuda:1: 9.0 kB; 0 bytes stay loaded, 9.0 kB are shared by models on demand that take 6.0 kB",
+        "  b: 6.0 kB, on demand",
+        "far: on another server",
+    ]
+    assert main(["plan", "--models", str(file), "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first["models"] == [{"id": "a", "keep": "always", "num_workers": 1, "memory_bytes": 5000}]
+    assert (second["device"], second["shared_bytes"], second["on_demand_bytes"]) == ("cuda:1", 9000, 6000)
+    assert main(["plan", "--models", str(file), "--rate", "5"]) == main(["plan"]) == 2

@@ -1,0 +1,106 @@
+"""Send copies of requests to another model, whose answers nobody gets: to try a version under real traffic.
+
+A copy must not hurt real requests. So it begins when its original has been answered, with the lowest priority, and only
+if its model is loaded and nothing waits; otherwise it is dropped. There are MAX_COPIES at the same time. Only requests
+that were admitted and whose JSON bodies are small are copied. A copy counts against no limit of its key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from servekit.api.endpoint import caller_of, models_of
+from servekit.api.inner_request import answer_inner_request
+from servekit.api.schemas.json_body import encode
+from servekit.engine.caller import ANONYMOUS, Caller
+from servekit.engine.interface import Models
+from servekit.errors import ServekitError
+from servekit.protocol.logging import fields
+
+log = logging.getLogger("servekit")
+
+MAX_COPIES = 8
+LOWEST_PRIORITY = 1000
+
+
+class Copy(Struct, frozen=True):
+    """A request that may be copied: what it said, and which model gets the copy."""
+
+    model: str
+    path: str
+    body: bytes
+
+
+def note_copy(request: Request, name: str | None, body: bytes) -> None:
+    """Note that a request is copied, if the name that it gave to its model says so. `body` is a JSON object."""
+    models = models_of(request)
+    target = models.mirror_of(name, caller_of(request)) if models.has_choice else None
+    if target is not None:
+        request.state.mirrored = Copy(target, request.scope["path"], body)
+
+
+class Mirroring:
+    """An ASGI layer that sends the copies which routes ask for: in `mirrored` of a request's state."""
+
+    def __init__(self, app: ASGIApp, models: Models, app_scope: dict[str, Any]) -> None:
+        """`app_scope` is what all scopes of the application contain."""
+        self._app = app
+        self._models = models
+        self._app_scope = app_scope
+        self._copies: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+        state = scope.get("state", {})
+        copy: Copy | None = state.get("mirrored")
+        if copy is not None and "engine" in state and "error_code" not in state:
+            self._offer(copy, state.get("caller", ANONYMOUS))
+
+    def _offer(self, copy: Copy, caller: Caller) -> None:
+        """Begin to answer a copy, or drop it."""
+        models = self._models
+        if len(self._copies) >= MAX_COPIES or models.state != "ready" or not self._has_room(copy.model, caller):
+            models.note_mirrored(copy.model, "dropped")
+            return
+        task = asyncio.create_task(self._answer(copy, caller), name="mirrored request")
+        self._copies.add(task)
+        task.add_done_callback(self._copies.discard)
+
+    def _has_room(self, name: str, caller: Caller) -> bool:
+        """Whether the model is loaded, and nothing waits for any model: they may share a device."""
+        try:
+            model = self._models.find(name, caller)
+        except ServekitError:  # the caller's tenant may not use it, or it is gone
+            return False
+        return model.engine is not None and model.state == "ready" and self._models.has_free_slots
+
+    async def _answer(self, copy: Copy, caller: Caller) -> None:
+        status = 500
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+
+        body = encode({**msgspec.json.decode(copy.body), "model": copy.model})
+        state: dict[str, Any] = {"caller": Caller(caller.tenant, caller.request_id, LOWEST_PRIORITY)}
+        try:
+            await answer_inner_request(self._app, self._app_scope, copy.path, body, state, note)
+        except Exception:
+            log.exception("internal error in a mirrored request", extra=fields(request_id=caller.request_id))
+        has_failed = status != 200 or "error_code" in state
+        self._models.note_mirrored(copy.model, "failed" if has_failed else "answered")
+
+    async def stop(self) -> None:
+        """End all copies."""
+        copies = list(self._copies)
+        for task in copies:
+            task.cancel()
+        await asyncio.gather(*copies, return_exceptions=True)
