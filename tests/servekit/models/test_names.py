@@ -34,3 +34,15 @@ def test_names_are_ids_aliases_and_those_that_are_divided() -> None:
     assert names.find("a") == "a" and names.find("other") == "b"
     assert names.find("canary") is None and names.split("canary") is split and names.split("a") is None
     assert names.ids_of("canary") == ("a", "b") and names.ids_of("other") == ("b",) and names.ids_of("no") == ()
+
+
+def test_so_many_percent_of_the_requests_are_copied_and_the_choice_of_a_model_says_nothing_about_it() -> None:
+    split = Split({"a": 1.0, "b": 1.0}, mirror="new", mirror_percent=10.0)
+    requests = [f"r{number}" for number in range(4000)]
+    copied = [request for request in requests if split.is_mirrored(request)]
+    assert 0.08 < len(copied) / len(requests) < 0.12
+    assert 0.4 < sum(split.choose(request.encode()) == "a" for request in copied) / len(copied) < 0.6
+    assert split.ids == ("a", "b", "new") and Names(["a"], {}, {"both": split}).ids_of("both") == ("a", "b")
+    whole, none = (Split({"a": 1.0}, mirror="new", mirror_percent=percent) for percent in (100.0, 0.0))
+    assert all(map(whole.is_mirrored, requests)) and not any(map(none.is_mirrored, requests))
+    assert not any(map(Split({"a": 1.0}).is_mirrored, requests[:5]))
