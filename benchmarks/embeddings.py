@@ -73,7 +73,9 @@ def make_model(folder: Path, kind: str) -> Path:
     sizes = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
     config = BertConfig(vocab_size=30522, max_position_embeddings=MAX_LENGTH, num_labels=1, **sizes)
     model = BertModel(config) if kind == "embed" else BertForSequenceClassification(config)
-    save_checkpoint(model, folder, make_tokenizer([*SPECIAL, *words]), MAX_LENGTH)
+    # As BertTokenizer has it: of the generic tokenizer, transformers would leave the token types out.
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    save_checkpoint(model, folder, make_tokenizer([*SPECIAL, *words]), MAX_LENGTH, model_input_names=names)
     if kind == "embed":
         pooling = {"type": "Pooling", "word_embedding_dimension": 384, "pooling_mode_mean_tokens": True}
         write_modules(folder, [pooling, {"type": "Normalize"}])

@@ -173,7 +173,7 @@ def _save(model: Any, folder: Path) -> None:
     save_checkpoint(model, folder, make_tokenizer(), MAX_LENGTH)
 
 
-def save_checkpoint(model: Any, folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
+def save_checkpoint(model: Any, folder: Path, tokenizer: Tokenizer, max_length: int, **tokenizer_config: Any) -> None:
     """Write a model and its tokenizer."""
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -184,5 +184,6 @@ def save_checkpoint(model: Any, folder: Path, tokenizer: Tokenizer, max_length: 
         "unk_token": "[UNK]",
         "cls_token": "[CLS]",
         "sep_token": "[SEP]",
+        **tokenizer_config,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
