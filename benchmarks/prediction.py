@@ -28,6 +28,7 @@ from servekit.embedded.sampling_params import SamplingParams
 from servekit.latency.latency_predictor import LatencyPredictor, Prediction
 from servekit.observability.journal import replay_journal
 from servekit.protocol.messages import StepPlan
+from servekit.scheduler.recording import AddRecord, PlanRecord, Record, ReplayWatcher
 from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.step import SequenceToken
 from servekit.scheduler.workload_manager import WorkloadManager
@@ -42,16 +43,32 @@ JOURNAL_BYTES = 2**40
 LEARNED, CAPACITY = 1, 2
 
 
-class Watcher:
+class Watcher(ReplayWatcher):
     """Predicts each request of a journal when it is added, and notes when its first token came."""
 
     def __init__(self) -> None:
         self.predictor = LatencyPredictor()
         self.outcomes: list[tuple[int, Prediction, float]] = []  # kind, prediction, measured seconds
         self._open: dict[int, tuple[int, Prediction]] = {}
+        self._is_idle = False  # the manager, before the sequence that is being added
+        self._came_to_idle: list[Sequence] = []
+
+    def before(self, manager: WorkloadManager, record: Record) -> None:
+        """Predict what came to an idle manager: a journal dates it with the plan that followed."""
+        if isinstance(record, AddRecord):
+            self._is_idle = not manager.has_work
+        elif isinstance(record, PlanRecord):
+            for sequence in self._came_to_idle:
+                self._predict(manager, sequence, record.now_s)
+            self._came_to_idle.clear()
 
     def added(self, manager: WorkloadManager, sequence: Sequence) -> None:
-        now_s = max(sequence.arrival_s, manager.log.now_s)
+        if self._is_idle or self._came_to_idle:
+            self._came_to_idle.append(sequence)
+        else:
+            self._predict(manager, sequence, max(sequence.arrival_s, manager.log.now_s))
+
+    def _predict(self, manager: WorkloadManager, sequence: Sequence, now_s: float) -> None:
         prediction = self.predictor.predict(manager, sequence.sequence_id, now_s, MAX_ROLL_STEPS)
         if prediction is not None:
             self._open[sequence.sequence_id] = sequence.sampling.max_tokens - MAX_TOKENS, prediction

@@ -122,14 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_batch_parser(commands)
     _add_quantize_parser(commands)
     _add_convert_parser(commands)
-    replay = commands.add_parser(
-        "replay",
-        help="repeat the decisions of a server from its journal",
-        description="Feed the journal of `servekit serve --journal` to a new scheduler and compare every step. "
-        "Exit with 1 at the first difference.",
-        allow_abbrev=False,
-    )
-    replay.add_argument("file", metavar="FILE", type=Path, help="a journal file; each file is replayed by itself")
+    _add_replay_parser(commands)
     _add_explain_parser(commands)
     completion = commands.add_parser(
         "completion",
@@ -140,6 +133,31 @@ def _parser() -> argparse.ArgumentParser:
     _add_lab_parser(commands)
     _add_plan_parser(commands)
     return parser
+
+
+def _add_replay_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help="repeat the decisions of a server from its journal, or try other settings",
+        description="Feed the journal of `servekit serve --journal` to a new scheduler and compare every step; exit "
+        "with 1 at the first difference. With any other argument, play its requests in virtual time with these "
+        "settings, and print what would have happened beside what did.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("file", metavar="FILE", type=Path, help="a journal file; each file is replayed by itself")
+    add("--scheduling-policy", choices=("fcfs", "priority", "shortest", "fair"), help="order of the waiting queue")
+    add("--num-kv-blocks", metavar="NUM", type=_positive, help="KV blocks in the pool")
+    add("--block-size", metavar="NUM", type=_positive, help="tokens of a KV block; the pool holds as many as before")
+    add("--max-num-seqs", metavar="NUM", type=_positive, help="maximum sequences that run at the same time")
+    add("--max-num-batched-tokens", metavar="NUM", type=_positive, help="maximum tokens of one step")
+    add("--max-steps-in-flight", metavar="NUM", type=_positive, help="maximum steps that are sent ahead")
+    add("--itl-target-ms", metavar="MS", type=_share, help="target inter-token latency; 0 for none")
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="reuse KV of equal prompts")
+    add("--model", metavar="SPEC", help="sim:SPEC: step times of another device (docs/simulated_model.md)")
+    add("--out", metavar="DIR", type=Path, help="write replay.html, a page with the picture, into this folder")
+    add("--json", dest="as_json", action="store_true", help="print JSON in the place of text")
 
 
 def _add_explain_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -190,6 +208,11 @@ def _add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         metavar="NUM",
         type=_share,
         help="price of an API for a million tokens, prompts and answers alike",
+    )
+    add(
+        "--step-times",
+        metavar="SPEC",
+        help="sim:SPEC: step times that were measured, in place of the data sheet's (docs/planning.md)",
     )
     add(
         "--requests",
@@ -594,27 +617,9 @@ def _explain(arguments: dict[str, Any]) -> int:
 
 
 def _replay(arguments: dict[str, Any]) -> int:
-    from servekit.observability.journal import journal_paths
+    from servekit.replaying.command import ReplayOptions, replay
 
-    return max([_replay_file(path) for path in journal_paths(arguments["file"])])
-
-
-def _replay_file(path: Path) -> int:
-    from servekit.observability.journal import replay_journal
-
-    result = replay_journal(path)
-    if result.header.servekit_version != __version__:
-        print(f"servekit: {path} was recorded by servekit {result.header.servekit_version}", file=sys.stderr)
-    counts = f"{result.num_steps:,} steps, {result.num_sequences:,} sequences, {result.num_restarts:,} restarts"
-    if result.difference is not None:
-        print(f"{path}: different after {counts}: {result.difference}")
-        return 1
-    print(f"{path}: every decision is the same: {counts}")
-    if result.recorded_error is not None:
-        print(f"{path}: ends with the same error as the server: {result.recorded_error}")
-    if result.is_truncated:
-        print(f"{path}: the last record is incomplete; the server did not exit by itself")
-    return 0
+    return replay(ReplayOptions(**arguments))
 
 
 SHELLS = ("bash", "zsh", "fish")  # that `servekit completion` knows

@@ -153,6 +153,10 @@ class EngineCore:
             num_quarantined=len(manager.quarantine),
             predicted_wait_s=self.latency.waiting_time.seconds(manager, manager.num_waiting),
             step_time_error=self.latency.model.relative_error,
+            num_predicted_first_tokens=self.latency.quality.num_first_tokens,
+            num_first_tokens_in_band=self.latency.quality.num_in_band,
+            first_token_error=self.latency.quality.first_token_error,
+            end_error=self.latency.quality.end_error,
         )
 
     # -- the main loop ------------------------------------------------------------------------------------------------

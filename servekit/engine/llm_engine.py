@@ -35,6 +35,7 @@ from servekit.engine.readiness_probe import ReadinessProbe
 from servekit.engine.replica import Replica
 from servekit.engine.replica_supervisor import ReplicaSupervisor
 from servekit.engine.replicas import Replicas
+from servekit.engine.request_predictions import RequestPredictions
 from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput, add_commands
 from servekit.engine.speculation import choose_drafter
@@ -99,7 +100,8 @@ class LLMEngine(OneModel):
         self.adapters = AdapterRegistry(config, self._load_adapter) if config.has_adapters else None
         self._queue_limits = QueueLimits(config)
         self._waiting_times = WaitingTimes(config, lambda: self.replicas.taking_cores, clock)
-        self._waiting_times_task: asyncio.Task[None] | None = None
+        self._predictions = RequestPredictions(clock) if config.max_predicted_wait else None
+        self._prediction_tasks: list[asyncio.Task[None]] = []
         self._result_budget = result_budget or SharedBudget(config.max_total_logprobs)
         self._probe = ReadinessProbe(self._generate_token, clock)
         self._output: OutputProcessor | None = None
@@ -249,6 +251,8 @@ class LLMEngine(OneModel):
         if self._worker_pool is not None:
             self._worker_pool.start(load)
         observers: list[Observer] = [self.metrics.requests, self.history, self._queue_limits]
+        if self._predictions is not None:
+            observers.append(self._predictions)
         self._output = OutputProcessor(self._registry, observers, self._tokenizer.is_special)
         replicas = self.replicas
         await self._supervisor.start(load, self._make_core)
@@ -272,7 +276,9 @@ class LLMEngine(OneModel):
             )
         self.metrics.watch_queue(lambda: self._queue_limits.usage(replicas.num_waiting, replicas.queued))
         self._main_loop = asyncio.create_task(self._serve(), name="servekit main loop")
-        self._waiting_times_task = asyncio.create_task(self._waiting_times.keep_current(), name="waiting times")
+        self._prediction_tasks.append(asyncio.create_task(self._waiting_times.keep_current(), name="waiting times"))
+        if self._predictions is not None:
+            self._prediction_tasks.append(asyncio.create_task(self._predictions.run(), name="request predictions"))
 
     def _choose_drafter(self, path: Path) -> SpeculativeConfig:
         return choose_drafter(self.config, path)
@@ -315,7 +321,7 @@ class LLMEngine(OneModel):
 
         If graceful, the worker may exit by itself before it is killed.
         """
-        for task in (self._waiting_times_task, self._main_loop):
+        for task in (*self._prediction_tasks, self._main_loop):
             if task is not None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -487,6 +493,8 @@ class LLMEngine(OneModel):
             output = SequenceOutput(sequence, index, detokenizer, state.queue, caller.request_id, is_probe)
             state.outputs.append(output)
             core.add(state, output)
+        if self._predictions is not None and caller is not PROBE_CALLER:
+            self._predictions.admitted(core, state.outputs[-len(commands)].sequence)
 
     def _make_detokenizer(self, queue: ClientQueue, sampling: SamplingParams) -> Detokenizer:
         """Return what makes the text of a sequence: nothing, if the reader of its queue does that.

@@ -33,6 +33,7 @@ class WaitingTimes:
         self._policy = config.scheduling_policy
         self._read_cores = read_cores
         self._clock = clock
+        self._logged: set[type[Exception]] = set()  # kinds of errors that are in the log
 
     def check(self, tenant: str, num_preparing: int, num_own_preparing: int) -> None:
         """Raise QueueFull if a request would wait for longer than the limit.
@@ -70,8 +71,18 @@ class WaitingTimes:
             for core in self._read_cores():
                 try:
                     await self._refresh(core)
-                except Exception:  # serving must not depend on a prediction
-                    log.exception("the predicted waiting time could not be corrected; the formula is used as it is")
+                except Exception as error:  # serving must not depend on a prediction
+                    self._log_once(error)
+
+    def _log_once(self, error: Exception) -> None:
+        """Log an error, unless one of its kind was: it may come back each second."""
+        if type(error) not in self._logged:
+            self._logged.add(type(error))
+            log.error(
+                "the predicted waiting time could not be corrected; the formula is used as it is. Further errors of "
+                "this kind are not logged",
+                exc_info=error,
+            )
 
     async def _refresh(self, core: EngineCore) -> None:
         began_s = self._clock()

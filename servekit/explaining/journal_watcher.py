@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from servekit.protocol.messages import StepPlan
 from servekit.scheduler.explanation import Explanation, SequenceEnd, explain
+from servekit.scheduler.recording import ReplayWatcher
 from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.step import SequenceToken
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.time_causes import RequestTimes, TimeCause
 
 
-class JournalWatcher:
+class JournalWatcher(ReplayWatcher):
     """Watches the replay of a journal for one sequence.
 
     A journal has the times of plans and results only. So what happens to a sequence between two of them is dated with

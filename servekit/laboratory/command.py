@@ -221,7 +221,7 @@ def _calibrate(name: str, settings: LabSettings, bar: tqdm) -> list[MeasuredStep
     for mode, num_requests in (("chunked", CALIBRATION_REQUESTS), ("one-by-one", CALIBRATION_REQUESTS // 6)):
         workload = Workload("calibration", requests[:num_requests])
         timeline = asyncio.run(RealRun(workload, MODES[mode], settings, name).play())
-        steps += [MeasuredStep(step.plan, step.done_s - step.began_s) for step in timeline.steps]
+        steps += [MeasuredStep.of(step.plan, step.done_s - step.began_s) for step in timeline.steps]
         bar.update()
     return steps
 

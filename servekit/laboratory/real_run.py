@@ -16,6 +16,7 @@ from servekit.laboratory.virtual_run import LabSettings
 from servekit.laboratory.workload import LabRequest, Workload
 from servekit.observability.journal import replay_journal
 from servekit.protocol.messages import StepPlan
+from servekit.scheduler.recording import ReplayWatcher
 from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.step import SequenceToken
 from servekit.scheduler.workload_manager import WorkloadManager
@@ -112,7 +113,7 @@ class RealRun:
             pass
 
 
-class _JournalWatcher:
+class _JournalWatcher(ReplayWatcher):
     """Builds the timeline of a run from its journal, beginning behind the warm-up."""
 
     def __init__(self, timeline: Timeline, arrivals_s: dict[tuple[int, int], deque[float]]) -> None:

@@ -41,6 +41,7 @@ class LabSettings(Struct, frozen=True, kw_only=True):
     is_paged: bool = True  # otherwise each sequence holds memory for max_model_len tokens
     has_prefix_cache: bool = True
     max_steps_in_flight: int = 2
+    admission_s: float = 0.0  # from the arrival of a request until the scheduler has it
 
     def num_slots_of(self, mode: BatchingMode) -> int:
         """How many requests run at a time. Raises ConfigError if contiguous memory is too small for one."""
@@ -86,6 +87,7 @@ class VirtualRun:
         self._manager = WorkloadManager(config)
         self._gate = Gate(mode, config.max_num_seqs, settings.max_delay_s)
         self._model = model
+        self._admission_s = settings.admission_s
         self._coming = deque(workload.requests)
         self._at_gate: deque[tuple[int, LabRequest]] = deque()
         self._num_arrived = 0
@@ -96,7 +98,7 @@ class VirtualRun:
     def play(self) -> Timeline:
         """Play until every answer has ended."""
         while self._coming or self._at_gate or self._num_inside:
-            while self._coming and self._coming[0].arrival_s <= self._now_s:
+            while self._coming and self._coming[0].arrival_s + self._admission_s <= self._now_s:
                 self._at_gate.append((self._num_arrived, self._coming.popleft()))
                 self._num_arrived += 1
             self._pass_gate()
@@ -130,7 +132,7 @@ class VirtualRun:
     def _next_s(self) -> float:
         """When something happens next: a step is done, a request arrives, or a batch begins."""
         done_s = self._in_flight[0][0] if self._in_flight else NEVER
-        arrival_s = self._coming[0].arrival_s if self._coming else NEVER
+        arrival_s = self._coming[0].arrival_s + self._admission_s if self._coming else NEVER
         opens_s = NEVER
         if not self._num_inside:
             opens_s = self._gate.opens_s([request.arrival_s for _, request in self._at_gate])

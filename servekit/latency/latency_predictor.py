@@ -15,11 +15,13 @@ from msgspec import Struct
 from servekit.latency.answer_lengths import AnswerLengths
 from servekit.latency.calibration import Band, Calibration
 from servekit.latency.latency_model import LatencyModel, StepWork
+from servekit.latency.prediction_quality import PredictionQuality
 from servekit.latency.roll_forward import RollForward
 from servekit.latency.waiting_time import WaitingTime
 from servekit.protocol.messages import StepPlan
 from servekit.scheduler.checkpoint import save_manager
-from servekit.scheduler.sequence import FinishReason, Sequence
+from servekit.scheduler.recording import ReplayWatcher
+from servekit.scheduler.sequence import FinishReason
 from servekit.scheduler.step import SequenceToken
 from servekit.scheduler.workload_manager import WorkloadManager
 
@@ -46,7 +48,7 @@ class _InFlight(Struct, frozen=True, gc=False):
     work: StepWork
 
 
-class LatencyPredictor:
+class LatencyPredictor(ReplayWatcher):
     """Learns from one workload manager, and predicts what it will do.
 
     `planned` and `committed` are called after each plan and each commit, as by a replay.
@@ -60,6 +62,7 @@ class LatencyPredictor:
         self.lengths = AnswerLengths()
         self.calibration = Calibration()
         self.waiting_time = WaitingTime(self.model, self.lengths)
+        self.quality = PredictionQuality()
         self.learns = learns
         self._in_flight: deque[_InFlight] = deque()
         self._last_done_s = 0.0
@@ -70,9 +73,6 @@ class LatencyPredictor:
         self.waiting_time = other.waiting_time
 
     # -- learning -----------------------------------------------------------------------------------------------------
-
-    def added(self, manager: WorkloadManager, sequence: Sequence) -> None:
-        """Do nothing: a sequence that is added teaches nothing yet."""
 
     def planned(self, manager: WorkloadManager, plan: StepPlan, now_s: float) -> None:
         """Note a step that was sent to the worker."""
@@ -102,9 +102,15 @@ class LatencyPredictor:
 
     def measured(self, prediction: Prediction, first_token_s: float) -> None:
         """Learn when the first token of a sequence came that was predicted."""
+        measured_s = first_token_s - prediction.predicted_s
+        self.quality.first_token(prediction.first_token, measured_s)
         if self.learns:
-            measured_s = first_token_s - prediction.predicted_s
             self.calibration.observe(prediction.raw_s, prediction.spread, measured_s)
+
+    def ended(self, prediction: Prediction, last_token_s: float) -> None:
+        """Note when the last token of a sequence came whose prediction may have its end."""
+        if prediction.end_s is not None:
+            self.quality.end(prediction.end_s, last_token_s - prediction.predicted_s)
 
     # -- predicting ---------------------------------------------------------------------------------------------------
 

@@ -64,18 +64,21 @@ class WaitingTime:
         share_ahead = min(1.0, num_ahead / max(1, manager.num_waiting))
         return max(of_slots_s, share_ahead * rest_s)
 
+    def may_play(self, manager: WorkloadManager) -> bool:
+        """Whether a copy of a manager is made in so little time that the event loop may wait for it."""
+        return (
+            manager.num_waiting + manager.num_running <= self.MAX_SEQUENCES
+            and manager.config.num_blocks <= self.MAX_NUM_BLOCKS
+            and manager.queued.total.num_tokens <= self.MAX_QUEUED_TOKENS
+        )
+
     def refresh(self, manager: WorkloadManager, now_s: float, in_flight_s: list[float]) -> Iterator[None]:
         """Correct the formula by playing a copy of the manager until all that wait have started.
 
         Others may run wherever it yields: after each step.
         """
         num_waiting = manager.num_waiting
-        is_small = (
-            num_waiting + manager.num_running <= self.MAX_SEQUENCES
-            and manager.config.num_blocks <= self.MAX_NUM_BLOCKS
-            and manager.queued.total.num_tokens <= self.MAX_QUEUED_TOKENS
-        )
-        if not is_small or num_waiting < self.MIN_WAITING or not self._model.is_known:
+        if not self.may_play(manager) or num_waiting < self.MIN_WAITING or not self._model.is_known:
             self.correction += 0.1 * (1.0 - self.correction)  # what was learned from another line fades
             return
         expected_s = self._uncorrected_s(manager, num_waiting - 1)

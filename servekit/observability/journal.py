@@ -270,6 +270,15 @@ class ReplayResult(Struct, frozen=True):
     difference: ReplayDifferenceError | None
 
 
+def read_header(path: Path) -> JournalHeader:
+    """Read how a journal was recorded. Raises ConfigError if it is not one."""
+    try:
+        with path.open("rb") as file:
+            return _Frames(path, file).header()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+
+
 def replay_journal(path: Path, watcher: ReplayWatcher | None = None) -> ReplayResult:
     """Replay a file up to its end or to the first difference. Raises ConfigError if it is not a journal."""
     try:

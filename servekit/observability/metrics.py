@@ -570,6 +570,10 @@ class SchedulerStats(Struct, frozen=True, kw_only=True):
     num_quarantined: int
     predicted_wait_s: float  # of a sequence that comes now
     step_time_error: float  # mean relative error of the predicted times of recent steps
+    num_predicted_first_tokens: int
+    num_first_tokens_in_band: int  # of these
+    first_token_error: float  # median relative error of recent ones
+    end_error: float  # the same of last tokens
 
 
 class _SchedulerCollector(Collector):
@@ -635,6 +639,26 @@ class _SchedulerCollector(Collector):
             "step_time_error_ratio",
             "Mean relative error with which the times of recent steps were predicted.",
             stats.step_time_error,
+        )
+        yield self._counter(
+            "predicted_first_tokens",
+            "First tokens that came after they had been predicted. One request is predicted at a time.",
+            stats.num_predicted_first_tokens,
+        )
+        yield self._counter(
+            "predicted_first_tokens_in_band",
+            "The part of predicted_first_tokens that came within the band in which 80 % are expected.",
+            stats.num_first_tokens_in_band,
+        )
+        yield self._gauge(
+            "first_token_prediction_error_ratio",
+            "Median relative error of the predicted time to the first token, of the last 256 predicted ones.",
+            stats.first_token_error,
+        )
+        yield self._gauge(
+            "end_prediction_error_ratio",
+            "Median relative error of the predicted time to the last token, of the last 256 predicted ones.",
+            stats.end_error,
         )
         yield self._counter(
             "num_preemptions", "Times that a running sequence lost its slot and its KV blocks.", stats.num_preemptions

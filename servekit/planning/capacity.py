@@ -54,7 +54,7 @@ def measure_capacity(
         timeline = play(rate, seed)
         return mean(meets(request, service_level) for request in timeline.requests.values())
 
-    max_rate = _steady_rate(play(SATURATING_RATE, seeds[0]))
+    max_rate = steady_rate(play(SATURATING_RATE, seeds[0]))
     # A short run may keep the service level beyond that rate, because its queue has no time to grow.
     low, high = 0.0, max_rate
     for _ in range(SEARCH_STEPS):
@@ -77,7 +77,7 @@ def measure_capacity(
     return Capacity(max_rate=max_rate, slo_rate=low, points=tuple(points))
 
 
-def _steady_rate(timeline: Timeline) -> float:
+def steady_rate(timeline: Timeline) -> float:
     """How many requests end per second between the beginning, when slots fill, and the last admission."""
     requests = timeline.requests.values()
     ends_s = sorted(request.ended_s for request in requests)

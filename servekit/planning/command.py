@@ -13,7 +13,7 @@ from servekit.engine.hub import ModelNotDownloaded, download_file, split_revisio
 from servekit.engine.model_files import find_model
 from servekit.errors import ConfigError
 from servekit.laboratory.report import as_json, as_table
-from servekit.laboratory.virtual_run import LabSettings
+from servekit.laboratory.virtual_run import LabSettings, StepDurations
 from servekit.planning.capacity import Capacity, measure_capacity
 from servekit.planning.demand import SLO_SHARE, Demand, ServiceLevel, make_requests, parse_service_level
 from servekit.planning.devices import GIGA, Device, find_device
@@ -25,7 +25,7 @@ from servekit.planning.roofline import (
     Roofline,
     make_roofline,
 )
-from servekit.simulation.model import is_simulated
+from servekit.simulation.model import is_simulated, parse_simulated
 
 MEMORY_UTILIZATION = 0.9  # of the device, as `--gpu-memory-utilization` has it
 MAX_SLOTS = 256  # as `--max-num-seqs` has it
@@ -54,6 +54,7 @@ class PlanOptions(Struct, frozen=True, kw_only=True):
     slo: str = "ttft:1s,tpot:50ms"
     price_per_hour: float | None = None
     api_price: float | None = None
+    step_times: str | None = None  # sim:SPEC, in place of those of the data sheet
     requests: int | None = None  # of each simulated run; by default so many that each slot has several
     as_json: bool = False
 
@@ -149,7 +150,11 @@ def make_plan(options: PlanOptions) -> Plan:
         has_prefix_cache=False,
     )
     capacity = measure_capacity(
-        lambda rate, seed: make_requests(demand, rate, seed), settings, roofline, service_level, SEEDS
+        lambda rate, seed: make_requests(demand, rate, seed),
+        settings,
+        roofline if options.step_times is None else _measured_step_times(options.step_times),
+        service_level,
+        SEEDS,
     )
     return Plan(
         model=options.model,
@@ -163,6 +168,12 @@ def make_plan(options: PlanOptions) -> Plan:
         capacity=capacity,
         cost=_cost(options, device, capacity),
     )
+
+
+def _measured_step_times(spec: str) -> StepDurations:
+    if not is_simulated(spec):
+        raise ConfigError(f"--step-times {spec}: write them as sim:SPEC (docs/simulated_model.md)")
+    return parse_simulated(spec)
 
 
 def _read_model(model: str) -> tuple[dict[str, Any], int | None]:
@@ -223,7 +234,7 @@ def _check(options: PlanOptions, shape: ModelShape) -> None:
 def _memory(options: PlanOptions, layout: Layout, device: Device) -> MemoryPlan:
     usable = floor(MEMORY_UTILIZATION * device.memory_bytes)
     left = usable - layout.num_weight_bytes
-    num_kv_tokens = left // layout.kv_bytes_per_token // BLOCK_SIZE * BLOCK_SIZE
+    num_kv_tokens = layout.num_kv_blocks(left, BLOCK_SIZE) * BLOCK_SIZE
     if num_kv_tokens < BLOCK_SIZE:
         total = layout.num_weight_bytes * layout.tensor_parallel_size
         ranks = 2 ** ceil(log2(total / usable))  # heads are shared by powers of two

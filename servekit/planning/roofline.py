@@ -63,6 +63,10 @@ class Layout(Struct, frozen=True, kw_only=True):
         scales = shape.num_layers * heads * 2 * SCALE_BYTES if KV_BYTES[self.kv_format] == 1 else 0
         return numbers * KV_BYTES[self.kv_format] + scales
 
+    def num_kv_blocks(self, num_bytes: int, block_size: int) -> int:
+        """How many blocks of the KV cache this memory of one rank holds."""
+        return max(0, num_bytes) // (self.kv_bytes_per_token * block_size)
+
 
 class StepTime(Struct, frozen=True):
     """The parts of a step's time, in seconds."""

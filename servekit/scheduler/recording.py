@@ -426,8 +426,14 @@ class ReplayDifferenceError(Exception):
         self.got = got
 
 
-class ReplayWatcher(Protocol):
-    """Sees what a replayed manager does."""
+class ReplayWatcher:
+    """Sees what a replayed manager does. Each method does nothing, so a watcher has only those that it needs."""
+
+    def before(self, manager: WorkloadManager, record: Record) -> None:
+        """A record is about to be applied."""
+
+    def restored(self, manager: WorkloadManager) -> None:
+        """The manager is another one, with the state of a checkpoint."""
 
     def added(self, manager: WorkloadManager, sequence: Sequence) -> None:
         """A sequence was added."""
@@ -450,7 +456,7 @@ class Replayer:
     ) -> None:
         self._config = config
         self._make_predictor = make_predictor
-        self._watcher = watcher
+        self._watcher = watcher or ReplayWatcher()
         self._hashes: list[bytes] = []  # recorded with the current command, the next one last
         self._step_id = 0
         self.manager = WorkloadManager(config, make_predictor(config.block_size), self._next_hash)
@@ -461,10 +467,12 @@ class Replayer:
 
     def apply(self, record: Record) -> None:
         """Apply one record, and compare its outcome."""
+        self._watcher.before(self.manager, record)
         match record:
             case CheckpointRecord():
                 predictor = self._make_predictor(self._config.block_size)
                 self.manager = restore_manager(self._config, record.state, predictor, self._next_hash)
+                self._watcher.restored(self.manager)
             case ErrorRecord():
                 self._apply_error(record)
             case _:
@@ -498,17 +506,14 @@ class Replayer:
                 self._step_id = manager.next_step_id
                 plan = manager.plan(record.now_s)
                 self._compare_plan(record.columns, plan)
-                if self._watcher is not None and plan is not None:
+                if plan is not None:
                     self._watcher.planned(manager, plan, record.now_s)
             case CommitRecord():
                 tokens = manager.commit(replay_result(record.result), record.now_s)
-                if self._watcher is not None:
-                    self._watcher.committed(manager, tokens, record.now_s)
+                self._watcher.committed(manager, tokens, record.now_s)
             case AddRecord():
                 self.num_sequences += 1
-                sequence = manager.add(_add_command(record))
-                if self._watcher is not None:
-                    self._watcher.added(manager, sequence)
+                self._watcher.added(manager, manager.add(_add_command(record)))
             case ExpireRecord():
                 expired = [each.sequence_id for each in manager.expire(record.now_s)]
                 self._compare("expired sequences", record.sequence_ids, expired)

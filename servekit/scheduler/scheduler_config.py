@@ -53,6 +53,11 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         )
 
 
+def max_admissions_per_step(max_num_seqs: int) -> int:
+    """How many sequences one step may admit."""
+    return max(MIN_ADMISSIONS_PER_STEP, max_num_seqs // STEPS_TO_FILL_ALL_SLOTS)
+
+
 def _max_steps_in_flight(config: ServeConfig) -> int:
     """In a pipeline each stage has a step, and another one waits for the first stage to be free."""
     num_stages = config.pipeline_parallel_size
@@ -67,7 +72,7 @@ def scheduler_config(config: ServeConfig, worker: WorkerReady, max_drafts: int =
         max_model_len=worker.model.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_admissions_per_step=max(MIN_ADMISSIONS_PER_STEP, config.max_num_seqs // STEPS_TO_FILL_ALL_SLOTS),
+        max_admissions_per_step=max_admissions_per_step(config.max_num_seqs),
         eos_token_ids=frozenset(worker.model.eos_token_ids),
         max_steps_in_flight=_max_steps_in_flight(config),
         pipeline_parallel_size=config.pipeline_parallel_size,

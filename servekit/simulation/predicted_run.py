@@ -97,7 +97,7 @@ class PredictedRun:
         if not self._admits(self.manager):
             outcome.is_refused = True
             return
-        sequence = self.manager.add(
+        self.manager.add(
             AddSequence(
                 sequence_id=sequence_id,
                 prompt_token_ids=replay_prompt(arrival.prompt_length),
@@ -106,7 +106,6 @@ class PredictedRun:
                 has_length_bound=False,
             )
         )
-        self._predictor.added(self.manager, sequence)
         if self._predict_every and sequence_id % self._predict_every == 0:
             outcome.prediction = self._predictor.predict(self.manager, sequence_id, self._now_s, self.MAX_ROLL_STEPS)
 

@@ -21,10 +21,23 @@ NUM_WEIGHTINGS = 4  # the weights depend on the predictions, and these on the we
 
 
 class MeasuredStep(Struct, frozen=True):
-    """A step, and how long it took."""
+    """What a step computed, and how long it took."""
 
-    plan: StepPlan
+    work: tuple[float, ...]  # what each of TIMES is multiplied by
     duration_s: float
+
+    @classmethod
+    def of(cls, plan: StepPlan, duration_s: float) -> MeasuredStep:
+        """Count the work of a plan."""
+        num_chunks = len(plan.chunks)
+        work = (
+            1.0,
+            float(plan.num_tokens - num_chunks),
+            float(num_chunks),
+            float(sum(chunk.start for chunk in plan.chunks)),
+            num_attention_pairs(plan),
+        )
+        return cls(work, duration_s)
 
 
 class StepTimeFit(Struct, frozen=True):
@@ -39,7 +52,7 @@ class StepTimeFit(Struct, frozen=True):
 def fit_step_times(steps: Sequence[MeasuredStep]) -> StepTimeFit:
     """Fit a model to measured steps without drafts. There must be at least one; the more they differ, the better."""
     assert steps, "nothing was measured"
-    work = np.array([_work(step.plan) for step in steps])
+    work = np.array([step.work for step in steps])
     seconds = np.array([step.duration_s for step in steps])
     times, kept = _fit(work, seconds, np.full(len(seconds), seconds.mean())), np.ones(len(seconds), bool)
     for _ in range(NUM_WEIGHTINGS):
@@ -55,18 +68,6 @@ def _positive(expected: NDArray[np.float64]) -> NDArray[np.float64]:
     """Keep predictions away from 0, because errors are divided by them."""
     floor: NDArray[np.float64] = np.maximum(expected, 1e-3 * expected.max() + 1e-12)
     return floor
-
-
-def _work(plan: StepPlan) -> tuple[float, ...]:
-    """What each time of the model is multiplied by, in the order of TIMES."""
-    num_chunks = len(plan.chunks)
-    return (
-        1.0,
-        float(plan.num_tokens - num_chunks),
-        float(num_chunks),
-        float(sum(chunk.start for chunk in plan.chunks)),
-        num_attention_pairs(plan),
-    )
 
 
 def _fit(work: NDArray[np.float64], seconds: NDArray[np.float64], expected: NDArray[np.float64]) -> NDArray[np.float64]:

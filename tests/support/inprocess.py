@@ -29,6 +29,7 @@ class InProcessEngine:
         loaded: LoadedModel,
         *,
         num_blocks: int = 64,
+        kv_cache_memory_bytes: int | None = None,
         block_size: int = 4,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 64,
@@ -39,7 +40,10 @@ class InProcessEngine:
         drafter: Drafter | None = None,
         loaded_drafter: LoadedDrafter | None = None,
     ) -> None:
-        """With a drafter, steps have up to `max_drafts` drafts for each sequence, whether they pay or not."""
+        """With `kv_cache_memory_bytes`, the cache has as many blocks as that holds.
+
+        With a drafter, steps have up to `max_drafts` drafts for each sequence, whether they pay or not.
+        """
         settings = LoadModel(
             model_path=loaded.model.name_or_path,
             dtype="auto",
@@ -48,8 +52,8 @@ class InProcessEngine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=None,
-            num_kv_blocks=num_blocks,
-            kv_cache_memory_bytes=None,
+            num_kv_blocks=num_blocks if kv_cache_memory_bytes is None else None,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
             gpu_memory_utilization=0.9,
             kv_cache_dtype=kv_cache_dtype,
             speculative=SpeculativeConfig("ngram", max_drafts=max_drafts) if max_drafts else SpeculativeConfig(),
@@ -60,7 +64,7 @@ class InProcessEngine:
             self.runner.speculate(drafter)
         self.manager = WorkloadManager(
             SchedulerConfig(
-                num_blocks=num_blocks,
+                num_blocks=self.runner.cache.num_blocks,
                 block_size=block_size,
                 max_model_len=loaded.info.max_model_len,
                 max_num_seqs=max_num_seqs,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from servekit.config import ServeConfig
+from servekit.engine import waiting_times
 from servekit.engine.engine_core import EngineCore
 from servekit.engine.waiting_times import WaitingTimes
 from servekit.errors import QueueFull
@@ -67,3 +70,24 @@ def test_where_urgent_requests_overtake_all_others_none_is_refused_for_the_line(
 
 def test_with_drafts_nothing_is_refused() -> None:
     check([core(a=1000, max_drafts=4)])
+
+
+async def test_an_error_that_comes_back_each_second_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting_times, "REFRESH_INTERVAL_S", 0.0)
+    errors = iter([ValueError("first"), ValueError("again"), KeyError("other")] * 5)
+
+    def refresh(*arguments: object) -> Iterator[None]:
+        error = next(errors, None)
+        if error is None:
+            done.set()
+            return iter(())
+        raise error
+
+    done = asyncio.Event()
+    failing = cast(EngineCore, SimpleNamespace(manager=None, latency=SimpleNamespace(refresh_waiting_time=refresh)))
+    task = asyncio.create_task(WaitingTimes(ServeConfig(), lambda: [failing], lambda: 0.0).keep_current())
+    await asyncio.wait_for(done.wait(), 60)
+    task.cancel()
+    assert [type(each.exc_info[1]) for each in caplog.records if each.exc_info] == [ValueError, KeyError]

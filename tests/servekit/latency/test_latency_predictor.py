@@ -42,7 +42,7 @@ class Service:
 
     def add(self, prompt_length: int = 10, max_tokens: int = 5, deadline_s: float = float("inf")) -> int:
         self._num_added += 1
-        sequence = self.manager.add(
+        self.manager.add(
             AddSequence(
                 sequence_id=self._num_added,
                 prompt_token_ids=array("i", range(self._num_added, self._num_added + prompt_length)),
@@ -51,7 +51,6 @@ class Service:
                 deadline_s=deadline_s,
             )
         )
-        self.predictor.added(self.manager, sequence)
         return self._num_added
 
     def plan(self) -> None:

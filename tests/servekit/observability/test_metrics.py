@@ -162,6 +162,10 @@ def test_idle_time_includes_the_current_idle_period() -> None:
                 num_quarantined=2,
                 predicted_wait_s=1.5,
                 step_time_error=0.25,
+                num_predicted_first_tokens=10,
+                num_first_tokens_in_band=8,
+                first_token_error=0.05,
+                end_error=0.1,
             )
         ]
     )
@@ -175,6 +179,8 @@ def test_idle_time_includes_the_current_idle_period() -> None:
     assert values["num_requests_waiting_by_reason", "capacity"] == 2
     assert values["num_requests_waiting_by_reason", "deferred"] == 1
     assert values["predicted_wait_seconds",] == 1.5 and values["step_time_error_ratio",] == 0.25
+    assert values["predicted_first_tokens_total",] == 10 and values["predicted_first_tokens_in_band_total",] == 8
+    assert values["first_token_prediction_error_ratio",] == 0.05 and values["end_prediction_error_ratio",] == 0.1
     assert values["prompt_tokens_cached_total",] == values["prefix_cache_hits_total",] == 8
     assert values["kv_cache_usage_perc",] == 0.25
     assert values["num_tokens_waiting",] == 40

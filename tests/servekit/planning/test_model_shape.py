@@ -69,14 +69,16 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3", "mixtral", "gemma2", "gpt2", "opt", "gpt_neox", "phi3", "gpt_oss", "olmo2"]
 )
-def test_bytes_of_a_token_are_what_a_worker_reports(name: str, tmp_path: Path) -> None:
+def test_bytes_of_a_token_and_the_number_of_blocks_are_what_a_worker_reports(name: str, tmp_path: Path) -> None:
     model_type, configuration = ARCHITECTURES[name]
     # Heads of 16, as in models of real size: smaller ones are padded.
     wide = {"hidden_size": 96, "n_embd": 96, "head_dim": 16, "word_embed_proj_dim": 96}
     make_model(tmp_path, model_type, {key: wide.get(key, value) for key, value in configuration.items()})
     shape = read_shape(json.loads((tmp_path / "config.json").read_text()))
-    runner = InProcessEngine(load(tmp_path), block_size=16).runner
-    assert Layout(shape=shape, kv_format="float32").kv_bytes_per_token == runner.kv_bytes_per_token
+    layout = Layout(shape=shape, kv_format="float32")
+    runner = InProcessEngine(load(tmp_path), block_size=16, kv_cache_memory_bytes=1_000_000).runner
+    assert layout.kv_bytes_per_token == runner.kv_bytes_per_token
+    assert layout.num_kv_blocks(1_000_000, block_size=16) == runner.cache.num_blocks
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from operator import mul
 
 import pytest
 
@@ -21,7 +22,7 @@ def steps(rng: random.Random, num_steps: int = 400) -> list[MeasuredStep]:
         if rng.random() < 0.5:
             chunks.append(ScheduledChunk(9, rng.randrange(2000), rng.randrange(2, 500), (), (), False))
         plan = StepPlan(0, step_id, (), tuple(chunks))
-        made.append(MeasuredStep(plan, MODEL.duration_s(plan)))
+        made.append(MeasuredStep.of(plan, MODEL.duration_s(plan)))
     return made
 
 
@@ -36,22 +37,23 @@ def test_steps_that_were_held_up_and_results_that_were_read_together_change_litt
     rng = random.Random(2)
     measured = steps(rng)
     for index in range(0, 400, 40):  # ten times as long and more
-        measured[index] = MeasuredStep(measured[index].plan, 1.0)
+        measured[index] = MeasuredStep(measured[index].work, 1.0)
     for index in range(5, 399, 20):  # the second of two results that were read at once
         first, second = measured[index : index + 2]
-        measured[index] = MeasuredStep(first.plan, first.duration_s + second.duration_s - 1e-5)
-        measured[index + 1] = MeasuredStep(second.plan, 1e-5)
+        measured[index] = MeasuredStep(first.work, first.duration_s + second.duration_s - 1e-5)
+        measured[index + 1] = MeasuredStep(second.work, 1e-5)
     fit = fit_step_times(measured)
     assert fit.num_outliers == 10
-    expected = [MODEL.duration_s(step.plan) for step in steps(random.Random(3))]
-    fitted = [fit.model.duration_s(step.plan) for step in steps(random.Random(3))]
-    assert sum(fitted) == pytest.approx(sum(expected), rel=0.05)
+    others = steps(random.Random(3))
+    times = [getattr(fit.model, name) for name in TIMES]
+    fitted_s = sum(sum(map(mul, step.work, times)) for step in others)
+    assert fitted_s == pytest.approx(sum(step.duration_s for step in others), rel=0.05)
 
 
 def test_no_time_is_negative() -> None:
     """Larger steps that take less time: a line through them would have a negative slope."""
     measured = [
-        MeasuredStep(StepPlan(0, 0, (), (ScheduledChunk(0, 0, num_tokens, (), (), True),)), 1.0 / num_tokens)
+        MeasuredStep.of(StepPlan(0, 0, (), (ScheduledChunk(0, 0, num_tokens, (), (), True),)), 1.0 / num_tokens)
         for num_tokens in range(1, 50)
     ]
     model = fit_step_times(measured).model
