@@ -220,6 +220,7 @@ def _add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         type=_positive,
         help="requests of each simulated run (default: three for each slot)",
     )
+    add("--out", metavar="DIR", type=Path, help="write plan.html, a page with pictures, into this folder")
     add("--json", dest="as_json", action="store_true", help="print JSON in the place of text")
 
 

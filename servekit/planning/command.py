@@ -12,13 +12,17 @@ from msgspec import Struct
 from servekit.engine.hub import ModelNotDownloaded, download_file, split_revision
 from servekit.engine.model_files import find_model
 from servekit.errors import ConfigError
+from servekit.laboratory.page import write_page
 from servekit.laboratory.report import as_json, as_table
 from servekit.laboratory.virtual_run import LabSettings, StepDurations
 from servekit.planning.capacity import Capacity, measure_capacity
-from servekit.planning.demand import SLO_SHARE, Demand, ServiceLevel, make_requests, parse_service_level
+from servekit.planning.demand import SLO_SHARE, Demand, make_requests, parse_service_level
 from servekit.planning.devices import GIGA, Device, find_device
 from servekit.planning.model_shape import ModelShape, read_shape
+from servekit.planning.page import as_page
+from servekit.planning.plan import CostPlan, MemoryPlan, PhasePlan, Plan
 from servekit.planning.roofline import (
+    COMPUTES_IN,
     KV_BYTES,
     WEIGHT_BITS,
     Layout,
@@ -56,60 +60,16 @@ class PlanOptions(Struct, frozen=True, kw_only=True):
     api_price: float | None = None
     step_times: str | None = None  # sim:SPEC, in place of those of the data sheet
     requests: int | None = None  # of each simulated run; by default so many that each slot has several
+    out: Path | None = None
     as_json: bool = False
-
-
-class MemoryPlan(Struct, frozen=True, kw_only=True):
-    """What lies in the memory of one device."""
-
-    num_weight_bytes: int
-    kv_bytes_per_token: int
-    num_kv_tokens: int
-    num_sequences: int  # of mean length that fit
-    max_model_len: int
-
-
-class PhasePlan(Struct, frozen=True, kw_only=True):
-    """One kind of step."""
-
-    name: str
-    duration_s: float
-    tokens_per_s: float
-    arithmetic_intensity: float
-    bound: str  # memory or arithmetic
-
-
-class CostPlan(Struct, frozen=True, kw_only=True):
-    """What the service costs, in the currency of the price."""
-
-    num_devices: int
-    num_replicas: int
-    rate: float  # requests per second
-    per_hour: float | None = None
-    per_million_output_tokens: float | None = None
-    break_even_requests_per_month: float | None = None  # from which on it is cheaper than the API
-    is_ever_cheaper: bool | None = None  # whether these devices can serve as many
-
-
-class Plan(Struct, frozen=True, kw_only=True):
-    """Everything that the command prints."""
-
-    model: str
-    shape: ModelShape
-    num_parameters: int
-    device: Device
-    weights: str
-    memory: MemoryPlan
-    phases: tuple[PhasePlan, ...]
-    service_level: ServiceLevel
-    capacity: Capacity
-    cost: CostPlan
 
 
 def plan(options: PlanOptions) -> int:
     """Run the command and return the exit code. Raises ConfigError."""
     result = make_plan(options)
-    print(as_json(result) if options.as_json else as_text(result, options))
+    print(as_json(result) if options.as_json else "\n\n".join(as_texts(result, options)))
+    if options.out is not None:
+        write_page(options.out / "plan.html", as_page(result, as_texts(result, options)))
     return 0
 
 
@@ -163,6 +123,7 @@ def make_plan(options: PlanOptions) -> Plan:
         device=device,
         weights=weights,
         memory=memory,
+        flop_per_s=device.flop_per_s(COMPUTES_IN.get(weights, "bfloat16")),
         phases=_phases(options, roofline, memory),
         service_level=service_level,
         capacity=capacity,
@@ -276,6 +237,7 @@ def _phases(options: PlanOptions, roofline: Roofline, memory: MemoryPlan) -> tup
                 name=name,
                 duration_s=step.duration_s,
                 tokens_per_s=num_tokens / step.duration_s,
+                flop_per_s=step.flop / step.duration_s,
                 arithmetic_intensity=step.arithmetic_intensity,
                 bound="memory" if step.is_memory_bound else "arithmetic",
             )
@@ -311,9 +273,9 @@ def _cost(options: PlanOptions, device: Device, capacity: Capacity) -> CostPlan:
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def as_text(result: Plan, options: PlanOptions) -> str:
-    """Write a plan for a terminal."""
-    return "\n\n".join((_model_text(result, options), _phase_text(result), _capacity_text(result), _cost_text(result)))
+def as_texts(result: Plan, options: PlanOptions) -> list[str]:
+    """Write a plan for a terminal: model and memory, steps, the service, its cost."""
+    return [_model_text(result, options), _phase_text(result), _capacity_text(result), _cost_text(result)]
 
 
 def _model_text(result: Plan, options: PlanOptions) -> str:

@@ -140,8 +140,9 @@ class ChangedRun:
     def _add(self, request: RecordedRequest) -> None:
         tokens = request.token_ids(self._block_size, self._unused_id)
         self._unused_id += 1
-        if request.leader_id in self._tokens:  # forks have the prompt of their leader
-            tokens[: request.prompt_length] = self._tokens[request.leader_id][: request.prompt_length]
+        leader_tokens = None if request.leader_id is None else self._tokens.get(request.leader_id)
+        if leader_tokens is not None:  # forks have the prompt of their leader
+            tokens[: request.prompt_length] = leader_tokens[: request.prompt_length]
         try:
             sequence = self._manager.add(request.command(tokens))
         except ContextTooLong:

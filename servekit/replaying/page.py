@@ -35,7 +35,10 @@ def _lines(run: RunRecord, began_s: float, duration_s: float) -> tuple[list[floa
     """The values of each chart at NUM_POINTS times: the state at that time, and the rate of tokens since the last."""
     times_s = [sample.at_s for sample in run.samples]
     interval_s = duration_s / NUM_POINTS
-    waiting, running, blocks, rate = [], [], [], []
+    waiting: list[float] = []
+    running: list[float] = []
+    blocks: list[float] = []
+    rate: list[float] = []
     num_before = 0
     for number in range(1, NUM_POINTS + 1):
         index = bisect_right(times_s, began_s + number * interval_s) - 1

@@ -39,7 +39,7 @@ from servekit.scheduler.sequence import FinishReason, Progress, Sequence
 from servekit.scheduler.step import SequenceToken
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.model import SimulatedModel
-from servekit.simulation.step_time_fit import MeasuredStep, StepTimeFit, fit_step_times
+from servekit.simulation.step_time_fit import TIMES, MeasuredStep, StepTimeFit, fit_step_times
 
 AFTER_PLAN_S = 1e-6  # what came after a plan is dated so much later, so that a replay does not plan it in that step
 SAME_TIME_S = 1e-9  # times that differ by less differ by rounding
@@ -127,10 +127,9 @@ class StepTimes:
         self.fit: StepTimeFit = fit_step_times(steps)
         self._done_s = [begin_s + step.duration_s for begin_s, step in zip(began_s, steps, strict=True)]
         self._seconds = [step.duration_s for step in steps]
-        times = (self.fit.model.step_s, self.fit.model.prefill_s, self.fit.model.decode_s)
-        times += (self.fit.model.context_s, self.fit.model.attention_s)
+        times_s = [getattr(self.fit.model, name) for name in TIMES]
         self._expected_s = [
-            sum(amount * time_s for amount, time_s in zip(step.work, times, strict=True)) for step in steps
+            sum([amount * time_s for amount, time_s in zip(step.work, times_s, strict=True)]) for step in steps
         ]
 
     def duration_s(self, plan: StepPlan, began_s: float) -> float:

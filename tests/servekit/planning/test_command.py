@@ -45,6 +45,26 @@ def test_json_has_the_same_figures(config: str, capsys: pytest.CaptureFixture[st
     assert result["memory"]["kv_bytes_per_token"] == 131072 and len(result["capacity"]["points"]) == 4
 
 
+def test_the_page_has_the_pictures_and_needs_no_other_file(config: str, tmp_path: Path) -> None:
+    assert main(["plan", config, "--device", "l4", *FEW, "--out", str(tmp_path / "new")]) == 0
+    page = (tmp_path / "new" / "plan.html").read_text()
+    data = json.loads(page.partition("const DATA = ")[2].partition(";\n")[0])
+    assert [name for name, _ in data["memory"]] == ["weights", "keys and values", "not used"]
+    assert len(data["points"]) == 4 and "8.03 billion parameters" in data["sections"][0]
+    for _, intensity, flop_per_s in data["steps"]:
+        assert flop_per_s <= min(data["roof"]["flop_per_s"], intensity * data["roof"]["bytes_per_s"]), "below the roof"
+    assert "https://" not in page and "src=" not in page and page.count("http://") == page.count("http://www.w3.org/")
+
+
+def test_step_times_that_were_measured_replace_those_of_the_data_sheet(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = small_plan(config, step_times="sim:step=40ms").capacity.points[0]
+    assert point.summary.itl_p50_s == pytest.approx(0.04)
+    assert main(["plan", config, "--step-times", "fast"]) == 2
+    assert "write them as sim:SPEC" in capsys.readouterr().err
+
+
 def test_a_thousand_times_the_rate_takes_a_thousand_times_the_replicas(config: str) -> None:
     rate = small_plan(config).capacity.slo_rate
     assert small_plan(config, rate=1000 * rate).cost.num_replicas == 1000
