@@ -54,20 +54,30 @@ class RequestPredictions(Observer):
         self._current: _Predicted | None = None  # whose copies are being played
         self._open: dict[int, _Predicted] = {}  # by sequence id, of those that have not ended
         self._num_begun = 0
+        self._is_off = False  # after an error
 
     def admitted(self, core: EngineCore, sequence: Sequence) -> None:
         """Save what a sequence is predicted from that was just added, unless another one is being predicted."""
-        manager, latency = core.manager, core.latency
-        if self._current is not None or manager.config.max_drafts or not latency.waiting_time.may_play(manager):
+        if self._is_off or self._current is not None:
             return
+        try:
+            self._current = self._begin(core, sequence)
+        except Exception:  # serving must not depend on a prediction
+            self._switch_off()
+        if self._current is not None:
+            self._open[sequence.sequence_id] = self._current
+            self._wake.set()
+
+    def _begin(self, core: EngineCore, sequence: Sequence) -> _Predicted | None:
+        manager, latency = core.manager, core.latency
+        if manager.config.max_drafts or not latency.waiting_time.may_play(manager):
+            return None
         to_end = self._num_begun % PREDICTIONS_PER_END == 0
         rolling = latency.predict_in_slices(manager, sequence.sequence_id, self._clock(), MAX_STEPS, to_end=to_end)
         if next(rolling, NOTHING) is NOTHING:  # no step was measured yet
-            return
+            return None
         self._num_begun += 1
-        predicted = _Predicted(core=core, sequence=sequence, epoch=manager.epoch, rolling=rolling)
-        self._current = self._open[sequence.sequence_id] = predicted
-        self._wake.set()
+        return _Predicted(core=core, sequence=sequence, epoch=manager.epoch, rolling=rolling)
 
     def sequence_ended(
         self,
@@ -94,10 +104,13 @@ class RequestPredictions(Observer):
             try:
                 predicted.prediction = await self._play(predicted.rolling)
                 _compare(predicted)
-            except Exception:  # serving must not depend on a prediction
-                log.exception("a request could not be predicted; no more requests are, until the server starts again")
-                return  # and `_current` stays, so that nothing else is begun
+            except Exception:
+                self._switch_off()
             self._current = None
+
+    def _switch_off(self) -> None:
+        self._is_off = True
+        log.exception("a request could not be predicted; no more requests are, until the server starts again")
 
     async def _play(self, rolling: Generator[None, None, Prediction | None]) -> Prediction | None:
         began_s = self._clock()

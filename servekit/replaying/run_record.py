@@ -28,6 +28,7 @@ class RequestTimes(Struct):
     """When things happened to one request, in seconds on the clock of its manager."""
 
     arrival_s: float
+    is_continued: bool = False  # it had begun before this record did
     started_s: float | None = None  # when its first step was planned
     first_token_s: float | None = None
     last_token_s: float = 0.0
@@ -84,7 +85,8 @@ class RunRecord(ReplayWatcher):
         self._before = self._counts = _counts(manager)
 
     def added(self, manager: WorkloadManager, sequence: Sequence) -> None:
-        self.requests[sequence.sequence_id] = RequestTimes(sequence.arrival_s)
+        is_continued = sequence.first_scheduled_s is not None
+        self.requests[sequence.sequence_id] = RequestTimes(sequence.arrival_s, is_continued)
 
     def planned(self, manager: WorkloadManager, plan: StepPlan, now_s: float) -> None:
         self._counts = _counts(manager)
@@ -121,16 +123,18 @@ class RunRecord(ReplayWatcher):
 
     @property
     def began_s(self) -> float:
-        """When the first request arrived."""
-        return min(request.arrival_s for request in self.requests.values())
+        """When the first request arrived, of those that begin here."""
+        arrivals_s = [request.arrival_s for request in self.requests.values() if not request.is_continued]
+        return min(arrivals_s, default=self.samples[0].at_s if self.samples else 0.0)
 
     def figures(self) -> Figures:
         """Summarise the run. It must have a request."""
         requests, began_s = list(self.requests.values()), self.began_s
         last_s = max([request.last_token_s for request in requests if request.num_tokens], default=began_s)
         duration_s = last_s - began_s
-        ttft_s = [each.first_token_s - each.arrival_s for each in requests if each.first_token_s is not None]
-        waiting_s = [(each.started_s or each.ended_s) - each.arrival_s for each in requests]
+        new = [each for each in requests if not each.is_continued]
+        ttft_s = [each.first_token_s - each.arrival_s for each in new if each.first_token_s is not None]
+        waiting_s = [(each.started_s or each.ended_s) - each.arrival_s for each in new]
         counts = [after - before for after, before in zip(self._counts, self._before, strict=True)]
         num_preemptions, num_prompt_tokens, num_cached_tokens = counts
         gaps_s = sorted(self.gaps_s)

@@ -40,3 +40,4 @@ def test_a_run_of_the_demo_model_with_grammars_and_logprobs_is_replayed(tmp_path
         server.process.send_signal(signal.SIGTERM)
         server.process.wait()
     assert main(["replay", str(path)]) == 0
+    assert main(["replay", str(path), "--max-num-seqs", "2"]) == 0

@@ -53,6 +53,16 @@ def test_simulated_model_answers_by_its_rule_in_every_api(server: ServerProcess)
     assert chat.json()["choices"][0]["message"]["content"] == answer_to("user: hi\nassistant: ", 9)
 
 
+def test_the_server_predicts_requests_and_compares_with_what_came_of_them(server: ServerProcess) -> None:
+    for _ in range(3):
+        server.generate(PROMPT, max_tokens=4, ignore_eos=True)
+    deadline_s = time.monotonic() + 60
+    while not server.metric("servekit_predicted_first_tokens_total"):
+        assert time.monotonic() < deadline_s
+        server.generate(PROMPT, max_tokens=4, ignore_eos=True)
+    assert 0.0 < server.metric("servekit_first_token_prediction_error_ratio") < 10.0
+
+
 def test_small_kv_cache_gives_the_same_answers(server: ServerProcess) -> None:
     """640 tokens for 1,920: most requests wait, or are preempted and computed again."""
     prompts = [f"{PROMPT} And the one after that? {number}" for number in range(16)]

@@ -21,10 +21,11 @@ from servekit.scheduler.sequence import FinishReason, Sequence
 class Latency:
     """A predictor that takes a slice for each copy."""
 
-    def __init__(self, *, is_known: bool = True, fails: bool = False) -> None:
+    def __init__(self, *, is_known: bool = True, fails: str = "") -> None:
         self.is_known = is_known
         self.fails = fails
         self.may_play = True
+        self.num_asked = 0
         self.waiting_time = SimpleNamespace(may_play=lambda _: self.may_play)
         self.asked: list[tuple[int, bool]] = []  # sequence ids, and whether up to the end
         self.first_tokens: list[tuple[int, float]] = []
@@ -33,11 +34,14 @@ class Latency:
     def predict_in_slices(
         self, manager: object, sequence_id: int, now_s: float, max_steps: int, *, to_end: bool
     ) -> Generator[None, None, Prediction | None]:
+        self.num_asked += 1
+        if self.fails == "begin":
+            raise ValueError("planted")
         if not self.is_known:
             return None
         self.asked.append((sequence_id, to_end))
         yield
-        if self.fails:
+        if self.fails == "play":
             raise ValueError("planted")
         yield
         return Prediction(sequence_id, now_s, Band(0.5, 1.0, 2.0), 1.0, 0.1, 3.0 if to_end else None)
@@ -125,11 +129,12 @@ async def test_nothing_is_predicted_where_nothing_is_known_or_too_much_must_be_c
     server.task.cancel()
 
 
-async def test_an_error_is_logged_once_and_ends_the_predictions(caplog: pytest.LogCaptureFixture) -> None:
-    server = Server(fails=True)
-    server.admit(1)
-    await server.settle()
-    server.admit(2)
-    await server.settle()
-    assert len(server.latency.asked) == 1 and server.task.done()
+@pytest.mark.parametrize("when", ["begin", "play"])
+async def test_an_error_is_logged_once_and_ends_the_predictions(when: str, caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(fails=when)
+    for sequence_id in (1, 2):
+        server.end(server.admit(sequence_id))
+        await server.settle()
+    assert server.latency.num_asked == 1 and not server.latency.first_tokens
     assert len([each for each in caplog.records if each.levelno == logging.ERROR]) == 1
+    server.task.cancel()
