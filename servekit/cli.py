@@ -200,6 +200,7 @@ def _add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     add("--prompt-tokens", metavar="NUM", type=_positive, help="mean length of prompts (default: 1000)")
     add("--output-tokens", metavar="NUM", type=_positive, help="mean length of answers (default: 200)")
     add("--max-model-len", metavar="NUM", type=_positive, help="longest sequence (default: eight times the mean)")
+    add("--trace", metavar="JOURNAL", type=Path, help="draw lengths from the requests of a journal of servekit serve")
     add("--rate", metavar="NUM", type=_share, help="requests per second of the whole service")
     add("--slo", metavar="LIMITS", help="limits for 99 %% of the requests (default: ttft:1s,tpot:50ms)")
     add("--price-per-hour", metavar="NUM", type=_share, help="price of one device")

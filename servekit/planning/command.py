@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from math import ceil, floor, log2
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from servekit.engine.hub import ModelNotDownloaded, download_file, split_revision
 from servekit.engine.model_files import find_model
@@ -15,6 +17,7 @@ from servekit.errors import ConfigError
 from servekit.laboratory.page import write_page
 from servekit.laboratory.report import as_json, as_table
 from servekit.laboratory.virtual_run import LabSettings, StepDurations
+from servekit.observability.journal import read_header
 from servekit.planning.capacity import Capacity, measure_capacity
 from servekit.planning.demand import SLO_SHARE, Demand, make_requests, parse_service_level
 from servekit.planning.devices import GIGA, Device, find_device
@@ -29,6 +32,7 @@ from servekit.planning.roofline import (
     Roofline,
     make_roofline,
 )
+from servekit.replaying.command import read_run
 from servekit.simulation.model import is_simulated, parse_simulated
 
 MEMORY_UTILIZATION = 0.9  # of the device, as `--gpu-memory-utilization` has it
@@ -58,6 +62,7 @@ class PlanOptions(Struct, frozen=True, kw_only=True):
     slo: str = "ttft:1s,tpot:50ms"
     price_per_hour: float | None = None
     api_price: float | None = None
+    trace: Path | None = None  # a journal, from whose requests lengths are drawn
     step_times: str | None = None  # sim:SPEC, in place of those of the data sheet
     requests: int | None = None  # of each simulated run; by default so many that each slot has several
     out: Path | None = None
@@ -76,6 +81,14 @@ def plan(options: PlanOptions) -> int:
 def make_plan(options: PlanOptions) -> Plan:
     """Compute the plan. Raises ConfigError."""
     device = find_device(options.device, options.devices_file)
+    lengths = () if options.trace is None else _recorded_lengths(options.trace)
+    if lengths:
+        options = replace(
+            options,
+            prompt_tokens=round(mean(prompt for prompt, _ in lengths)),
+            output_tokens=round(mean(output for _, output in lengths)),
+            max_model_len=options.max_model_len or max(map(sum, lengths)),
+        )
     config, checkpoint_bytes = _read_model(options.model)
     shape = read_shape(config)
     _check(options, shape)
@@ -100,6 +113,7 @@ def make_plan(options: PlanOptions) -> Plan:
         output_tokens=options.output_tokens,
         max_length=memory.max_model_len,
         num_requests=options.requests or MIN_TURNS * num_slots,
+        lengths=lengths,
     )
     settings = LabSettings(
         num_slots=num_slots,
@@ -129,6 +143,15 @@ def make_plan(options: PlanOptions) -> Plan:
         capacity=capacity,
         cost=_cost(options, device, capacity),
     )
+
+
+def _recorded_lengths(path: Path) -> tuple[tuple[int, int], ...]:
+    """The lengths of prompts and answers in a journal. Raises ConfigError."""
+    requests = read_run(path, read_header(path).config).requests.values()
+    lengths = tuple((each.prompt_length, each.num_output_tokens) for each in requests if each.num_output_tokens)
+    if not lengths:
+        raise ConfigError(f"--trace {path}: no request of it has a token of an answer")
+    return lengths
 
 
 def _measured_step_times(spec: str) -> StepDurations:
@@ -217,6 +240,7 @@ def _memory(options: PlanOptions, layout: Layout, device: Device) -> MemoryPlan:
         kv_bytes_per_token=layout.kv_bytes_per_token,
         num_kv_tokens=num_kv_tokens,
         num_sequences=num_kv_tokens // mean_length,
+        mean_length=mean_length,
         max_model_len=max_model_len,
     )
 
@@ -289,7 +313,7 @@ def _model_text(result: Plan, options: PlanOptions) -> str:
         f"  weights, {result.weights:<14}{memory.num_weight_bytes / GIGA:10,.2f} GB",
         f"  KV cache, {options.kv_cache:<13}{memory.kv_bytes_per_token:10,} bytes for each token",
         f"  room for{'':<14}{memory.num_kv_tokens:10,} tokens: {memory.num_sequences:,} sequences of "
-        f"{options.prompt_tokens + options.output_tokens:,}",
+        f"{memory.mean_length:,}",
     ]
     if shape.latent_dim:
         latent = shape.num_layers * shape.latent_dim * KV_BYTES[options.kv_cache]

@@ -22,6 +22,7 @@ class Demand(Struct, frozen=True, kw_only=True):
     output_tokens: int = 200  # mean
     max_length: int = 8192  # of prompt and answer together
     num_requests: int  # of one simulated run
+    lengths: tuple[tuple[int, int], ...] = ()  # of prompts and answers that were recorded, to draw from
 
 
 class ServiceLevel(Struct, frozen=True, kw_only=True):
@@ -45,12 +46,16 @@ def parse_service_level(text: str) -> ServiceLevel:
 
 
 def make_requests(demand: Demand, rate: float, seed: int) -> Workload:
-    """Make requests of a Poisson process with `rate` arrivals per second, and log-normal lengths."""
+    """Make requests of a Poisson process with `rate` arrivals per second, and log-normal or recorded lengths."""
     rng = random.Random(seed)
     requests, at_s = [], 0.0
     for number in range(demand.num_requests):
-        num_output = min(_length(rng, demand.output_tokens), demand.max_length - 1)
-        num_prompt = min(_length(rng, demand.prompt_tokens), demand.max_length - num_output)
+        if demand.lengths:
+            num_prompt, num_output = rng.choice(demand.lengths)
+        else:
+            num_output, num_prompt = _length(rng, demand.output_tokens), _length(rng, demand.prompt_tokens)
+        num_output = min(num_output, demand.max_length - 1)
+        num_prompt = min(num_prompt, demand.max_length - num_output)
         # No two prompts begin alike: what a prefix cache saves depends on the service, and is not assumed.
         requests.append(LabRequest(at_s, (number + 1, *(0,) * (num_prompt - 1)), num_output))
         at_s += rng.expovariate(rate)

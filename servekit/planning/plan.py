@@ -17,6 +17,7 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     num_kv_tokens: int
     num_sequences: int  # of mean length that fit
+    mean_length: int  # of prompt and answer together
     max_model_len: int
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 
 from servekit.cli import main
 from servekit.planning.command import PlanOptions, make_plan
+from servekit.planning.demand import Demand, make_requests
 from tests.servekit.planning.test_model_shape import LLAMA_8B
+from tests.servekit.replaying.services import CONFIG, requests, serve
 
 FEW = ["--requests", "20", "--prompt-tokens", "2000", "--output-tokens", "20"]
 
@@ -63,6 +66,22 @@ def test_step_times_that_were_measured_replace_those_of_the_data_sheet(
     assert point.summary.itl_p50_s == pytest.approx(0.04)
     assert main(["plan", config, "--step-times", "fast"]) == 2
     assert "write them as sim:SPEC" in capsys.readouterr().err
+
+
+def test_lengths_can_be_those_of_recorded_requests(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrivals = requests(30, 30.0)
+    serve(tmp_path / "journal", CONFIG, arrivals)
+    plan = small_plan(config, trace=tmp_path / "journal")
+    lengths = [(len(each.prompt), each.num_output_tokens) for each in arrivals]
+    assert plan.memory.mean_length == pytest.approx(mean(map(sum, lengths)), abs=1)
+    assert plan.memory.max_model_len == max(map(sum, lengths))
+    made = make_requests(Demand(num_requests=50, lengths=tuple(lengths), max_length=10_000), 1.0, 0).requests
+    assert {(len(each.prompt), each.num_output_tokens) for each in made} <= set(lengths)
+    serve(tmp_path / "empty", CONFIG, [])
+    assert main(["plan", config, "--trace", str(tmp_path / "empty")]) == 2
+    assert "it has no requests" in capsys.readouterr().err
 
 
 def test_a_thousand_times_the_rate_takes_a_thousand_times_the_replicas(config: str) -> None:
