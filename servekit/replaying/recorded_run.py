@@ -127,7 +127,7 @@ class StepTimes:
         self.fit: StepTimeFit = fit_step_times(steps)
         self._done_s = [begin_s + step.duration_s for begin_s, step in zip(began_s, steps, strict=True)]
         self._seconds = [step.duration_s for step in steps]
-        times_s = [getattr(self.fit.model, name) for name in TIMES]
+        times_s: list[float] = [getattr(self.fit.model, name) for name in TIMES]
         self._expected_s = [
             sum([amount * time_s for amount, time_s in zip(step.work, times_s, strict=True)]) for step in steps
         ]

@@ -302,7 +302,7 @@ def test_a_file_that_is_no_journal_is_refused(path: Path, content: bytes, capsys
 def test_a_journal_of_another_format_or_version_is_named(
     recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("servekit.cli.__version__", "99.0")
+    monkeypatch.setattr("servekit.replaying.command.__version__", "99.0")
     assert main(["replay", str(recorded)]) == 0
     assert f"was recorded by servekit {__version__}" in capsys.readouterr().err
     header = msgspec.msgpack.encode({"format": "servekit-journal-99"})

@@ -36,6 +36,7 @@ from servekit.scheduler.recording import (
     RecordEncoder,
     ReplayDifferenceError,
     Replayer,
+    ReplayWatcher,
     RestartRecord,
     plan_columns,
     shorten,
@@ -234,11 +235,17 @@ def test_an_expiry_that_was_not_recorded_is_a_difference() -> None:
     assert find_difference(scenario, without).field == "expired sequences"
 
 
-class SeenSteps:
+class SeenSteps(ReplayWatcher):
     """A watcher that keeps what it sees."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
+
+    def before(self, manager: WorkloadManager, record: Record) -> None:
+        self.seen.append((type(record).__name__,))
+
+    def restored(self, manager: WorkloadManager) -> None:
+        self.seen.append(("restored", manager.sequence_ids))
 
     def added(self, manager: WorkloadManager, sequence: Sequence) -> None:
         self.seen.append(("added", sequence.sequence_id))
@@ -256,7 +263,17 @@ def test_a_watcher_sees_what_the_replayed_manager_adds_plans_and_commits() -> No
     replayer = Replayer(config, watcher=watcher)
     for record in records:
         replayer.apply(record)
-    assert watcher.seen == [("added", 0), ("planned", 0, 0.0), ("committed", 1, 0.1)]
+    assert watcher.seen == [
+        ("AddRecord",),
+        ("added", 0),
+        ("PlanRecord",),
+        ("planned", 0, 0.0),
+        ("CommitRecord",),
+        ("committed", 1, 0.1),
+        ("CheckpointRecord",),
+        ("restored", [0]),
+        ("FinishRecord",),
+    ]
 
 
 # -- what is recorded --------------------------------------------------------------------------------------------------
