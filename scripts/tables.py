@@ -20,7 +20,15 @@ from servekit.api.schemas.responses_api import ResponsesRequest
 from servekit.api.schemas.tgi import TgiParameters
 from servekit.config import ServeConfig, settings
 from servekit.observability.journal import Journal, JournalCollector
-from servekit.observability.metrics import LoadMetrics, Metrics, PredictorStats, QueueUsage, RemoteStats, SchedulerStats
+from servekit.observability.metrics import (
+    AdapterUsage,
+    LoadMetrics,
+    Metrics,
+    PredictorStats,
+    QueueUsage,
+    RemoteStats,
+    SchedulerStats,
+)
 from servekit.scheduler.draft_length import DraftLengths
 from servekit.time_causes import MEANINGS
 
@@ -93,6 +101,8 @@ def metrics_table() -> Iterator[str]:
     metrics.watch_drafts("ngram", lambda: [DraftLengths(1)])
     metrics.watch_queue(lambda: QueueUsage(1, 1))
     metrics.watch_log(lambda: 0)
+    metrics.watch_adapters(lambda: AdapterUsage(1, 1, {}))
+    metrics.adapters.label("")
     metrics.registry.register(JournalCollector([Journal(Path("journal"), 1, 1)], ""))
     LoadMetrics(metrics, lambda: "", lambda: 0, lambda: 0)
     metrics.watch_predictor(lambda: PredictorStats(**dict.fromkeys(PredictorStats.__struct_fields__, 1)))

@@ -3,13 +3,24 @@
 import { createElement, setText } from "./dom.js";
 import { formatCompact, formatCount, formatPercent, formatSeconds } from "./format.js";
 
+const MAX_ADAPTERS = 3;
+
+// The LoRA adapters with most requests, as "name requests".
+function describeAdapters(adapters) {
+	const names = (adapters?.in_use ?? []).map(([name, number]) => `${name} ${formatCount(number)}`);
+	return names.length > MAX_ADAPTERS ? [...names.slice(0, MAX_ADAPTERS), "…"] : names;
+}
+
 // {label: frame -> [value, reference]}
 const TILES = {
 	generated: ({ tokens_per_s: tokensPerS = 0, num_drafted_tokens: numDrafted, num_accepted_tokens: numAccepted }) => [
 		formatCount(Math.round(tokensPerS)),
 		numDrafted ? `tokens/s, drafts ${formatPercent(numAccepted, numDrafted)} right` : "tokens/s",
 	],
-	running: ({ num_running, limits }) => [formatCompact(num_running), `of ${formatCompact(limits?.max_num_seqs)} slots`],
+	running: ({ num_running, limits, adapters }) => [
+		formatCompact(num_running),
+		[`of ${formatCompact(limits?.max_num_seqs)} slots`, ...describeAdapters(adapters)].join(", "),
+	],
 	waiting: ({ num_waiting }) => [formatCompact(num_waiting), "in the queue"],
 	"KV blocks in use": ({ limits, num_free_blocks: numFree = 0, num_cached_blocks: numCached = 0 }) => {
 		const numBlocks = limits?.num_blocks ?? 0;

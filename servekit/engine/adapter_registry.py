@@ -22,6 +22,8 @@ from msgspec.structs import replace
 from servekit.config import ServeConfig
 from servekit.engine.model_names import ANY_MODEL
 from servekit.errors import ConfigError, InvalidRequest, ModelNotFound, QueueFull
+from servekit.observability.live_frames import MAX_ADAPTERS_SHOWN, LiveAdapters
+from servekit.observability.metrics import AdapterUsage
 from servekit.protocol.lora import AdapterLoaded, LoadAdapter, LoraAdapter
 
 log = logging.getLogger("servekit")
@@ -72,7 +74,7 @@ class AdapterRegistry:
         self._max_waiting = config.max_num_queued_reqs
         self._adapters: dict[str, LoraAdapter] = {}
         self._paths: dict[str, str] = {}  # of `_adapters`; requests look names up here
-        self._num_uses: Counter[int] = Counter()  # by number, of those with requests
+        self._num_uses: Counter[LoraAdapter] = Counter()  # of those with requests
         self._waiting: deque[WaitingRequest] = deque()
         self._next_number = 1
         self._loading: set[str] = set()
@@ -81,6 +83,19 @@ class AdapterRegistry:
     def paths(self) -> Mapping[str, str]:
         """The directory of each adapter, by name."""
         return self._paths
+
+    def usage(self) -> AdapterUsage:
+        """Return which adapters have requests."""
+        in_use: Counter[str] = Counter()
+        for adapter, num_uses in self._num_uses.items():  # two may have one name, if it was loaded again
+            in_use[adapter.name] += num_uses
+        return AdapterUsage(len(self._adapters), len(self._waiting), dict(in_use))
+
+    def live(self) -> LiveAdapters:
+        """Return the same for the live view, those with most requests first."""
+        usage = self.usage()
+        busiest = sorted(usage.in_use.items(), key=lambda each: (-each[1], each[0]))
+        return LiveAdapters(usage.num_adapters, usage.num_waiting, busiest[:MAX_ADAPTERS_SHOWN])
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -117,7 +132,7 @@ class AdapterRegistry:
             self._loading.discard(name)
 
     async def _load(self, name: str, path: str) -> None:
-        adapter = self._make_adapter(path)
+        adapter = self._make_adapter(name, path)
         answer = await self._ask(LoadAdapter(adapter))
         if answer.refusal:
             raise ConfigError(answer.refusal)
@@ -125,8 +140,8 @@ class AdapterRegistry:
         self._paths[name] = adapter.path
         log.info("loaded the adapter %s of rank %d from %s", name, answer.rank, adapter.path)
 
-    def _make_adapter(self, path: str) -> LoraAdapter:
-        adapter = LoraAdapter(self._next_number, os.path.abspath(path))
+    def _make_adapter(self, name: str, path: str) -> LoraAdapter:
+        adapter = LoraAdapter(self._next_number, os.path.abspath(path), name=name)
         self._next_number += 1
         return adapter
 
@@ -142,7 +157,7 @@ class AdapterRegistry:
     def begin_use(self, name: str) -> AdapterUse | None:
         """Use an adapter if it can be used at once. Raises ModelNotFound."""
         adapter = self._find(name)
-        is_in_use = adapter.number in self._num_uses
+        is_in_use = adapter in self._num_uses
         may_enter = not self._is_overtaken_long() if is_in_use else not self._waiting and self._has_place(adapter)
         return self._use(adapter) if may_enter else None
 
@@ -180,9 +195,9 @@ class AdapterRegistry:
 
     def end_use(self, adapter: LoraAdapter) -> None:
         """Count one request less. `AdapterUse` calls this once."""
-        self._num_uses[adapter.number] -= 1
-        if not self._num_uses[adapter.number]:
-            del self._num_uses[adapter.number]
+        self._num_uses[adapter] -= 1
+        if not self._num_uses[adapter]:
+            del self._num_uses[adapter]
         self._admit()
 
     def _admit(self) -> None:
@@ -193,7 +208,7 @@ class AdapterRegistry:
         if self._waiting and not self._is_overtaken_long():
             others, self._waiting = self._waiting, deque()
             for each in others:
-                if each.adapter.number in self._num_uses:
+                if each.adapter in self._num_uses:
                     each.place.set_result(self._use(each.adapter))
                 else:
                     self._waiting.append(each)
@@ -203,10 +218,10 @@ class AdapterRegistry:
         return bool(self._waiting) and asyncio.get_running_loop().time() - self._waiting[0].since_s >= OVERTAKEN_S
 
     def _has_place(self, adapter: LoraAdapter) -> bool:
-        return adapter.number in self._num_uses or len(self._num_uses) < self._max_loras
+        return adapter in self._num_uses or len(self._num_uses) < self._max_loras
 
     def _use(self, adapter: LoraAdapter) -> AdapterUse:
-        self._num_uses[adapter.number] += 1
+        self._num_uses[adapter] += 1
         return AdapterUse(self, adapter)
 
     def _find(self, name: str) -> LoraAdapter:
@@ -237,7 +252,6 @@ def adapters_at_start(config: ServeConfig) -> dict[str, str]:
 def check_adapters(config: ServeConfig) -> None:
     """Raise ConfigError for settings that adapters do not go together with."""
     reasons = {
-        "--tensor-parallel-size": config.tensor_parallel_size > 1,
         "--pipeline-parallel-size": config.pipeline_parallel_size > 1,
         "--listen-workers": config.listen_workers is not None,
         "--api-processes": config.api_processes > 1,

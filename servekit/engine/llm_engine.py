@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from servekit import __version__
 from servekit.aio.daemon_thread import run_in_daemon_thread
 from servekit.config import ServeConfig
@@ -174,6 +176,8 @@ class LLMEngine(OneModel):
         """One frame of the live view."""
         workers = [live_worker(replica) for replica in self.replicas.all]
         server = LiveState(self._clock(), self.state, self.stage, self.config.model_name, __version__, workers)
+        if self.adapters is not None:
+            server = replace(server, adapters=self.adapters.live())
         managers = [core.manager for core in self.replicas.cores]
         if not managers:
             return LiveView(server)
@@ -186,7 +190,8 @@ class LLMEngine(OneModel):
     async def describe(self) -> dict[str, Any]:
         """What /info says of the running engine. Raises WorkerNotReady until the model is loaded."""
         replicas = [{**replica.info(), "drafter": self.speculative.method} for replica in self.replicas.all]
-        return {"max_drafts": self.scheduler_config.max_drafts, "replicas": replicas}
+        adapters = None if self.adapters is None else self.adapters.usage()._asdict()
+        return {"max_drafts": self.scheduler_config.max_drafts, "replicas": replicas, "adapters": adapters}
 
     @property
     def server_metrics(self) -> Metrics:
@@ -253,6 +258,8 @@ class LLMEngine(OneModel):
         observers: list[Observer] = [self.metrics.requests, self.history, self._queue_limits]
         if self._predictions is not None:
             observers.append(self._predictions)
+        if self.adapters is not None:
+            observers.append(self.metrics.adapters)
         self._output = OutputProcessor(self._registry, observers, self._tokenizer.is_special)
         replicas = self.replicas
         await self._supervisor.start(load, self._make_core)
@@ -262,6 +269,7 @@ class LLMEngine(OneModel):
         model = self.worker.model
         if self.adapters is not None:
             await self.adapters.start()
+            self.metrics.watch_adapters(self.adapters.usage)
         if self._journals:
             self.metrics.watch(JournalCollector(self._journals, self.config.model_name))
         if self.config.api_processes == 1:
@@ -292,7 +300,13 @@ class LLMEngine(OneModel):
         if self._journals and index == len(self._journals):  # of a worker that has joined
             self._journals += open_journals(config, [index])
         manager = self._journals[index].make_manager(limits) if self._journals else WorkloadManager(limits)
-        observers = [*self.metrics.of_replica(index), self.history.of_replica(index), self._probe.of_replica()]
+        observers: list[Observer] = [
+            *self.metrics.of_replica(index),
+            self.history.of_replica(index),
+            self._probe.of_replica(),
+        ]
+        if self.adapters is not None:
+            observers.append(self.metrics.adapters)
         for observer in observers:
             observer.worker_ready(None, self._clock())
         return EngineCore(

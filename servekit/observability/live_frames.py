@@ -15,6 +15,7 @@ MAX_SEQUENCES = 128  # in a frame: running sequences by rank, then waiting ones
 MAX_CELLS = 4096  # in the grid of KV blocks
 MAX_STEPS = 200
 MAX_ENDED = 64
+MAX_ADAPTERS_SHOWN = 16  # LoRA adapters that have requests
 
 # A cell of the grid is the id of a sequence, which is 0 or more, or one of these.
 FREE, CACHED, SHARED, FENCED = -1, -2, -3, -4
@@ -90,6 +91,14 @@ class LiveModel(Struct, frozen=True):
     kind: str = "generate"  # generate | embed | rerank | classify
 
 
+class LiveAdapters(Struct, frozen=True):
+    """The LoRA adapters of the model."""
+
+    num_adapters: int
+    num_waiting: int  # requests that wait for a place for their adapter
+    in_use: list[tuple[str, int]]  # name and requests of those that have most, up to MAX_ADAPTERS_SHOWN
+
+
 class LiveLimits(Struct, frozen=True):
     """Limits that are fixed while this server runs."""
 
@@ -111,6 +120,7 @@ class LiveState(Struct, frozen=True, omit_defaults=True):
     workers: list[LiveWorker]
     kind: str = "generate"  # what the model does: generate | embed | rerank | classify
     models: list[LiveModel] = []  # of a server with several: all that the viewer's tenant may use
+    adapters: LiveAdapters | None = None  # of a server that may have some
     limits: LiveLimits | None = None
     num_running: int = 0
     num_waiting: int = 0

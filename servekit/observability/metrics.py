@@ -740,6 +740,86 @@ class _DraftCollector(Collector):
         return CounterMetricFamily(f"servekit_{name}", text, labels=["model_name", "replica", "drafter", *labels])
 
 
+class AdapterUsage(NamedTuple):
+    """The LoRA adapters that requests may name, and those that have requests."""
+
+    num_adapters: int
+    num_waiting: int  # requests that wait for a place for their adapter
+    in_use: dict[str, int]  # requests of each adapter that has some, by its name
+
+
+class AdapterMetrics(Observer):
+    """Sequences and tokens of LoRA adapters, and what workers read."""
+
+    def __init__(self, metrics: _MetricFactory) -> None:
+        self._families = (
+            metrics.labelled_counter("lora_requests_total", "Sequences of a LoRA adapter that ended.", "adapter"),
+            metrics.labelled_counter(
+                "lora_prompt_tokens_total", "Prompt tokens of sequences of a LoRA adapter.", "adapter"
+            ),
+            metrics.labelled_counter(
+                "lora_generation_tokens_total", "Tokens generated for sequences of a LoRA adapter.", "adapter"
+            ),
+        )
+        self._reads = metrics.counter("lora_reads_total", "LoRA adapters that a worker read into its memory.")
+        self._evictions = metrics.counter(
+            "lora_evictions_total", "LoRA adapters that lost their place in a worker's memory to another one."
+        )
+        self._label_values = metrics.label_values
+        self._of_adapters: dict[str, tuple[Counter, Counter, Counter]] = {}
+
+    def sequence_ended(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        num_tokens: int,
+        first_token_s: float | None,
+        last_token_s: float | None,
+        now_s: float,
+    ) -> None:
+        if sequence.adapter is None:
+            return
+        requests, prompt_tokens, generation_tokens = self.label(sequence.adapter.name)
+        requests.inc()
+        generation_tokens.inc(num_tokens)
+        if sequence.leader is None:
+            prompt_tokens.inc(sequence.prompt_length)
+
+    def step_done(self, result: StepResult, num_tokens: int, loop_time_s: float, now_s: float) -> None:
+        self._reads.inc(result.num_adapter_reads)
+        self._evictions.inc(result.num_adapter_evictions)
+
+    def label(self, name: str) -> tuple[Counter, Counter, Counter]:
+        """Return the counters of an adapter. There may be thousands, so those after the first ones share some."""
+        if name not in self._of_adapters and len(self._of_adapters) >= _MAX_LABEL_VALUES:
+            name = "other"
+        if name not in self._of_adapters:
+            requests, prompt_tokens, generation_tokens = (
+                family.labels(*self._label_values, name) for family in self._families
+            )
+            self._of_adapters[name] = requests, prompt_tokens, generation_tokens
+        return self._of_adapters[name]
+
+
+class _AdapterCollector(Collector):
+    """The LoRA adapters that there are, read at each scrape. A server without them exports nothing of this."""
+
+    def __init__(self, model_name: str, read_usage: Callable[[], AdapterUsage]) -> None:
+        self._model_name = model_name
+        self._read_usage = read_usage
+
+    def collect(self) -> Iterator[Metric]:
+        usage = self._read_usage()
+        for name, text, value in (
+            ("lora_adapters", "LoRA adapters that requests may name.", usage.num_adapters),
+            ("lora_adapters_in_use", "LoRA adapters that have requests.", len(usage.in_use)),
+            ("lora_requests_waiting", "Requests that wait for a place for their adapter.", usage.num_waiting),
+        ):
+            family = GaugeMetricFamily(f"servekit_{name}", text, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+
+
 class QueueUsage(NamedTuple):
     """How much of the waiting queue is used, 0 to 1."""
 
@@ -833,6 +913,15 @@ class ModelMetrics:
     def predictions(self) -> PredictionMetrics:
         """The metrics of a predictor; a server without one does not export them."""
         return PredictionMetrics(self._factory)
+
+    @cached_property
+    def adapters(self) -> AdapterMetrics:
+        """The metrics of LoRA adapters; a server without any does not export them."""
+        return AdapterMetrics(self._factory)
+
+    def watch_adapters(self, read_usage: Callable[[], AdapterUsage]) -> None:
+        """Export what `read_usage` returns at each scrape."""
+        self.watch(_AdapterCollector(self._model_name, read_usage))
 
     @cached_property
     def remote(self) -> RemoteMetrics:

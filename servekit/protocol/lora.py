@@ -14,6 +14,7 @@ class LoraAdapter(Struct, frozen=True, array_like=True, gc=False):
     number: int
     path: str  # a directory in PEFT's format
     fingerprint: str = ""  # of the files when they were checked; other files are refused
+    name: str = ""  # that requests choose it by
 
 
 class LoadAdapter(Struct, frozen=True, tag="load_adapter"):

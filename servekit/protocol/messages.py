@@ -332,6 +332,8 @@ class StepResult(Struct, frozen=True, tag="step_result"):
     draft_time_s: float = 0.0  # of the step's time: what the drafter took to make drafts
     # The same for prompts, and for answers that went on without drafts: it computes them only where drafts are wanted.
     draft_prompt_time_s: float = 0.0
+    num_adapter_reads: int = 0  # LoRA adapters that were read into memory since the step before
+    num_adapter_evictions: int = 0  # of these: in the place of another one
 
 
 class StepAcknowledged(Struct, frozen=True, tag="step_acknowledged"):

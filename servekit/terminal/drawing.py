@@ -58,6 +58,7 @@ def draw(state: LiveState, width: int, height: int, warning: str = "") -> list[T
     if warning:
         lines.append(Text(safe_line(warning), _BAD))
     lines += _flow(_models(state), width)
+    lines += _flow(_adapters(state), width)
     lines += _flow(_figures(state), width)
     lines += _flow([Text(words, _MUTED) for words in _workers(state)], width)
     if (limits := state.limits) is not None:
@@ -102,6 +103,18 @@ def _models(state: LiveState) -> list[Text]:
         )
         for each in state.models
     ]
+
+
+def _adapters(state: LiveState) -> list[Text]:
+    """Name the LoRA adapters that have requests, each with their number."""
+    found = state.adapters
+    if found is None:
+        return []
+    texts = [Text.assemble(("adapters ", _MUTED), (f"{found.num_adapters:,}", _TITLE))]
+    texts += [Text.assemble((safe_line(name), _INK), (f" {number:,}", _TITLE)) for name, number in found.in_use]
+    if found.num_waiting:
+        texts.append(Text.assemble(("waiting for a place ", _MUTED), (f"{found.num_waiting:,}", _WARN)))
+    return texts
 
 
 def _figures(state: LiveState) -> list[Text]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,9 +56,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("lora")
     base = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32).eval()
     models = {"demo": base} | {name: make_adapter(folder / name, base, i) for i, name in enumerate(ADAPTERS)}
-    flags = [flag for name in ("a", "b") for flag in ("--lora", f"{name}={folder / name}")]
-    log = folder / "log"
-    with serving("--enable-lora", "--max-loras", "2", *flags, log=log, environment=ONE_THREAD) as server:
+    flags = ["--enable-lora", "--max-loras", "2", "--data-parallel-size", "2", "--speculative", "ngram:4"]
+    flags += [flag for name in ("a", "b") for flag in ("--lora", f"{name}={folder / name}")]
+    with serving(*flags, log=folder / "log", environment=ONE_THREAD) as server:
         yield Served(server, folder, models)
 
 
@@ -112,6 +114,66 @@ def test_adapters_are_loaded_and_unloaded_while_others_answer(served: Served) ->
     assert client.post("/v1/unload_lora_adapter", json={"lora_name": "c"}).status_code == 200
     assert client.post("/v1/unload_lora_adapter", json={"lora_name": "c"}).status_code == 404
     assert client.post("/v1/completions", json={"prompt": "a", "model": "c"}).status_code == 404
+
+
+def test_replicas_have_the_same_adapters_also_after_one_lost_its_worker(served: Served) -> None:
+    """An adapter that was loaded at run time is known to the worker that replaces the lost one."""
+    client, server = served.server.client, served.server
+    path = str(served.folder / "c")
+    assert client.post("/v1/load_lora_adapter", json={"lora_name": "c", "lora_path": path}).status_code == 200
+    before = steps_of_replicas(server)
+    names = ["a", "c", "demo", "c", "a", "c", "a", "c"]
+    with ThreadPoolExecutor() as pool:
+        for lost in server.worker_pids():
+            answers = [pool.submit(served.answer, model=name) for name in names]
+            os.kill(lost, signal.SIGKILL)
+            for name, future in zip(names, answers, strict=True):
+                prompt, token_ids, _ = future.result()
+                assert token_ids == served.expected(name, prompt)
+            server.wait_for_metric("servekit_workers_alive", 2)
+        answers = [pool.submit(served.answer, model=name) for name in names * 2]
+        for name, future in zip(names * 2, answers, strict=True):
+            prompt, token_ids, _ = future.result()
+            assert token_ids == served.expected(name, prompt)
+    assert all(now > then for now, then in zip(steps_of_replicas(server), before, strict=True))
+    server.wait_until_at_rest()
+    assert server.metric("servekit_accounting_faults_total") == 0
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "c"}).status_code == 200
+
+
+def steps_of_replicas(server: ServerProcess) -> list[float]:
+    lines = server.client.get("/metrics").text.splitlines()
+    return [float(line.rpartition(" ")[2]) for line in lines if line.startswith("servekit_scheduler_steps_total{")]
+
+
+def test_metrics_and_info_count_by_adapter(served: Served) -> None:
+    def counted(kind: str, adapter: str) -> float:
+        label = f'servekit_lora_{kind}_total{{adapter="{adapter}"'
+        lines = served.server.client.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(label))
+
+    kinds = ("requests", "prompt_tokens", "generation_tokens")
+    before = {kind: counted(kind, "a") for kind in kinds}
+    prompt, token_ids, _ = served.answer(model="a")
+    served.answer(model="demo")
+    found = [counted(kind, "a") - before[kind] for kind in kinds]
+    assert found == [1, len(prompt), len(token_ids)]
+    assert served.server.metric("servekit_lora_adapters") == 2
+    assert served.server.metric("servekit_lora_adapters_in_use") == 0
+    assert served.server.metric("servekit_lora_reads_total") >= 2
+    assert served.server.metric("servekit_lora_evictions_total") >= 0
+    assert served.server.client.get("/info").json()["adapters"] == {"num_adapters": 2, "num_waiting": 0, "in_use": {}}
+
+
+@pytest.mark.long
+def test_ranks_answer_as_merged_weights_do(served: Served, tmp_path: Path) -> None:
+    flags = [flag for name in ("a", "b") for flag in ("--lora", f"{name}={served.folder / name}")]
+    flags += ["--tensor-parallel-size", "2", "--max-loras", "1"]
+    with serving(*flags, log=tmp_path / "log", environment=ONE_THREAD) as server:
+        divided = Served(server, served.folder, served.models)
+        for name in ("a", "demo", "b", "a"):
+            prompt, token_ids, _ = divided.answer(model=name)
+            assert token_ids == served.expected(name, prompt)
 
 
 def test_an_adapter_that_does_not_fit_is_refused_in_a_sentence(served: Served, tmp_path: Path) -> None:

@@ -58,8 +58,9 @@ class InProcessEngine:
             kv_cache_dtype=kv_cache_dtype,
             speculative=SpeculativeConfig("ngram", max_drafts=max_drafts) if max_drafts else SpeculativeConfig(),
         )
-        self._make_runner = lambda: ModelRunner(loaded, settings, loaded_drafter)
-        self.runner = self._make_runner()
+        self._make_runner = lambda loaded: ModelRunner(loaded, settings, loaded_drafter)
+        self._loaded = loaded
+        self.runner = self._make_runner(loaded)
         if drafter is not None:
             self.runner.speculate(drafter)
         self.manager = WorkloadManager(
@@ -124,10 +125,13 @@ class InProcessEngine:
         while self.manager.has_work:
             self.step()
 
-    def lose_worker(self) -> None:
-        """Go on with a new runner. Nothing is left of what the old one kept, and steps in flight have no result."""
+    def lose_worker(self, loaded: LoadedModel | None = None) -> None:
+        """Go on with a new runner. Nothing is left of what the old one kept, and steps in flight have no result.
+
+        `loaded` is the model that it has loaded; None: the same.
+        """
         self._in_flight.clear()
-        self.runner = self._make_runner()
+        self.runner = self._make_runner(loaded or self._loaded)
         assert not self.manager.restart(), "a sequence was in flight in several crashes"
 
 

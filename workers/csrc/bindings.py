@@ -11,6 +11,7 @@ from typing import Any
 MAX_HEAD_DIM = 512  # as in kernels.h: a thread keeps one head on its stack
 PAGE_FORMATS = {"auto": 0, "int8": 1, "fp8_e4m3": 2}  # by the format's name, the numbers in kernels.h
 STRIP = 32  # as in kernels.h: outputs are multiplied in strips of as many
+LORA_RUN_ROWS = 16  # as in kernels.h: so many rows with one adapter are multiplied together
 
 _pointer: Any = ctypes.c_void_p
 _int64: Any = ctypes.c_int64
@@ -139,18 +140,18 @@ class CLoraWeight(ctypes.Structure):
 
 
 class CLoraRun(ctypes.Structure):
-    """Rows of a step that follow each other and have one adapter: `lora_run`."""
+    """Some rows of a step that have one adapter: `lora_run`."""
 
-    _fields_ = (("first_row", _int64), ("num_rows", _int64), ("place", _int64), ("first_hidden", _int64))
+    _fields_ = (("first", _int64), ("num_rows", _int64), ("place", _int64))
 
 
 class CLoraStep(ctypes.Structure):
     """The rows of one step that have adapters: `lora_step`."""
 
     _fields_ = (
+        ("rows", _pointer),
         ("runs", _pointer),
         ("num_runs", _int64),
-        ("num_rows", _int64),
         ("max_rank", _int64),
         ("hidden", _pointer),
     )

@@ -137,31 +137,34 @@ void quantized_gemm(const prepared_weight *weight, const scalar *x, const scalar
 
 /* -- LoRA (lora.c) ------------------------------------------------------------------------------------------------ */
 
-/* What one adapter adds to some outputs of a weight. num_outputs is a multiple of LANES. */
+enum { LORA_RUN_ROWS = 16 }; /* LORA_RUN_ROWS in bindings.py is the same number */
+
+/* What one adapter adds to some outputs of a weight, in the layout that lora.c describes. num_outputs is a multiple of
+   LANES. */
 typedef struct {
-    const scalar *a; /* [rank, num_inputs] */
-    const scalar *b; /* [rank, num_outputs], with the adapter's scale */
-    int64_t rank;    /* 0: nothing */
+    const scalar *a; /* [rank, num_inputs] in strips */
+    const scalar *b; /* [num_outputs, rank] in strips, with the adapter's scale */
+    int64_t rank;    /* a multiple of LANES; 0: nothing */
     int64_t first_output, num_outputs;
 } lora_part;
 
-/* What all adapters add to a weight. num_inputs is a multiple of LANES. */
+/* What all adapters add to a weight. num_inputs is a multiple of LANES. The parts' outputs follow each other. */
 typedef struct {
     int64_t num_inputs, num_outputs, num_parts;
     const lora_part *parts; /* [num_places, num_parts] */
 } lora_weight;
 
-/* Rows of a step that follow each other and have the adapter in `place`. */
+/* Some rows, up to LORA_RUN_ROWS, that have the adapter in `place`. */
 typedef struct {
-    int64_t first_row, num_rows, place;
-    int64_t first_hidden; /* how many rows the runs before it have */
+    int64_t first, num_rows, place; /* first: in the `rows` of a lora_step */
 } lora_run;
 
 /* The rows of one step that have adapters. */
 typedef struct {
-    const lora_run *runs; /* [num_runs] */
-    int64_t num_runs, num_rows, max_rank;
-    float *hidden; /* [num_rows, num_parts of the weight that has most, max_rank] for intermediate results */
+    const int64_t *rows;  /* [num_rows] their indices in the step, in order of their places */
+    const lora_run *runs; /* [num_runs] all of these rows, in the same order */
+    int64_t num_runs, max_rank; /* max_rank: a multiple of LANES */
+    scalar *hidden; /* [num_rows, num_parts of the weight that has most, max_rank] for intermediate results */
 } lora_step;
 
 /* Add what the adapters of a step's rows give for x [num_rows, num_inputs] to output [num_rows, num_outputs]. */
@@ -191,8 +194,9 @@ typedef struct {
 } decoder_layer;
 
 /* Run num_layers layers on x [num_tokens, hidden_size], in place. cosines and sines: [num_tokens, head_dim]. adapters
-   is NULL if no row has one; if some row has one, every layer has the four lora_weights. workspace holds num_tokens times the scalars that the five intermediate results of the largest layer take, and
-   gemm_workspace what the weights' multiplications need. */
+   is NULL if no row has one; if some row has one, every layer has the four lora_weights. workspace holds num_tokens times
+   the scalars that the five intermediate results of the largest layer take, and gemm_workspace what the weights'
+   multiplications need. */
 void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_t num_layers,
                    const attention_metadata *metadata, const lora_step *adapters, const scalar *cosines,
                    const scalar *sines, scalar *x, scalar *workspace, void *gemm_workspace);

@@ -28,12 +28,10 @@
    Everything is plain C, but for the instructions that processors have for these products and look-ups. */
 
 #include "kernels.h"
+#include "products.h"
 #include "strips.h"
 #include "tiles.h"
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 #if defined(BFLOAT16) && defined(__AVX512BW__)
 #define LOOKS_UP_PAIRS /* four-bit codes, two at a time */
 #endif
@@ -55,8 +53,6 @@ enum { MIN_PARALLEL_NUMBERS = 16384 };     /* as in layers.c */
    are prefetched a strip before. */
 enum { CODES_AHEAD = 4096 };
 
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLLED _Pragma("GCC unroll 8")
 #define ROWS(r) for (int r = 0; r < num_rows; r++) /* num_rows is a constant wherever this is compiled */
 #define HALVES(h) for (int h = 0; h < 2; h++)
 
@@ -66,7 +62,6 @@ typedef int16_t words __attribute__((vector_size(2 * LANES), aligned(2), may_ali
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef int32_t four_bytes __attribute__((may_alias));
 
-INLINE ints load_ints(const void *from) { return *(const ints *)from; }
 INLINE int is_by_int8(const int kernel) { return kernel == INT4_BY_INT8 || kernel == INT8_BY_INT8; }
 INLINE int bits_of(const int kernel) {
     return kernel == INT4_BY_INT8 || kernel == INT4_BY_FLOAT ? 4
@@ -142,25 +137,6 @@ INLINE void unpack_codes(const int kernel, const uint8_t *codes, ints *unpacked)
 }
 
 /* -- float products ----------------------------------------------------------------------------------------------- */
-
-#ifdef BFLOAT16
-enum { PACK = 2 };
-typedef uint32_t packed __attribute__((may_alias)); /* two scalars, the first one in the lower half */
-
-INLINE floats add_products(floats sums, ints pairs, packed x) {
-#ifdef __AVX512BF16__
-    return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32((int)x));
-#else
-    return sums + (floats)(pairs << 16) * to_float((scalar)x) +
-           (floats)(pairs & (int32_t)0xffff0000) * to_float((scalar)(x >> 16));
-#endif
-}
-#else
-enum { PACK = 1 };
-typedef float packed;
-
-INLINE floats add_products(floats sums, ints numbers, packed x) { return sums + (floats)numbers * x; }
-#endif
 
 /* The vectors of scalars that a step is unpacked into: [STEP / PACK, 2 halves of the strip]. */
 enum { STEP_VECTORS = STEP / PACK * 2 };

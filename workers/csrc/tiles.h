@@ -17,24 +17,29 @@ enum { TILE = 16 }; /* the rows of a tile */
 #include <unistd.h>
 
 /* Whether Linux lets this process use tiles. The first call asks for it. */
-static int may_use_tiles(void) {
+static inline int may_use_tiles(void) {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
     static int answer = -1;
     if (answer < 0) answer = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
     return answer;
 }
 
-/* Shape the tiles for num_rows rows of x, and weights of weight_rows times four bytes of x. */
-static void shape_tiles(int64_t num_rows, int64_t weight_rows) {
+/* Shape the tiles: `first` rows in tiles 0, 1 and 4, and `second` rows in tiles 2, 3 and 5. Those of weights have
+   weight_rows rows, of four bytes of x each. */
+static inline void shape_tiles_of(int64_t first, int64_t second, int64_t weight_rows) {
     struct { uint8_t palette, start, unused[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
-    const uint8_t first = (uint8_t)(num_rows < TILE ? num_rows : TILE);
-    const uint8_t second = (uint8_t)(num_rows > TILE ? num_rows - TILE : 1), inner = (uint8_t)weight_rows;
-    const uint8_t rows[8] = {first, first, second, second, first, second, inner, inner};
+    const uint8_t one = (uint8_t)first, other = (uint8_t)second, inner = (uint8_t)weight_rows;
+    const uint8_t rows[8] = {one, one, other, other, one, other, inner, inner};
     for (int tile = 0; tile < 8; tile++) {
         shape.rows[tile] = rows[tile];
         shape.bytes[tile] = (uint16_t)(tile == 4 || tile == 5 ? 4 * weight_rows : 64);
     }
     _tile_loadconfig(&shape);
+}
+
+/* Shape the tiles for num_rows rows of x, up to 32. */
+static inline void shape_tiles(int64_t num_rows, int64_t weight_rows) {
+    shape_tiles_of(num_rows < TILE ? num_rows : TILE, num_rows > TILE ? num_rows - TILE : 1, weight_rows);
 }
 #endif
 

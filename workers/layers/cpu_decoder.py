@@ -20,7 +20,8 @@ from workers.layers.cpu_weight import CpuWeight, SideBySideCpuWeight
 from workers.layers.layer_tap import LayerTap
 from workers.layers.linear import SideBySideWeight, Weight
 from workers.layers.lora_weight import LoraWeight
-from workers.lora.lora_pool import LoraStep
+from workers.lora.lora_linear import CLoraLinear
+from workers.lora.lora_step import LoraStep
 
 Norm = tuple[Tensor, float]  # weight [size], epsilon
 LORA_FIELDS = ("qkv", "output", "gate_up", "down")  # of CDecoderLayer, in the order of LayerParts.weights
@@ -62,7 +63,7 @@ def make_cpu_decoder(layers: list[LayerParts]) -> CpuDecoder | None:
 def _in_one_call(weight: Weight) -> CpuWeight | None:
     """Return a weight as C multiplies it between others; None if it cannot."""
     if isinstance(weight, LoraWeight):
-        return _in_one_call(weight.base) if weight.linear.is_in_c else None
+        return _in_one_call(weight.base) if isinstance(weight.linear, CLoraLinear) else None
     if isinstance(weight, SideBySideWeight):
         parts = [part for part in weight.parts if isinstance(part, CpuWeight)]
         return SideBySideCpuWeight(parts) if len(parts) == len(weight.parts) else None
@@ -87,8 +88,8 @@ class CpuDecoder:
 
     def can_decode(self, num_tokens: int, paged: PagedStep, adapters: LoraStep | None = None) -> bool:
         """Return whether a step of so many tokens can take this path."""
-        is_in_c = adapters is None or (adapters.mask is None and not adapters.long_runs)
-        return 0 < num_tokens <= self._max_tokens and isinstance(paged.backend, CpuAttention) and is_in_c
+        is_masked = adapters is not None and adapters.mask is not None
+        return 0 < num_tokens <= self._max_tokens and isinstance(paged.backend, CpuAttention) and not is_masked
 
     def decode(
         self,
@@ -120,7 +121,7 @@ class CpuDecoder:
                 ctypes.byref(pages, first * ctypes.sizeof(CLayerPages)),
                 stop - first,
                 ctypes.byref(paged.prepared),
-                None if adapters is None or adapters.struct is None else adapters.address,
+                None if adapters is None else adapters.address,
                 cosines.data_ptr(),
                 sines.data_ptr(),
                 x.data_ptr(),
@@ -152,7 +153,9 @@ def _make_struct(layer: LayerParts, weights: CpuWeights) -> CDecoderLayer:
 
 
 def _lora_address(weight: Weight) -> int | None:
-    return weight.linear.address if isinstance(weight, LoraWeight) else None
+    if isinstance(weight, LoraWeight) and isinstance(weight.linear, CLoraLinear):
+        return weight.linear.address
+    return None
 
 
 def _workspace_per_token(weights: CpuWeights) -> int:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from workers.layers.linear import PackedLinear, Weight, is_plain
 from workers.layers.quantized_linear import QuantizedLinear
-from workers.lora.lora_pool import LoraLinear, LoraPool
+from workers.lora.lora_linear import LoraLinear
+from workers.lora.lora_pool import LoraPool
 
 # Linear layers in a numbered layer that all of a step's tokens pass. A router chooses some of them for an expert.
 _IN_LAYER = re.compile(r"(?:[\w]+\.)*\d+\.(?!.*experts\.).+")

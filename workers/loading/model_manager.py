@@ -39,6 +39,7 @@ from workers.loading.refusals import forward_errors_named, loading_errors_named,
 from workers.loading.weights import make_weights, move, read_weights, take_out_of_files
 from workers.lora.lora_pool import LoraPool
 from workers.parallel.collectives import add_collectives, with_collectives
+from workers.parallel.linear_parts import LinearParts
 from workers.parallel.local_parameters import partial_class, use_local_parameters
 from workers.parallel.ranks import Ranks
 from workers.parallel.tensor_parallel_plan import TensorParallelPlan
@@ -185,7 +186,8 @@ class ModelManager:
         rounds = rounds_activations(model)
         # Fused layers keep norms and biases as they are.
         take_out_of_files(parameter for parameter in model.parameters() if parameter.ndim == 1)
-        lora = LoraPool(max_loras, max_lora_rank, model_dtype, self.device) if max_loras else None
+        parts = None if plan is None or group is None else LinearParts(plan, group)
+        lora = LoraPool(max_loras, max_lora_rank, model_dtype, self.device, parts) if max_loras else None
         with progress.over("laying out the weights", params, trim_heap) as counted:
             decoder = replace_layers(model, recorded.decoder, counted, ranks, lora)
         take_out_of_files(model.parameters())

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from servekit.errors import ConfigError
+from workers.parallel.linear_parts import LinearParts
 from workers.parallel.pipeline_stage import keep_stage
 from workers.parallel.rank_group import RankGroup
 from workers.parallel.ranks import Ranks
@@ -95,19 +96,10 @@ def local_matrix(matrix: QuantizedTensor, name: str, plan: TensorParallelPlan, g
 
     Raises ConfigError where the parts of the inputs would divide groups that share a scale.
     """
-    style = plan.style_of_parameter(f"{name}.weight")
-    if plan.is_selected(name):
-        heads = torch.tensor(plan.kv_heads_of(group.rank))
-        rows = torch.arange(matrix.num_outputs).unflatten(0, (plan.num_kv_heads, -1))  # type: ignore[no-untyped-call]
-        return matrix.take_outputs(rows[heads].flatten())
-    if style == "packed_colwise":  # gates and ups, each cut by itself
-        half = matrix.num_outputs // 2
-        rows = torch.arange(half)[group.share(half)]
-        return matrix.take_outputs(torch.cat([rows, rows + half]))
-    if style in CUTS_OUTPUTS:
-        return matrix.take_outputs(torch.arange(matrix.num_outputs)[group.share(matrix.num_outputs)])
-    if style in CUTS_INPUTS:
-        share = group.share(matrix.num_inputs)
+    parts = LinearParts(plan, group)
+    if (outputs := parts.outputs_of(name, matrix.num_outputs)) is not None:
+        return matrix.take_outputs(outputs)
+    if (share := parts.inputs_of(name, matrix.num_inputs)) is not None:
         try:
             return matrix.take_inputs(share.start, share.stop)
         except ValueError as error:

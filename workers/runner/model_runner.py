@@ -43,7 +43,7 @@ from workers.layers.layer_tap import LayerTap
 from workers.loading.decoder_output import LastHiddenStates, computed_once, tap_layers
 from workers.loading.kv_scales import with_checkpoint_scales
 from workers.loading.model_manager import LoadedModel, ModelManager
-from workers.lora.lora_pool import NO_ADAPTER
+from workers.lora.lora_step import NO_ADAPTER
 from workers.parallel.ranks import Ranks
 from workers.runner.cuda_graphs import Capture, CudaCapture, DecodeGraphs
 from workers.runner.interface import OutOfMemory, Pending
@@ -267,6 +267,7 @@ class ModelRunner:
         draft_s, prompt_s = (
             (0.0, 0.0) if speculator is None else (speculator.draft_time_s, speculator.draft_prompt_time_s)
         )
+        num_reads, num_evictions = (0, 0) if self.loaded.lora is None else self.loaded.lora.take_counts()
 
         def finish() -> StepResult:
             end.wait()
@@ -274,7 +275,14 @@ class ModelRunner:
             started_s, self._finished_s = max(launched_s, self._finished_s), time.monotonic()
             result = read() if speculator is None or step is None else speculator.settle(step)
             step_s = self._finished_s - started_s
-            return replace(result, step_time_s=step_s, draft_time_s=draft_s, draft_prompt_time_s=prompt_s)
+            return replace(
+                result,
+                step_time_s=step_s,
+                draft_time_s=draft_s,
+                draft_prompt_time_s=prompt_s,
+                num_adapter_reads=num_reads,
+                num_adapter_evictions=num_evictions,
+            )
 
         return Pending(end.is_complete, finish)
 
@@ -309,7 +317,7 @@ class ModelRunner:
             return batch
         places: dict[LoraAdapter | None, int] = {None: NO_ADAPTER}
         failures: dict[LoraAdapter | None, str] = {}
-        for adapter in needed:
+        for adapter in sorted(needed, key=lambda adapter: adapter.number):  # ranks read them in the same order
             try:
                 places[adapter] = pool.place_of(adapter, needed)
             except ConfigError as error:

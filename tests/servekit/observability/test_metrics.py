@@ -15,6 +15,7 @@ from servekit.config import ServeConfig
 from servekit.observability.metrics import (
     JOIN_REFUSALS,
     RESTART_CAUSES,
+    AdapterUsage,
     LoadMetrics,
     Metrics,
     ModelMetrics,
@@ -25,6 +26,7 @@ from servekit.observability.metrics import (
     SeveralModelsMetrics,
 )
 from servekit.observability.observer import StepSummary
+from servekit.protocol.lora import LoraAdapter
 from servekit.protocol.messages import StepResult
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.draft_length import DraftLengths
@@ -391,3 +393,23 @@ def test_a_predictor_counts_inputs_by_outcome_and_batches_by_size() -> None:
     assert found["prediction_items_waiting",] == 1 and found["prediction_tokens_waiting",] == 16
     assert found["prediction_batches_in_flight",] == 2 and found["prediction_items_suspected",] == 3
     assert found["prediction_stale_results_total",] == 4
+
+
+def test_adapters_are_counted_by_name_and_the_labels_are_bounded() -> None:
+    metrics = make_metrics()
+    assert not any(name.startswith("lora") for name, *_ in samples(metrics)), "a server without adapters has none of it"
+    for number in range(150):
+        sequence = make_sequence(prompt_length=5)
+        sequence.adapter = LoraAdapter(number, "/path", name=f"adapter {number}")
+        metrics.adapters.sequence_ended(sequence, FinishReason.LENGTH, 3, 13.0, 15.0, 16.0)
+    metrics.adapters.sequence_ended(make_sequence(), FinishReason.LENGTH, 3, 13.0, 15.0, 16.0)  # of the model itself
+    metrics.adapters.step_done(StepResult(0, 0, (), 0.1, num_adapter_reads=3, num_adapter_evictions=2), 0, 0.1, 16.0)
+    metrics.watch_adapters(lambda: AdapterUsage(9, 2, {"a": 5}))
+    values = samples(metrics)
+    assert values["lora_requests_total", "adapter 0"] == 1
+    assert values["lora_prompt_tokens_total", "adapter 99"] == 5
+    assert values["lora_generation_tokens_total", "other"] == 50 * 3
+    assert len([labels for labels in values if labels[0] == "lora_requests_total"]) == 101
+    assert values["lora_reads_total",] == 3 and values["lora_evictions_total",] == 2
+    assert values["lora_adapters",] == 9 and values["lora_adapters_in_use",] == 1
+    assert values["lora_requests_waiting",] == 2

@@ -14,6 +14,7 @@ from servekit.observability.live_frames import (
     FENCED,
     FREE,
     SHARED,
+    LiveAdapters,
     LiveEnd,
     LiveLimits,
     LiveSequence,
@@ -66,6 +67,7 @@ BUSY = state(
     steps=[LiveStep(step, float(step), step * 20 % 2048, step % 9, 3, 0.02) for step in range(200)],
     sequences=[sequence(number, num_preemptions=number % 3) for number in range(128)],
     ended=[LiveEnd(-1 - number, "stop", 5, 6, 6, 0.0, 1.0) for number in range(64)],
+    adapters=LiveAdapters(12, 2, [("sql", 3), ("support", 1)]),
     cells=[(0, 20), (SHARED, 5), (FENCED, 2), (CACHED, 4), (1, 3), (FREE, 30)],
 )
 HOSTILE = state(
@@ -74,6 +76,7 @@ HOSTILE = state(
     model_name=HOSTILE_TEXT,
     version=HOSTILE_TEXT,
     workers=[LiveWorker(HOSTILE_TEXT, HOSTILE_TEXT, HOSTILE_TEXT, HOSTILE_TEXT, host=HOSTILE_TEXT)] * 50,
+    adapters=LiveAdapters(-1, 10**30, [(HOSTILE_TEXT, -5)] * 50),
     limits=LiveLimits(-1, 0, 0, 0, 0),
     num_running=-5,
     steps=[LiveStep(0, 0.0, 10**30, -(10**30), 0, None)],
@@ -99,6 +102,12 @@ def test_the_view_fits_the_terminal_and_has_no_control_characters(shown: LiveSta
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
+def test_adapters_that_have_requests_are_named() -> None:
+    text = "\n".join(line.plain for line in draw(BUSY, 120, 40))
+    assert "adapters 12" in text and "sql 3" in text and "support 1" in text and "waiting for a place 2" in text
+    assert "adapters" not in "\n".join(line.plain for line in draw(state(), 120, 40))
+
+
 def test_printed_output_is_no_wider_and_higher_than_the_terminal(width: int, height: int) -> None:
     """Colours are off, so every byte is visible."""
     written = io.StringIO()

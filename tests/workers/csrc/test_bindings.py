@@ -55,7 +55,13 @@ def test_every_function_of_the_header_has_a_prototype_with_as_many_arguments() -
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("LANES", build.LANES), ("MAX_HEAD_DIM", bindings.MAX_HEAD_DIM), ("STRIP", bindings.STRIP)]
+    ("name", "number"),
+    [
+        ("LANES", build.LANES),
+        ("MAX_HEAD_DIM", bindings.MAX_HEAD_DIM),
+        ("STRIP", bindings.STRIP),
+        ("LORA_RUN_ROWS", bindings.LORA_RUN_ROWS),
+    ],
 )
 def test_constants_are_those_of_the_headers(name: str, number: int) -> None:
     text = HEADER.replace("2 * LANES", str(2 * build.LANES)) + (build.FOLDER / "vectors.h").read_text()

@@ -15,12 +15,16 @@ from transformers import PreTrainedModel
 
 from servekit.errors import ConfigError
 from servekit.protocol.lora import LoraAdapter
+from servekit.protocol.messages import StepPlan, StepResult
+from tests.support.drafters import RandomDrafter
 from tests.support.inprocess import InProcessEngine, load
 from tests.support.lora_adapters import make_adapter
 from tests.support.tiny_models import ARCHITECTURES, VOCAB_SIZE, WIDE_ARCHITECTURES, make_model
 from tests.workers.test_token_identity import LENGTHS, generate, make_prompts
+from workers.csrc.bindings import LORA_RUN_ROWS
 from workers.loading.model_manager import LoadedModel
-from workers.lora.lora_pool import LONG_RUN
+from workers.speculation.drafter import Drafter
+from workers.speculation.ngram import NgramDrafter
 
 NUM_ADAPTERS = 8
 NUM_PLACES = 4  # fewer than adapters: some are read again
@@ -80,6 +84,59 @@ def test_a_batch_of_eight_adapters_answers_as_merged_models_do(name: str, chunk:
     assert sum(a != b for a, b in zip(expected, unadapted, strict=True)) >= NUM_ADAPTERS - 1
 
 
+@pytest.mark.parametrize("drafter", [NgramDrafter(), RandomDrafter(VOCAB_SIZE, seed=1)], ids=["ngram", "random"])
+def test_drafts_do_not_change_the_answers_of_adapters(drafter: Drafter) -> None:
+    loaded, adapters = loaded_with("llama", NUM_ADAPTERS)
+    engine = InProcessEngine(loaded, num_blocks=100, max_num_seqs=9, max_drafts=4, drafter=drafter)
+    prompts, max_tokens = make_prompts(VOCAB_SIZE), 24
+    sequences = [
+        engine.add(prompts[i], adapter=adapter, max_tokens=max_tokens, ignore_eos=True)
+        for i, adapter in enumerate(adapters)
+    ]
+    engine.run()
+    expected = [answer("llama", i, tuple(prompts[i]), max_tokens) for i in range(len(adapters))]
+    assert [sequence.output_token_ids for sequence in sequences] == expected
+    assert sum(sequence.num_drafted_tokens for sequence in sequences) > 0
+
+
+def test_a_worker_that_replaces_a_lost_one_reads_the_adapters_again() -> None:
+    loaded, adapters = loaded_with("llama", NUM_ADAPTERS)
+    engine, prompts, max_tokens = InProcessEngine(loaded, num_blocks=200, max_num_seqs=9), make_prompts(VOCAB_SIZE), 12
+    sequences = [
+        engine.add(prompts[i], adapter=adapter, max_tokens=max_tokens, ignore_eos=True)
+        for i, adapter in enumerate(adapters)
+    ]
+    for _ in range(5):
+        engine.step()
+    replacement = load(adapters_of("llama")[0], max_loras=NUM_ADAPTERS, max_lora_rank=16)
+    engine.lose_worker(replacement)
+    engine.run()
+    expected = [answer("llama", i, tuple(prompts[i]), max_tokens) for i in range(len(adapters))]
+    assert [sequence.output_token_ids for sequence in sequences] == expected
+
+
+def test_results_count_what_was_read_and_evicted() -> None:
+    loaded, adapters = loaded_with("llama", 2)
+    pool, engine, prompt = loaded.lora, InProcessEngine(loaded), make_prompts(VOCAB_SIZE)[3]
+    assert pool is not None and pool.take_counts() == (2, 0), "the check of the first two gave them places"
+    results, execute = [], engine.runner.execute
+
+    def watched(plan: StepPlan) -> StepResult:
+        results.append(execute(plan))
+        return results[-1]
+
+    engine.runner.execute = watched  # type: ignore[method-assign]
+    for adapter in adapters[1:5]:
+        engine.add(prompt, adapter=adapter, max_tokens=2, ignore_eos=True)
+        engine.run()
+    assert [(each.num_adapter_reads, each.num_adapter_evictions) for each in results[::2]] == [
+        (0, 0),
+        (0, 0),
+        (1, 1),
+        (1, 1),
+    ]
+
+
 @pytest.mark.parametrize("name", ["gemma2", "qwen3", "starcoder2"])
 def test_layers_of_transformers_take_adapters_too(name: str) -> None:
     directory = Path(mkdtemp(prefix="lora-"))
@@ -102,8 +159,9 @@ def test_layers_of_transformers_take_adapters_too(name: str) -> None:
     ]
 
 
-def test_decodes_with_adapters_have_graphs_of_their_own() -> None:
+def test_decodes_with_adapters_have_graphs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph is a function that is called again here; it computes as on a GPU, with a mask of all places."""
+    monkeypatch.setattr("workers.lora.lora_pool.c_library", lambda dtype: None)
     loaded, adapters = loaded_with("llama", NUM_ADAPTERS)
     engine, prompts = InProcessEngine(loaded, max_num_seqs=9, num_blocks=200), make_prompts(VOCAB_SIZE)
     num_replays = 0
@@ -146,7 +204,7 @@ def test_adapters_without_a_place_are_read_again() -> None:
 def test_a_prefix_is_found_by_sequences_with_the_same_adapter_only() -> None:
     loaded, adapters = loaded_with("llama")
     engine, prompt = InProcessEngine(loaded), make_prompts(VOCAB_SIZE)[5]
-    assert LENGTHS[5] > LONG_RUN
+    assert LENGTHS[5] > LORA_RUN_ROWS
     found = []
     for index in (0, 1, 2, 1, 0, 2):
         sequence = engine.add(prompt, adapter=adapters[index], max_tokens=6, ignore_eos=True)
@@ -256,7 +314,7 @@ def test_a_place_that_could_not_be_written_is_given_to_one_adapter_only(monkeypa
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("workers.lora.lora_pool.LoraLinear.write", fail)
+        patch.setattr("workers.lora.lora_linear.CLoraLinear.write", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             pool.place_of(three, {two})
     places[three] = pool.place_of(three, {two})
