@@ -101,13 +101,13 @@ def test_the_view_fits_the_terminal_and_has_no_control_characters(shown: LiveSta
         assert not any(unicodedata.category(character) in ("Cc", "Cf") for character in line.plain)
 
 
-@pytest.mark.parametrize(("width", "height"), SIZES)
 def test_adapters_that_have_requests_are_named() -> None:
     text = "\n".join(line.plain for line in draw(BUSY, 120, 40))
     assert "adapters 12" in text and "sql 3" in text and "support 1" in text and "waiting for a place 2" in text
     assert "adapters" not in "\n".join(line.plain for line in draw(state(), 120, 40))
 
 
+@pytest.mark.parametrize(("width", "height"), SIZES)
 def test_printed_output_is_no_wider_and_higher_than_the_terminal(width: int, height: int) -> None:
     """Colours are off, so every byte is visible."""
     written = io.StringIO()

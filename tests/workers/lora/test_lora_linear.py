@@ -27,7 +27,8 @@ def make_linear(
     if not in_c:
         pool.library = None
     linear = pool.make_linear(["first", "second"], num_inputs, SIZES)
-    generator, written = torch.Generator().manual_seed(num_inputs), []
+    generator = torch.Generator().manual_seed(num_inputs)
+    written: list[dict[str, LowRank]] = []
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)

@@ -119,7 +119,8 @@ def test_results_count_what_was_read_and_evicted() -> None:
     loaded, adapters = loaded_with("llama", 2)
     pool, engine, prompt = loaded.lora, InProcessEngine(loaded), make_prompts(VOCAB_SIZE)[3]
     assert pool is not None and pool.take_counts() == (2, 0), "the check of the first two gave them places"
-    results, execute = [], engine.runner.execute
+    results: list[StepResult] = []
+    execute = engine.runner.execute
 
     def watched(plan: StepPlan) -> StepResult:
         results.append(execute(plan))

@@ -36,8 +36,8 @@ def serve(ranks: Ranks, directory: Path) -> list[list[int]]:
         checked = [loaded.lora.load(adapter)[0] if dist.get_rank() == 0 else ""]  # the server asks one rank
         dist.broadcast_object_list(checked, src=0)
         adapters.append(LoraAdapter(number, str(path), checked[0]))
-    engine, answers = RanksEngine(loaded, ranks, num_blocks=200, max_num_batched_tokens=7), []
-    prompts = make_prompts(VOCAB_SIZE)
+    engine, prompts = RanksEngine(loaded, ranks, num_blocks=200, max_num_batched_tokens=7), make_prompts(VOCAB_SIZE)
+    answers: list[list[int]] = []
     for first in (*range(0, len(adapters), NUM_PLACES), 0):
         sequences = [
             engine.add(prompts[index], adapter=adapters[index], max_tokens=MAX_TOKENS, ignore_eos=True)

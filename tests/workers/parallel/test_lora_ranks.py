@@ -32,7 +32,7 @@ def test_ranks_answer_as_merged_models_do(size: int, names: list[str], tmp_path:
     prompts = make_prompts(VOCAB_SIZE)
     for output in outputs:
         for name, found in zip(names, msgspec.msgpack.decode(output.read_bytes()), strict=True):
-            expected = []
+            expected: list[list[int]] = []
             for first in (*range(0, NUM_ADAPTERS, NUM_PLACES), 0):
                 batch = [*((index + 1, index) for index in range(first, first + NUM_PLACES)), (0, 0)]
                 expected += [answer(name, model, tuple(prompts[index]), MAX_TOKENS) for model, index in batch]
