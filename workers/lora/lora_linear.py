@@ -152,8 +152,9 @@ class CLoraLinear(LoraLinear):
 
 def in_strips(matrix: Tensor) -> Tensor:
     """Return a matrix [num_outputs, num_inputs] in the layout of lora.c, flat. Both sizes are multiples of LANES."""
+    num_outputs, num_inputs = matrix.shape
     pack = 4 // matrix.element_size()
-    return matrix.unflatten(0, (-1, LANES)).unflatten(2, (-1, pack)).permute(0, 2, 1, 3).flatten()
+    return matrix.reshape(num_outputs // LANES, LANES, num_inputs // pack, pack).permute(0, 2, 1, 3).flatten()
 
 
 def rank_in_c(rank: int) -> int:

@@ -32,7 +32,7 @@ class LinearParts:
         plan, group = self._plan, self._group
         style, outputs = plan.style_of_parameter(f"{name}.weight"), torch.arange(num_outputs)
         if plan.is_selected(name):
-            by_head = outputs.unflatten(0, (plan.num_kv_heads, -1))  # type: ignore[no-untyped-call]
+            by_head = outputs.view(plan.num_kv_heads, -1)
             return by_head[torch.tensor(plan.kv_heads_of(group.rank))].flatten()
         if style == "packed_colwise":  # gates and ups, each cut by itself
             half = num_outputs // 2
