@@ -18,7 +18,9 @@ _BOUNDARY = re.compile(
     r"""multipart/form-data\s*;(?:.*;)?\s*boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))""", re.I | re.S
 )
 _DISPOSITION = re.compile(rb"^content-disposition:\s*form-data\s*;(.*)$", re.I | re.M)
-_PARAMETER = re.compile(rb';?\s*([a-z*]+)="((?:[^"\\\r\n]|\\.)*)"', re.I)
+# One parameter, and the semicolon behind it. Parameters are matched one behind the other, from the beginning. To search
+# for them in 8 KB of letters takes half a second: a search begins again at each letter.
+_PARAMETER = re.compile(rb'\s*([a-z*]+)=(?:"((?:[^"\\\r\n]|\\.)*)"|[^";\s]*)\s*(?:;|$)', re.I)
 
 
 class Part(Struct, frozen=True):
@@ -104,11 +106,21 @@ class MultipartReader:
         if self._num_parts > MAX_PARTS:
             raise InvalidRequest(f"the form has more than {MAX_PARTS} parts")
         disposition = _DISPOSITION.search(headers.replace(b"\r\n", b"\n"))
-        parameters = dict(_PARAMETER.findall(disposition[1])) if disposition else {}
+        parameters = _parameters(disposition[1]) if disposition else {}
         if b"name" not in parameters:
             raise InvalidRequest("a part of the form has no name; it needs Content-Disposition: form-data; name=...")
         filename = parameters.get(b"filename")
         return Part(_text(parameters[b"name"]), None if filename is None else _text(filename))
+
+
+def _parameters(text: bytes) -> dict[bytes, bytes]:
+    """Return the parameters whose values are quoted, up to the first one that is not valid. Takes linear time."""
+    found, at = {}, 0
+    while at < len(text) and (parameter := _PARAMETER.match(text, at)):
+        if parameter[2] is not None:
+            found[parameter[1]] = parameter[2]
+        at = parameter.end()
+    return found
 
 
 def _text(value: bytes) -> str:

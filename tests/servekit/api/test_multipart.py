@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import httpx2
 import pytest
 from hypothesis import given
@@ -69,6 +71,28 @@ def test_another_type_is_refused(content_type: str) -> None:
 def test_what_is_no_form_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parts_of(TYPE, body, [7] * (len(body) // 7))
+
+
+@pytest.mark.parametrize(
+    "filler",
+    [b"a", b" ", b"a=;", b";", b'a="', b"\\", b"content-disposition: form-data;\n"],
+    ids=["letters", "spaces", "parameters", "semicolons", "quotes", "backslashes", "lines"],
+)
+@pytest.mark.parametrize("beginning", [b"", b" a", b' a="', b" a=x", b' a=""'])
+def test_the_headers_of_a_part_are_read_in_linear_time(beginning: bytes, filler: bytes) -> None:
+    """On the event loop. Before, 8 KB of letters took 0.6 s, and a form has 16 parts."""
+    head = b"Content-Disposition: form-data;" + beginning
+    head += filler * ((MAX_HEADER_BYTES - len(head) - 1) // len(filler)) + b'"'
+    reader = MultipartReader(TYPE)
+    began_s = time.thread_time()
+    with pytest.raises(InvalidRequest, match="has no name"):
+        list(reader.feed(b"--b\r\n" + head + b"\r\n\r\n"))
+    assert time.thread_time() - began_s < 0.1
+
+
+def test_other_parameters_than_quoted_ones_are_skipped() -> None:
+    head = b'Content-Disposition: form-data; filename*=UTF-8\'\'x; name="a;b" ; filename="c"'
+    assert parts_of(TYPE, b"--b\r\n" + head + b"\r\n\r\nd\r\n--b--", [])[0] == [("a;b", "c", b"d")]
 
 
 def test_what_follows_the_form_is_dropped() -> None:
