@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 
 
@@ -12,8 +14,8 @@ class ImageInput(Struct, frozen=True):
     is_base64: bool  # base64 text, or a data URL
 
 
-# A text; a pair of texts; a text as token ids, with all special tokens; an image file.
-Input = str | tuple[str, str] | list[int] | ImageInput
+# A text; a pair of texts; a text as token ids, with all special tokens, as a list or an array; an image file.
+Input = str | tuple[str, str] | Sequence[int] | ImageInput
 
 
 class PredictionRequest(Struct, frozen=True, kw_only=True):

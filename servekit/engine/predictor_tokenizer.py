@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,7 +56,7 @@ class PredictorTokenizer:
         items: dict[int, TextItem] = {}
         short: dict[int, list[str]] = {}
         for index, value in enumerate(request.inputs):
-            if isinstance(value, list):
+            if isinstance(value, list | array):
                 items[index] = self._of_token_ids(value, request, index, limit)
                 continue
             assert isinstance(value, str | tuple)
@@ -159,15 +160,15 @@ class PredictorTokenizer:
         return self._tokenizer.post_process(encoded[0], encoded[1] if len(encoded) == 2 else None)
 
     def _of_token_ids(self, token_ids: Sequence[int], request: PredictionRequest, index: int, limit: int) -> TextItem:
+        if len(token_ids) > limit:  # first: to look for the largest of millions holds the interpreter's lock
+            if not request.truncates:
+                raise _too_long(request, index, len(token_ids), limit)
+            token_ids = token_ids[:limit]
         if max(token_ids) >= self._info.vocab_size:
             raise InvalidRequest(
                 f"{request.param} has token id {max(token_ids)}; the model's are below {self._info.vocab_size}",
                 param=request.param,
             )
-        if len(token_ids) > limit:
-            if not request.truncates:
-                raise _too_long(request, index, len(token_ids), limit)
-            token_ids = token_ids[:limit]
         return TextItem(tuple(token_ids), dimensions=request.dimensions)
 
 

@@ -24,6 +24,7 @@ from servekit.api.schemas.predictions import (
     EmbeddingsRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
+    PredictionFields,
     PredictRequest,
     RerankRequest,
     ScoreRequest,
@@ -189,6 +190,8 @@ def _pack(wanted: Any, max_prompt_tokens: int) -> PackedBody:
         wanted.drop_conversation()
     elif isinstance(wanted, CompletionRequest | GenerateRequest | TgiRequest):
         truncate = wanted.to_generation_request().truncate  # this checks what no type can express
+    elif isinstance(wanted, PredictionFields):
+        wanted.check()
     for name, placeholder in _LONG_FIELDS[kind].items():
         value = getattr(wanted, name)
         if value is not None:

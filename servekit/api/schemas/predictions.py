@@ -33,6 +33,14 @@ class PredictionFields(Struct, kw_only=True):
         None
     )
 
+    def to_prediction_request(self) -> PredictionRequest:
+        """Return the request in the form that all APIs share. Raises InvalidRequest for what no type can express."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise InvalidRequest for what no type can express."""
+        self.to_prediction_request()
+
     def _request(self, inputs: list[Input], param: str, **more: Any) -> PredictionRequest:
         """Return the request in the form that all APIs share. Raises InvalidRequest for no inputs, or too many."""
         if not inputs:
@@ -325,6 +333,15 @@ class PredictRequest(PredictionFields, kw_only=True):
         list[str] | None, described("names of the tensors to return, of a model of kind infer; default: all")
     ] = None
 
+    def check(self) -> None:
+        """Raise InvalidRequest for what no type can express."""
+        if self.tensors is None:
+            self.to_prediction_request()
+            return
+        for name in ("input", "image", "inputs"):
+            if getattr(self, name) is not None:
+                raise InvalidRequest(f"send one of tensors and {name}: tensors are the whole input", param="tensors")
+
     def to_inference_request(self) -> InferenceRequest:
         """Return the request for a model of kind infer. Raises InvalidRequest for fields of other kinds."""
         for name in ("image", "inputs", "top_k", "raw_scores", "truncate"):
@@ -409,17 +426,15 @@ def inputs_of(value: Any, param: str) -> list[Input]:
     """Return the inputs of a text, of token ids, or of a list of either. Raises InvalidRequest."""
     if isinstance(value, str):
         return [value]
-    if isinstance(value, array):  # of a large body
-        return [list(value)]
+    if isinstance(value, array):  # of a large body; to make a list of millions would hold the event loop
+        return [value]
     kinds = set(map(type, value))
     if len(kinds) > 1:
         raise InvalidRequest(f"{param} mixes texts and token ids; send one kind", param=param)
     if kinds == {int}:
         return [value]
-    if kinds <= {list, array}:
-        if not all(value):
-            raise InvalidRequest(f"{param} has an empty list of token ids", param=param)
-        return [list(each) for each in value]
+    if kinds <= {list, array} and not all(value):
+        raise InvalidRequest(f"{param} has an empty list of token ids", param=param)
     return list(value)
 
 

@@ -31,6 +31,15 @@ from servekit.api.schemas.packed_body import (
     decode_kind,
     pack,
 )
+from servekit.api.schemas.predictions import (
+    EmbeddingsRequest,
+    OllamaEmbedRequest,
+    PredictionFields,
+    PredictRequest,
+    RerankRequest,
+    ScoreRequest,
+    TeiEmbedRequest,
+)
 from servekit.api.schemas.responses_api import ResponsesRequest
 from servekit.api.schemas.tgi import TgiRequest
 from servekit.api.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
@@ -45,7 +54,11 @@ OLLAMA_CHAT: Kinds = [OllamaChatRequest]
 OLLAMA_GENERATE: Kinds = [OllamaGenerateRequest]
 RESPONSES: Kinds = [ResponsesRequest]
 ANTHROPIC: Kinds = [MessagesRequest]
+EMBEDDINGS: Kinds = [EmbeddingsRequest]
+RERANK: Kinds = [RerankRequest]
+PREDICT: Kinds = [PredictRequest]
 MAX_TOKENS = 2**21
+TENSOR = {"name": "a", "shape": [1], "datatype": "INT64", "data": [1]}
 TEXT = '漢字, "quoted" and \\ escaped; 😀 ' * 4000
 
 
@@ -157,6 +170,33 @@ async def test_a_large_response_is_the_chat_of_a_small_one() -> None:
         assert wanted.metadata == {"a": "b"}
 
 
+@pytest.mark.parametrize(
+    ("kinds", "body"),
+    [
+        (EMBEDDINGS, {"input": TEXT}),
+        (EMBEDDINGS, {"input": ["a", TEXT]}),
+        (EMBEDDINGS, {"input": list(range(100_000))}),
+        (EMBEDDINGS, {"input": [[1, 2, 3], [4], list(range(50_000))], "dimensions": 3}),
+        ([TeiEmbedRequest], {"inputs": [TEXT, ""], "truncate": True}),
+        ([OllamaEmbedRequest], {"model": "m", "input": TEXT}),
+        (RERANK, {"query": TEXT, "documents": ["a", {"text": TEXT}], "top_n": 1}),
+        (RERANK, {"query": "a", "texts": [TEXT]}),
+        ([ScoreRequest], {"text_1": TEXT, "text_2": ["a", TEXT]}),
+        (PREDICT, {"input": [TEXT, "b"]}),
+        (PREDICT, {"image": "aGk="}),
+    ],
+)
+async def test_large_inputs_of_a_prediction_are_those_of_a_small_body(kinds: Kinds, body: dict[str, Any]) -> None:
+    text = encoded(body, kinds)
+    packed = decoded_here(text, kinds, MAX_TOKENS)
+    assert isinstance(packed, PackedBody)
+    wanted, conversation = await unpack(packed)
+    found, expected = wanted.to_prediction_request(), decode_kind(text, kinds[0]).to_prediction_request()
+    assert conversation is None
+    assert [list(each) if isinstance(each, array) else each for each in found.inputs] == expected.inputs
+    assert replace(found, inputs=[]) == replace(expected, inputs=[])
+
+
 INVALID: list[tuple[Kinds, dict[str, Any]]] = [
     (COMPLETION, {"prompt": [[1]] * 100_000}),
     (COMPLETION, {"prompt": ["a", 1]}),
@@ -174,6 +214,22 @@ INVALID: list[tuple[Kinds, dict[str, Any]]] = [
     (GENERATE, {"inputs": ["a"] * 100_000}),
     (TOKENIZE, {"inputs": [1]}),
     ([DetokenizeRequest], {"tokens": [-1]}),
+    (EMBEDDINGS, {"input": ["a", 1]}),
+    (EMBEDDINGS, {"input": [1, "a"]}),
+    (EMBEDDINGS, {"input": [1, [1]]}),
+    (EMBEDDINGS, {"input": [[1], "a"]}),
+    (EMBEDDINGS, {"input": [[1], []]}),
+    (EMBEDDINGS, {"input": []}),
+    (EMBEDDINGS, {"input": [[1]] * 100_000}),
+    ([TeiEmbedRequest], {"inputs": ["a"] * 100_000}),
+    ([OllamaEmbedRequest], {"model": "m", "input": []}),
+    (RERANK, {"query": "a", "documents": [{"text": "b"}] * 100_000}),
+    (RERANK, {"query": "a", "texts": []}),
+    ([ScoreRequest], {"text_1": ["a", "b"], "text_2": ["c"]}),
+    (PREDICT, {"input": ["a"], "image": ["b"]}),
+    (PREDICT, {"image": ["b"] * 100_000}),
+    (PREDICT, {"tensors": [TENSOR], "image": ["b"]}),
+    (PREDICT, {"tensors": [TENSOR], "input": ["a"] * 100_000}),
 ]
 
 
@@ -182,7 +238,9 @@ async def test_large_body_is_refused_as_a_small_one_is(kinds: Kinds, body: dict[
     text = encoded(body, kinds)
     try:
         wanted = decode_kind(text, choose_kind(text, kinds))
-        if isinstance(wanted, ChatBody):
+        if isinstance(wanted, PredictionFields):
+            wanted.check()
+        elif isinstance(wanted, ChatBody):
             wanted.check()
             wanted.conversation()
         else:
