@@ -33,6 +33,7 @@ class BatchLimits(Struct, frozen=True):
     max_batch_size: int  # items
     max_batch_tokens: int  # with padding; an item that alone exceeds this gets a batch of its own
     max_delay_s: float = 0.0  # how long the first item may wait for others, while the worker is idle
+    max_batch_bytes: int = 2**22  # of image files; a larger one gets a batch of its own
     max_in_flight: int = 2  # batches that are sent to the worker before it returns the first of them
 
 
@@ -211,15 +212,18 @@ class DynamicBatcher:
     def _fill(self) -> list[Item]:
         """Take the items of the next batch from the queue."""
         items: list[Item] = []
-        num_tokens, limits = 0, self.limits
+        num_tokens, num_bytes, limits = 0, 0, self.limits
         while len(items) < limits.max_batch_size:
             item = self._queue.first()
-            if item is None or (items and num_tokens + item.cost > limits.max_batch_tokens):
+            if item is None:
+                break
+            num_tokens += item.cost
+            num_bytes += item.num_bytes
+            if items and (num_tokens > limits.max_batch_tokens or num_bytes > limits.max_batch_bytes):
                 break
             self._queue.pop(item)
             self._queue.charge(item)  # now, so that tenants take turns within the batch, too
             items.append(item)
-            num_tokens += item.cost
         return items
 
     def _end(self, item: Item) -> None:

@@ -30,6 +30,7 @@ class Item(Struct, eq=False):
     tenant: str = ""
     priority: int = 0  # lower is more urgent
     deadline_s: float = NEVER
+    num_bytes: int = 0  # of an image file; texts are short
     status: ItemStatus = ItemStatus.WAITING
     num_crashes: int = 0  # workers that were lost while they had this item
 

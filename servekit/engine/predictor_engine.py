@@ -289,7 +289,8 @@ class PredictorEngine(OneModel):
             raise
         priority = max(request.priority, caller.min_priority)
         entries = [
-            Item(next(self._item_ids), self._length(item), arrival_s, tenant, priority, deadline_s) for item in items
+            Item(next(self._item_ids), self._length(item), arrival_s, tenant, priority, deadline_s, _num_bytes(item))
+            for item in items
         ]
         state = PredictionState(caller, entries, self._abort)
         for index, (entry, item) in enumerate(zip(entries, items, strict=True)):
@@ -520,6 +521,10 @@ class PredictorEngine(OneModel):
             await state.results()
         finally:
             state.abort()
+
+
+def _num_bytes(item: TextItem | ImageItem) -> int:
+    return len(item.data) if isinstance(item, ImageItem) else 0
 
 
 def _find_files(config: ServeConfig) -> Path:

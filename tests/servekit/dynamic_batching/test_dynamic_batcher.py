@@ -48,6 +48,20 @@ def test_an_item_longer_than_a_batch_is_computed_alone() -> None:
     assert ids(batcher.plan(0.0)) == [1]
 
 
+def test_a_batch_ends_before_the_image_that_makes_its_message_too_long() -> None:
+    """The event loop encodes the message of a batch in one piece."""
+    batcher = DynamicBatcher(BatchLimits(max_batch_size=4, max_batch_tokens=64, max_batch_bytes=100))
+    for index, num_bytes in enumerate((60, 40, 1, 500, 20)):
+        batcher.add(Item(index, 8, 0.0, num_bytes=num_bytes))
+    batches = []
+    while batcher.has_work:
+        batch = batcher.plan(1.0)
+        assert batch is not None
+        batches.append(ids(batch))
+        batcher.commit(batch.epoch, batch.batch_id)
+    assert batches == [[0, 1], [2], [3], [4]]
+
+
 def test_behind_a_running_batch_only_a_full_one_is_planned() -> None:
     batcher, _ = make(8, 8, 8, 8, 8)
     assert ids(batcher.plan(0.0)) == [0, 1, 2, 3]
