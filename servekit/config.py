@@ -259,7 +259,10 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_body_bytes: Annotated[Positive, Meta(description="maximum size of a request body, in bytes")] = 8 * 2**20
     max_total_body_bytes: Annotated[
         Positive,
-        Meta(description="maximum memory for all request bodies together, in bytes; the server refuses more with 503"),
+        Meta(
+            description="maximum memory for all request bodies and answers of predictions together, in bytes; the "
+            "server refuses more with 503"
+        ),
     ] = 2**28
     max_total_logprobs: Annotated[
         int,

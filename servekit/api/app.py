@@ -20,6 +20,7 @@ from servekit.api import docs_page, openapi
 from servekit.api.auth.keys import Key, Keyring, parse_api_key
 from servekit.api.batch_runner import BatchRunner
 from servekit.api.batch_storage import BatchStorage
+from servekit.api.body_budget import BodyBudget
 from servekit.api.body_decoder import BodyDecoder
 from servekit.api.endpoint import Endpoint
 from servekit.api.error_handlers import exception_handlers
@@ -29,7 +30,6 @@ from servekit.api.middleware.metrics import RequestMetrics
 from servekit.api.middleware.stack import add_access_layers
 from servekit.api.mirroring import Mirroring
 from servekit.api.refusal_rate_limit import RefusalRateLimit
-from servekit.api.request_body import BodyBudget
 from servekit.api.responses.sse import KeepAlive
 from servekit.api.routes import (
     anthropic,

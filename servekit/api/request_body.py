@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar, cast
 
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
+from servekit.api.body_budget import BodyBudget
 from servekit.api.body_decoder import BodyDecoder, error_of, unpack
 from servekit.api.endpoint import caller_of, mark, models_of
 from servekit.api.mirroring import note_copy
@@ -23,77 +24,14 @@ from servekit.api.schemas.packed_body import (
     choose_kind,
     decode_kind,
 )
-from servekit.engine.caller import ANONYMOUS
-from servekit.engine.interface import ModelUse
-from servekit.engine.request_state import RequestState
-from servekit.errors import QueueFull, RequestTimeout, RequestTooLarge, UnsupportedEncoding
-from servekit.shared_budget import SharedBudget
+from servekit.errors import RequestTimeout, RequestTooLarge, UnsupportedEncoding
 from servekit.time_causes import TimeCause
 
-# The first bytes of each body are not counted. When large bodies fill the budget, small requests still pass; what the
-# uncounted bytes add up to is bounded by max_connections.
-UNCOUNTED_BODY_BYTES = 2**14
-BODY_RETRY_AFTER_S = 5
+MAX_BYTES_AT_ONCE = 2**13  # of a body that is decoded and used without a pause between
 
 Body = TypeVar("Body", bound=Struct)
 TgiBody = TypeVar("TgiBody", bound=Struct)
 Chat = TypeVar("Chat", bound=ChatBody)
-
-
-class BodyBudget:
-    """Bound the bytes that all request bodies hold in memory. An ASGI layer: it releases a body when its request ends.
-
-    Releasing it earlier would undercount. While sequences wait and run, handlers hold the body or objects made from it.
-    The scheduler's own bounds count tokens, which do not cover whitespace, user names and truncated prompts. What a
-    request's result may take is released here, too: until then, the answer is in memory. So is its model, which may be
-    unloaded from then on.
-    """
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self.budget = SharedBudget(max_bytes)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state = scope.setdefault("state", {})
-        state.update(body_budget=self, num_body_bytes=0)
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self.budget.release(state.get("caller", ANONYMOUS).tenant, state["num_body_bytes"])
-            request_state: RequestState | None = state.get("request_state")
-            if request_state is not None:
-                request_state.release_result()
-            model_use: ModelUse | None = state.get("model_use")
-            if model_use is not None:
-                model_use.release()
-
-    def reserve(self, request: Request, length: int) -> None:
-        """Count the request's body, which now has `length` bytes. Raises as `check` does, and then counts no more."""
-        more = self.check(request, length)
-        if more > 0:
-            self.budget.take(caller_of(request).tenant, more)
-            request.state.num_body_bytes += more
-
-    def check(self, request: Request, length: int) -> int:
-        """Return how many bytes `reserve` would count.
-
-        Raises RequestTooLarge for more than the tenant may ever hold, and QueueFull for more than it may hold now.
-        """
-        budget, tenant = self.budget, caller_of(request).tenant
-        most = UNCOUNTED_BODY_BYTES + budget.max_share(tenant)
-        if length > most:
-            raise RequestTooLarge(
-                f"the request body has {length} bytes or more; the bodies of one tenant may have {most} bytes (as "
-                f"max_total_body_bytes = {budget.limit} is shared); send fewer or shorter prompts"
-            )
-        more: int = length - UNCOUNTED_BODY_BYTES - request.state.num_body_bytes
-        if more > 0 and not budget.has_room(tenant, more):
-            raise QueueFull(
-                f"request bodies hold {budget.total} bytes of memory{budget.describe_share(tenant)}; the limit is "
-                f"{budget.limit} (max_total_body_bytes). Try again in {BODY_RETRY_AFTER_S} s.",
-                retry_after_s=BODY_RETRY_AFTER_S,
-            )
-        return more
 
 
 async def read_body(request: Request) -> bytearray:
@@ -156,6 +94,8 @@ async def _read(request: Request, kinds: list[type[Any]]) -> tuple[Any, list[dic
         decoded = decode_kind(small, kind)
         mark(request, TimeCause.BODY)
         note_copy(request, getattr(decoded, "model", None), small)
+        if len(small) > MAX_BYTES_AT_ONCE:
+            await asyncio.sleep(0)  # what follows, for thousands of prompts, takes as long again
         return decoded, None
     decoder: BodyDecoder = request.app.state.body_decoder
     max_prompt_tokens = models_of(request).max_prompt_tokens

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from servekit.api.endpoint import counters_of, models_of
-from servekit.api.responses.long_json import ItemList, LongJson
+from servekit.api.responses.long_json import ITEMS_PER_PIECE, ItemList, LongJson
 from servekit.api.schemas.anthropic import error_type
 from servekit.api.schemas.json_body import encode
 from servekit.api.schemas.tgi import ERROR_TYPES, tgi_param
@@ -36,14 +36,16 @@ def respond(value: Any, status: int = 200) -> Response:
     return Response(encode(value), status, media_type="application/json")
 
 
-async def respond_at_length(make: Callable[[ItemList], Any], num_tokens: int) -> Response:
+async def respond_at_length(
+    make: Callable[[ItemList], Any], num_tokens: int, items_per_piece: int = ITEMS_PER_PIECE
+) -> Response:
     """Respond with `make(items)`, which calls `items` for each list that may be long.
 
     A long answer is made in a thread and encoded in pieces, so that the event loop stays free for others.
     """
     if num_tokens < NUM_TOKENS_FOR_THREAD:
         return respond(make(list))
-    long_json = LongJson()
+    long_json = LongJson(items_per_piece)
     return LongResponse(await asyncio.to_thread(lambda: long_json.pieces(make(long_json.items))))
 
 

@@ -1,8 +1,8 @@
 """Encode an answer of many megabytes in pieces of some kilobytes.
 
 One call that encodes a whole answer holds the interpreter's lock for as long as it takes, and its objects take four
-times the memory of the JSON. So the items of long lists are made and encoded ITEMS_PER_PIECE at a time. The answer has
-marks in their place, which the encoded pieces replace at the end.
+times the memory of the JSON. So the items of long lists are made and encoded some at a time. The answer has marks
+in their place, which the encoded pieces replace at the end.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ ItemList = Callable[[Iterable[Any]], list[Any]]
 class LongJson:
     """The pieces of one answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, items_per_piece: int = ITEMS_PER_PIECE) -> None:
+        self._items_per_piece = items_per_piece
         self._pieces: list[bytes] = []
 
     def items(self, items: Iterable[Any]) -> list[Any]:
         """Encode the items of a list, and return the marks that take their place in the answer."""
         remaining, marks = iter(items), []
-        while some := list(islice(remaining, ITEMS_PER_PIECE)):
+        while some := list(islice(remaining, self._items_per_piece)):
             inner = encode(some)[1:-1]  # it may contain marks of its own
             marks.append(Raw(b"%b%d%b" % (_MARK, len(self._pieces), _MARK)))
             self._pieces.append(inner)

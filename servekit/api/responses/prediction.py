@@ -5,20 +5,28 @@ from __future__ import annotations
 import math
 from array import array
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 
+from servekit.api.body_budget import BodyBudget
 from servekit.api.endpoint import caller_of
 from servekit.api.key_accounts import RequestAccount
 from servekit.api.responses.generation import CHARACTERS_PER_TOKEN, unless_disconnected
+from servekit.api.responses.http import respond_at_length
+from servekit.api.responses.long_json import ITEMS_PER_PIECE, ItemList
 from servekit.engine.caller import Caller
 from servekit.engine.interface import InferringEngine, PredictingEngine
 from servekit.engine.prediction_state import PredictionState
 from servekit.inference import InferenceRequest, Tensor
 from servekit.prediction import Input, PredictionRequest
-from servekit.protocol.prediction import Activation
+from servekit.protocol.prediction import Activation, PredictorInfo, PredictorKind
 
+BYTES_PER_NUMBER = 24  # of an answer: four as they are computed, and up to twenty as JSON
+BYTES_PER_SCORE = 48  # the same, with the names of its fields
+NUMBERS_PER_PIECE = 2**14  # that are encoded at a time, which takes a millisecond or less
 NUMBERS_PER_TOKEN = 16  # of an answer: so many take about as long to encode as one token of a generation
 
 
@@ -27,11 +35,15 @@ async def compute(
 ) -> tuple[PredictionState, Sequence[bytes]]:
     """Admit a prediction with its caller's tenant, and wait for its results: 32-bit floats for each input.
 
+    The memory of the answer is counted first, and held until it is written.
+
     Raises RequestError, WorkerError, or ClientDisconnect if the client leaves meanwhile.
     """
     account: RequestAccount | None = getattr(request.state, "account", None)
     if account is not None:
         await account.reserve(len(wanted.inputs), 0, sum(map(_estimated_tokens, wanted.inputs)))
+    budget: BodyBudget = request.state.body_budget
+    budget.hold_answer(request, len(wanted.inputs) * answer_bytes(engine.model, wanted))
     state = await unless_disconnected(request, engine.submit(wanted, caller_of(request)))
     request.state.prediction = state  # for the log
     try:
@@ -53,7 +65,10 @@ async def infer(request: Request, engine: InferringEngine, wanted: InferenceRequ
         num_tokens = sum(map(_estimated_tokens, wanted.texts))
         await account.reserve(wanted.num_inputs, 0, num_tokens)
         account.charge_tokens(num_tokens)
-    return await unless_disconnected(request, _outputs(engine, wanted, caller_of(request)))
+    outputs = await unless_disconnected(request, _outputs(engine, wanted, caller_of(request)))
+    budget: BodyBudget = request.state.body_budget
+    budget.hold_answer(request, 2 * sum(len(tensor.data) for tensor in outputs))  # as they came, and in the answer
+    return outputs
 
 
 async def _outputs(engine: InferringEngine, wanted: InferenceRequest, caller: Caller) -> list[Tensor]:
@@ -64,12 +79,19 @@ async def _results(state: PredictionState) -> Sequence[bytes]:
     return await state.results()
 
 
+def answer_bytes(model: PredictorInfo, wanted: PredictionRequest) -> int:
+    """Return what the answer to one input takes in memory: an embedding, a score for each label, or one score."""
+    if model.kind is PredictorKind.EMBED:
+        return BYTES_PER_NUMBER * min(model.dimensions, wanted.dimensions or model.dimensions)
+    return sum(BYTES_PER_SCORE + len(label) for label in model.labels or ("",))
+
+
 def _estimated_tokens(value: Input) -> int:
     if isinstance(value, str):
         return len(value) // CHARACTERS_PER_TOKEN
     if isinstance(value, tuple):
         return sum(map(len, value)) // CHARACTERS_PER_TOKEN
-    return len(value) if isinstance(value, list) else 0
+    return len(value) if isinstance(value, list | array) else 0
 
 
 def floats(result: bytes) -> list[float]:
@@ -85,9 +107,11 @@ def base64_of(result: bytes) -> str:
     return b64encode(values.tobytes()).decode()
 
 
-def num_described(results: Sequence[bytes]) -> int:
-    """Return how long an answer with all these numbers is, in tokens of a generation."""
-    return sum(map(len, results)) // (4 * NUMBERS_PER_TOKEN)
+async def respond_with(make: Callable[[ItemList], Any], results: Sequence[bytes]) -> Response:
+    """Respond with `make(items)`, which calls `items` for the list with all these numbers."""
+    num_tokens = sum(map(len, results)) // (4 * NUMBERS_PER_TOKEN)
+    items_per_piece = max(1, min(ITEMS_PER_PIECE, 4 * NUMBERS_PER_PIECE // max(1, len(results[0]))))
+    return await respond_at_length(make, num_tokens, items_per_piece)
 
 
 def scores_of(logits: Sequence[float], activation: Activation) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,8 +15,10 @@ from servekit.api.model_choice import classifier_for, predictor_for
 from servekit.api.multipart import MultipartReader, Part
 from servekit.api.request_body import read, read_body
 from servekit.api.responses.collect import new_id
+from servekit.api.responses.generation import CHARACTERS_PER_TOKEN
 from servekit.api.responses.http import OLLAMA_PATHS, respond, respond_at_length
-from servekit.api.responses.prediction import base64_of, compute, floats, infer, num_described, scores_of
+from servekit.api.responses.long_json import ItemList
+from servekit.api.responses.prediction import base64_of, compute, floats, infer, respond_with, scores_of
 from servekit.api.schemas.json_body import decode_query
 from servekit.api.schemas.ollama import OllamaError
 from servekit.api.schemas.packed_body import MAX_INLINE_BYTES
@@ -62,13 +65,13 @@ async def embeddings(request: Request) -> Response:
     state, results = await compute(request, engine, wanted.to_prediction_request())
     encode = base64_of if wanted.encoding_format == "base64" else floats
     usage = PredictionUsage(state.num_tokens, state.num_tokens)
-    return await respond_at_length(
+    return await respond_with(
         lambda items: EmbeddingsResponse(
             items(Embedding(index, encode(result)) for index, result in enumerate(results)),
             engine.config.model_name,
             usage,
         ),
-        num_described(results),
+        results,
     )
 
 
@@ -77,7 +80,7 @@ async def embed(request: Request) -> Response:
     wanted = await read(request, TeiEmbedRequest)
     engine = await predictor_for(request, wanted.model, PredictorKind.EMBED)
     _, results = await compute(request, engine, wanted.to_prediction_request())
-    return await respond_at_length(lambda items: items(map(floats, results)), num_described(results))
+    return await respond_with(lambda items: items(map(floats, results)), results)
 
 
 async def ollama_embed(request: Request) -> Response:
@@ -86,11 +89,11 @@ async def ollama_embed(request: Request) -> Response:
     engine = await predictor_for(request, wanted.model.removesuffix(":latest"), PredictorKind.EMBED)
     state, results = await compute(request, engine, wanted.to_prediction_request())
     duration_ns = int(1e9 * (time.monotonic() - started_s))
-    return await respond_at_length(
+    return await respond_with(
         lambda items: OllamaEmbedResponse(
             engine.config.model_name, items(map(floats, results)), duration_ns, 0, state.num_tokens
         ),
-        num_described(results),
+        results,
     )
 
 
@@ -117,13 +120,22 @@ async def rerank(request: Request) -> Response:
     scores = [scores_of(floats(result), activation)[0] for result in results]
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: wanted.top_n]
     documents = wanted.texts_of_documents
-    if wanted.documents is None:
-        return respond([TeiRank(each, scores[each], documents[each] if wanted.return_text else None) for each in order])
-    ranked = [
-        RerankResult(each, scores[each], Document(documents[each]) if wanted.return_documents else None)
-        for each in order
-    ]
-    return respond(RerankResponse(new_id("rerank"), engine.config.model_name, ranked, RerankUsage(state.num_tokens)))
+    returns_text = bool(wanted.return_text if wanted.documents is None else wanted.return_documents)
+    num_characters = sum(len(documents[each]) for each in order) if returns_text else 0
+
+    def of_texts(index: int) -> TeiRank:
+        return TeiRank(index, scores[index], documents[index] if returns_text else None)
+
+    def of_documents(index: int) -> RerankResult:
+        return RerankResult(index, scores[index], Document(documents[index]) if returns_text else None)
+
+    def response(items: ItemList) -> Any:
+        if wanted.documents is None:
+            return items(map(of_texts, order))
+        usage = RerankUsage(state.num_tokens)
+        return RerankResponse(new_id("rerank"), engine.config.model_name, items(map(of_documents, order)), usage)
+
+    return await respond_at_length(response, num_characters // CHARACTERS_PER_TOKEN)
 
 
 async def score(request: Request) -> Response:
@@ -161,6 +173,8 @@ async def predict(request: Request) -> Response:
         wanted = await read(request, PredictRequest)
         if wanted.tensors is None:  # a mistake is refused before a model is loaded for it
             prediction = wanted.to_prediction_request()
+        else:
+            wanted.check()
     engine = await classifier_for(request, wanted.model)
     if infers(engine):
         outputs = await infer(request, engine, wanted.to_inference_request())
@@ -176,13 +190,13 @@ async def predict(request: Request) -> Response:
 
     if wanted.inputs is not None:
         is_one = isinstance(wanted.inputs, str)
-        return await respond_at_length(
-            lambda items: labelled(results[0]) if is_one else items(map(labelled, results)), num_described(results)
+        return await respond_with(
+            lambda items: labelled(results[0]) if is_one else items(map(labelled, results)), results
         )
     usage = PredictionUsage(state.num_tokens, state.num_tokens)
-    return await respond_at_length(
+    return await respond_with(
         lambda items: PredictResponse(engine.config.model_name, items(map(_prediction, map(labelled, results))), usage),
-        num_described(results),
+        results,
     )
 
 

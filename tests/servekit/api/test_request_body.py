@@ -16,7 +16,8 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from servekit.api.app import create_app
-from servekit.api.request_body import UNCOUNTED_BODY_BYTES, BodyBudget, read_body
+from servekit.api.body_budget import UNCOUNTED_BODY_BYTES, BodyBudget
+from servekit.api.request_body import read_body
 from servekit.api.responses.http import refuse
 from servekit.config import ServeConfig
 from servekit.engine.caller import Caller

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import math
@@ -12,12 +13,13 @@ from typing import Any
 
 import pytest
 from starlette.applications import Starlette
+from starlette.types import Message
 
 from servekit.api.app import create_app
 from servekit.api.auth.keys import parse_keys_file
 from servekit.api.schemas.packed_body import MAX_INLINE_BYTES
 from servekit.protocol.prediction import PredictorKind
-from tests.support.asgi import Answer, Log, ask, bearer, make_app
+from tests.support.asgi import Answer, Log, ask, bearer, make_app, make_scope
 from tests.support.local_predictor import local_engine
 from tests.support.predictor_checkpoints import TEXTS, make_classifier, make_embedder, make_image, make_image_classifier
 
@@ -167,6 +169,48 @@ async def test_images_are_base64_data_urls_or_uploads(image_classifier: Starlett
     assert (await post(image_classifier, "/predict", large, header)).status == 413
     padded, header = form(image=image + bytes(2**20), model=b"image", top_k=b"1")  # read in several pieces
     assert (await post(image_classifier, "/predict", padded, header)).body == answer.body
+
+
+async def test_the_memory_of_answers_is_bounded_until_their_clients_have_read_them(folder: Path) -> None:
+    async for app in app_of(folder, "embed", max_total_body_bytes=200_000, max_body_bytes=50_000):
+        body = json.dumps({"input": ["a"] * 200, "model": "embed"}).encode()
+        reads = asyncio.Event()
+        has_begun = asyncio.Event()
+        received: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive(messages: list[Message] = received) -> Message:
+            if messages:
+                return messages.pop()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: Message, begins: asyncio.Event = has_begun, may_go_on: asyncio.Event = reads) -> None:
+            begins.set()
+            await may_go_on.wait()
+
+        slow = asyncio.create_task(app(make_scope("POST", "/v1/embeddings"), receive, send))
+        async with asyncio.timeout(60):
+            await has_begun.wait()
+            refused = await post(app, "/v1/embeddings", body)
+            assert refused.status == 503 and "max_total_body_bytes" in refused.error["message"]
+            assert refused.headers["retry-after"]
+            assert (await post(app, "/v1/embeddings", {"input": "a"})).status == 200, "small answers pass"
+            reads.set()
+            await slow
+            assert (await post(app, "/v1/embeddings", body)).status == 200
+        too_many = await post(app, "/v1/embeddings", {"input": ["a"] * 300})
+        assert too_many.status == 400 and "send fewer inputs" in too_many.error["message"]
+
+
+async def test_documents_are_returned_whole_however_long_they_are(reranker: Starlette) -> None:
+    documents = ["the sky is blue\0 " * 5000, "fish swim", "\u00e9"]
+    for name, wanted, text_of in (
+        ("documents", "return_documents", lambda each: each["document"]["text"]),
+        ("texts", "return_text", lambda each: each["text"]),
+    ):
+        found = await read(reranker, "/v1/rerank", {"query": "a", name: documents, wanted: True})
+        ranked = found["results"] if name == "documents" else found
+        assert {each["index"]: text_of(each) for each in ranked} == dict(enumerate(documents))
 
 
 async def test_a_model_of_another_kind_is_refused_in_words(embedder: Starlette) -> None:
