@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 
 import torch
 
 from benchmarks.gpu.session import BLOCK_SIZE, Session
 from benchmarks.gpu.stage_process import run_stage
-from benchmarks.worker_memory import resident_bytes
+from benchmarks.open_streams import resident_bytes
 from tests.support.inprocess import InProcessEngine
 from workers.device.memory import release_memory
 from workers.loading.model_manager import LoadedModel
@@ -113,7 +114,7 @@ def _reset_peak(device: torch.device) -> None:
 
 def _taken(device: torch.device) -> dict[str, float]:
     """Return the memory in use; on a CPU, the process's own."""
-    resident = resident_bytes()
+    resident = resident_bytes(os.getpid())
     if device.type != "cuda":
         return {"peak_bytes": resident, "reserved_bytes": resident, "resident_bytes": resident}
     free, _ = torch.cuda.mem_get_info(device)

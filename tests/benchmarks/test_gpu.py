@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import benchmarks.gpu
 from benchmarks.gpu import requirements, tables
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.parsing import counts, step_while_all_run, summary_line, union_length
@@ -204,3 +207,13 @@ def test_step_times_are_measured_while_all_sequences_run() -> None:
 )
 def test_pytests_last_line_is_parsed(output: str, expected: dict[str, int]) -> None:
     assert counts(summary_line(output)) == expected
+
+
+def test_every_module_imports_but_for_packages_that_only_a_gpu_needs() -> None:
+    """A stage runs in a process of its own, after minutes: a name that is not there would be noticed only then."""
+    for module in pkgutil.iter_modules(benchmarks.gpu.__path__):
+        try:
+            importlib.import_module(f"benchmarks.gpu.{module.name}")
+        except ModuleNotFoundError as error:
+            if error.name not in ("triton", "vllm"):
+                raise
