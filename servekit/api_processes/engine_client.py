@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from servekit.aio.daemon_thread import run_in_daemon_thread
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.api_processes import messages as ms
 from servekit.config import ServeConfig
 from servekit.engine.caller import ANONYMOUS, Caller
@@ -221,7 +222,7 @@ class EngineClient(OneModel):
         self._answers[question.question_id] = answer
         self.send(question)
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with pause_tolerant_timeout(ANSWER_TIMEOUT_S):
                 raw = await answer
         except TimeoutError:
             raise InternalError(f"the engine process did not answer within {ANSWER_TIMEOUT_S:g} s") from None

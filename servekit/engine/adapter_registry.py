@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.config import ServeConfig
 from servekit.engine.model_names import ANY_MODEL
 from servekit.errors import ConfigError, InvalidRequest, ModelNotFound, QueueFull
@@ -176,7 +177,7 @@ class AdapterRegistry:
         entry = WaitingRequest(self._find(name), place, loop.time())
         self._waiting.append(entry)
         try:
-            async with asyncio.timeout(WAIT_TIMEOUT_S):
+            async with pause_tolerant_timeout(WAIT_TIMEOUT_S):
                 return await asyncio.shield(place)
         except BaseException as error:
             if place.done() and not place.cancelled():

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from msgspec import Struct
 
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.config import ServeConfig
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.errors import (
@@ -214,7 +215,7 @@ class TritonEngine(RemoteModel):
         """Send an inference once. Raises Failure or RemoteFailed."""
         timeout_s, started_s = self.settings.answer_timeout, self._clock()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with pause_tolerant_timeout(timeout_s):
                 path = f"{self._model_path}/infer"
                 async with self.server.open(path, body, request_id, busy_statuses=BUSY_STATUSES) as response:
                     self.metrics.remote.answer_began(self._clock() - started_s)

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.config import ServeConfig
 from servekit.errors import WorkerLost, WorkerNotReady
 from servekit.observability.metrics import ModelMetrics
@@ -65,7 +66,7 @@ class VllmEngine(RemoteEngine):
         await self.server.start()
         await self._process.start(self._command, self._environment, self._visible_devices)
         try:
-            async with asyncio.timeout(self.config.load_timeout):
+            async with pause_tolerant_timeout(self.config.load_timeout):
                 await self._wait_until_it_listens()
         except TimeoutError:
             raise WorkerNotReady(

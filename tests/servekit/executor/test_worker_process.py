@@ -10,6 +10,8 @@ import time
 import pytest
 
 from servekit.errors import WorkerLost, WorkerTimeout
+from servekit.executor import worker_process
+from servekit.executor.worker_process import WorkerProcess
 from servekit.protocol.messages import ScheduledChunk, StepPlan, StepResult
 from tests.servekit.executor.conftest import PLAN, Start, wait_for_loss
 from tests.servekit.executor.stand_in_worker import READY
@@ -94,3 +96,22 @@ async def test_a_plan_larger_than_the_pipe_does_not_block_the_event_loop(start: 
     assert await worker.receive(60) == StepResult(0, 0, (7,), 0.0)
     await worker.end(graceful=True)
     assert_within(1, elapsed_s)
+
+
+async def test_workers_keep_few_kernels_of_onednn_unless_the_operator_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel takes some 160 KB, and oneDNN keeps 1,024 by default: the worker's memory would grow for hours."""
+    environments: list[dict[str, str]] = []
+
+    def popen(command: list[str], *, env: dict[str, str], **options: object) -> None:
+        environments.append(env)
+        raise OSError("not started by this test")
+
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    monkeypatch.setattr(worker_process.subprocess, "Popen", popen)
+    for _ in range(2):
+        with pytest.raises(OSError, match="not started"):
+            WorkerProcess([])
+        monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
+    assert [each["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] for each in environments] == ["128", "7"]
