@@ -197,6 +197,8 @@ def _pack(wanted: Any, max_prompt_tokens: int) -> PackedBody:
         if value is not None:
             if isinstance(wanted, CompletionRequest):
                 value = _truncated(value, name, truncate, max_prompt_tokens)
+            elif isinstance(wanted, EmbeddingsRequest):
+                value = _beginnings(value, max_prompt_tokens + 1)
             long[name] = _long(value)
             setattr(wanted, name, placeholder)
     short = msgspec.json.encode(wanted)
@@ -221,6 +223,13 @@ def _truncated(prompt: Any, name: str, truncate: int | None, max_tokens: int) ->
         if len(token_ids) > max_tokens:
             raise prompt_too_long(max_tokens, len(token_ids), name if is_flat else f"{name}[{index}]")
     return prompts[0] if is_flat else prompts
+
+
+def _beginnings(value: Any, max_tokens: int) -> Any:
+    """Return inputs without the token ids behind the first ones, of which the engine uses none: millions of them."""
+    if isinstance(value, str) or isinstance(value[0], str):
+        return value
+    return value[:max_tokens] if isinstance(value[0], int) else [token_ids[:max_tokens] for token_ids in value]
 
 
 def _long(value: Any) -> Long:

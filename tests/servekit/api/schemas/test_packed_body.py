@@ -197,6 +197,14 @@ async def test_large_inputs_of_a_prediction_are_those_of_a_small_body(kinds: Kin
     assert replace(found, inputs=[]) == replace(expected, inputs=[])
 
 
+def test_of_the_token_ids_of_an_input_only_so_many_are_sent_that_the_engine_sees_there_are_too_many() -> None:
+    for given in ([5] * 100_000, [[5] * 100_000, [6]]):
+        packed = decoded_here(encoded({"input": given}, EMBEDDINGS), EMBEDDINGS, 1000)
+        assert isinstance(packed, PackedBody)
+        sent = asyncio.run(unpack(packed))[0].input
+        assert sent == (array("i", [5] * 1001) if given[0] == 5 else [array("i", [5] * 1001), array("i", [6])])
+
+
 INVALID: list[tuple[Kinds, dict[str, Any]]] = [
     (COMPLETION, {"prompt": [[1]] * 100_000}),
     (COMPLETION, {"prompt": ["a", 1]}),
