@@ -37,14 +37,18 @@ class Attacker:
         """Return a number that this process has not used before, to make a request that no cache knows."""
         return next(self._numbers)
 
-    async def post(self, path: str, body: dict[str, Any] | bytes, *headers: str) -> int:
+    async def post(
+        self, path: str, body: dict[str, Any] | bytes, *headers: str, content_type: str = "application/json"
+    ) -> int:
         """Send a request on a new connection, read the whole answer, and return its status."""
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        return await self.send(self.head(path, f"Content-Length: {len(data)}", *headers), data)
+        return await self.send(
+            self.head(path, f"Content-Length: {len(data)}", *headers, content_type=content_type), data
+        )
 
-    def head(self, path: str, *headers: str) -> bytes:
+    def head(self, path: str, *headers: str, content_type: str = "application/json") -> bytes:
         lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"X-API-Key: {ATTACKER_KEY}", "Connection: close"]
-        return "\r\n".join([*lines, "Content-Type: application/json", *headers, "\r\n"]).encode()
+        return "\r\n".join([*lines, f"Content-Type: {content_type}", *headers, "\r\n"]).encode()
 
     async def send(self, *pieces: bytes) -> int:
         """Send bytes on a new connection, read until the server closes it, and return the first answer's status."""

@@ -2,127 +2,48 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from random import Random
 from statistics import median_high
+from typing import TextIO
+
+from msgspec import Struct
 
 from tests.torture.attacks.attacker import Attack, Attacker
 from tests.torture.attacks.callback_times import Hold, read_holds
 from tests.torture.attacks.claims import Claim, Scenario
+from tests.torture.attacks.shapes import (
+    LONG,
+    LONG_CONTEXT,
+    NUM_BYTES,
+    PREDICTED,
+    SERVED,
+    SHAPES,
+    Shape,
+    predictor_models,
+    small_shapes,
+)
 from tests.torture.attacks.tenants import ATTACKER_KEY, serving_tenants
 from tests.torture.report import BUILD
 
 MAX_HOLD_S = 0.01
+GOAL_S = 0.005
 SETTLE_S = 0.2
-NUM_BYTES = 8 * 2**20 - 4096  # --max-body-bytes, with room for what is around the items
-
-
-def _filled(before: str, item: str, after: str) -> Callable[[], bytes]:
-    """Return a body of as many items as fit, separated by commas."""
-    num_items = NUM_BYTES // (len(item.encode()) + 1)
-    return lambda: (before + ",".join([item] * num_items) + after).encode()
-
-
-def _numbered_keys() -> bytes:
-    keys = (f'"{number:07x}":0' for number in range(NUM_BYTES // 12))
-    return ('{"prompt":"a",' + ",".join(keys) + "}").encode()
-
-
-TOOL_CALL = '{"id":"a","type":"function","function":{"name":"a","arguments":"{}"}}'
-_CHAT = '{"model":"demo","messages":['
-
-# Name: path, and what makes the body.
-SHAPES: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "prompts of one token": ("/v1/completions", _filled('{"model":"demo","prompt":[', "[1]", "]}")),
-    "10,000 prompts": (
-        "/v1/completions",
-        lambda: b'{"model":"demo","prompt":[' + b",".join([b"[1]"] * 10_000) + b"]}",
-    ),
-    "prompts of one letter": ("/v1/completions", _filled('{"model":"demo","prompt":[', '"a"', "]}")),
-    "token ids": ("/v1/completions", _filled('{"model":"demo","prompt":[', "1", "]}")),
-    "one long prompt": ("/generate", lambda: b'{"prompt":"' + b"a " * (NUM_BYTES // 2) + b'"}'),
-    "escapes": ("/generate", lambda: b'{"prompt":"' + rb"\u00e9" * (NUM_BYTES // 6) + b'"}'),
-    "messages": ("/v1/chat/completions", _filled(_CHAT, '{"role":"user","content":"a"}', "]}")),
-    "content parts": (
-        "/v1/chat/completions",
-        _filled(_CHAT + '{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}"),
-    ),
-    "tool calls": ("/v1/chat/completions", _filled(_CHAT + '{"role":"assistant","tool_calls":[', TOOL_CALL, "]}]}")),
-    "a schema": ("/v1/completions", _filled('{"model":"demo","prompt":"a","guided_json":{"enum":[', "{}", "]}}")),
-    "arrays in a schema": (
-        "/generate",
-        _filled('{"prompt":"a","grammar":{"type":"json_schema","value":[', "[]", "]}}"),
-    ),
-    "choices": ("/generate", _filled('{"prompt":"a","grammar":{"type":"choice","value":[', '"a"', "]}}")),
-    "unknown fields": ("/generate", _numbered_keys),
-    "biases": ("/generate", _filled('{"prompt":"a","logit_bias":{', '"1":1', "}}")),
-    "stop strings": ("/generate", _filled('{"prompt":"a","stop":[', '"a"', "]}")),
-    "tokens to detokenize": ("/detokenize", _filled('{"model":"demo","tokens":[', "1", "]}")),
-    "text to tokenize": ("/tokenize", lambda: b'{"model":"demo","prompt":"' + b"a " * (NUM_BYTES // 2) + b'"}'),
-}
-
-
-# Bodies that are served. They are no attacks on the model, so only the event loop is measured beside them.
-SERVED: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "1,000 prompts of 1,300 tokens": (
-        "/v1/completions",
-        lambda: (
-            '{"model":"demo","max_tokens":1,"prompt":[' + ",".join(["[" + ",".join(["123"] * 1300) + "]"] * 1000) + "]}"
-        ).encode(),
-    ),
-    "a chat in Chinese": (
-        "/v1/chat/completions",
-        lambda: (_CHAT + '{"role":"user","content":"' + "漢字" * (NUM_BYTES // 6) + '"}]}').encode(),
-    ),
-    "a rendered chat": (
-        "/v1/chat/completions",
-        lambda: (_CHAT + '{"role":"assistant","content":"' + "漢字" * (NUM_BYTES // 6) + '"}]}').encode(),
-    ),
-    "long messages": (
-        "/v1/chat/completions",
-        _filled(_CHAT, '{"role":"assistant","content":"' + "漢字" * 2500 + '"}', "]}"),
-    ),
-    "a truncated text": (
-        "/v1/completions",
-        lambda: b'{"model":"demo","max_tokens":4,"truncate_prompt_tokens":100,"prompt":"' + b"a b " * 2_000_000 + b'"}',
-    ),
-    "128 answers": ("/v1/completions", lambda: b'{"model":"demo","prompt":"a","n":128,"max_tokens":4}'),
-}
-
-
-# Bodies that are served only with a long context.
-LONG_CONTEXT = ("--max-model-len", str(2**18), "--num-kv-blocks", str(2**15))
-NUM_LONG = 200_000
-_numbers = itertools.count(100)  # so that no prompt begins like one before it
-LONG: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "200,000 token ids": ("/v1/completions", lambda: _long_prompt(next(_numbers) % 200)),
-    "200,000 token ids that are cached": ("/v1/completions", lambda: _long_prompt(0)),
-    "a text of 200,000 tokens": (
-        "/v1/completions",
-        lambda: b'{"model":"demo","max_tokens":1,"prompt":"%d' % next(_numbers) + b" a" * (NUM_LONG - 8) + b'"}',
-    ),
-}
-
-
-def _long_prompt(first: int) -> bytes:
-    token_ids = b",".join([b"%d" % first, *[b"123"] * (NUM_LONG - 1)])
-    return b'{"model":"demo","max_tokens":1,"prompt":[' + token_ids + b"]}"
+MIN_TIMES = 3
+NUM_NAMED = 5  # shapes in the report
 
 
 async def _large_body(attacker: Attacker) -> None:
-    path, made = SHAPES[attacker.chance.choice(list(SHAPES))]
-    await attacker.post(path, made())
+    shape = SHAPES[attacker.chance.choice(list(SHAPES))]
+    await attacker.post(shape.path, shape.make(NUM_BYTES), content_type=shape.content_type)
 
 
 async def _many_prompts(attacker: Attacker) -> None:
-    path, made = SHAPES["prompts of one token"]
-    await attacker.post(path, made())
+    shape = SHAPES["prompts of one token"]
+    await attacker.post(shape.path, shape.make(NUM_BYTES))
 
 
 async def _chunks_of_one_byte(attacker: Attacker) -> None:
@@ -132,58 +53,98 @@ async def _chunks_of_one_byte(attacker: Attacker) -> None:
     await attacker.send(head, *body)
 
 
+class Holds(Struct):
+    """The longest callback beside each time that a body was sent."""
+
+    first: list[Hold]
+    again: list[Hold] = []  # the same, if one of the first ones was too long
+
+    @property
+    def longest(self) -> Hold:
+        return max([*self.first, *self.again])
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether the body holds the event loop for too long: both times, so that it was not something else."""
+        return min(max(self.first), max(self.again or self.first)).cpu_s > MAX_HOLD_S
+
+    @property
+    def summary(self) -> str:
+        """All times in milliseconds, the longest first."""
+        return " ".join(f"{1e3 * hold.cpu_s:.1f}" for hold in sorted([*self.first, *self.again], reverse=True))
+
+
 def hold_of_each(seconds: float, chance: Random) -> list[Claim]:
-    """Send one body of each shape to a server at rest, and measure how long one callback holds its event loop."""
-    times = max(3, round(seconds / 3))
+    """Send one body of each shape to a server at rest, and measure how long one callback holds its event loop.
+
+    The longest of all times counts, in processor time of the loop's thread. On a busy machine or with a collection of
+    garbage, a callback may take longer once, whatever the body is. So a shape with a longer time than is allowed is
+    sent as often again. It misses the demand if a time is too long again; all times are in the report.
+    """
+    times = max(MIN_TIMES, round(seconds / 3))
     BUILD.mkdir(parents=True, exist_ok=True)
-    file = BUILD / "attack-each-body-holds.txt"
-    measured = [sys.executable, "-m", "tests.torture.attacks.callback_times", str(file)]
-    model = ("--model", "sim:instant", "--served-model-name", "demo")
-    longest: dict[str, Hold] = {}
-    for shapes, flags in ((SHAPES | SERVED, ()), (LONG, LONG_CONTEXT)):
-        with serving_tenants("each-body", *model, *flags, prefix=measured) as server:
-            longest |= _longest_holds(server.port, file, shapes, times)
-    for name, hold in longest.items():
-        print(f"    {name}: {1e3 * hold.cpu_s:.1f} ms {hold.what}", flush=True)
-    worst = sorted(longest, key=lambda name: -longest[name].cpu_s)[:5]
+    batches = BUILD / "attack-each-body-batches"
+    batches.mkdir(exist_ok=True)
+    generating = ("--model", "sim:instant", "--served-model-name", "demo", "--batch-dir", str(batches))
+    predicting = ("--models", str(predictor_models(BUILD / "predictors")))
+    measured: dict[str, Holds] = {}
+    for shapes, flags in (
+        (SHAPES | small_shapes() | SERVED, generating),
+        (LONG, (*generating, *LONG_CONTEXT)),
+        (PREDICTED, predicting),
+    ):
+        measured |= _holds_of(shapes, flags, times)
+    ordered = sorted(measured, key=lambda name: measured[name].longest, reverse=True)
+    missed = [name for name in ordered if measured[name].is_too_long]
+    named = list(dict.fromkeys([*missed, *ordered[:NUM_NAMED]]))
+    medians = {name: median_high(holds.first).cpu_s for name, holds in measured.items()}
+    num_over_goal = sum(seconds > GOAL_S for seconds in medians.values())
     return [
         Claim(
-            f"no callback takes more than {1e3 * MAX_HOLD_S:g} ms of processor time on the event loop",
-            ", ".join(f"{name} {1e3 * longest[name].cpu_s:,.1f}" for name in worst) + " ms",
-            longest[worst[0]].cpu_s <= MAX_HOLD_S,
+            f"no callback takes more than {1e3 * MAX_HOLD_S:g} ms of processor time on the event loop: the longest of "
+            "all times, and if one is longer, again the longest of as many",
+            ", ".join(f"{name} {measured[name].summary}" for name in named) + " ms",
+            not missed,
             is_timed=True,
-        )
+        ),
+        Claim("", f"{num_over_goal} of {len(measured)} shapes over {1e3 * GOAL_S:g} ms at the median"),
     ]
 
 
-def _longest_holds(
-    port: int, file: Path, shapes: dict[str, tuple[str, Callable[[], bytes]]], times: int
-) -> dict[str, Hold]:
-    """Return the longest callback for one body of each shape.
-
-    Each body is sent some times, and the median counts: a busy machine slows a callback down now and then, but what a
-    body itself costs is there each time.
-    """
-    longest: dict[str, list[Hold]] = {name: [] for name in shapes}
-    with file.open() as lines:
-        for path in dict.fromkeys(path for path, _ in shapes.values()):
-            _send(port, path, b"{}")  # the first request takes longer
-        for name, (path, made) in [*shapes.items()] * times:
-            body = made()
-            time.sleep(SETTLE_S)
-            read_holds(lines)
-            _send(port, path, body)
-            time.sleep(SETTLE_S)
-            longest[name].append(max([Hold(0.0, ""), *read_holds(lines)]))
-    return {name: median_high(holds) for name, holds in longest.items()}
+def _holds_of(shapes: dict[str, Shape], flags: tuple[str, ...], times: int) -> dict[str, Holds]:
+    """Return the longest callbacks for one body of each shape, for each of the times that it is sent."""
+    file = BUILD / "attack-each-body-holds.txt"
+    prefix = [sys.executable, "-m", "tests.torture.attacks.callback_times", str(file)]
+    with serving_tenants("each-body", *flags, prefix=prefix) as server, file.open() as lines:
+        for shape in dict.fromkeys((shape.path, shape.content_type) for shape in shapes.values()):
+            _send(server.port, Shape(shape[0], lambda _: b"{}", shape[1]))  # the first request takes longer
+        first: dict[str, list[Hold]] = {name: [] for name in shapes}
+        for name in [*shapes] * times:
+            first[name].append(_longest(server.port, shapes[name], lines))
+        measured = {name: Holds(holds) for name, holds in first.items()}
+        for name, holds in measured.items():
+            if holds.is_too_long:
+                holds.again = [_longest(server.port, shapes[name], lines) for _ in range(times)]
+            print(f"    {name}: {holds.summary} ms; {holds.longest.what}", flush=True)
+    return measured
 
 
-def _send(port: int, path: str, body: bytes) -> None:
+def _longest(port: int, shape: Shape, lines: TextIO) -> Hold:
+    """Send a body, and return the callback that held the event loop for longest meanwhile."""
+    read_holds(lines)
+    _send(port, shape)
+    time.sleep(SETTLE_S)
+    return max([Hold(0.0, 0.0, ""), *read_holds(lines)])
+
+
+def _send(port: int, shape: Shape) -> None:
     """Send a body, and wait until the server closes the connection."""
+    body = shape.make(NUM_BYTES)
     head = (
-        f"POST {path} HTTP/1.1\r\nX-API-Key: {ATTACKER_KEY}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"POST {shape.path} HTTP/1.1\r\nX-API-Key: {ATTACKER_KEY}\r\nConnection: close\r\n"
+        f"Content-Type: {shape.content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
         with suppress(ConnectionError):  # the server refuses before it has read everything
             connection.sendall(head.encode() + body)
         with suppress(ConnectionError):

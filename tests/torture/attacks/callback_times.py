@@ -25,7 +25,8 @@ MIN_S = 0.001
 class Hold(Struct, array_like=True, order=True):
     """One callback that held the event loop."""
 
-    cpu_s: float
+    cpu_s: float  # processor time of the loop's thread
+    wall_s: float  # with the time that other threads and processes took
     what: str
 
 
@@ -40,13 +41,14 @@ def measure(file: Path) -> None:
     run = Handle._run
 
     def timed(handle: Handle) -> None:
-        began_s = time.thread_time()
+        began_s, began_wall_s = time.thread_time(), time.perf_counter()
         try:
             run(handle)
         finally:
             cpu_s = time.thread_time() - began_s
             if cpu_s >= MIN_S:
-                output.write(msgspec.json.encode(Hold(cpu_s, repr(handle)[:400])).decode() + "\n")
+                hold = Hold(cpu_s, time.perf_counter() - began_wall_s, repr(handle)[:400])
+                output.write(msgspec.json.encode(hold).decode() + "\n")
 
     replaced: Any = Handle
     replaced._run = timed

@@ -47,27 +47,25 @@ def offered_upgrade(seconds: float, chance: Random) -> list[Claim]:
 
         statuses = {"raw": asyncio.run(raw())}
         arguments = (f"{server.url}{SHORT.path}", json.dumps(SHORT.body))
-        statuses |= {name: [ask_with(*arguments)] for name, ask_with in (("curl", _curl), ("Java", _java))}
-    return [
-        Claim(
-            f"{name}: 200",
-            f"{name}: {counts({each: found.count(each) for each in found})}",
-            all(each in ("200", "not installed") for each in found),
-        )
-        for name, found in statuses.items()
-    ]
+        for name, program, ask_with in (("curl", "curl", _curl), ("Java", "javac", _java)):
+            statuses[name] = [ask_with(*arguments)] if shutil.which(program) else []
+    return [answered(name, found) for name, found in statuses.items()]
+
+
+def answered(name: str, statuses: list[str]) -> Claim:
+    """Return whether a client got 200 only. It is neither kept nor missed for a program that is not installed."""
+    demanded = f"{name}: 200"
+    if not statuses:
+        return Claim(demanded, f"{name}: not run, because it is not installed")
+    return Claim(demanded, f"{name}: {counts(Counter(statuses))}", set(statuses) == {"200"})
 
 
 def _curl(url: str, body: str) -> str:
-    if not shutil.which("curl"):
-        return "not installed"
     command = ["curl", "--http2", "-s", "-o", "/dev/null", "-w", "%{http_code}", "-H", f"X-API-Key: {BYSTANDER_KEY}"]
     return subprocess.run([*command, "-d", body, url], capture_output=True, text=True, check=False).stdout
 
 
 def _java(url: str, body: str) -> str:
-    if not shutil.which("javac"):
-        return "not installed"
     source = BUILD / "Ask.java"
     source.write_text(JAVA)
     command = ["java", str(source), url, BYSTANDER_KEY, body]

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.torture.attacks import bodies, grammars, rows
-from tests.torture.attacks.attacker import Attack, Attacker
+from tests.torture.attacks import bodies, grammars, queues, rows
+from tests.torture.attacks.attacker import Attack, Attacker, Strike
 from tests.torture.attacks.rows import plain_rows
 from tests.torture.attacks.tenants import LARGE_POOL
 
-STRIKES = [attack.strike for module in (grammars, bodies, rows) for attack in module.ATTACKS]
 MAX_STRIKE_S = 5.0  # so that several attacks have their turn in a window
+
+
+def _flood_of(attack: Attack) -> Strike:
+    """Return a strike by all clients of an attack on the queue at once."""
+
+    async def strike(attacker: Attacker) -> None:
+        await asyncio.gather(*(attack.strike(attacker) for _ in range(attack.at_once)), return_exceptions=True)
+
+    return strike
+
+
+STRIKES = [
+    *(attack.strike for module in (grammars, bodies, rows) for attack in module.ATTACKS),
+    *map(_flood_of, queues.ATTACKS),
+]
 
 
 async def _any_strike(attacker: Attacker) -> None:
