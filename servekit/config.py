@@ -188,8 +188,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         str,
         Meta(
             description="speculative decoding: who makes the drafts, and at most how many for each step of a sequence; "
-            "off, auto, ngram[:K], draft[:PATH][:K], self[:QUANTIZATION][:K], medusa[:PATH], eagle:PATH[:K] or mtp[:K] "
-            "(docs/speculative_decoding.md)"
+            "off, auto, ngram[:K], draft[:PATH][:K], self[:QUANTIZATION][:K], medusa[:PATH], eagle:PATH[:K], mtp[:K]; "
+            "ngram+ before one of the last five puts prompt lookup before it (docs/speculative_decoding.md)"
         ),
     ] = "off"
     lora: Annotated[

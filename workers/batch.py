@@ -95,7 +95,8 @@ class SlotTable:
         for assignment in plan.slot_assignments:
             self.assign(assignment)
         for chunk in plan.chunks:
-            self.append_blocks(chunk)
+            if chunk.new_block_ids:
+                self.append_blocks(chunk)
         cached = [(assignment.slot, 0, assignment.token_ids) for assignment in plan.slot_assignments]
         self.write(cached + [(chunk.slot, chunk.start, chunk.token_ids) for chunk in plan.chunks])
 

@@ -189,7 +189,7 @@ class LLMEngine(OneModel):
 
     async def describe(self) -> dict[str, Any]:
         """What /info says of the running engine. Raises WorkerNotReady until the model is loaded."""
-        replicas = [{**replica.info(), "drafter": self.speculative.method} for replica in self.replicas.all]
+        replicas = [{**replica.info(), "drafter": self.speculative.name} for replica in self.replicas.all]
         adapters = None if self.adapters is None else self.adapters.usage()._asdict()
         return {"max_drafts": self.scheduler_config.max_drafts, "replicas": replicas, "adapters": adapters}
 
@@ -280,7 +280,7 @@ class LLMEngine(OneModel):
         self.metrics.watch_scheduler(replicas.stats)
         if self.speculative.is_on:
             self.metrics.watch_drafts(
-                self.speculative.method, lambda: [core.manager.draft_lengths for core in replicas.cores]
+                self.speculative.name, lambda: [core.manager.draft_lengths for core in replicas.cores]
             )
         self.metrics.watch_queue(lambda: self._queue_limits.usage(replicas.num_waiting, replicas.queued))
         self._main_loop = asyncio.create_task(self._serve(), name="servekit main loop")

@@ -33,7 +33,7 @@ def choose_drafter(config: ServeConfig, model_path: Path) -> SpeculativeConfig:
     wanted = parse_speculative(config.speculative)
     if wanted.method == "auto":
         chosen = _own_drafter(config, model_path)
-        log.info("--speculative auto: %s", chosen.method)
+        log.info("--speculative auto: %s", chosen.name)
         return chosen
     if wanted.is_on and config.pipeline_parallel_size > 1:
         raise ConfigError(
@@ -54,7 +54,10 @@ def choose_drafter(config: ServeConfig, model_path: Path) -> SpeculativeConfig:
 
 
 def _own_drafter(config: ServeConfig, model_path: Path) -> SpeculativeConfig:
-    """Return the drafter that comes with a model, or else n-grams. In a pipeline there are no drafts."""
+    """Return the drafter that comes with a model, behind prompt lookup; or else lookup alone.
+
+    In a pipeline there are no drafts.
+    """
     if config.pipeline_parallel_size > 1:
         return SpeculativeConfig()
     method = "ngram"
@@ -63,7 +66,7 @@ def _own_drafter(config: ServeConfig, model_path: Path) -> SpeculativeConfig:
             method = "draft"
         elif config.tensor_parallel_size == 1 and _has_mtp_layers(model_path):
             method = "mtp"
-    return SpeculativeConfig(method, max_drafts=DEFAULT_MAX_DRAFTS[method])
+    return SpeculativeConfig(method, max_drafts=DEFAULT_MAX_DRAFTS["ngram"], lookup_first=method != "ngram")
 
 
 def _has_mtp_layers(model_path: Path) -> bool:

@@ -6,6 +6,7 @@ import re
 from posixpath import join
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from servekit.errors import ConfigError
 
@@ -15,7 +16,11 @@ DEFAULT_MAX_DRAFTS = {"ngram": 7, "draft": 4, "self": 4, "medusa": 4, "eagle": 4
 MAX_DRAFTS = 16
 QUANTIZATIONS = ("int8", "int4", "w4a8", "fp8", "nf4")
 DEFAULT_QUANTIZATION = "w4a8"  # of `self`: reads the fewest bytes, and computes fastest
-_FORMS = "off, auto, ngram[:K], draft[:PATH][:K], self[:QUANTIZATION][:K], medusa[:PATH], eagle:PATH[:K], mtp[:K]"
+_LOOKUP_FIRST = "ngram+"
+_FORMS = (
+    "off, auto, ngram[:K], draft[:PATH][:K], self[:QUANTIZATION][:K], medusa[:PATH], eagle:PATH[:K], mtp[:K], or all "
+    f"but the first three behind {_LOOKUP_FIRST}, as in {_LOOKUP_FIRST}draft"
+)
 _WITHOUT_PATH = ("ngram", "self", "mtp")
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
@@ -30,6 +35,12 @@ class SpeculativeConfig(Struct, frozen=True):
     path: str = ""  # of a draft model or heads; "": those that come with the model
     max_drafts: int = 0
     quantization: str = ""  # of `self`: the format that a second copy of the weights is rounded to
+    lookup_first: bool = False  # whether prompt lookup is asked before this drafter
+
+    @property
+    def name(self) -> str:
+        """The drafter as users see it, for example `ngram+draft`."""
+        return f"{_LOOKUP_FIRST}{self.method}" if self.lookup_first else self.method
 
     @property
     def is_on(self) -> bool:
@@ -42,6 +53,14 @@ class SpeculativeConfig(Struct, frozen=True):
 
 def parse_speculative(text: str) -> SpeculativeConfig:
     """Parse the value of `--speculative`, for example `ngram:5` or `draft:models/small:4`. Raises ConfigError."""
+    if text.startswith(_LOOKUP_FIRST):
+        rest = text.removeprefix(_LOOKUP_FIRST)
+        other = parse_speculative(rest)
+        if other.lookup_first or other.method in ("off", "auto", "ngram"):
+            raise _malformed(text, f"{rest} is no drafter that prompt lookup can be put before")
+        has_number = other.method != "medusa" and _NUMBER.fullmatch(rest.rpartition(":")[2])
+        max_drafts = other.max_drafts if has_number else DEFAULT_MAX_DRAFTS["ngram"]
+        return replace(other, lookup_first=True, max_drafts=max_drafts)
     method, *rest = text.split(":")
     if method in ("off", "auto"):
         if rest:

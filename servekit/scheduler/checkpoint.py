@@ -53,6 +53,7 @@ class ResultState(Struct, frozen=True, array_like=True):
     counts: tuple[int, ...] = ()  # tokens of each span, if not all have one
     num_drafts: tuple[int, ...] = ()  # verified ones of each span, if there are any
     draft_time_s: float = 0.0
+    draft_prompt_time_s: float = 0.0
 
 
 class SequenceState(Struct, frozen=True, array_like=True):
@@ -134,7 +135,7 @@ class DraftState(Struct, frozen=True, array_like=True):
     """What DraftLengths has learned."""
 
     mean_acceptance: float
-    num_records: int
+    mean_weight: float
     num_drafted: list[int]
     num_accepted: list[int]
     times: tuple[list[int], list[float], list[float]]  # classes, means and weights of PositionTimes
@@ -142,9 +143,10 @@ class DraftState(Struct, frozen=True, array_like=True):
     is_drafting: bool
     is_worthwhile: bool
     explored_id: int
+    explored_stop: int
     explored_length: int
-    exploring_ids: list[int]
-    exploring_debt_s: float
+    num_explored: int
+    debt: float
 
 
 class ManagerState(Struct, frozen=True, array_like=True):
@@ -317,6 +319,7 @@ def summarize_result(result: StepResult, sampled: SampledSequences) -> ResultSta
         result.counts,
         result.num_drafts,
         result.draft_time_s,
+        result.draft_prompt_time_s,
     )
 
 
@@ -328,7 +331,7 @@ def _save_step_times(step_times: StepTimes) -> list[list[float]]:
 def _save_drafts(draft_lengths: DraftLengths) -> DraftState:
     return DraftState(
         mean_acceptance=draft_lengths.mean_acceptance,
-        num_records=draft_lengths.num_records,
+        mean_weight=draft_lengths.mean_weight,
         num_drafted=draft_lengths.num_drafted.copy(),
         num_accepted=draft_lengths.num_accepted.copy(),
         times=_save_position_times(draft_lengths.times),
@@ -336,9 +339,10 @@ def _save_drafts(draft_lengths: DraftLengths) -> DraftState:
         is_drafting=draft_lengths.is_drafting,
         is_worthwhile=draft_lengths.is_worthwhile,
         explored_id=draft_lengths.explored_id,
+        explored_stop=draft_lengths.explored_stop,
         explored_length=draft_lengths.explored_length,
-        exploring_ids=draft_lengths.exploring_ids.copy(),
-        exploring_debt_s=draft_lengths.exploring_debt_s,
+        num_explored=draft_lengths.num_explored,
+        debt=draft_lengths.debt,
     )
 
 
@@ -455,6 +459,7 @@ def replay_result(state: ResultState) -> StepResult:
         counts=state.counts,
         num_drafts=state.num_drafts,
         draft_time_s=state.draft_time_s,
+        draft_prompt_time_s=state.draft_prompt_time_s,
     )
 
 
@@ -537,15 +542,16 @@ def _restore_limiter(limiter: PrefillLimiter, state: ManagerState) -> None:
 
 def _restore_drafts(draft_lengths: DraftLengths, state: DraftState) -> None:
     draft_lengths.mean_acceptance = state.mean_acceptance
-    draft_lengths.num_records = state.num_records
+    draft_lengths.mean_weight = state.mean_weight
     draft_lengths.num_drafted = state.num_drafted.copy()
     draft_lengths.num_accepted = state.num_accepted.copy()
     draft_lengths.is_drafting = state.is_drafting
     draft_lengths.is_worthwhile = state.is_worthwhile
     draft_lengths.explored_id = state.explored_id
+    draft_lengths.explored_stop = state.explored_stop
     draft_lengths.explored_length = state.explored_length
-    draft_lengths.exploring_ids = state.exploring_ids.copy()
-    draft_lengths.exploring_debt_s = state.exploring_debt_s
+    draft_lengths.num_explored = state.num_explored
+    draft_lengths.debt = state.debt
     for times, learned in (
         (draft_lengths.times, state.times),
         (draft_lengths.round_times, state.round_times),

@@ -13,6 +13,10 @@ tokens of one step, and w the steps that are waited for each token.
 So no setting says where speculation pays. Where more positions take no longer, because the step waits for memory,
 drafts are free; where each one adds its share, because the step waits for arithmetic, only the likeliest are worth it.
 
+These times are estimates, and some costs are in none of them: what a draft model computes of prompts, for example. So
+there is an account of what drafts have cost more than they gained (`debt`). It limits trials, and it ends drafts that
+were expected to pay and do not.
+
 Expected tokens: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023, section 3.1.
 Lengths that maximise the rate of a whole batch: Liu et al., "Optimizing Speculative Decoding for Serving Large Language
 Models Using Goodput", 2024, section 4.
@@ -21,7 +25,7 @@ Models Using Goodput", 2024, section 4.
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from math import inf
 
 from servekit.scheduler.sequence import Sequence
@@ -32,7 +36,7 @@ NUM_LEVELS = 16  # of acceptance, which are distinguished
 FIRST_ACCEPTANCE = 0.5  # until a draft was verified
 FIRST_WEIGHT = 4.0  # of that, in drafts
 DECAY = 7 / 8  # the weight of a span in its sequence's acceptance, once another one has followed
-MEAN_DECAY = 63 / 64  # the same for the mean of all sequences
+MEAN_DECAY = 31 / 32  # the same for the acceptance of all drafts, which is expected of a new sequence
 # In two steps of so many, the first sequences verify one draft more than pays: their texts may have become repetitive,
 # and more positions may take less time than they once did. If that paid, one more is tried at once, so that the number
 # grows within a few steps: what is expected of longer steps is only an upper bound (`choose`). They are two steps,
@@ -43,10 +47,25 @@ MEAN_DECAY = 63 / 64  # the same for the mean of all sequences
 # takes: otherwise, once drafts had looked worthwhile, nothing would be learned of the alternative.
 EXPLORE_EVERY = 61
 MAX_EXPLORING = 4
+# While drafts do not pay and most of those of a trial are accepted, it goes on for up to so many steps. Two steps show
+# too little of texts that have become predictable: a sequence of which much was rejected would have to be tried again.
+MIN_TRIAL_STEPS, MAX_TRIAL_STEPS = 2, 8
+# While no drafts pay, it is considered in one step of so many whether they do: to consider it takes as long as the rest
+# of a plan for few sequences.
+CONSIDER_EVERY = 8
+# The first trials come whenever it is considered, and until the last of them nothing is charged: what runs for the
+# first time takes longer, and a server with few requests should learn from these that drafts pay.
+NUM_FIRST_TRIALS = 3
 # Drafts begin only if they are expected to pay by this factor. To begin and end again and again costs the most: a draft
 # model then makes up each time for what it has missed.
 MIN_GAIN_TO_BEGIN = 1.2
-EXPLORING_SHARE = 1 / 64  # of the time, at most: it is left out as long as the last time cost more
+# The debt is measured in steps without drafts. It falls by this share with each step, and trials wait until it is paid:
+# so, where drafts do not pay, they take at most this share of the time.
+PAID_SHARE = 1 / 64
+# Drafts end when the debt is larger than this, and do not begin while it is larger than half of it, which is the most
+# that a trial of two steps makes.
+MAX_DEBT = 16.0
+MAX_COST = 4.0  # of one step: something was compiled in it, or a draft model made up for much
 
 
 def level_of(acceptance: float) -> int:
@@ -71,17 +90,16 @@ class DraftLengths:
         # prompt. Drafts make these longer. For short answers, that is a large part of their time.
         self._steps_waited = 1.0 + max_steps_in_flight
         self.times = PositionTimes()  # of steps by positions, without the time of making drafts
-        # Of a round of the drafter, which makes one draft for each of so many sequences. Until it is known, rounds are
-        # tried.
+        # Of a round of the drafter, which makes one draft for each of so many sequences.
         self.round_times = PositionTimes(unknown_s=0.0, min_s=0.0)
         self.is_drafting = False  # whether the newest step that has its result had drafts
         self.is_worthwhile = False  # whether drafts were expected to pay in the newest step that was planned
-        self.explored_id = -EXPLORE_EVERY  # the first one of the last two steps that explored
-        self.explored_length = max_drafts + 1  # drafts of a sequence in these, at most
-        self.exploring_ids: list[int] = []  # of the steps that explored and have no result yet
-        self.exploring_debt_s = 0.0  # what exploring has cost, less its share of the time since
-        self.mean_acceptance = FIRST_ACCEPTANCE
-        self.num_records = 0  # of which that is the mean
+        # The first step of the last trial, and the one behind its last.
+        self.explored_id, self.explored_stop = -EXPLORE_EVERY, -EXPLORE_EVERY
+        self.explored_length = max_drafts + 1  # drafts of a sequence in it, at most
+        self.num_explored = 0  # trials, counted up to NUM_FIRST_TRIALS
+        self.debt = 0.0  # what drafts cost more than they gained, less PAID_SHARE of the steps since; in steps
+        self.mean_acceptance, self.mean_weight = FIRST_ACCEPTANCE, FIRST_WEIGHT
         self.num_drafted = [0] * max_drafts
         self.num_accepted = [0] * max_drafts
 
@@ -99,22 +117,27 @@ class DraftLengths:
         """Learn from a step that has its result. `position_s` is what `choose` expects of positions."""
         assert step.result is not None
         result, num_decodes, planned = step.result, step.num_decodes, step.num_drafts.values()
-        num_verified, draft_time_s = sum(result.num_drafts), min(step_time_s, result.draft_time_s)
+        num_verified, rounds_s = sum(result.num_drafts), min(step_time_s, result.draft_time_s)
+        prompt_s = min(step_time_s - rounds_s, result.draft_prompt_time_s)
         if not step.num_prefill_tokens:
-            self.times.observe(num_decodes + num_verified, step_time_s - draft_time_s)
+            self.times.observe(num_decodes + num_verified, step_time_s - rounds_s - prompt_s)
         if planned and self.is_drafting:
             num_rounds = max(planned)
-            self.round_times.observe(-(-sum(planned) // num_rounds), draft_time_s / num_rounds)
+            self.round_times.observe(-(-sum(planned) // num_rounds), rounds_s / num_rounds)
         self.is_drafting = bool(planned)
-        self.exploring_debt_s = max(0.0, self.exploring_debt_s - EXPLORING_SHARE * step_time_s)
-        was_exploring = step.step_id in self.exploring_ids
-        self.exploring_ids = [step_id for step_id in self.exploring_ids if step_id > step.step_id]
-        if planned and was_exploring:
-            # What the same tokens would have taken without drafts, and what they took more.
-            num_tokens = num_decodes + sum(map(step.num_accepted, step.num_drafts))
-            plain_s = self.times.seconds_of(num_decodes, position_s) * num_tokens / num_decodes
-            model_s = self.times.seconds_of(num_decodes + num_verified, position_s)
-            self.exploring_debt_s += max(0.0, draft_time_s + model_s - plain_s)
+        num_accepted = sum(map(step.num_accepted, step.num_drafts))
+        is_trial = self.explored_id <= step.step_id < self.explored_stop and not self.is_worthwhile
+        if is_trial and 2 * num_accepted >= num_verified > 0:
+            longest = self.explored_id + MAX_TRIAL_STEPS
+            self.explored_stop = min(longest, max(self.explored_stop, step.step_id + 1 + MIN_TRIAL_STEPS))
+        cost = 0.0
+        if (planned or self.is_worthwhile) and self.num_explored >= NUM_FIRST_TRIALS:
+            # What the step took more than its tokens would have taken without drafts.
+            num_plain = max(1, num_decodes)  # a step of prompts has none
+            plain_s = self.times.seconds_of(num_plain, position_s)
+            longer_s = self.times.seconds_of(num_plain + num_verified, position_s) - plain_s
+            cost = (rounds_s + prompt_s + longer_s) / plain_s - num_accepted / num_plain
+        self.debt = max(0.0, self.debt + min(cost, MAX_COST) - PAID_SHARE)
 
     def choose(
         self,
@@ -135,27 +158,36 @@ class DraftLengths:
         acceptance get the same number.
         """
         assert sequences, "a step without decodes has no drafts"
+        is_exploring, is_considered = step_id < self.explored_stop, step_id % CONSIDER_EVERY == 0
+        is_turn = step_id % EXPLORE_EVERY == 0 or (is_considered and self.num_explored < NUM_FIRST_TRIALS)
+        if not (self.is_worthwhile or is_exploring or is_turn or is_considered):
+            return []
         num_drafting = [0] * NUM_LEVELS  # sequences of each level
-        for sequence in sequences if self.times.classes else ():  # before any time is known, only exploring is safe
+        is_known = self.times.classes and self.round_times.classes  # before both times are, only exploring is safe
+        for sequence in sequences if is_known else ():
             if sequence.max_drafts:
                 num_drafting[level_of(sequence.acceptance)] += 1
         chosen = self._choose_by_level(
             len(sequences), num_drafting, position_s, num_prefill_tokens, self._steps_waited / mean_answer_tokens
         )
-        longest, is_exploring = max(chosen), step_id - self.explored_id < 2
+        if self.debt > (MAX_DEBT if self.is_worthwhile else MAX_DEBT / 2):
+            chosen = [0] * NUM_LEVELS
+        longest = max(chosen)
         self.is_worthwhile = longest > 0
-        has_paid = self.explored_length <= longest < self.max_drafts
+        has_paid = self.explored_length <= longest < self.max_drafts and step_id - self.explored_id >= MIN_TRIAL_STEPS
         if longest and not is_exploring and step_id % EXPLORE_EVERY == EXPLORE_EVERY // 2:
             return []
-        if not is_exploring and not self.exploring_debt_s and (step_id % EXPLORE_EVERY == 0 or has_paid):
-            self.explored_id, self.explored_length, is_exploring = step_id, longest + 1, True
-        if is_exploring:
-            self.exploring_ids.append(step_id)
-        elif not longest:
+        if has_paid or (is_turn and not is_exploring and not self.debt):
+            self.explored_id, self.explored_stop = step_id, step_id + MIN_TRIAL_STEPS
+            self.explored_length, is_exploring = longest + 1, True
+            self.num_explored = min(NUM_FIRST_TRIALS, self.num_explored + 1)
+        if not (longest or is_exploring):
             return []
         num_drafts = [chosen[level_of(sequence.acceptance)] for sequence in sequences]
         if is_exploring:
-            num_drafts[:MAX_EXPLORING] = [each + 1 for each in num_drafts[:MAX_EXPLORING]]
+            drafting = (index for index, sequence in enumerate(sequences) if sequence.max_drafts)
+            for index in islice(drafting, MAX_EXPLORING):
+                num_drafts[index] += 1
         return num_drafts
 
     def _choose_by_level(
@@ -220,7 +252,6 @@ class DraftLengths:
         weight = DECAY * sequence.acceptance_weight
         sequence.acceptance = (weight * sequence.acceptance + num_accepted) / (weight + num_tries)
         sequence.acceptance_weight = weight + num_tries
-        # The first sequences show the most: what is expected of them is only a guess.
-        self.num_records += 1
-        share = max(1.0 - MEAN_DECAY, 1.0 / (FIRST_WEIGHT + self.num_records))
-        self.mean_acceptance += share * (sequence.acceptance - self.mean_acceptance)
+        weight = MEAN_DECAY * self.mean_weight
+        self.mean_acceptance = (weight * self.mean_acceptance + num_accepted) / (weight + num_tries)
+        self.mean_weight = weight + num_tries

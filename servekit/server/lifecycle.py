@@ -115,7 +115,7 @@ def announce(engine: AnyEngine, url: str) -> None:
         block_size=config.block_size,
         kv_bytes_per_token=worker.kv_bytes_per_token,
         max_total_tokens=engine.scheduler_config.max_total_tokens,
-        drafter=engine.speculative.method,
+        drafter=engine.speculative.name,
         max_drafts=engine.speculative.max_drafts,
     )
     log.info("ready at %s", url, extra=settings)
@@ -199,7 +199,7 @@ def describe(engine: LLMEngine, url: str) -> Iterator[str]:
     if worker.model.notice:
         yield f"  {worker.model.notice}"
     if engine.speculative.is_on:
-        yield f"speculative decoding: {engine.speculative.method}, up to {engine.speculative.max_drafts} drafts"
+        yield f"speculative decoding: {engine.speculative.name}, up to {engine.speculative.max_drafts} drafts"
     yield "KV cache:"
     yield f"  {'blocks':<24} {worker.num_blocks:,} of {config.block_size} tokens"
     yield f"  {'tokens':<24} {num_tokens:,} of {worker.kv_bytes_per_token:,} bytes, {cache_mib:,.1f} MiB in total"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.simulation.worker import NaiveReference
+from tests.support.draft_heads import MTP_MODELS, add_mtp_layer, make_eagle3_head
 from tests.support.server_process import ONE_THREAD, ServerProcess, events, serving
+from tests.support.tiny_models import _LLAMA_LIKE, make_model
 
 # The model repeats, counts and tells stories: some of that repeats itself, some does not.
 PROMPTS = [
@@ -141,6 +145,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
         ("draft", ()),
         ("medusa", ()),
         ("self", ()),
+        ("ngram+draft", ()),
         ("draft", ("--tensor-parallel-size", "2")),
         ("draft", ("--data-parallel-size", "2")),
     ],
@@ -155,12 +160,39 @@ def test_answers_are_those_without_drafts_even_when_a_worker_is_killed(
         assert server.client.get("/info").json()["replicas"][0]["drafter"] == drafter
         none = server.generate(PROMPTS[0], **GREEDY, max_drafts=0)
         assert none["generated_text"] == expected[0][0] and "drafted_tokens" not in none["usage"]
-        body = {"prompt": PROMPTS[0], **GREEDY}
-        with server.client.stream("POST", "/generate_stream", json=body) as response:
-            lines = events(response.iter_lines())
-            pieces = [next(lines)["token"]["text"]]
-            os.kill(server.worker_pids()[0], signal.SIGKILL)
-            pieces += [event["token"]["text"] for event in lines if event["token"]]
-        assert "".join(pieces) == expected[0][0]
-        server.wait_for_metric("servekit_worker_restarts_total", 1)
-        server.wait_until_at_rest()
+        check_with_killed_worker(server, expected[0][0])
+
+
+def check_with_killed_worker(server: ServerProcess, expected: str) -> None:
+    """Kill a worker while the first prompt is answered, and compare the answer."""
+    with server.client.stream("POST", "/generate_stream", json={"prompt": PROMPTS[0], **GREEDY}) as response:
+        lines = events(response.iter_lines())
+        pieces = [next(lines)["token"]["text"]]
+        os.kill(server.worker_pids()[0], signal.SIGKILL)
+        pieces += [event["token"]["text"] for event in lines if event["token"]]
+    assert "".join(pieces) == expected
+    server.wait_for_metric("servekit_worker_restarts_total", 1)
+    server.wait_until_at_rest()
+
+
+@pytest.mark.long
+def test_heads_give_the_answers_without_drafts_even_when_a_worker_is_killed(tmp_path: Path) -> None:
+    """A small mixture of experts with a MTP layer, an EAGLE-3 head for it, and the demo model's tokenizer."""
+    model, head = tmp_path / "model", tmp_path / "head"
+    sizes = {**_LLAMA_LIKE, **MTP_MODELS["glm4_moe"], "vocab_size": 2048, "max_position_embeddings": 512}
+    make_eagle3_head(head, make_model(model, "glm4_moe", sizes).config)
+    add_mtp_layer(model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL_PATH / name, model / name)
+    flags = ("--model", str(model))
+    with serving(*flags, log=tmp_path / "log-off", environment=ONE_THREAD) as plain:
+        expected = [ask_all(plain, **fields) for fields in (GREEDY, SEEDED)]
+    for drafter in (f"eagle:{head}", "mtp"):
+        name = drafter.partition(":")[0]
+        log = tmp_path / f"log-{name}"
+        with serving(*flags, "--speculative", drafter, log=log, environment=ONE_THREAD) as server:
+            assert [ask_all(server, **fields) for fields in (GREEDY, SEEDED)] == expected
+            assert server.client.get("/info").json()["replicas"][0]["drafter"] == name
+            assert server.metric("servekit_spec_decode_num_draft_tokens_total") > 0
+            check_with_killed_worker(server, expected[0][0])
+            assert ask_all(server, **SEEDED) == expected[1], "the new worker's head, too"

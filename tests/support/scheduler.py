@@ -22,7 +22,10 @@ def make_manager(is_reckless: bool = False, **changes: Any) -> WorkloadManager:
     config = SchedulerConfig(eos_token_ids=EOS, **{**limits, **changes})
     manager = WorkloadManager(config, RecklessPredictor(config.block_size) if is_reckless else None)
     if config.max_drafts:
-        manager.draft_lengths.times.observe(1, 1.0)  # otherwise there are no drafts before a step without prefill
+        # Otherwise there are no drafts before a step without prefill, and two trials.
+        manager.draft_lengths.times.observe(1, 1.0)
+        manager.draft_lengths.round_times.observe(1, 0.0)
+        manager.draft_lengths.is_worthwhile = True
     return manager
 
 

