@@ -29,7 +29,7 @@ class Constant(WatchingDrafter):
 
 def play(drafter: LookupFirstDrafter, text: list[int], num_known: int) -> int:
     """Let it draft a text of which so many tokens are known, and return in how many steps it was complete."""
-    drafter.begin(StepPlan(0, 0, (SlotAssignment(0, SamplingParams()),), ()))
+    drafter.begin(StepPlan(0, 0, (SlotAssignment(0, SamplingParams(max_tokens=1)),), ()))
     drafter.commit(0, 0, tuple(text[:num_known]))
     num_steps = 0
     while num_known < len(text):
