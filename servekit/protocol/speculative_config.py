@@ -54,11 +54,11 @@ class SpeculativeConfig(Struct, frozen=True):
 def parse_speculative(text: str) -> SpeculativeConfig:
     """Parse the value of `--speculative`, for example `ngram:5` or `draft:models/small:4`. Raises ConfigError."""
     if text.startswith(_LOOKUP_FIRST):
-        rest = text.removeprefix(_LOOKUP_FIRST)
-        other = parse_speculative(rest)
+        behind = text.removeprefix(_LOOKUP_FIRST)
+        other = parse_speculative(behind)
         if other.lookup_first or other.method in ("off", "auto", "ngram"):
-            raise _malformed(text, f"{rest} is no drafter that prompt lookup can be put before")
-        has_number = other.method != "medusa" and _NUMBER.fullmatch(rest.rpartition(":")[2])
+            raise _malformed(text, f"{behind} is no drafter that prompt lookup can be put before")
+        has_number = other.method != "medusa" and _NUMBER.fullmatch(behind.rpartition(":")[2])
         max_drafts = other.max_drafts if has_number else DEFAULT_MAX_DRAFTS["ngram"]
         return replace(other, lookup_first=True, max_drafts=max_drafts)
     method, *rest = text.split(":")
