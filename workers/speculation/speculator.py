@@ -93,8 +93,13 @@ class Speculator:
         """Take over what the plan tells, and return it with the true beginning and the drafts of each chunk.
 
         The resolved plan has no slot assignments, new blocks and known tokens: the token table and the block tables
-        have them.
+        have them. A plan that tells nothing and has no drafts is its own resolved plan, which is most of them while no
+        drafts pay.
         """
+        if not plan.slot_assignments and all(map(self._is_plain, plan.chunks)):
+            self.drafter.begin(plan)
+            self.draft_time_s = self.draft_prompt_time_s = 0.0
+            return plan
         self._table.update(plan)
         for assignment in plan.slot_assignments:
             self._progress[assignment.slot] = _Progress(assignment)
@@ -106,6 +111,14 @@ class Speculator:
         drafts = self._propose(plan) if plan.has_drafts else {}
         chunks = [self._resolved(chunk, drafts.get(chunk.slot, ())) for chunk in plan.chunks]
         return StepPlan(plan.epoch, plan.step_id, (), tuple(chunks))
+
+    def _is_plain(self, chunk: ScheduledChunk) -> bool:
+        """Whether the chunk tells nothing, has no drafts, and begins where the manager expects it."""
+        if chunk.token_ids or chunk.new_block_ids or chunk.num_drafts:
+            return False
+        progress = self._progress[chunk.slot]
+        is_known = not (progress.is_verifying or progress.is_stalled)
+        return is_known and chunk.start == progress.num_tokens - 1
 
     def _must_wait(self, plan: StepPlan) -> bool:
         """Return whether the plan needs something that steps in flight have not brought to the host yet."""
