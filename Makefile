@@ -35,7 +35,7 @@ test-long: $(DEVELOPMENT)  ## run the long tests: a million simulated steps, and
 
 coverage: $(DEVELOPMENT)  ## measure branch coverage of the pure core (must be 100 %), by the tests that mirror it
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -q -n 2 --dist worksteal -m "not long and not exhaustive" $$($(BIN)/python -m tests.pure_core)
+	$(BIN)/coverage run -m pytest -q -n 2 --dist worksteal --pure-core only
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

@@ -3,10 +3,13 @@
 import gc
 import os
 from collections.abc import Generator, Iterator
+from itertools import compress
+from operator import not_
 from pathlib import Path
 
 import pytest
 
+from tests import pure_core
 from tests.support.server_process import ServerProcess, serving
 
 TESTS = Path(__file__).parent
@@ -68,18 +71,36 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--pure-core",
+        choices=["only", "without"],
+        help="only: what `make coverage` runs; without: all but that, so that CI runs each test once",
+    )
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m long`, import only files that name this mark: each test process imports all that it collects."""
-    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    has_none = config.option.markexpr == "long" and is_test and "mark.long" not in collection_path.read_text()
+    """Import no file of which no test is chosen: each test process imports all that it collects."""
+    if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
+        return None
+    is_pure, text = collection_path in pure_core.test_files(), collection_path.read_text()
+    has_none = config.option.markexpr == "long" and "mark.long" not in text
+    if config.option.pure_core == "only":
+        has_none |= not is_pure
+    elif config.option.pure_core == "without":
+        has_none |= is_pure and not any(f"mark.{mark}" in text for mark in pure_core.NOT_IN_COVERAGE)
     return has_none or None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         name = str(item.path.relative_to(TESTS))
         return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
 
+    if config.option.pure_core is not None:
+        is_chosen = [pure_core.is_in_coverage(item) == (config.option.pure_core == "only") for item in items]
+        config.hook.pytest_deselected(items=list(compress(items, map(not_, is_chosen))))
+        items[:] = compress(items, is_chosen)
     items.sort(key=place)
 
 

@@ -1,16 +1,20 @@
-"""Print the files with the tests of the pure core, in which `make coverage` measures branches.
+"""The tests of the pure core, in which `make coverage` measures branches.
 
-They are the files that mirror the modules of `[tool.coverage.run]` in pyproject.toml. None of them starts a process or
-waits for anything, so which branches they reach does not depend on the machine. What such a module does is shown by
+They are in the files that mirror the modules of `[tool.coverage.run]` in pyproject.toml. None of them starts a process
+or waits for anything, so which branches they reach does not depend on the machine. What such a module does is shown by
 these tests alone: a test of the server may reach its lines, too, and does not count.
 """
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+NOT_IN_COVERAGE = ("long", "exhaustive")  # marks
 
 
 def measured() -> list[str]:
@@ -19,6 +23,7 @@ def measured() -> list[str]:
     return patterns
 
 
+@functools.cache
 def test_files() -> list[Path]:
     """Return the files of tests that mirror these modules."""
     folders = [(ROOT / "tests" / pattern).parent for pattern in measured()]
@@ -26,5 +31,6 @@ def test_files() -> list[Path]:
     return sorted({path for folder, name in zip(folders, names, strict=True) for path in folder.glob(name)})
 
 
-if __name__ == "__main__":
-    print(*(path.relative_to(ROOT) for path in test_files()))
+def is_in_coverage(item: pytest.Item) -> bool:
+    """Return whether `make coverage` runs this test."""
+    return item.path in test_files() and not any(map(item.get_closest_marker, NOT_IN_COVERAGE))

@@ -1,18 +1,22 @@
-"""One rank of several, each a process of its own with its own manager: they make the same plans, as from one manager.
+"""Several ranks, each a process of its own with its own manager: they make the same plans, as from one manager.
 
-`python -m tests.workers.parallel.rank_process RANK TENSOR_SIZE PIPELINE_SIZE RENDEZVOUS OUTPUT MODEL...`
+`python -m tests.workers.parallel.rank_process TENSOR_SIZE PIPELINE_SIZE FOLDER MODEL...` writes what each rank computed
+to FOLDER/rank-0, FOLDER/rank-1 and so on. It imports all modules once, and forks the ranks: to import them takes most
+of a rank's time.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 from servekit.errors import ConfigError
 from servekit.protocol.messages import StepResult
@@ -113,12 +117,25 @@ def serve(ranks: Ranks, directory: str) -> Served:
     )
 
 
-def main(rank: str, tensor_size: str, pipeline_size: str, rendezvous: str, output: str, *directories: str) -> None:
-    """Serve each model, and write what was computed to the file `output`."""
-    torch.set_num_threads(1)
-    ranks = Ranks(int(rank), int(tensor_size), int(pipeline_size), rendezvous, torch.device("cpu"))
-    served = [serve(ranks, directory) for directory in directories]
-    Path(output).write_bytes(msgspec.msgpack.encode(served))
+def fork_ranks(num_ranks: int, run: Callable[[int], None]) -> None:
+    """Run `run(rank)` in a process for each rank. If one of them fails, the others are ended. Raises its error.
+
+    This process has computed nothing, so it has none of torch's threads, which would not go on in a fork.
+    """
+    start_processes(run, nprocs=num_ranks, start_method="fork")
+
+
+def main(tensor_size: str, pipeline_size: str, folder: str, *directories: str) -> None:
+    """Serve each model with all ranks, and write what was computed."""
+    sizes = int(tensor_size), int(pipeline_size)
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(1)
+        ranks = Ranks(rank, *sizes, f"{folder}/rendezvous", torch.device("cpu"))
+        served = [serve(ranks, directory) for directory in directories]
+        Path(folder, f"rank-{rank}").write_bytes(msgspec.msgpack.encode(served))
+
+    fork_ranks(sizes[0] * sizes[1], run)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""One of two ranks that answer prompts with drafts, and what it answered.
+"""Two ranks that answer prompts with drafts, and what they answered.
 
-`python -m tests.workers.speculation.rank_process RANK RENDEZVOUS OUTPUT METHOD MODEL [HEAD]`
+`python -m tests.workers.speculation.rank_process FOLDER METHOD MODEL [HEAD]` writes FOLDER/rank-0 and FOLDER/rank-1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from tests.support.draft_heads import MAX_DRAFTS, settings_with_head
 from tests.support.inprocess import InProcessEngine
 from tests.support.tiny_models import VOCAB_SIZE
-from tests.workers.parallel.rank_process import RanksEngine
+from tests.workers.parallel.rank_process import RanksEngine, fork_ranks
 from tests.workers.test_token_identity import make_prompts
 from workers.loading.model_manager import ModelManager
 from workers.parallel.ranks import Ranks
@@ -49,14 +49,18 @@ def answer(engine: InProcessEngine) -> Answered:
     return Answered([list(sequence.output_token_ids) for sequence in sequences], drafts)
 
 
-def main(rank: str, rendezvous: str, output: str, method: str, model: str, head: str = "") -> None:
-    """Answer the prompts together with the other rank, and write what was answered to the file `output`."""
-    torch.set_num_threads(1)
-    ranks = Ranks(int(rank), 2, 1, rendezvous, torch.device("cpu"))
-    loaded = ModelManager("cpu").load(Path(model), "float32", None, ranks=ranks)
-    drafter = load_drafter(loaded, settings_with_head(loaded, method, head))
-    engine = RanksEngine(loaded, ranks, num_blocks=200, max_drafts=MAX_DRAFTS, loaded_drafter=drafter)
-    Path(output).write_bytes(msgspec.msgpack.encode(answer(engine)))
+def main(folder: str, method: str, model: str, head: str = "") -> None:
+    """Answer the prompts with two ranks, and write what was answered."""
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(1)
+        ranks = Ranks(rank, 2, 1, f"{folder}/rendezvous", torch.device("cpu"))
+        loaded = ModelManager("cpu").load(Path(model), "float32", None, ranks=ranks)
+        drafter = load_drafter(loaded, settings_with_head(loaded, method, head))
+        engine = RanksEngine(loaded, ranks, num_blocks=200, max_drafts=MAX_DRAFTS, loaded_drafter=drafter)
+        Path(folder, f"rank-{rank}").write_bytes(msgspec.msgpack.encode(answer(engine)))
+
+    fork_ranks(2, run)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,10 @@ def test_ranks_with_drafts_answer_what_one_process_answers(method: str, tmp_path
     else:
         make_model(model, "glm4_moe", {**_LLAMA_LIKE, **MTP_MODELS["glm4_moe"]})
         add_mtp_layer(model)
+    module = "tests.workers.speculation.rank_process"
+    command = [sys.executable, "-m", module, str(tmp_path), method, str(model), str(head)]
+    assert subprocess.run(command, timeout=TIMEOUT_S).returncode == 0
     files = [tmp_path / f"rank-{rank}" for rank in range(2)]
-    command = [sys.executable, "-m", "tests.workers.speculation.rank_process"]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "rendezvous"), str(file), method, str(model), str(head)])
-        for rank, file in enumerate(files)
-    ]
-    assert [process.wait(TIMEOUT_S) for process in processes] == [0, 0]
     of_ranks = [msgspec.msgpack.decode(file.read_bytes(), type=Answered) for file in files]
     alone = answer(InProcessEngine(load(model), num_blocks=200))
     assert of_ranks[0].answers == of_ranks[1].answers == alone.answers
