@@ -8,6 +8,7 @@ from operator import not_
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import pure_core
 from tests.support.server_process import ServerProcess, serving
@@ -16,6 +17,10 @@ TESTS = Path(__file__).parent
 
 # Set before torch is imported: its threads must not spin for long, because machines that run tests are busy.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
+# Hypothesis would fail an example that takes longer than 0.2 s, also if another program delays it.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 # `make test` and `make test-long` run each file in one of three processes, these files first, then the others in the

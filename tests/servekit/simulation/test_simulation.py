@@ -58,6 +58,7 @@ def test_a_scenario_is_deterministic() -> None:
         assert play(seed) == play(seed)
 
 
+@pytest.mark.exhaustive
 def test_the_seeds_cover_every_kind_of_event() -> None:
     """And the invariants hold in all of them. A simulation in which nothing happens proves nothing."""
     kinds = ["preemptions", "stale results", "cached tokens", "copies", "deadlines", "aborts", "losses"]
