@@ -31,7 +31,7 @@ from servekit.simulation.promises import ServiceLag
 from servekit.simulation.replica import SimulatedReplica
 from servekit.simulation.scenario import Arrival, Client, Fault, Scenario
 from servekit.simulation.shared_turns import SharedTurns
-from servekit.simulation.worker import NaiveReference, SimulatedWorker, Violation
+from servekit.simulation.worker import NaiveReference, Violation
 
 
 class Simulation:
@@ -78,10 +78,6 @@ class Simulation:
     @property
     def manager(self) -> WorkloadManager:
         return self.replicas[0].manager
-
-    @property
-    def worker(self) -> SimulatedWorker:
-        return self.replicas[0].worker
 
     @property
     def lag(self) -> ServiceLag:

@@ -69,7 +69,8 @@ def test_the_seeds_cover_every_kind_of_event() -> None:
     while seed < 200 or num_steps < STEPS_PER_SHARD:
         scenario = make_scenario(seed)
         simulation = Simulation(scenario)
-        execute = simulation.worker.execute
+        worker = simulation.replicas[0].worker
+        execute = worker.execute
 
         def count(plan, deferring, drafts, execute=execute):  # type: ignore[no-untyped-def]
             seen["copies"] += len(plan.copies)
@@ -79,7 +80,7 @@ def test_the_seeds_cover_every_kind_of_event() -> None:
             )
             return execute(plan, deferring, drafts)
 
-        simulation.worker.execute = count  # type: ignore[method-assign]
+        worker.execute = count  # type: ignore[method-assign]
         run_seed(simulation, seed)
         num_steps += simulation.num_steps
         seed += 1
