@@ -568,6 +568,8 @@ def _restore_pool(kv_cache: KVCacheManager, state: PoolState, running: list[Sequ
         for block in sequence.kv.table:
             pool._holders[block] += 1
         kv_cache._num_blocks_to_come += kv_cache._max_blocks(sequence) - len(sequence.kv.table)
+        kv_cache._num_own_blocks += len(sequence.kv.table) - sequence.kv.num_found
+        kv_cache._changed[sequence] = None
     pool.num_reserved = sum(sequence.kv.num_reserved for sequence in running)
     pool.num_leased = sum(map(bool, pool._holders))
     pool.num_fenced = sum(len(blocks) for _, blocks in state.fenced)

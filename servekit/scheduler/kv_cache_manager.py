@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from servekit.scheduler.output_length import OutputLengthPredictor, future_peak
+from servekit.scheduler.future_peak import Demand, FuturePeak, future_peak
+from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.prefix_cache import HashBlock, PrefixCache, chain_hash, continue_chain
 from servekit.scheduler.sequence import Sequence
 
@@ -29,6 +30,10 @@ class PrefixMatch:
 class KVCacheManager:
     """The blocks of one worker, and which sequences have them. While serving, the only writer of `Sequence.kv`."""
 
+    # If more than one of so many entries of the future peak has changed, all are sorted anew: to write an entry takes
+    # about as long as to sort so many.
+    REBUILD_RATIO = 8
+
     def __init__(
         self,
         num_blocks: int,
@@ -37,14 +42,23 @@ class KVCacheManager:
         max_preemptions: int,
         output_lengths: OutputLengthPredictor,
         hash_block: HashBlock = chain_hash,
+        is_pipeline: bool = False,
     ) -> None:
         self.block_size = block_size
         self.prefixes = PrefixCache(num_blocks)
         self.pool = self.prefixes.pool
         self._enable_prefix_caching = enable_prefix_caching
         self._max_preemptions = max_preemptions
+        self._is_pipeline = is_pipeline
         # Blocks that running sequences may still ask for, if each one goes on to its maximum length.
         self._num_blocks_to_come = 0
+        self._num_own_blocks = 0  # in block tables, without those that were found
+        # The demands of running sequences, each by its `kv.peak_entry`. They are brought up to date when needed.
+        self._future_peak = FuturePeak(block_size)
+        # Running sequences that may have no entry, or one that differs from their demand: now, and after each step.
+        self._changed: dict[Sequence, None] = {}
+        self._unsteady: dict[Sequence, None] = {}
+        self._has_advanced = False  # since the unsteady ones were brought up to date
         self._output_lengths = output_lengths
         self._hash_block = hash_block
 
@@ -86,10 +100,20 @@ class KVCacheManager:
         table = leader.kv.table
         return PrefixMatch(table[:num_full], num_tokens, table[num_full] if num_in_partial else None)
 
+    def decodes_scheduled(self) -> None:
+        """Note that all running sequences have grown by a token, but for those that `not_grown` was called for."""
+        self._future_peak.advance()
+        self._has_advanced = True
+
+    def not_grown(self, sequence: Sequence) -> None:
+        """Note that a running sequence did not grow by a token in a step, or was set back."""
+        self._changed[sequence] = None
+
     def has_room(self, sequence: Sequence, match: PrefixMatch, running: list[Sequence]) -> bool:
         """Whether a sequence can be admitted now, and all running ones can still go on to their end.
 
         The blocks for every known token are reserved at once, so that a prompt never runs short between two chunks.
+        `decodes_scheduled` comes before it.
         """
         pool, found = self.pool, match.blocks
         num_found_cached = pool.count_cached(found) if found else 0
@@ -99,20 +123,62 @@ class KVCacheManager:
         num_blocks_after = pool.num_leased + num_found_cached + self._max_blocks(sequence) - len(found)
         if not running or num_blocks_after + self._num_blocks_to_come <= pool.num_blocks:
             return True  # it fits alone, which was checked when it was added; or all fit, at any lengths
-        return self.fits(sequence, match, running, running)
+        if self._has_advanced:
+            self._has_advanced = False
+            self._changed.update(self._unsteady)
+        if self._changed:
+            self._update_peak(running)
+        return self._future_peak.fits(self._demand(sequence, len(found)), self._num_blocks_to_share(num_found_cached))
 
-    def fits(self, sequence: Sequence, match: PrefixMatch, running: list[Sequence], staying: list[Sequence]) -> bool:
-        """Whether all of `staying`, which are some of `running`, and a waiting sequence can go on to their end.
+    def fits(self, sequence: Sequence, match: PrefixMatch, staying: list[Sequence]) -> bool:
+        """Whether some of the running sequences and a waiting one can go on to their end.
 
-        By the lengths that are predicted for them, and once all fenced blocks are available.
+        By the lengths that are predicted for them, and once all fenced blocks are available. Takes time linear in their
+        number; `has_room` asks the same about all running sequences, at less cost.
         """
-        pool, found = self.pool, match.blocks
         demands = [self._demand(other, other.kv.num_found) for other in staying]
-        demands.append(self._demand(sequence, len(found)))
+        demands.append(self._demand(sequence, len(match.blocks)))
+        num_found_cached = self.pool.count_cached(match.blocks)
+        return future_peak(demands, self.block_size) <= self._num_blocks_to_share(num_found_cached)
+
+    def _num_blocks_to_share(self, num_found_cached: int) -> int:
+        """How many blocks running sequences and a waiting one may have of their own.
+
+        The waiting one finds `num_found_cached` blocks that are in no block table.
+        """
         # A shared block is counted with the sequence that computed it, or here, if that one has ended.
-        counted = sum(len(other.kv.table) - other.kv.num_found for other in running)
-        others = max(0, pool.num_leased + pool.count_cached(found) - counted)
-        return others + future_peak(demands, self.block_size) <= pool.num_blocks
+        return self.pool.num_blocks - max(0, self.pool.num_leased + num_found_cached - self._num_own_blocks)
+
+    def _update_peak(self, running: list[Sequence]) -> None:
+        """Bring the entries of running sequences up to date."""
+        peak, changed, self._changed = self._future_peak, self._changed, {}
+        rebuild = self.REBUILD_RATIO * len(changed) > len(running)
+        for sequence in changed:
+            kv = sequence.kv
+            entry, old_entry = peak.entry(self._demand(sequence, kv.num_found)), kv.peak_entry
+            kv.peak_entry = entry
+            if not rebuild:
+                if old_entry is not None:
+                    peak.remove(old_entry)
+                peak.add(entry)
+            if self._is_steady(sequence):
+                self._unsteady.pop(sequence, None)
+            else:
+                self._unsteady[sequence] = None
+        if rebuild:
+            peak.rebuild(other.kv.peak_entry for other in running if other.kv.peak_entry is not None)
+
+    def _is_steady(self, sequence: Sequence) -> bool:
+        """Whether the demand of a sequence changes by one token in each step, unless `not_grown` is called for it.
+
+        What has blocks for drafts, and what is predicted, changes by other amounts. In a pipeline, a sequence is not in
+        each step.
+        """
+        return (
+            sequence.has_length_bound
+            and sequence.first_sampled_step_id is not None
+            and not (sequence.max_drafts or self._is_pipeline or self.is_pinned(sequence))
+        )
 
     def num_blocks_at_end(self, sequence: Sequence, num_found_blocks: int) -> int:
         """How many blocks a sequence will have, beside the found ones, by the length that is predicted for it."""
@@ -125,7 +191,7 @@ class KVCacheManager:
         num_positions = sequence.max_length - 1 if self.is_pinned(sequence) else sequence.num_tokens
         return -(-num_positions // self.block_size)
 
-    def _demand(self, sequence: Sequence, num_found_blocks: int) -> tuple[int, int]:
+    def _demand(self, sequence: Sequence, num_found_blocks: int) -> Demand:
         """(positions that it has blocks of its own for, positions that it will ask for)."""
         num_found = num_found_blocks * self.block_size
         if self.is_pinned(sequence):
@@ -150,11 +216,13 @@ class KVCacheManager:
         kv.num_reserved = self._num_blocks_at_once(sequence) - num_found
         self.pool.reserve(kv.num_reserved)
         self._num_blocks_to_come += self._max_blocks(sequence) - num_found
+        self._changed[sequence] = None
         if match.partial is not None:  # it is copied before anything is computed
             self._lease(sequence, 1, is_reserved=True)
 
     def cover(self, sequence: Sequence, num_positions: int) -> list[int]:
         """Lease the blocks for these positions of a prompt, from the first one on, that it does not have yet."""
+        self._changed[sequence] = None
         missing = -(-num_positions // self.block_size) - len(sequence.kv.table)
         return self._lease(sequence, missing, is_reserved=True) if missing > 0 else []
 
@@ -186,6 +254,7 @@ class KVCacheManager:
         kv.table.extend(blocks)
         kv.capacity += num_blocks * self.block_size
         self._num_blocks_to_come -= num_blocks
+        self._num_own_blocks += num_blocks
         return blocks
 
     def publish(self, sequence: Sequence) -> None:
@@ -208,12 +277,18 @@ class KVCacheManager:
 
     def release(self, sequence: Sequence, fence_step_id: int | None) -> None:
         """Release all blocks of a sequence, at once or when step `fence_step_id` is settled."""
-        self._num_blocks_to_come -= self._max_blocks(sequence) - len(sequence.kv.table)
-        if sequence.kv.num_reserved:
-            self.pool.unreserve(sequence.kv.num_reserved)
+        kv = sequence.kv
+        self._num_blocks_to_come -= self._max_blocks(sequence) - len(kv.table)
+        self._num_own_blocks -= len(kv.table) - kv.num_found
+        self._changed.pop(sequence, None)
+        self._unsteady.pop(sequence, None)
+        if kv.peak_entry is not None:
+            self._future_peak.remove(kv.peak_entry)
+        if kv.num_reserved:
+            self.pool.unreserve(kv.num_reserved)
         # Tail first: the blocks at the front are a prefix of more continuations, and are to be reused last.
-        self.pool.release(sequence.kv.table[::-1], fence_step_id)
-        sequence.kv.clear()
+        self.pool.release(kv.table[::-1], fence_step_id)
+        kv.clear()
 
     @staticmethod
     def forget(sequence: Sequence) -> None:
@@ -246,4 +321,11 @@ class KVCacheManager:
         assert self.pool.num_reserved == sum(sequence.kv.num_reserved for sequence in running)
         to_come = sum(self._max_blocks(sequence) - len(sequence.kv.table) for sequence in running)
         assert to_come == self._num_blocks_to_come
+        assert self._num_own_blocks == sum(len(sequence.kv.table) - sequence.kv.num_found for sequence in running)
+        entries = (sequence.kv.peak_entry for sequence in running)
+        self._future_peak.check(entry for entry in entries if entry is not None)
+        for sequence in running:
+            if sequence not in self._changed and sequence not in self._unsteady:
+                demand = self._demand(sequence, sequence.kv.num_found)
+                assert self._future_peak.is_entry_of(demand, sequence.kv.peak_entry), f"{sequence} is counted wrong"
         assert held == self.pool.holders(), "block tables and pool disagree on which sequences hold which blocks"

@@ -1,35 +1,17 @@
-"""Predict how long answers become, and with it how many KV blocks running sequences need at their peak.
+"""Predict how long answers become. From the lengths follows how many KV blocks sequences need at their peak.
 
-Sequences grow as they run and release everything when they end, so most blocks are needed just before one of them ends.
-Where output lengths are bounded, that peak can be computed. Where they are not, they are predicted from the lengths of
-recent answers, and the prediction is raised after each preemption. A wrong prediction costs a recompute, never a token.
-
-The peak: Gong et al., "Past-Future Scheduler for LLM Serving under SLA Guarantees", ASPLOS 2025, section 3 (lightllm).
+Where output lengths are bounded, the bound is the prediction. Where they are not, they are predicted from the lengths
+of recent answers, and the prediction is raised after each preemption. A wrong prediction costs a recompute, never a
+token.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
 from itertools import accumulate
-from operator import itemgetter
 
 from servekit.scheduler.sequence import Sequence
-
-
-def future_peak(demands: Iterable[tuple[int, int]], block_size: int) -> int:
-    """The largest number of blocks that sequences hold at the same time, if all of them grow by a token in every step.
-
-    `demands` are (tokens held now, tokens yet to come). With blocks of one token the answer is exact; with larger ones
-    it is too high by less than a block for each sequence.
-    """
-    peak = num_tokens = 0
-    # When a sequence ends, all that have more to come are still running: they come before it in this order.
-    for num_alive, (num_held, num_to_come) in enumerate(sorted(demands, key=itemgetter(1), reverse=True), start=1):
-        num_tokens += num_held + block_size - 1
-        peak = max(peak, num_tokens + num_alive * num_to_come)
-    return peak // block_size
 
 
 class OutputLengthPredictor:

@@ -70,7 +70,15 @@ class SequenceBlocks:
     `hashes` belong to the tokens, and outlive the blocks.
     """
 
-    __slots__ = ("capacity", "hashes", "num_found", "num_published", "num_reserved", "table")
+    __slots__ = (
+        "capacity",
+        "hashes",
+        "num_found",
+        "num_published",
+        "num_reserved",
+        "peak_entry",
+        "table",
+    )
 
     def __init__(self, hashes: Iterable[bytes]) -> None:
         self.hashes = list(hashes)  # of the full blocks of known tokens, as far as they were needed
@@ -83,6 +91,7 @@ class SequenceBlocks:
         self.num_found = 0  # blocks at the front of the table that another sequence computed
         self.num_reserved = 0  # blocks that are set aside for it, and follow those in the table
         self.num_published = 0  # blocks at the front of the table that the prefix cache knows
+        self.peak_entry: tuple[int, int] | None = None  # what FuturePeak counts for it, if it does
 
 
 class Sequence:

@@ -38,7 +38,7 @@ Continuous batching: Yu et al., "Orca", OSDI 2022, section 4. Chunked prefill un
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from math import inf
@@ -286,6 +286,7 @@ class WorkloadManager:
             self._preempt_for_share()
         step = Step(self.next_step_id, now_s, self.step_token_limit)
         prefills = self._schedule_decodes(step)
+        self.kv_cache.decodes_scheduled()
         prefill_limit = self.prefill_limiter.prefill_limit()
         prefill_rule = "itl_target_ms" if prefill_limit < step.budget else "max_num_batched_tokens"
         step.budget = min(step.budget, prefill_limit)
@@ -382,7 +383,7 @@ class WorkloadManager:
         sequence.leader = None  # otherwise forks of forks would keep all their ancestors
         self._deadlines.discard(sequence)
         if was_running:
-            self._running.remove(sequence)
+            self._stop_running(sequence)
             self._release(sequence)
         elif sequence not in self.quarantine:
             self.waiting_queue.discard(sequence)
@@ -430,6 +431,7 @@ class WorkloadManager:
             config.max_preemptions,
             self.output_lengths,
             self._hash_block,
+            is_pipeline=config.pipeline_parallel_size > 1,
         )
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -446,7 +448,7 @@ class WorkloadManager:
         """
         chunks, sampled, budget, step_id = step.chunks, step.sampled, step.budget, step.step_id
         block_size, num_stages = self.config.block_size, self.config.pipeline_parallel_size
-        num_left = min(budget, -(-len(self._running) // num_stages))
+        num_left, not_grown = min(budget, -(-len(self._running) // num_stages)), self.kv_cache.not_grown
         prefills: list[Sequence] = []
         for sequence in self._running:
             if sequence.first_sampled_step_id is None:
@@ -454,9 +456,11 @@ class WorkloadManager:
                 continue
             start = sequence.num_computed
             if start + 1 >= sequence.max_length:
+                not_grown(sequence)
                 continue  # a step in flight ends it, or may do so by accepted drafts
             if not num_left:
                 if num_stages == 1:  # in a pipeline, it is another step's turn
+                    not_grown(sequence)
                     step.left_out.append(
                         (sequence, sequence.incarnation, TimeCause.STEP_TOKENS, "max_num_batched_tokens")
                     )
@@ -467,6 +471,7 @@ class WorkloadManager:
             new_blocks: tuple[int, ...] = ()
             if start == sequence.kv.capacity:
                 if not self._grow(sequence):
+                    not_grown(sequence)
                     step.left_out.append((sequence, sequence.incarnation, TimeCause.MEMORY, "kv_blocks"))
                     continue  # no block is left, so no sequence will be admitted in this step either
                 new_blocks = (sequence.kv.table[-1],)
@@ -520,7 +525,7 @@ class WorkloadManager:
     def _displace_bystanders(self) -> None:
         """Return all running sequences but suspects to the waiting queue, because a suspect runs alone."""
         for sequence in [each for each in self._running if each not in self.quarantine]:
-            self._running.remove(sequence)
+            self._stop_running(sequence)
             self._isolate(sequence)
             self._release(sequence)
             self._enqueue(sequence)
@@ -530,7 +535,7 @@ class WorkloadManager:
         if cleared.status is Status.RUNNING:
             if not self.quarantine:
                 return
-            self._running.remove(cleared)
+            self._stop_running(cleared)
             self._isolate(cleared)
             self._release(cleared)
         self._enqueue(cleared)
@@ -681,6 +686,7 @@ class WorkloadManager:
             sequence, incarnation = step.sampled[index]
             if sequence.incarnation == incarnation:
                 sequence.rewind()
+                self.kv_cache.not_grown(sequence)
                 self.num_deferrals += 1
         if step.num_drafts:
             self._settle_drafts(step)
@@ -763,7 +769,11 @@ class WorkloadManager:
         sequence.history.admitted()
         sequence.slot = self._free_slots.pop()
         sequence.status = Status.RUNNING
-        insort(self._running, sequence, key=self.waiting_queue.rank)
+        rank = self.waiting_queue.rank
+        if self._running and rank(sequence) < rank(self._running[-1]):
+            insort(self._running, sequence, key=rank)
+        else:  # as most are: they came last
+            self._running.append(sequence)
         self.waiting_queue.admitted(sequence)
         sampling = sequence.sampling
         stop_token_ids = tuple(sequence.stop_set) if sampling.min_tokens else ()
@@ -784,6 +794,13 @@ class WorkloadManager:
             )
         )
 
+    def _stop_running(self, sequence: Sequence) -> None:
+        """Take a sequence out of the running ones. Ranks differ, so it is found without looking at all of them."""
+        rank = self.waiting_queue.rank
+        index = bisect_left(self._running, rank(sequence), key=rank)
+        assert self._running[index] is sequence
+        del self._running[index]
+
     def _release(self, sequence: Sequence) -> None:
         """Take slot and blocks from a sequence. Results in flight for it will be ignored."""
         in_flight = self._in_flight and sequence.last_step_id >= self._in_flight[0].step_id
@@ -799,7 +816,7 @@ class WorkloadManager:
         """Return a running sequence to the waiting queue, to be computed again from its tokens."""
         assert victim is not self._running[0], "the first-ranked sequence is never preempted"
         victim.history.set_back(victim.num_computed, TimeCause.PREEMPTED, rule, behind.sequence_id)
-        self._running.remove(victim)
+        self._stop_running(victim)
         self._release(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
@@ -825,7 +842,7 @@ class WorkloadManager:
         match = kv_cache.find_prefix_match(sequence, self.next_step_id)
         num_blocks = kv_cache.num_blocks_at_end(sequence, len(match.blocks))
         staying = [other for other in self._running if other not in victims]
-        while not kv_cache.fits(sequence, match, self._running, staying):
+        while not kv_cache.fits(sequence, match, staying):
             victim = self.waiting_queue.find_victim(
                 sequence.tenant,
                 num_blocks,
