@@ -2,12 +2,12 @@
    limit.
 
    Weights are read in the layout that oneDNN chose, so memory holds one copy, and oneDNN multiplies prompts as before.
-   The layout is blocks of `block_width` outputs; inside a block, all inputs follow each other two by two,
+   The layout is blocks of `block_width` outputs; inside a block, all inputs follow each other, in bfloat16 two by two,
 
-       [num_outputs / block_width, num_inputs / 2, block_width, 2]
+       [num_outputs / block_width, num_inputs / UNIT, block_width, UNIT]
 
-   with unused outputs at the end of the last block. oneDNN does not promise this layout, so packed_block_width checks
-   every weight, number by number.
+   with unused outputs at the end of the last block. A unit is four bytes: UNIT inputs of one output. oneDNN does not
+   promise this layout, so packed_block_width checks every weight, number by number.
 
    What is gained is the time in which oneDNN waits for memory. This code prefetches: while one strip of outputs is
    multiplied, the cache lines of another strip are requested; during a thread's last strip, those of its first strip of
@@ -15,18 +15,22 @@
 
 #include "kernels.h"
 #include "strips.h"
+#ifdef BFLOAT16
 #include "tiles.h"
+#else
+enum { TILE = 16 };
+#endif
 
-#if defined(BFLOAT16) && defined(__AVX512BF16__)
+#if (defined(BFLOAT16) && defined(__AVX512BF16__)) || (!defined(BFLOAT16) && defined(__AVX512F__))
 
 #include <immintrin.h>
 #include <stddef.h>
 
-enum { LINE = 32 }; /* the scalars of a cache line */
+enum { LINE = 64 / sizeof(scalar), UNIT = 4 / sizeof(scalar) }; /* the scalars of a cache line, and of a unit */
 /* From MIN_ROWS_FOR_TILES rows on, tiles are faster than vectors. */
 enum { MAX_ROWS_BY_VECTORS = 8, MAX_ROWS_BY_TILES = 2 * TILE, MIN_ROWS_FOR_TILES = 3 };
 
-typedef uint32_t pair __attribute__((may_alias)); /* two scalars, the first one in the lower half */
+typedef uint32_t unit __attribute__((may_alias)); /* in bfloat16 two scalars, the first one in the lower half */
 
 static int64_t max_rows = 0; /* set by skinny_gemm_max_rows */
 
@@ -48,9 +52,9 @@ int64_t packed_block_width(const scalar *weight, const scalar *packed, int64_t n
         int64_t num_different = 0;
 #pragma omp parallel for reduction(+ : num_different)
         for (int64_t output = 0; output < num_outputs; output++) {
-            const pair *original = (const pair *)(weight + output * num_inputs);
-            const pair *found = (const pair *)packed + output / width * width * num_inputs / 2 + output % width;
-            for (int64_t i = 0; i < num_inputs / 2; i++) num_different += original[i] != found[i * width];
+            const unit *original = (const unit *)(weight + output * num_inputs);
+            const unit *found = (const unit *)packed + output / width * width * num_inputs / UNIT + output % width;
+            for (int64_t i = 0; i < num_inputs / UNIT; i++) num_different += original[i] != found[i * width];
         }
         if (num_different == 0) return width;
     }
@@ -59,15 +63,21 @@ int64_t packed_block_width(const scalar *weight, const scalar *packed, int64_t n
 
 /* -- one strip ---------------------------------------------------------------------------------------------------- */
 
-static inline void add_pair(floats *sums, const scalar *weights, pair inputs) {
+static inline void add_unit(floats *sums, const scalar *weights, unit inputs) {
+#ifdef BFLOAT16
     const __m512bh both = (__m512bh)_mm512_set1_epi32((int)inputs);
     for (int half = 0; half < 2; half++)
         sums[half] = (floats)_mm512_dpbf16_ps((__m512)sums[half],
                                               (__m512bh)_mm512_loadu_si512(weights + half * LINE), both);
+#else
+    const __m512 input = (__m512)_mm512_set1_epi32((int)inputs);
+    for (int half = 0; half < 2; half++)
+        sums[half] = (floats)_mm512_fmadd_ps(_mm512_loadu_ps(weights + half * LINE), input, (__m512)sums[half]);
+#endif
 }
 
 /* sums [num_rows, STRIP] = x W' for one strip of outputs. num_rows is a constant wherever this is inlined, so that the
-   sums stay in registers. `stride` is from one pair of inputs to the next, in scalars. The lines at `next` are dense. */
+   sums stay in registers. `stride` is from one unit of inputs to the next, in scalars. The lines at `next` are dense. */
 static inline __attribute__((always_inline)) void strip_by_vectors(float *sums, const int num_rows, const scalar *x,
                                                                    const scalar *weights, int64_t stride,
                                                                    const scalar *next, int64_t num_inputs) {
@@ -76,12 +86,12 @@ static inline __attribute__((always_inline)) void strip_by_vectors(float *sums, 
     memset(even, 0, sizeof even);
     memset(odd, 0, sizeof odd);
     floats(*second)[2] = num_rows <= 4 ? odd : even;
-    const pair *pairs = (const pair *)x;
-    const int64_t num_pairs = num_inputs / 2;
-    for (int64_t p = 0; p < num_pairs; p += 2, weights += 2 * stride, next += 4 * LINE) {
+    const unit *units = (const unit *)x;
+    const int64_t num_units = num_inputs / UNIT;
+    for (int64_t u = 0; u < num_units; u += 2, weights += 2 * stride, next += 4 * LINE) {
         for (int line = 0; line < 4; line++) prefetch(next + line * LINE);
-        for (int r = 0; r < num_rows; r++) add_pair(even[r], weights, pairs[r * num_pairs + p]);
-        for (int r = 0; r < num_rows; r++) add_pair(second[r], weights + stride, pairs[r * num_pairs + p + 1]);
+        for (int r = 0; r < num_rows; r++) add_unit(even[r], weights, units[r * num_units + u]);
+        for (int r = 0; r < num_rows; r++) add_unit(second[r], weights + stride, units[r * num_units + u + 1]);
     }
     for (int r = 0; r < num_rows; r++)
         for (int half = 0; half < 2; half++)
@@ -138,7 +148,7 @@ static void multiply_strips_of_thread(const packed_weight *packed, const scalar 
     float sums[MAX_ROWS_BY_TILES * STRIP];
     const prepared_weight *weight = &packed->base;
     const int by_tiles = num_rows >= MIN_ROWS_FOR_TILES && max_rows > MAX_ROWS_BY_VECTORS;
-    const int64_t num_inputs = weight->num_inputs, width = packed->block_width, stride = 2 * width;
+    const int64_t num_inputs = weight->num_inputs, width = packed->block_width, stride = UNIT * width;
     const int64_t strips_per_block = width / STRIP;
     const strip_range strips = strips_of_thread(weight);
     if (by_tiles) shape_tiles(num_rows, TILE);

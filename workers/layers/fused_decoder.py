@@ -3,7 +3,7 @@
 transformers' layers consist of small operations. Each of them reads and writes all activations once more, and each has
 torch's dispatch overhead. The layers here use the same weights. Projections with the same input are one matrix product;
 residual additions are part of the matrix product before them; the operations between two matrix products are one pass.
-On a CPU that multiplies bfloat16, a step of few tokens is one call in all (cpu_decoder.py).
+On a CPU with AVX-512, a step of few tokens is one call in all (cpu_decoder.py).
 
 Layers are recognised by the names of their classes, because a layer's meaning cannot be read from its parts. The
 worker's self-check compares the fused layers with the output of transformers' own layers before the first request.

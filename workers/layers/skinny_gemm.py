@@ -33,22 +33,22 @@ class SkinnyGemm:
         width = self.library.packed_block_width(
             weight.data_ptr(), packed.address, num_outputs, num_inputs, packed.num_bytes
         )
-        return SkinnyGemmWeight(self, packed, bias, (num_outputs, num_inputs), width) if width else packed
+        return SkinnyGemmWeight(self, packed, bias, weight, width) if width else packed
 
 
 class SkinnyGemmWeight(CpuWeight):
     """A packed weight that the C code multiplies if there are at most `max_rows` rows, and oneDNN otherwise."""
 
     def __init__(
-        self, gemm: SkinnyGemm, packed: PackedWeight, bias: Tensor | None, shape: tuple[int, int], block_width: int
+        self, gemm: SkinnyGemm, packed: PackedWeight, bias: Tensor | None, weight: Tensor, block_width: int
     ) -> None:
-        num_outputs, num_inputs = shape
+        num_outputs, num_inputs = weight.shape
         base = CPreparedWeight(
             data=packed.address,
             bias=None if bias is None else bias.data_ptr(),
             num_inputs=num_inputs,
             num_outputs=num_outputs,
-            strip_bytes=2 * STRIP * num_inputs,
+            strip_bytes=weight.element_size() * STRIP * num_inputs,
         )
         struct = CPackedWeight(base=base, block_width=block_width)
         super().__init__(gemm.library, gemm.library.skinny_gemm, struct, gemm.max_rows, 0, [packed, bias])

@@ -14,12 +14,15 @@ from workers.layers import skinny_gemm as module
 from workers.layers.linear import PackedWeight, can_pack
 from workers.layers.skinny_gemm import SkinnyGemm, SkinnyGemmWeight
 
-LIBRARY = c_library("bfloat16") if can_pack(torch.bfloat16) else None
-pytestmark = pytest.mark.skipif(
-    LIBRARY is None or SkinnyGemm(LIBRARY).max_rows == 0,
-    reason="this processor has no bfloat16 instructions, or there is no compiler",
-)
 NUM_ROWS = [1, 2, 3, 5, 8, 9, 16, 17, 31, 32, 33]
+
+
+def native_gemm(dtype: torch.dtype) -> SkinnyGemm:
+    """Return the skinny GEMM with all that this processor has; skip the test if it has none for the dtype."""
+    library = c_library(str(dtype).removeprefix("torch.")) if can_pack(dtype) else None
+    if library is None or SkinnyGemm(library).max_rows == 0:
+        pytest.skip(f"this processor has no instructions for {dtype}, or there is no compiler")
+    return SkinnyGemm(library)
 
 
 class Blocks:
@@ -32,20 +35,21 @@ class Blocks:
         num_blocks = -(-num_outputs // self.width)
         padded = torch.full((num_blocks * self.width, num_inputs), torch.nan, dtype=weight.dtype)
         padded[:num_outputs] = weight
-        blocks = padded.view(num_blocks, self.width, num_inputs // 2, 2)
+        unit = 4 // weight.element_size()
+        blocks = padded.view(num_blocks, self.width, num_inputs // unit, unit)
         self._blocks = blocks.transpose(1, 2).contiguous()
-        self.address, self.num_bytes = self._blocks.data_ptr(), 2 * self._blocks.numel()
+        self.address, self.num_bytes = self._blocks.data_ptr(), self._blocks.nbytes
         plain = PackedWeight(weight, bias)
         self.multiply, self.multiply_add = plain.multiply, plain.multiply_add
 
 
-@pytest.fixture(scope="module", params=["native", "without AMX"])
+@pytest.fixture(scope="module", params=["bfloat16", "bfloat16 without AMX", "float32"])
 def gemm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SkinnyGemm]:
-    """Return the skinny GEMM with all that this processor has, and one compiled without AMX tiles."""
-    if request.param == "native":
-        assert LIBRARY is not None
-        yield SkinnyGemm(LIBRARY)
+    """Return the skinny GEMM for a dtype, and one compiled without AMX tiles."""
+    if request.param != "bfloat16 without AMX":
+        yield native_gemm(getattr(torch, request.param))
         return
+    native_gemm(torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O1", "-mno-amx-bf16", "-mno-amx-tile"))
         patch.setattr(compiling, "SOURCES", ("skinny_gemm.c",))
@@ -57,11 +61,20 @@ def gemm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     yield SkinnyGemm(library)
 
 
+@pytest.fixture
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Return the dtype of the `gemm` fixture."""
+    name: str = request.node.callspec.params["gemm"]
+    found: torch.dtype = getattr(torch, name.partition(" ")[0])
+    return found
+
+
 @pytest.mark.parametrize("layout", [PackedWeight, Blocks])
 @pytest.mark.parametrize("shape", [(32, 32), (70, 64), (200, 96), (1, 64), (33, 2048), (1280, 768)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_are_those_of_float64_rounded_once(
     gemm: SkinnyGemm,
+    dtype: torch.dtype,
     layout: type[PackedWeight] | type[Blocks],
     shape: tuple[int, int],
     bias: bool,
@@ -69,27 +82,30 @@ def test_products_are_those_of_float64_rounded_once(
 ) -> None:
     monkeypatch.setattr(module, "PackedWeight", layout)
     torch.manual_seed(0)
-    weight, offset = torch.randn(shape).bfloat16(), torch.randn(shape[0]).bfloat16() if bias else None
+    weight, offset = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype) if bias else None
     packed = gemm.make_weight(weight, offset)
     assert isinstance(packed, SkinnyGemmWeight) or layout is PackedWeight, "the C code can read this layout"
     if isinstance(packed, SkinnyGemmWeight):
         packed.prefetch_next(packed)
     for num_rows in NUM_ROWS:
-        x, to = torch.randn(1, num_rows, shape[1]).bfloat16(), torch.randn(1, num_rows, shape[0]).bfloat16()
+        x, to = torch.randn(1, num_rows, shape[1]).to(dtype), torch.randn(1, num_rows, shape[0]).to(dtype)
         exact = x.double() @ weight.double().T + (0.0 if offset is None else offset.double())
         with torch.inference_mode():
-            _assert_rounded(packed.multiply(x), exact)
-            _assert_rounded(packed.multiply_add(x, to), exact + to.double())
+            _assert_rounded(packed.multiply(x), exact, dtype)
+            _assert_rounded(packed.multiply_add(x, to), exact + to.double(), dtype)
 
 
-def _assert_rounded(output: Tensor, exact: Tensor) -> None:
+def _assert_rounded(output: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     """Check for rounding to nearest: half a unit of the last of eight bits is 2^-8; float32 sums add a little."""
-    assert output.dtype is torch.bfloat16 and output.shape == exact.shape
+    assert output.dtype is dtype and output.shape == exact.shape
+    rounding = 2**-8 if dtype is torch.bfloat16 else 0.0
     slack = 1e-5 * exact.abs().max() + 1e-5
-    assert bool(((output.double() - exact).abs() <= exact.abs() * (2**-8) + slack).all())
+    assert bool(((output.double() - exact).abs() <= exact.abs() * rounding + slack).all())
 
 
-def test_a_weight_in_another_layout_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_in_another_layout_is_left_to_onednn(
+    gemm: SkinnyGemm, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class OtherLayout(Blocks):
         width = 32
 
@@ -97,16 +113,7 @@ def test_a_weight_in_another_layout_is_left_to_onednn(monkeypatch: pytest.Monkey
             super().__init__(weight, bias)
             self._blocks.view(torch.int16).view(-1)[-1] += 1  # one number differs
 
-    assert LIBRARY is not None
-    gemm, weight = SkinnyGemm(LIBRARY), torch.randn(64, 64).bfloat16()
-    odd = gemm.make_weight(torch.randn(64, 33).bfloat16(), None)
-    assert isinstance(odd, PackedWeight), "33 inputs cannot be paired"
+    odd = gemm.make_weight(torch.randn(64, 33).to(dtype), None)
+    assert isinstance(odd, PackedWeight), "33 inputs are not whole cache lines"
     monkeypatch.setattr(module, "PackedWeight", OtherLayout)
-    assert isinstance(gemm.make_weight(weight, None), OtherLayout)
-
-
-def test_float32_is_left_to_onednn() -> None:
-    library = c_library("float32")
-    assert library is not None
-    gemm = SkinnyGemm(library)
-    assert gemm.max_rows == 0 and isinstance(gemm.make_weight(torch.randn(64, 64), None), PackedWeight)
+    assert isinstance(gemm.make_weight(torch.randn(64, 64).to(dtype), None), OtherLayout)
