@@ -89,6 +89,8 @@ _NOT_COMPARED = {
     *("_hash_block", "_on_reuse", "_sink", "_encoder", "_hashes", "_output_lengths"),
     *("budget", "slot_assignments", "chunks", "copies", "sampled"),
     "_fitted_s",  # computed from the fields beside it
+    # A restored manager writes them when they are needed, from the sequences.
+    *("_future_peak", "_changed", "_unsteady", "_has_advanced", "peak_entry"),
     *("log", "history", "prefills", "left_out"),  # no decision depends on these: they explain
 }
 
