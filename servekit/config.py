@@ -28,7 +28,17 @@ Milliseconds = Annotated[float, Meta(gt=0.0, le=60_000.0)]
 # The names are those of vLLM; servekit/parsing/chat_format.py has the formats.
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "mistral", "openai_gptoss", "qwen3"]
 ToolCallParser = Literal[
-    "auto", "none", "deepseek_v3", "deepseek_v31", "hermes", "llama3_json", "mistral", "openai", "pythonic"
+    "auto",
+    "none",
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "openai",
+    "pythonic",
+    "qwen3_coder",
 ]
 
 # Variables that Kubernetes sets in every container for a service whose name begins with `servekit`: the service's

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 
 
@@ -41,10 +43,17 @@ class AnswerEvents:
     So whitespace is held until it is known what follows.
     """
 
-    def __init__(self, max_calls: int, function_names: frozenset[str] = frozenset()) -> None:
-        """`max_calls`: further ones are left out; 0 if the request has no tools."""
+    def __init__(
+        self, max_calls: int, functions: Mapping[str, str] | None = None, has_strict_calls: bool = False
+    ) -> None:
+        """`max_calls`: further ones are left out; 0 if the request has no tools.
+
+        `functions`: the JSON schema of the parameters of each function that the request has, by its name.
+        `has_strict_calls`: a grammar restricts calls, so what it takes for text is no call.
+        """
         self.max_calls = max_calls
-        self.function_names = function_names
+        self.functions = functions or {}
+        self.has_strict_calls = has_strict_calls
         self.is_reasoning = False  # whether the text that comes next is reasoning
         self.num_calls = 0
         self._pending: list[AnswerEvent] = []

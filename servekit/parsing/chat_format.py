@@ -6,6 +6,7 @@ template, settings ─▶ ChatFormat ─▶ for each request an AnswerFormat: it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 from servekit.errors import InvalidRequest
 from servekit.parsing.answer_events import AnswerEvent, AnswerEvents
 from servekit.parsing.harmony import Harmony
-from servekit.parsing.lark import Calls, Lark, TokenId
+from servekit.parsing.lark import FreeText, Lark, TokenId, any_text
 from servekit.parsing.reasoning import NoReasoning, ReasoningFormat, Start, ThinkingTags
 from servekit.parsing.text_reader import Steps, TextReader
 from servekit.parsing.tool_calls import (
@@ -25,6 +26,7 @@ from servekit.parsing.tool_calls import (
     MistralCalls,
     ToolFormat,
 )
+from servekit.parsing.xml_calls import GlmCalls, QwenCoderCalls
 from servekit.request import Grammar, GrammarKind
 
 HARMONY = Harmony()
@@ -38,11 +40,13 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "deepseek_v3": DeepSeekCalls(),
     "deepseek_v31": DeepSeekCalls(has_fences=False),
+    "glm45": GlmCalls(),
     "hermes": HermesCalls(),
     "llama3_json": LlamaCalls(),
     "mistral": MistralCalls(),
     "openai": HARMONY,
     "pythonic": LlamaCalls(is_pythonic=True),
+    "qwen3_coder": QwenCoderCalls(),
 }
 MAX_CALLS = 128  # of one answer; further ones are left out
 
@@ -73,9 +77,11 @@ class AnswerParser:
     """Reads one answer while it arrives. The events do not depend on the pieces in which it arrives."""
 
     def __init__(self, reasoning: ReasoningFormat, tools: ToolFormat | None, start: Start, use: ToolUse | None) -> None:
-        names = frozenset(function.name for function in use.functions) if use is not None else frozenset()
+        functions = () if use is None else use.functions
         most = 0 if use is None else MAX_CALLS if use.is_parallel else 1
-        self._reader, self._events = TextReader(), AnswerEvents(most, names)
+        is_strict = any(function.is_strict for function in functions)
+        self._reader = TextReader()
+        self._events = AnswerEvents(most, {each.name: each.parameters for each in functions}, is_strict)
         self._steps = self._read(reasoning, tools, start)
         next(self._steps)
 
@@ -203,42 +209,41 @@ class ChatFormat:
             )
         lark = Lark(self._token_id, self._eos_token_ids)
         answers: list[str] = []
-        free_calls = Calls()
+        free_text: FreeText = any_text
         param = "thinking_token_budget"
         if grammar is not None:
             param = grammar.param
             answers.append(self.reasoning.content(lark.part(replace(grammar, param="")), lark))
-        if use is not None and tools is not None:
-            is_constrained = is_demanded or grammar is not None
-            has_trigger = bool(tools.trigger) and lark.has_token(tools.trigger)
-            if is_constrained or (has_trigger and any(function.is_strict for function in use.functions)):
-                calls = self._calls(tools, use, lark)
-                answers.append(calls)
-                free_calls = Calls(tools.trigger, calls)
-                param = "tools" if grammar is None else param
+        if (
+            use is not None
+            and tools is not None
+            and (is_demanded or grammar is not None or any(function.is_strict for function in use.functions))
+        ):
+            functions, most = self._symbols(use, lark), MAX_DEMANDED_CALLS if use.is_parallel else 1
+            answers.append(tools.calls(functions, lark, most))
+            free_text = partial(tools.free_text, functions, most)
+            param = "tools" if grammar is None else param
         if grammar is not None or is_demanded:
             before = self.reasoning.before_answer(lark, start, max_reasoning_tokens)
             if grammar is not None and not before and len(answers) == 1:
                 return grammar
             rule = f"start: {before} answer"
             lark.rules.append("answer: " + " | ".join(answers))
-        elif max_reasoning_tokens is not None:
-            rule = "start: " + self.reasoning.free_answer(lark, start, max_reasoning_tokens, free_calls)
-        elif free_calls.symbol:
-            rule = "start: " + free_calls.free_text(lark)
+        elif max_reasoning_tokens is not None or free_text is not any_text:
+            rule = "start: " + self.reasoning.free_answer(lark, start, max_reasoning_tokens, free_text)
         else:
             return None
         return Grammar(GrammarKind.COMPOSED, "\n".join([rule, *lark.rules, ""]), param, tuple(lark.parts))
 
-    def _calls(self, tools: ToolFormat, use: ToolUse, lark: Lark) -> str:
-        """Return what matches calls. Arguments match the schema of a function that is strict, or demanded."""
+    def _symbols(self, use: ToolUse, lark: Lark) -> list[FunctionSymbol]:
+        """Return what matches arguments. They match the schema of a function that is strict, or demanded."""
         symbols = []
         for function in use.functions:
             is_strict = use.is_demanded or function.is_strict
             kind, text = (GrammarKind.JSON_SCHEMA, function.parameters) if is_strict else (GrammarKind.JSON, "")
             part = Grammar(kind, text, f"the parameters of {function.name!r}")
             symbols.append(FunctionSymbol(function.name, lark.part(part)))
-        return tools.calls(symbols, lark, MAX_DEMANDED_CALLS if use.is_parallel else 1)
+        return symbols
 
 
 # -- which formats a model has -----------------------------------------------------------------------------------------
@@ -271,8 +276,8 @@ def _tools_of(template: str) -> str:
         return "mistral"
     if "<｜tool▁calls▁begin｜>" in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
-    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
-        return "hermes"
+    if "<tool_call>" in template:
+        return "qwen3_coder" if "<function=" in template else "glm45" if "<arg_key>" in template else "hermes"
     if "[func_name1(" in template:
         return "pythonic"
     if "<|python_tag|>" in template or ('"parameters": dictionary' in template and "tools" in template):

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from servekit.errors import InvalidRequest
 from servekit.parsing.answer_events import AnswerEvents
-from servekit.parsing.lark import Calls, Lark, literal, one_of
+from servekit.parsing.lark import FreeText, Lark, any_text, literal, one_of
 from servekit.parsing.reasoning import Start
 from servekit.parsing.text_reader import Malformed, Steps, TextReader
 from servekit.parsing.tool_calls import FunctionSymbol
@@ -31,7 +31,6 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 class Harmony:
     """Both a format of reasoning and one of tool calls: neither can be read without the other."""
 
-    trigger: str = ""
     call_id_length: int | None = None
     markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 
@@ -78,10 +77,12 @@ class Harmony:
     def content(self, symbol: str, lark: Lark) -> str:
         return f"{lark.marker(CHANNEL)} {literal('final')} {lark.marker(MESSAGE)} {symbol}"
 
-    def free_answer(self, lark: Lark, start: Start, max_tokens: int, calls: Calls) -> str:
+    def free_answer(self, lark: Lark, start: Start, max_tokens: int | None, text: FreeText) -> str:
+        if text is not any_text:
+            return f"{self.before_answer(lark, start, max_tokens)} {text(lark)}"
         other = one_of([literal("final"), literal("commentary")])
         first = f"{literal('analysis')} {self._analysis(lark, max_tokens)} | {other}"
-        return f"{lark.marker(CHANNEL)} ({first}) {calls.free_text(lark)}"
+        return f"{lark.marker(CHANNEL)} ({first}) {text(lark)}"
 
     def calls(self, functions: Sequence[FunctionSymbol], lark: Lark, most: int) -> str:
         marker = lark.marker
@@ -91,6 +92,14 @@ class Harmony:
             for each in functions
         ]
         return f"{marker(CHANNEL)} {one_of(kinds)}"
+
+    def free_text(self, functions: Sequence[FunctionSymbol], most: int, lark: Lark, not_first: str = "") -> str:
+        """Return what matches messages in `commentary`, and behind them the final message, or one of these calls."""
+        marker = lark.marker
+        text = f"{marker(MESSAGE)} {lark.running_text(END, None)} {marker(END)}"
+        before = f"({marker(CHANNEL)} {literal('commentary')} {text} {marker(START)} {literal('assistant')})*"
+        final = f"{marker(CHANNEL)} {literal('final')} {marker(MESSAGE)} {lark.any_but(CHANNEL)}*"
+        return f"{before} ({final} | {self.calls(functions, lark, most)})"
 
     def _analysis(self, lark: Lark, max_tokens: int | None) -> str:
         if not lark.has_token(END):

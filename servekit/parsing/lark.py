@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 from servekit.request import Grammar
 
@@ -25,6 +25,11 @@ class Lark:
         """Add a grammar of another kind, and return the symbol for it."""
         self.parts.append(grammar)
         return f"@part{len(self.parts) - 1}"
+
+    def add_rule(self, name: str, body: str) -> None:
+        """Add a rule, unless it was added before. A terminal has a name in capital letters."""
+        if (rule := f"{name}: {body}") not in self.rules:
+            self.rules.append(rule)
 
     def has_token(self, text: str) -> bool:
         """Whether this text is one token."""
@@ -72,16 +77,28 @@ def regular_expression(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
 
-@dataclass(frozen=True)
-class Calls:
-    """What matches the tool calls at the end of an answer that may also have none."""
+class FreeText(Protocol):
+    """Text that a grammar does not restrict. It may have calls at its end that are restricted."""
 
-    trigger: str = ""  # the marker that begins them; "" if they have no grammar
-    symbol: str = ""
+    def __call__(self, lark: Lark, not_first: str = "") -> str:
+        """Return what matches it. It does not begin with the marker `not_first`."""
 
-    def free_text(self, lark: Lark, not_first: str = "") -> str:
-        """Return what matches any text that does not begin with the marker `not_first`, and the calls behind it."""
-        text = f"{lark.any_but(self.trigger)}*"
+
+def any_text(lark: Lark, not_first: str = "") -> str:
+    """Return what matches any text that does not begin with the marker `not_first`."""
+    return f"({lark.any_but(not_first)} <[*]>*)?" if not_first else "<[*]>*"
+
+
+def text_before(calls: str, trigger: str, lark: Lark, not_first: str = "") -> str:
+    """Return what matches any text, and these calls behind it. The first of them begins with the marker `trigger`."""
+    if lark.has_token(trigger):
+        text = f"{lark.any_but(trigger)}*"
         if not_first:
-            text = f"({lark.any_but(self.trigger, not_first)} {text})?"
-        return f"{text} ({self.symbol})?" if self.symbol else text
+            text = f"({lark.any_but(trigger, not_first)} {text})?"
+        return f"{text} ({calls})?"
+    # The trigger is text. The lazy lexeme ends where it is complete, so that no other text can contain it. None of both
+    # lexemes matches special tokens, so neither begins with `not_first`.
+    before, found, behind = calls.partition(literal(trigger))
+    assert found
+    lark.add_rule("before_calls[lazy]", f"/(?s:.*){regular_expression(trigger)}/")
+    return f"({before} before_calls {behind} | /(?s:.*)/)"

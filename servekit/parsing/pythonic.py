@@ -26,7 +26,7 @@ def read_pythonic_calls(reader: TextReader, answer: AnswerEvents) -> Steps[None]
         yield from reader.skip_whitespace()
         name = yield from reader.word(_NAME)
         yield from reader.expect("(")
-        if name not in answer.function_names:
+        if name not in answer.functions:
             raise Malformed
         reader.accept()
         answer.begin_call(name)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from servekit.errors import InvalidRequest
 from servekit.parsing.answer_events import AnswerEvents
-from servekit.parsing.lark import Calls, Lark, regular_expression
+from servekit.parsing.lark import FreeText, Lark, regular_expression
 from servekit.parsing.text_reader import Steps, TextReader
 
 BLANK_LINES = r"/\n{0,2}/"  # after the closing tag
@@ -49,10 +49,10 @@ class ReasoningFormat(Protocol):
     def content(self, symbol: str, lark: Lark) -> str:
         """Return what matches content, given the symbol that matches its text."""
 
-    def free_answer(self, lark: Lark, start: Start, max_tokens: int, calls: Calls) -> str:
-        """Return what matches an answer without a grammar, whose reasoning is bounded, and whose calls have grammars.
+    def free_answer(self, lark: Lark, start: Start, max_tokens: int | None, text: FreeText) -> str:
+        """Return what matches an answer of reasoning and `text`. `max_tokens` bounds the reasoning.
 
-        Raises InvalidRequest if the reasoning cannot be bounded.
+        Raises InvalidRequest if it cannot be bounded.
         """
 
 
@@ -76,8 +76,10 @@ class NoReasoning:
     def content(self, symbol: str, lark: Lark) -> str:
         return symbol
 
-    def free_answer(self, lark: Lark, start: Start, max_tokens: int, calls: Calls) -> str:
-        raise self._refusal(max_tokens)
+    def free_answer(self, lark: Lark, start: Start, max_tokens: int | None, text: FreeText) -> str:
+        if max_tokens is not None:
+            raise self._refusal(max_tokens)
+        return text(lark)
 
     def _refusal(self, max_tokens: int) -> InvalidRequest:
         return InvalidRequest(
@@ -135,16 +137,18 @@ class ThinkingTags:
     def content(self, symbol: str, lark: Lark) -> str:
         return symbol
 
-    def free_answer(self, lark: Lark, start: Start, max_tokens: int, calls: Calls) -> str:
+    def free_answer(self, lark: Lark, start: Start, max_tokens: int | None, text: FreeText) -> str:
         if start is Start.AFTER_REASONING:
-            return calls.free_text(lark)
+            return text(lark)
+        if max_tokens is None:
+            return f"{self.before_answer(lark, start, None)} {text(lark)}"
         if not (lark.has_token(self.opening) and lark.has_token(self.closing)):
             raise self._cannot_bound()
-        bounded = f"{lark.running_text(self.closing, max_tokens)} {lark.marker(self.closing)} {calls.free_text(lark)}"
+        bounded = f"{lark.running_text(self.closing, max_tokens)} {lark.marker(self.closing)} {text(lark)}"
         if start is Start.IN_REASONING:
             return bounded
         # An answer without reasoning must not begin with the tag. Otherwise it could contain reasoning of any length.
-        return f"({lark.marker(self.opening)} {bounded}) | ({calls.free_text(lark, self.opening)})"
+        return f"({lark.marker(self.opening)} {bounded}) | ({text(lark, self.opening)})"
 
     def _cannot_bound(self) -> InvalidRequest:
         return InvalidRequest(

@@ -7,12 +7,13 @@ passed on while it arrives, so nothing that follows can turn it back into conten
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from servekit.errors import InvalidRequest
 from servekit.parsing.answer_events import AnswerEvents
-from servekit.parsing.lark import Lark, literal, one_of, one_or_more
+from servekit.parsing.lark import Lark, literal, one_of, one_or_more, regular_expression, text_before
 from servekit.parsing.pythonic import read_pythonic_calls
 from servekit.parsing.text_reader import Malformed, Steps, TextReader
 
@@ -37,10 +38,6 @@ class ToolFormat(Protocol):
         """The texts that must stay in the answer's text, because the parser needs them."""
 
     @property
-    def trigger(self) -> str:
-        """The marker that begins calls; "" if there is none."""
-
-    @property
     def call_id_length(self) -> int | None:
         """The length of the ids that the model's template accepts; None if it accepts any."""
 
@@ -50,11 +47,17 @@ class ToolFormat(Protocol):
     def calls(self, functions: Sequence[FunctionSymbol], lark: Lark, most: int) -> str:
         """Return what matches 1 to `most` calls of these functions."""
 
+    def free_text(self, functions: Sequence[FunctionSymbol], most: int, lark: Lark, not_first: str = "") -> str:
+        """Return what matches text, and up to `most` calls of these functions behind it, which match their grammars.
+
+        It does not begin with the marker `not_first`. Raises InvalidRequest if no grammar can tell calls from text.
+        """
+
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_call_object(reader: TextReader, answer: AnswerEvents, known: frozenset[str] | None = None) -> Steps[None]:
+def read_call_object(reader: TextReader, answer: AnswerEvents, known: Container[str] | None = None) -> Steps[None]:
     """Read a call that is a JSON object with `name`, and `arguments` or `parameters`, in any order.
 
     Begins in an attempt, and accepts it when the call is certain. Raises Malformed. `known`: the names of functions, if
@@ -117,8 +120,9 @@ def _skip_members(reader: TextReader) -> Steps[None]:
     yield from reader.expect("}")
 
 
-def _call_object(function: FunctionSymbol, key: str = "arguments") -> str:
-    head = f'{{"name": {json.dumps(function.name)}, "{key}": '
+def _call_object(function: FunctionSymbol, key: str = "arguments", has_type: bool = False) -> str:
+    head = '{"type": "function", ' if has_type else "{"
+    head += f'"name": {json.dumps(function.name)}, "{key}": '
     return f"{literal(head)} {function.arguments} {literal('}')}"
 
 
@@ -127,11 +131,15 @@ def _call_object(function: FunctionSymbol, key: str = "arguments") -> str:
 
 @dataclass(frozen=True)
 class HermesCalls:
-    """`<tool_call>{"name": …, "arguments": …}</tool_call>` of Hermes and Qwen."""
+    """`<tool_call>{"name": …, "arguments": …}</tool_call>` of Hermes and Qwen.
+
+    Other families write XML in the place of the object: classes in xml_calls.py read both, because a grammar cannot
+    hold XML to a JSON schema. So where a grammar demands calls, these models write the object, too.
+    """
 
     opening: ClassVar[str] = "<tool_call>"
     closing: ClassVar[str] = "</tool_call>"
-    trigger: str = opening
+    openings: ClassVar[tuple[str, ...]] = (opening,)  # what a call may begin with
     call_id_length: int | None = None
 
     @property
@@ -139,25 +147,36 @@ class HermesCalls:
         return self.opening, self.closing
 
     def read(self, reader: TextReader, answer: AnswerEvents) -> Steps[None]:
-        while (yield from reader.until((self.opening,), answer.text)) is not None:
+        while (opening := (yield from reader.until(self.openings, answer.text))) is not None:
             reader.attempt()
             num_calls = answer.num_calls
             try:
                 yield from reader.skip_whitespace()
-                yield from read_call_object(reader, answer)
+                if opening == self.opening and (yield from reader.peek()) == "{":
+                    yield from read_call_object(reader, answer)
+                else:
+                    yield from self.read_xml(reader, answer, opening)
                 yield from reader.skip_whitespace()
                 yield from reader.reads(self.closing)
                 answer.begin_content()
             except Malformed:
                 reader.reject()
                 if answer.num_calls == num_calls:
-                    answer.text(self.opening)
+                    answer.text(opening)
+
+    def read_xml(self, reader: TextReader, answer: AnswerEvents, opening: str) -> Steps[None]:
+        """Read a call that is no JSON object, behind the text that it begins with. Raises Malformed."""
+        yield from ()
+        raise Malformed
 
     def calls(self, functions: Sequence[FunctionSymbol], lark: Lark, most: int) -> str:
         call = one_of([_call_object(function) for function in functions])
         between = literal("\n")
         call = f"({lark.marker(self.opening)} {between} {call} {between} {lark.marker(self.closing)})"
         return one_or_more(call, "\n", most)
+
+    def free_text(self, functions: Sequence[FunctionSymbol], most: int, lark: Lark, not_first: str = "") -> str:
+        return text_before(self.calls(functions, lark, most), self.opening, lark, not_first)
 
 
 @dataclass(frozen=True)
@@ -171,7 +190,6 @@ class LlamaCalls:
 
     is_pythonic: bool = False
     python_tag: ClassVar[str] = "<|python_tag|>"
-    trigger: str = ""
     call_id_length: int | None = None
 
     @property
@@ -191,7 +209,7 @@ class LlamaCalls:
                 if self.is_pythonic and (yield from reader.peek()) == "[":
                     yield from read_pythonic_calls(reader, answer)
                 else:
-                    yield from read_call_object(reader, answer, answer.function_names)
+                    yield from read_call_object(reader, answer, answer.functions)
             except Malformed:
                 reader.reject()
                 break
@@ -201,12 +219,27 @@ class LlamaCalls:
         call = one_of([_call_object(function, "parameters") for function in functions])
         return one_or_more(call, "; ", most)
 
+    def free_text(self, functions: Sequence[FunctionSymbol], most: int, lark: Lark, not_first: str = "") -> str:
+        if self.is_pythonic:
+            raise InvalidRequest(
+                "tools: a function has strict = true, but this model writes calls as Python, which no grammar can hold "
+                "to a schema; leave strict out, send tool_choice 'required' or the function's name, or start the "
+                "server with --tool-call-parser llama3_json",
+                param="tools",
+            )
+        # An object with the name of a function is a call wherever the name stands in it, so text must be none.
+        names = "|".join(regular_expression(function.name) for function in functions)
+        lark.add_rule("NO_CALL", rf'/(?s:.*)/ & ~/\s*\{{(?s:.*)"name"\s*:\s*"({names})"(?s:.*)/')
+        tag = f"{lark.marker(self.python_tag)}? " if lark.has_token(self.python_tag) else ""
+        calls = [_call_object(each, "parameters", has_type) for each in functions for has_type in (False, True)]
+        return f"(NO_CALL | {tag}{one_or_more(one_of(calls), '; ', most)})"
+
 
 @dataclass(frozen=True)
 class MistralCalls:
     """`[TOOL_CALLS]` and a list of objects, of Mistral's first models; `[TOOL_CALLS]name[ARGS]{…}` of later ones."""
 
-    trigger: str = "[TOOL_CALLS]"
+    trigger: ClassVar[str] = "[TOOL_CALLS]"
     arguments: ClassVar[str] = "[ARGS]"
     call_id: ClassVar[str] = "[CALL_ID]"
     call_id_length: int | None = 9
@@ -264,13 +297,16 @@ class MistralCalls:
         call = one_of([_call_object(function) for function in functions])
         return f"{trigger} {literal('[')} {one_or_more(call, ', ', most)} {literal(']')}"
 
+    def free_text(self, functions: Sequence[FunctionSymbol], most: int, lark: Lark, not_first: str = "") -> str:
+        return text_before(self.calls(functions, lark, most), self.trigger, lark, not_first)
+
 
 @dataclass(frozen=True)
 class DeepSeekCalls:
     """Calls between DeepSeek's markers. `has_fences`: V3 and R1 write the arguments in a block of Markdown."""
 
     has_fences: bool = True
-    trigger: str = "<｜tool▁calls▁begin｜>"
+    trigger: ClassVar[str] = "<｜tool▁calls▁begin｜>"
     call_begin: ClassVar[str] = "<｜tool▁call▁begin｜>"
     separator: ClassVar[str] = "<｜tool▁sep｜>"
     call_end: ClassVar[str] = "<｜tool▁call▁end｜>"
@@ -329,3 +365,6 @@ class DeepSeekCalls:
         call = f"({begin} {one_of(kinds)} {end})"
         several = one_or_more(call, "\n" if self.has_fences else "", most)
         return f"{lark.marker(self.trigger)} {several} {lark.marker(self.end)}"
+
+    def free_text(self, functions: Sequence[FunctionSymbol], most: int, lark: Lark, not_first: str = "") -> str:
+        return text_before(self.calls(functions, lark, most), self.trigger, lark, not_first)

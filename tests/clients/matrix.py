@@ -167,6 +167,12 @@ async def _ask_ollama(url: str) -> bool:
         return (await client.chat("demo", USER)).message.content == BLUE
 
 
+def _anthropic_arguments(clients: Clients) -> str:
+    fields: dict[str, Any] = {"model": "demo", "max_tokens": 60, "messages": WEATHER, "tools": [ANTHROPIC_SEARCH]}
+    with clients.anthropic.messages.stream(**fields) as stream:
+        return "".join(event.partial_json for event in stream if event.type == "input_json")
+
+
 def _anthropic_stream(clients: Clients) -> str:
     with clients.anthropic.messages.stream(model="demo", max_tokens=20, messages=USER) as stream:
         return "".join(stream.text_stream)
@@ -355,6 +361,18 @@ OPENAI = [
         "`responses.create`, `tools`, by the model's own choice",
         lambda c: c.respond(input=WEATHER, tools=[RESPONSES_SEARCH]).output[0].arguments == FOUND,
     ),
+    Call(
+        "openai",
+        "`responses.create`, `tools`, by the model's own choice, `stream`",
+        lambda c: (
+            "".join(
+                event.delta
+                for event in c.respond(input=WEATHER, tools=[RESPONSES_SEARCH], stream=True)
+                if event.type == "response.function_call_arguments.delta"
+            )
+            == FOUND
+        ),
+    ),
     Call("openai", "`models.list`", lambda c: [model.id for model in c.openai.models.list()] == ["demo"]),
     Call("openai", "`models.retrieve`", lambda c: c.openai.models.retrieve("demo").owned_by == "servekit"),
     Call("openai", "`models.retrieve`, another model", lambda c: c.openai.models.retrieve("gpt-5"), "does not exist"),
@@ -463,6 +481,14 @@ LANGCHAIN = [
     ),
     Call(
         "langchain-openai",
+        "`ChatOpenAI.bind_tools`, by the model's own choice",
+        lambda c: (
+            c.langchain.bind_tools([SEARCH]).invoke("What is the weather in Rome?").tool_calls[0]["args"]
+            == json.loads(FOUND)
+        ),
+    ),
+    Call(
+        "langchain-openai",
         "`ChatOpenAI.invoke`, too long",
         lambda c: c.langchain.invoke("word " * 5000),
         "ContextOverflowError",
@@ -499,6 +525,18 @@ OLLAMA = [
         "ollama",
         "`chat`, `tools`, by the model's own choice",
         lambda c: c.ollama.chat("demo", WEATHER, tools=[SEARCH]).message.tool_calls[0].function.arguments["query"],
+    ),
+    Call(
+        "ollama",
+        "`chat`, `tools`, by the model's own choice, `stream`",
+        lambda c: (
+            [
+                call.function.arguments
+                for part in c.ollama.chat("demo", WEATHER, tools=[SEARCH], stream=True)
+                for call in part.message.tool_calls or ()
+            ]
+            == [json.loads(FOUND)]
+        ),
     ),
     Call("ollama", "`chat`, `logprobs`", lambda c: len(c.ollama.chat("demo", USER, logprobs=True).logprobs) == 6),
     Call(
@@ -569,6 +607,11 @@ ANTHROPIC = [
         lambda c: (
             c.message(messages=WEATHER, tools=[ANTHROPIC_SEARCH]).content[0].input == {"query": "weather in Rome"}
         ),
+    ),
+    Call(
+        "anthropic",
+        "`messages.stream`, `tools`, by the model's own choice",
+        lambda c: _anthropic_arguments(c) == FOUND,
     ),
     Call(
         "anthropic",

@@ -78,14 +78,6 @@ class Program:
             time.sleep(0.01)
         assert list(self.temporary.iterdir()) == []
 
-    def listening(self) -> list[int]:
-        """Return the processes of the program that have a listening socket."""
-        fields = [
-            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()
-        ]
-        listening = {f"socket:[{each[9]}]" for each in fields if each[3] == "0A"}
-        return [pid for pid in self.pids() if listening & set(proc.open_files(pid))]
-
 
 def test_a_thousand_prompts_in_a_with_block(tmp_path: Path) -> None:
     program = Program(
@@ -107,7 +99,7 @@ def test_it_opens_no_port_and_starts_processes_that_end_with_it(tmp_path: Path) 
     program = Program(tmp_path, 'llm = LLM("sim:instant")\nsay("ready")\ntime.sleep(600)\n')
     assert program.read_line() == "ready"
     assert len(program.pids()) >= 2
-    assert program.listening() == []
+    assert not any(map(proc.listening_sockets, program.pids()))
     program.process.terminate()  # without a handler, the kernel ends the program at once
     assert program.end()[0] == -signal.SIGTERM
 

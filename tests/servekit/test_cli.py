@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from servekit import __version__
 from servekit.cli import main
+
+
+def test_the_version_is_printed_by_a_command_and_by_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"{__version__}\n" * 2
 
 
 @pytest.mark.parametrize(

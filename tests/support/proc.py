@@ -63,6 +63,14 @@ def open_files(pid: int) -> list[str]:
     return found
 
 
+def listening_sockets(pid: int) -> set[str]:
+    """Return the sockets on which a process waits for TCP connections."""
+    lines = [line for name in ("tcp", "tcp6") for line in read(pid, f"net/{name}").splitlines()]
+    fields = [line.split() for line in lines]
+    listening = {f"socket:[{each[9]}]" for each in fields if each[3] == "0A"}
+    return listening & set(open_files(pid))
+
+
 def cpu_s(pid: int) -> float:
     """Return the processor time of a process in seconds; 0.0 if it has ended."""
     fields = read(pid, "stat").rpartition(")")[2].split()

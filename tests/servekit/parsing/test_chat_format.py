@@ -33,6 +33,7 @@ DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 HARMONY_TOKENS = {"<|start|>": 20, "<|channel|>": 21, "<|message|>": 22, "<|end|>": 23, "<|constrain|>": 24}
 JSON = Grammar(GrammarKind.JSON, "", "response_format")
 DEMANDED = ToolUse((Function("add"),), is_demanded=True, is_parallel=False)
+STRICT = ToolUse((Function("add", is_strict=True),), is_parallel=False)
 
 # (reasoning, tools, what the model writes, what that means), as the model cards and chat templates show it
 ANSWERS: list[tuple[str, str, str, Found]] = [
@@ -99,12 +100,57 @@ ANSWERS: list[tuple[str, str, str, Found]] = [
         '<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Rome"}',
         {"reasoning": "Weather?", "content": "I look.", "calls": [("get_weather", '{"city": "Rome"}')]},
     ),
+    (
+        "qwen3",
+        "qwen3_coder",
+        "<think>\nHm\n</think>\n\nI look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n</function>\n"
+        "</tool_call>",
+        {
+            "reasoning": "Hm",
+            "content": "I look.",
+            "calls": [("get_weather", '{"city": "Paris", "days": 3}'), ("add", "{}")],
+        },
+    ),
+    (
+        "none",
+        "qwen3_coder",
+        '<function=add>\n<parameter=a>\n[1, {"b": null}]\n</parameter>\n</function>\n</tool_call> done',
+        {"calls": [("add", '{"a": [1, {"b": null}]}')], "content": "done"},
+    ),
+    (
+        "none",
+        "glm45",
+        "I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>[3]</arg_value>\n</tool_call>\n<tool_call>add</tool_call>",
+        {"content": "I look.", "calls": [("get_weather", '{"city": "Paris", "days": [3]}'), ("add", "{}")]},
+    ),
+    (  # GLM-4.7
+        "none",
+        "glm45",
+        "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>x</arg_value></tool_call>",
+        {"calls": [("add", '{"a": 1, "b": "x"}')]},
+    ),
     # what is no call stays content
+    ("none", "qwen3_coder", "<tool_call> is a tag", {"content": "<tool_call> is a tag"}),
+    ("none", "qwen3_coder", "Write <function=name>, then", {"content": "Write <function=name>, then"}),
+    ("none", "qwen3_coder", "<tool_call><function=>x", {"content": "<tool_call><function=>x"}),
+    ("none", "glm45", "<tool_call> is a tag", {"content": "<tool_call> is a tag"}),
+    ("none", "glm45", "<tool_call><arg_key>", {"content": "<tool_call><arg_key>"}),
     ("none", "hermes", 'a <tool_call> {"name": 1} <tool_c', {"content": 'a <tool_call> {"name": 1} <tool_c'}),
     ("none", "hermes", '<tool_call>\n{"name": "add", "argum', {"content": '<tool_call>\n{"name": "add", "argum'}),
     ("none", "mistral", "[TOOL_CALLS] what?", {"content": "[TOOL_CALLS] what?"}),
     ("none", "deepseek_v3", f"{DEEPSEEK}function", {"content": f"{DEEPSEEK}function"}),
     # a call that was cut, or goes on wrongly, has begun
+    ("none", "qwen3_coder", "<function=add>\n<parameter=a>\n[1", {"calls": [("add", '{"a": ')]}),
+    ("none", "qwen3_coder", "<function=add>oh", {"calls": [("add", "")], "content": "oh"}),
+    ("none", "glm45", "<tool_call>add<arg_key>a</arg_key>oh", {"calls": [("add", "")], "content": "a</arg_key>oh"}),
+    (
+        "none",
+        "glm45",
+        "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>oh",
+        {"calls": [("add", '{"a": 1')], "content": "oh"},
+    ),
     ("none", "hermes", '<tool_call>{"name": "add", "arguments": {"a": "b', {"calls": [("add", '{"a": "b')]}),
     (
         "none",
@@ -148,7 +194,26 @@ def test_the_events_do_not_depend_on_the_pieces(reasoning: str, tools: str, text
 
 SYNTAX = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>"]
 SYNTAX += ["<|end|>", "analysis", "to=functions.add ", '{"name": "add", ', '"arguments": ', "{", "}", "[", "]", ", "]
-SYNTAX += ["add(", "a=", "1", "'x", ")", '"', "\\", "\n", " ", "é", DEEPSEEK, "<｜tool▁sep｜>", "```json", ";", ":"]
+SYNTAX += ["<function=", "add", ">", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>"]
+SYNTAX += [
+    "<arg_value>",
+    "</arg_value>",
+    "add(",
+    "a=",
+    "1",
+    "'x",
+    ")",
+    '"',
+    "\\",
+    "\n",
+    " ",
+    "é",
+    DEEPSEEK,
+    "<｜tool▁sep｜>",
+    "```json",
+    ";",
+    ":",
+]
 
 
 @given(
@@ -234,8 +299,9 @@ def test_markers_and_ids_are_those_of_the_formats() -> None:
         ("content.split('</think>')[-1] <｜tool▁calls▁begin｜> ```json", "qwen3", "deepseek_v3"),
         ("<｜tool▁calls▁begin｜>", "none", "deepseek_v31"),
         ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
-        ("<tool_call><function=name><parameter=", "none", "none"),
-        ("<tool_call>name<arg_key>", "none", "none"),
+        ("<tool_call><function=name><parameter=", "none", "qwen3_coder"),
+        ("<seed:tool_call><function=name><parameter=", "none", "none"),
+        ("<tool_call>name<arg_key>", "none", "glm45"),
         ('tools {"name": function name, "parameters": dictionary of', "none", "llama3_json"),
         ("<|python_tag|>", "none", "llama3_json"),
         ("[func_name1(params_name1=", "none", "pythonic"),
@@ -352,7 +418,27 @@ def test_a_strict_function_is_held_to_its_schema_even_if_the_model_may_answer_fr
     found = chat_format("none", "hermes", THINK).for_answers("", use, None, None).grammar
     assert found is not None and found.text.startswith("start: <[^9]>* ((<[9]> ")
     assert [part.kind for part in found.parts] == [GrammarKind.JSON_SCHEMA, GrammarKind.JSON]
-    assert chat_format("none", "hermes").for_answers("", use, None, None).grammar is None, "it has no such token"
+
+
+def test_a_strict_call_begins_where_its_marker_is_complete_if_that_is_text() -> None:
+    call = '"\\n" ("{\\"name\\": \\"add\\", \\"arguments\\": " @part0 "}") "\\n" "</tool_call>"'
+    assert lark("none", "hermes", use=STRICT, tokens={}) == [
+        f"start: (( before_calls  {call}) | /(?s:.*)/)",
+        "before_calls[lazy]: /(?s:.*)<tool_call>/",
+    ]
+    reasoning = lark("qwen3", "hermes", use=STRICT, budget=3, tokens={"<think>": 7, "</think>": 8})
+    assert reasoning[1:] == ["before_calls[lazy]: /(?s:.*)<tool_call>/"], "the rule is there once, for both its uses"
+
+
+def test_reasoning_comes_before_text_with_strict_calls() -> None:
+    assert lark("qwen3", "hermes", use=STRICT)[0].startswith(
+        "start: (<[7]> <[^2,8]>* <[8]> /\\n{0,2}/)? <[^9]>* ((<[9]> "
+    )
+    found = lark("openai_gptoss", "openai", use=STRICT, budget=3, tokens=HARMONY_TOKENS)[0]
+    assert found.startswith('start: (<[21]> "analysis" <[22]> <[^2,23]>{0,3} <[23]> <[20]> "assistant")? ')
+    assert found.endswith(
+        '(<[21]> "final" <[22]> <[^21]>* | <[21]> ("commentary to=functions.add " <[24]> "json" <[22]> @part0))'
+    )
 
 
 def test_content_with_a_grammar_may_be_a_call_instead() -> None:
@@ -386,6 +472,7 @@ def test_harmonys_reasoning_is_bounded_and_followed_by_the_final_channel() -> No
         ("qwen3", "none", None, None, 5, "thinking_token_budget", "not single tokens"),
         ("qwen3", "none", None, JSON, 5, "thinking_token_budget", "not single tokens"),
         ("openai_gptoss", "none", None, JSON, None, "messages", "<|end|>"),
+        ("none", "pythonic", STRICT, None, None, "tools", "leave strict out"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -149,6 +150,64 @@ def test_calls_with_a_strict_schema_may_follow_free_text(model: LLTokenizer) -> 
         call = json.loads(decode(token_ids[5:]).removesuffix("</tool_call>"))
         assert call["name"] == "get_weather"
         jsonschema.validate(call["arguments"], CITY)
+
+
+STRICT = ToolUse((Function("get_weather", json.dumps(CITY), is_strict=True), Function("get_time")), is_parallel=False)
+RIGHT, WRONG = '{"city": "Rome", "days": 3}', '{"city": "Oslo'
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "is_allowed"),
+    [
+        ("hermes", "Any text, with <tool_cal and {}", True),
+        ("hermes", f'I look.<tool_call>\n{{"name": "get_weather", "arguments": {RIGHT}}}\n</tool_call>', True),
+        ("hermes", f'I look.<tool_call>\n{{"name": "get_weather", "arguments": {WRONG}', False),
+        ("hermes", "<tool_call> is a tag", False),
+        ("mistral", f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {RIGHT}}}]', True),
+        ("mistral", f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {WRONG}', False),
+        ("deepseek_v31", f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{WRONG}", False),
+        ("qwen3_coder", f'<tool_call>\n{{"name": "get_weather", "arguments": {WRONG}', False),
+        ("llama3_json", "Any text.", True),
+        ("llama3_json", '{"any": "JSON", "name": "get_weather_now"}', True),
+        ("llama3_json", f'{{"name": "get_weather", "parameters": {RIGHT}}}', True),
+        ("llama3_json", f'{{"type": "function", "name": "get_weather", "parameters": {RIGHT}}}', True),
+        ("llama3_json", f'{{"name": "get_weather", "parameters": {WRONG}', False),
+        ("llama3_json", f'{{"type": "function", "name": "get_weather", "parameters": {WRONG}', False),
+        ("llama3_json", '{"parameters": {"city": "Oslo"}, "name": "get_weather"', False),
+        ("llama3_json", '{"name": "get_time", "parameters": {"any": 1}}', True),
+        (
+            "openai",
+            "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+            f"<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{RIGHT}",
+            True,
+        ),
+        ("openai", "<|channel|>final<|message|>Any text.", True),
+        (
+            "openai",
+            f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{WRONG}",
+            False,
+        ),
+    ],
+)
+def test_a_strict_call_must_match_its_schema_and_all_other_text_is_allowed(
+    tools: str, text: str, is_allowed: bool, model: LLTokenizer
+) -> None:
+    tokens = TOKENS if tools == "openai" else {}
+    grammar = choose_chat_format("", "none", tools, tokens.get, (EOS,)).for_answers("", STRICT, None, None).grammar
+    assert grammar is not None
+    outcome = compiled(grammar, model)
+    assert isinstance(outcome, Done), outcome
+    matcher = matcher_for(outcome.text, model)
+    pieces = re.split("(" + "|".join(map(re.escape, tokens)) + ")", text) if tokens else [text]
+    tokenizer = Tokenizer.from_file(str(FILE))
+    encoded = [
+        tokenizer.encode(each, add_special_tokens=False).ids if each not in tokens else [tokens[each]]
+        for each in pieces
+    ]
+    token_ids = [token_id for ids in encoded for token_id in ids]
+    num_allowed = matcher.try_consume_tokens(token_ids)
+    assert (num_allowed == len(token_ids) and matcher.is_accepting()) is is_allowed
+    assert num_allowed > 0
 
 
 @pytest.mark.parametrize("schema", [{"type": "array", "uniqueItems": True}, {"type": 5}])
