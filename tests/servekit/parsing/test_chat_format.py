@@ -430,6 +430,20 @@ def test_a_strict_call_begins_where_its_marker_is_complete_if_that_is_text() -> 
     assert reasoning[1:] == ["before_calls[lazy]: /(?s:.*)<tool_call>/"], "the rule is there once, for both its uses"
 
 
+def test_an_answer_with_a_budget_does_not_begin_with_its_reasonings_marker_unless_that_is_bounded() -> None:
+    (rule,) = lark("qwen3", "hermes", use=STRICT, budget=3)
+    bounded, without = rule.removeprefix("start: ").split(") | (")
+    assert bounded.startswith("(<[7]> <[^2,8]>{0,3} <[8]> <[^9]>* ((<[9]> ")
+    assert without.startswith("(<[^7,9]> <[^9]>*)? ((<[9]> ")
+
+
+def test_llamas_calls_may_begin_with_its_tag_if_the_model_has_it() -> None:
+    rules = lark("none", "llama3_json", use=STRICT, tokens={"<|python_tag|>": 11})
+    assert rules[0].startswith("start: (NO_CALL | <[11]>? (")
+    assert lark("none", "llama3_json", use=STRICT, tokens={})[0].startswith("start: (NO_CALL | (")
+    assert rules[1].startswith("NO_CALL: /(?s:.*)/ & ~/")
+
+
 def test_reasoning_comes_before_text_with_strict_calls() -> None:
     assert lark("qwen3", "hermes", use=STRICT)[0].startswith(
         "start: (<[7]> <[^2,8]>* <[8]> /\\n{0,2}/)? <[^9]>* ((<[9]> "

@@ -104,6 +104,7 @@ def test_a_string_arrives_in_pieces_while_the_model_writes_it() -> None:
     assert "".join(event.text for event in events if isinstance(event, CallArguments)) == '{"path": "print('
     assert parser.feed('"a")\n') == [CallArguments(0, r"\"a\")")], "a line break may belong to the end"
     assert parser.feed("b") == [CallArguments(0, r"\nb")]
+    assert parser.finish() == [], "an answer that is cut has no closing quote"
 
 
 def test_a_strict_call_begins_with_the_marker_behind_which_its_grammar_applies() -> None:
