@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def coder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    arguments = ["--model", str(model), "--model-name", "coder"]
+    arguments = ["--model", str(model), "--served-model-name", "coder"]
     with serving(*arguments, log=tmp_path_factory.mktemp("log") / "log") as server:
         yield server
 
