@@ -348,7 +348,7 @@ class Models(Service, Protocol):
     def mirrored(self) -> Mapping[str, Mapping[str, float]]:
         """The model that gets copies and the percentage of requests that are copied, by alias."""
 
-    # For copies of requests, of which nobody gets the answers.
+    # For copies of requests, whose answers are thrown away.
 
     def mirror_of(self, name: str | None, caller: Caller) -> str | None:
         """Return the id of the model that gets a copy of a request, if one does. `name` is what the request named."""

@@ -33,7 +33,8 @@ class EvaluationSettings(Struct, kw_only=True):
     quantization: str | None = None  # of that server; without `against`, the baseline is the model without it
     against: str | None = None
     served_model_name: str | None = None  # of several at `url`; None: the one that the server lists first
-    against_model_name: str | None = None  # the same of `against`; without that, the baseline is this model at `url`
+    # The model's name at `against`; if `against` is not given, this model at `url` is the baseline.
+    against_model_name: str | None = None
     api_key: str | None = None
     text: str | None = None
     questions: list[str] = []  # files, or `demo` for the demo model's

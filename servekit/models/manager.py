@@ -391,15 +391,15 @@ class ModelManager:
                 self._add(spec)
                 continue
             changes = (present.spec.server, present.config) != (spec.server, spec.config)
-            memory = spec.memory
+            measured: Mapping[str, int] = {}
             if changes or spec.entry.memory_bytes is not None or spec.workers is None:
                 present.measured_bytes = None
-            elif present.measured_bytes is not None:  # what was estimated anew says less
-                memory = replace(spec.workers, memory_bytes=present.measured_bytes).memory
+            elif present.measured_bytes is not None:  # a measurement is better than a new estimate
+                measured = replace(spec.workers, memory_bytes=present.measured_bytes).memory
             if present.engine is not None and changes:
                 log.warning("the model %s: its changed settings apply when it is loaded next", spec.id)
             present.spec, present.is_removed = spec, False
-            self.residency.replace(ModelNeeds(spec.id, memory, spec.entry.is_kept))
+            self.residency.replace(ModelNeeds(spec.id, spec.memory, spec.entry.is_kept, measured))
         leaving = [name for name in self._models if name not in specs]
         self._models = {name: self._models[name] for name in (*specs, *leaving)}
         self._file, self._names = file, _names(file)
@@ -569,7 +569,8 @@ class ModelManager:
 
     async def _load(self, model: ManagedModel) -> None:
         """Load a model, and report how that ended."""
-        config, started_s = model.spec.config, self.now()
+        spec, started_s = model.spec, self.now()
+        config = spec.config
         log.info("loading the model %s (%s)", model.name, config.model)
         engine: ManagedEngine | None = None
         try:
@@ -592,7 +593,8 @@ class ModelManager:
         self.residency.loaded(model.name, now_s)
         model.loads.loaded(now_s - started_s)
         log.info("the model %s is loaded: %.2f s", model.name, now_s - started_s)
-        self._note_memory(model)
+        if model.spec is spec:  # else the file was read again: the model may run on other devices than it says now
+            self._note_memory(model)
         self._start_task(self._watch(model, engine), f"watch {model.name}")
         if model.is_removed:
             self.residency.dismiss(model.name)
@@ -607,8 +609,16 @@ class ModelManager:
             return
         if model.spec.entry.memory_bytes is None:
             model.measured_bytes = measured
-            self.residency.measured(model.name, replace(workers, memory_bytes=measured).memory)
+            memory = replace(workers, memory_bytes=measured).memory
+            self.residency.measured(model.name, memory)
             log.info("the model %s takes %d bytes for each worker", model.name, measured)
+            for device, counted in self.residency.memory(model.name).items():
+                if counted < memory[device]:
+                    log.warning(
+                        "the model %s takes %d bytes of %s, and only %d of them are counted, so that all models can "
+                        "be loaded: set its memory_bytes, and give %s more in [memory]",
+                        *(model.name, memory[device], device, counted, device),
+                    )
         elif measured > workers.memory_bytes:
             log.warning(
                 "the model %s takes %d bytes for each worker, and its memory_bytes is %d: give it more, or leave "

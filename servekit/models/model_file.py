@@ -168,8 +168,8 @@ def parse_model_file(
 ) -> ModelFile:
     """Parse the file that was read from `path`. `base` has the server's settings, `device` is what auto stands for.
 
-    `estimate` returns the bytes that a worker of a model takes, as far as that is known: it is asked where the file
-    does not say it and has to. Raises ConfigError that names the file, the entry and the field.
+    `estimate` returns the bytes that a worker of a model takes, as far as that is known: it is called only
+    where the file must give this number and does not. Raises ConfigError that names the file, the entry and the field.
     """
     try:
         table = msgspec.toml.decode(toml, type=dict[str, Any])
@@ -285,7 +285,9 @@ def _place(specs: Sequence[ModelSpec], where: str, capacity: Mapping[str, int]) 
             continue
         found = auto.get(spec.config.device, []) if spec.config.devices is None else []
         is_known = spec.entry.memory_bytes is not None or spec.workers.memory_bytes > 0
-        if found and is_known and set(found) != set(spec.workers.devices):
+        # One GPU is no choice. And a device that [memory] does not limit is no reason to move a model to the CPU.
+        has_choice = len(gpus) > 1 or spec.workers.devices[0] in capacity
+        if found and has_choice and is_known and set(found) != set(spec.workers.devices):
             candidates[spec.id] = found
         workers.append(replace(spec.workers, devices=()) if spec.id in candidates else spec.workers)
     try:

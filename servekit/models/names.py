@@ -24,7 +24,7 @@ class Split(Struct, frozen=True):
 
     models: Mapping[str, Weight]
     sticky: StickyBy = "key"
-    mirror: str | None = None  # the model that gets copies of requests, of which nobody gets the answers
+    mirror: str | None = None  # the model that gets copies of requests; its answers are thrown away
     mirror_percent: float = 100.0  # of the requests that are copied
 
     def is_mirrored(self, request_id: str) -> bool:

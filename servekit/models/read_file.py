@@ -30,7 +30,6 @@ from servekit.protocol.prediction import PredictorKind
 from servekit.remote.api_keys import check_api_key
 from servekit.simulation.model import is_simulated
 
-# NAME=MODEL. A simulated model has a colon before its first equals sign, as in sim:step=5ms.
 PROCESS_BYTES = 400_000_000  # of a worker without a model: Python, torch and transformers
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -42,6 +41,7 @@ class _Config(Struct):
     torch_dtype: str | None = None
 
 
+# NAME=MODEL. A simulated model has a colon before its first equals sign, as in sim:step=5ms.
 _NAMED = re.compile(r"([A-Za-z0-9._-]+)=(.+)")
 
 

@@ -8,6 +8,10 @@ A model that others keep using would never make room. So once a model has waited
 been loaded for as long, the least recently used of them are *closed*: requests that name a closed model wait in line,
 too. When the last use of it has ended, it makes room.
 
+What was measured counts in the place of an estimate. But the models were placed with the estimates, and each of them
+must be able to load beside those with `is_kept`, whatever is measured later. So a model with `is_kept` counts for no
+more than its estimate, and any other one for no more than those leave to it.
+
 This is pure: times are arguments, and the caller executes what `plan` returns.
 """
 
@@ -18,6 +22,7 @@ from enum import StrEnum
 from math import ceil, inf
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 TURN_S = 10.0  # that a model may be used by others while one waits for its memory
 DEFAULT_LOAD_S = 30.0  # that a model takes to load, before it was measured
@@ -41,8 +46,9 @@ class ModelNeeds(Struct, frozen=True):
     """The memory that a model takes on each device, in bytes, and whether it stays loaded."""
 
     name: str
-    memory: Mapping[str, int] = {}
+    memory: Mapping[str, int] = {}  # what it was placed with: an estimate, or what the file says
     is_kept: bool = False
+    measured: Mapping[str, int] = {}  # on the same devices, when it was loaded last
 
 
 class Load(Struct, frozen=True):
@@ -119,7 +125,7 @@ class Residency:
         """Change what a model needs: its memory when it holds none, and whether it stays loaded at once."""
         model = self._models[needs.name]
         model.next_needs = needs
-        model.needs = ModelNeeds(needs.name, model.needs.memory, needs.is_kept)
+        model.needs = replace(model.needs, is_kept=needs.is_kept)
         model.settle()
 
     def set_capacity(self, capacity: Mapping[str, int]) -> None:
@@ -153,12 +159,14 @@ class Residency:
         return self._models[name].retry_s
 
     def memory(self, name: str) -> Mapping[str, int]:
-        """What a model holds on each device, or will hold when it is loaded."""
-        return self._models[name].needs.memory
+        """What counts as held by a model on each device, or will when it is loaded."""
+        model = self._models[name]
+        return {device: self._need(model, device) for device in model.needs.memory}
 
     def free(self, device: str) -> float:
         """The memory of a device that no model holds; infinite without a limit."""
-        held = sum(each.needs.memory.get(device, 0) for each in self._models.values() if each.holds_memory)
+        left = self._left_by_kept(device)
+        held = sum(_counted(each, device, left) for each in self._models.values() if each.holds_memory)
         return self._capacity.get(device, inf) - held
 
     def position(self, name: str) -> int:
@@ -253,25 +261,12 @@ class Residency:
         model.load_s = now_s - model.load_began_s
 
     def measured(self, name: str, memory: Mapping[str, int]) -> None:
-        """Count from now on what a loaded model really takes, in the place of an estimate.
-
-        Of a model that may be unloaded, no more is counted than it can have beside the models that stay loaded:
-        otherwise it could never be loaded again.
-        """
+        """Count from now on what a loaded model really takes, in the place of an estimate, as far as that may count."""
         model = self._models[name]
         assert model.is_loaded
-        needs = model.needs
-        if not needs.is_kept:
-            memory = {device: min(need, max(0, self._most(device, name))) for device, need in memory.items()}
-        measured = ModelNeeds(name, memory, needs.is_kept)
-        if model.next_needs.memory == needs.memory:  # not changed in the file meanwhile
-            model.next_needs = measured
-        model.needs = measured
-
-    def _most(self, device: str, name: str) -> int:
-        """What a model can have of a device beside the models that stay loaded."""
-        kept = (each.needs for each in self._models.values() if each.needs.is_kept and each.needs.name != name)
-        return self._capacity.get(device, UNLIMITED) - sum(needs.memory.get(device, 0) for needs in kept)
+        if model.next_needs.memory == model.needs.memory:  # not changed in the file meanwhile
+            model.next_needs = replace(model.next_needs, measured=memory)
+        model.needs = replace(model.needs, measured=memory)
 
     def load_failed(self, name: str, now_s: float) -> None:
         """A model could not be loaded. Nobody waits for it any more."""
@@ -349,9 +344,9 @@ class Residency:
         found: list[_Model] = []
         for device in self._overcommitted():
             unloading = (each for each in self._models.values() if (each.is_changing and each.is_loaded))
-            free = self.free(device) + sum(each.needs.memory.get(device, 0) for each in (*unloading, *found))
+            free = self.free(device) + sum(self._need(each, device) for each in (*unloading, *found))
             for each in sorted(self._models.values(), key=lambda each: each.used_s):
-                need = each.needs.memory.get(device, 0)
+                need = self._need(each, device)
                 is_free_to_go = each.is_idle and not each.needs.is_kept and each.wanted_s is None
                 if free < 0 and need and is_free_to_go and each not in found:
                     found.append(each)
@@ -366,9 +361,31 @@ class Residency:
         model.is_changing = True
         return Unload(model.needs.name)
 
+    def _left_by_kept(self, device: str, beside: _Model | None = None) -> int:
+        """What the models that stay loaded leave of a device; `beside` is not counted."""
+        kept = (each for each in self._models.values() if each.needs.is_kept and each is not beside)
+        return self._capacity.get(device, UNLIMITED) - sum(_counted(each, device, 0) for each in kept)
+
+    def _need(self, model: _Model, device: str) -> int:
+        """What counts as taken by a model on a device."""
+        return _counted(model, device, self._left_by_kept(device))
+
+    def _lacking(self, model: _Model, freed: Mapping[str, int]) -> list[str]:
+        """Return the devices on which a model has no room when this much more is free on each.
+
+        It has room where no other model is that may be unloaded, also if those that stay loaded hold more than they
+        will: what the file said of them before.
+        """
+        return [
+            device
+            for device in model.needs.memory
+            if min(self._need(model, device), self._left_by_kept(device, model))
+            > self.free(device) + freed.get(device, 0)
+        ]
+
     def _fits(self, model: _Model, freed: Mapping[str, int]) -> bool:
         """Whether a model has room when this much more is free on each device."""
-        return all(need <= self.free(device) + freed.get(device, 0) for device, need in model.needs.memory.items())
+        return not self._lacking(model, freed)
 
     def _victims(self, model: _Model) -> Sequence[_Model]:
         """Return the models that make room for one: those used least recently; none if that would not be enough.
@@ -378,18 +395,18 @@ class Residency:
         freed: dict[str, int] = {}
         for each in self._models.values():
             if each.is_changing and each.is_loaded:
-                _add(freed, each)
+                self._add(freed, each)
         chosen: list[_Model] = []
         for each in sorted(self._in_the_way(model), key=lambda each: each.used_s):
             if self._fits(model, freed):
                 break
             if each.is_idle and self._lacks(model, each, freed):
                 chosen.append(each)
-                _add(freed, each)
+                self._add(freed, each)
         if not self._fits(model, freed):
             return ()
         for each in reversed(chosen[:-1]):  # a large one may have made room for smaller ones before it
-            without = {device: freed.get(device, 0) - each.needs.memory.get(device, 0) for device in freed}
+            without = {device: freed.get(device, 0) - self._need(each, device) for device in freed}
             if self._fits(model, without):
                 chosen.remove(each)
                 freed = without
@@ -397,10 +414,11 @@ class Residency:
 
     def _lacks(self, model: _Model, victim: _Model, freed: Mapping[str, int]) -> bool:
         """Whether a victim holds memory on a device on which a model has no room yet."""
-        return any(
-            need > self.free(device) + freed.get(device, 0) and victim.needs.memory.get(device, 0)
-            for device, need in model.needs.memory.items()
-        )
+        return any(self._need(victim, device) for device in self._lacking(model, freed))
+
+    def _add(self, freed: dict[str, int], model: _Model) -> None:
+        for device in model.needs.memory:
+            freed[device] = freed.get(device, 0) + self._need(model, device)
 
     def _in_the_way(self, model: _Model) -> list[_Model]:
         """The loaded models that may make room for one, used or not."""
@@ -427,7 +445,7 @@ class Residency:
         freed: dict[str, int] = {}
         for each in self._models.values():
             if each.is_changing and each.is_loaded:
-                _add(freed, each)
+                self._add(freed, each)
         chosen: list[_Model] = []
         # Those that were closed before come first, so that the choice stays the same while their uses end.
         for each in sorted(self._in_the_way(model), key=lambda each: (not each.is_closed, each.used_s)):
@@ -435,7 +453,7 @@ class Residency:
                 break
             if self._lacks(model, each, freed) and (each.is_idle or now_s >= self._turn_ends_s(model, each)):
                 chosen.append(each)
-                _add(freed, each)
+                self._add(freed, each)
         return [each for each in chosen if not each.is_idle or each.is_closed] if self._fits(model, freed) else []
 
     @staticmethod
@@ -443,9 +461,11 @@ class Residency:
         return max(waiting.wanted_s or 0.0, used.ready_s) + TURN_S
 
 
-def _add(freed: dict[str, int], model: _Model) -> None:
-    for device, need in model.needs.memory.items():
-        freed[device] = freed.get(device, 0) + need
+def _counted(model: _Model, device: str, left: int) -> int:
+    """Return what counts as taken by a model on a device. `left` is what the models that stay loaded leave of it."""
+    placed = model.needs.memory.get(device, 0)
+    taken = model.needs.measured.get(device, placed)
+    return min(taken, placed if model.needs.is_kept else max(0, left))
 
 
 def _share_devices(one: _Model, other: _Model) -> bool:

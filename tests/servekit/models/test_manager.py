@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ from servekit.api.app import create_app
 from servekit.api.auth.keys import parse_keys_file
 from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
+from servekit.engine.model_kind import GENERATE
 from servekit.errors import ConfigError, InvalidRequest, ModelNotFound
 from servekit.models.manager import ModelManager
-from servekit.models.model_file import ModelFile, parse_model_file
+from servekit.models.model_file import ModelFile, ModelSpec, parse_model_file
 from servekit.models.read_file import estimated_bytes, with_kinds
 from tests.support.asgi import Answer, ask, bearer
 
@@ -201,6 +204,85 @@ async def test_memory_that_a_worker_has_measured_takes_the_place_of_the_estimate
         assert manager.residency.memory("secret") == {"cpu": 1}, "what was declared stays"
         manager.replace_file(file)
         assert manager.residency.memory("open") == {"cpu": measured}, "the estimate is no news"
+    finally:
+        await manager.stop()
+
+
+class Measuring:
+    """Stands for the engine of a loaded model, whose worker has measured its memory."""
+
+    kind = GENERATE
+    state = "ready"
+    failure = None
+    max_prompt_tokens = 10
+    worker = SimpleNamespace(memory_bytes=500)
+
+    def __init__(self, spec: ModelSpec, may_start: asyncio.Event) -> None:
+        self.config = spec.config
+        self._may_start = may_start
+
+    async def start(self) -> None:
+        await self._may_start.wait()
+
+    async def wait_until_failed(self) -> None:
+        await asyncio.Event().wait()
+
+    def fail_all(self, error: Exception) -> None: ...
+
+    async def stop(self, graceful: bool = True) -> None: ...
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Let all engines be such, which start when the event is set."""
+    may_start = asyncio.Event()
+    monkeypatch.setattr(ModelManager, "_make_engine", lambda _, model: Measuring(model.spec, may_start))
+    return may_start
+
+
+ESTIMATED = """
+[memory]
+"cuda:0" = 100
+[[model]]
+id = "a"
+model = "sim:instant"
+device = "cuda:0"
+keep = "on_demand"
+"""
+
+
+def estimated(text: str = ESTIMATED) -> ModelFile:
+    return with_kinds(parse_model_file(text.encode(), "models.toml", CONFIG, "cuda:0", lambda _: 10), "models.toml")
+
+
+async def test_model_that_takes_more_than_there_is_can_be_loaded_after_the_file_was_read_again(
+    measuring: asyncio.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    measuring.set()
+    manager = ModelManager(CONFIG, estimated())
+    try:
+        await manager.load_model("a")
+        assert manager.residency.memory("a") == {"cuda:0": 100}
+        assert "takes 500 bytes of cuda:0, and only 100 of them are counted" in caplog.text
+        manager.replace_file(estimated())
+        manager.unload_model("a")
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            await manager.load_model("a")
+    finally:
+        await manager.stop()
+
+
+async def test_memory_of_a_load_during_which_the_file_was_read_again_is_not_noted(measuring: asyncio.Event) -> None:
+    manager = ModelManager(CONFIG, estimated())
+    try:
+        loading = asyncio.create_task(manager.load_model("a"))
+        await asyncio.sleep(0.01)
+        manager.replace_file(estimated(ESTIMATED.replace("cuda:0", "cuda:1")))
+        measuring.set()
+        await loading
+        assert manager.residency.memory("a") == {"cuda:0": 10}, "it runs where it was loaded"
+        assert manager.residency.free("cuda:1") == 100
     finally:
         await manager.stop()
 

@@ -112,6 +112,20 @@ def test_models_without_a_device_are_packed_onto_those_of_the_file() -> None:
         parse(own.replace("= 2\n", "= 2\ndevices = 'cuda:0,cuda:1'\n"))
 
 
+@pytest.mark.parametrize(
+    ("memory", "devices"),
+    [
+        ("cpu = 100", ["cuda:0"]),
+        ('"cuda:1" = 100', ["cuda:0"]),
+        ('cpu = 100\n"cuda:0" = 100', ["cuda:0"]),
+        ('"cuda:1" = 100\n"cuda:2" = 90', ["cuda:1"]),
+    ],
+)
+def test_model_without_a_device_stays_where_it_is_if_the_file_gives_no_choice(memory: str, devices: list[str]) -> None:
+    (spec,) = parse(f"[memory]\n{memory}\n{MODEL}memory_bytes = 5", "cuda:0").models
+    assert list(spec.memory) == devices and (spec.config.device == "auto") == (devices == ["cuda:0"])
+
+
 def test_memory_is_estimated_where_the_file_limits_it_and_does_not_say_it() -> None:
     asked: list[str] = []
 

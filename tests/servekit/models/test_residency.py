@@ -385,3 +385,56 @@ def test_new_needs_of_the_file_outlive_a_measurement_of_the_old_ones() -> None:
     residency.plan(11.0)
     residency.unloaded("a")
     assert residency.memory("a") == {"cpu": 70}
+
+
+def test_measurement_that_a_new_file_repeats_is_limited_too() -> None:
+    needs = [ModelNeeds("kept", {"cpu": 40}, is_kept=True), ModelNeeds("a", {"cpu": 10})]
+    residency = Residency({"cpu": 100}, needs)
+    loaded(residency, ["kept", "a"])
+    residency.measured("a", {"cpu": 500})
+    residency.replace(ModelNeeds("a", {"cpu": 10}, measured={"cpu": 500}))
+    residency.dismiss("a")
+    assert residency.plan(11.0) == [Unload("a")]
+    residency.unloaded("a")
+    residency.want("a", 12.0)
+    assert residency.plan(12.0) == [Load("a")]
+
+
+def test_kept_models_that_take_more_than_they_were_placed_with_lock_no_other_model_out() -> None:
+    kept = [ModelNeeds(name, {"cpu": 25}, is_kept=True) for name in ("k1", "k2")]
+    residency = Residency({"cpu": 100}, [*kept, *on_cpu("a", "b", memory=50)])
+    assert residency.plan(0.0) == [Load("k1"), Load("k2")]
+    for name in ("k1", "k2"):
+        residency.loaded(name, 1.0)
+        residency.measured(name, {"cpu": 80})
+    assert residency.is_settled and residency.memory("k1") == {"cpu": 25}
+    residency.want("a", 5.0)
+    assert residency.plan(5.0) == [Load("a")]
+    residency.loaded("a", 6.0)
+    residency.failing("k2")
+    residency.lost("k2", 7.0)
+    assert residency.plan(7.0 + FIRST_BACKOFF_S) == [Load("k2")]
+    residency.loaded("k2", 13.0)
+    residency.want("b", 20.0)
+    assert residency.plan(20.0) == [Unload("a")], "those on demand take turns"
+    residency.unloaded("a")
+    assert residency.plan(21.0) == [Load("b")]
+
+
+def test_kept_model_counts_for_less_if_it_takes_less() -> None:
+    residency = Residency({"cpu": 100}, [ModelNeeds("kept", {"cpu": 40}, is_kept=True), *on_cpu("a", "b", memory=40)])
+    loaded(residency, ["kept"])
+    residency.measured("kept", {"cpu": 20})
+    loaded(residency, ["a", "b"])
+    assert residency.free("cpu") == 0
+
+
+def test_model_has_room_beside_a_kept_one_that_still_holds_what_an_older_file_said() -> None:
+    residency = Residency({"cpu": 100}, [ModelNeeds("kept", {"cpu": 70}, is_kept=True), *on_cpu("used", memory=20)])
+    loaded(residency, ["kept", "used"])
+    residency.replace(ModelNeeds("kept", {"cpu": 40}, is_kept=True))
+    residency.add(ModelNeeds("new", {"cpu": 60}))
+    residency.want("new", 5.0)
+    assert residency.plan(5.0) == [Unload("used")]
+    residency.unloaded("used")
+    assert residency.plan(6.0) == [Load("new")]
