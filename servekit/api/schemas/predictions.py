@@ -6,6 +6,7 @@ are those of text-embeddings-inference; `/api/embed` and `/api/embeddings` are O
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -33,9 +34,9 @@ class PredictionFields(Struct, kw_only=True):
         None
     )
 
+    @abstractmethod
     def to_prediction_request(self) -> PredictionRequest:
         """Return the request in the form that all APIs share. Raises InvalidRequest for what no type can express."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raise InvalidRequest for what no type can express."""

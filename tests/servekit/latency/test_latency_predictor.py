@@ -110,6 +110,18 @@ def test_first_token_and_end_are_predicted_exactly_if_nothing_is_left_to_chance(
     service.predictor.measured(prediction, service.first_tokens_s[wanted])
 
 
+def test_only_a_predicted_end_is_compared_with_the_end_that_came(service: Service) -> None:
+    wanted = service.add(20, 7)
+    to_end = service.predictor.predict(service.manager, wanted, service.now_s, 1000, to_end=True)
+    to_first_token = service.predictor.predict(service.manager, wanted, service.now_s, 1000)
+    assert to_end is not None and to_end.end_s is not None
+    assert to_first_token is not None and to_first_token.end_s is None
+    service.predictor.ended(to_first_token, 1000.0)
+    assert service.predictor.quality.end_error == 0.0
+    service.predictor.ended(to_end, to_end.predicted_s + 2 * to_end.end_s)
+    assert service.predictor.quality.end_error == pytest.approx(0.5)
+
+
 def test_a_prediction_changes_nothing(service: Service) -> None:
     for _ in range(5):
         wanted = service.add()

@@ -311,7 +311,7 @@ def test_scrape_of_several_models_has_each_family_once_and_counts_outlive_an_eng
     models = [ModelMetrics(ServeConfig(served_model_name=name)) for name in "ab"]
     states = {"a": "ready", "b": "cold"}
     loads = [
-        LoadMetrics(each, partial(states.get, name, ""), lambda: 3, lambda: 500)
+        LoadMetrics(each, partial(states.__getitem__, name), lambda: 3, lambda: 500)
         for each, name in zip(models, "ab", strict=True)
     ]
     metrics = SeveralModelsMetrics("1.2.3", lambda: models)
@@ -324,6 +324,9 @@ def test_scrape_of_several_models_has_each_family_once_and_counts_outlive_an_eng
     loads[1].load_failed()
     loads[1].refused()
     loads[1].waited("cold", 1.5)
+    loads[1].mirrored("answered")
+    loads[1].mirrored("dropped")
+    loads[1].mirrored("dropped")
     lines = metrics.render().decode().splitlines()
     assert len([line for line in lines if line.startswith("# TYPE servekit_model_state ")]) == 1
     for line in (
@@ -337,6 +340,9 @@ def test_scrape_of_several_models_has_each_family_once_and_counts_outlive_an_eng
         'servekit_model_load_refusals_total{model_name="b"} 1.0',
         'servekit_model_wait_seconds_sum{model_name="b",start="cold"} 1.5',
         'servekit_model_load_seconds_sum{model_name="a"} 2.0',
+        'servekit_mirrored_requests_total{model_name="b",result="answered"} 1.0',
+        'servekit_mirrored_requests_total{model_name="b",result="failed"} 0.0',
+        'servekit_mirrored_requests_total{model_name="b",result="dropped"} 2.0',
         'servekit_admission_rejections_total{model_name="",reason="model_not_found"} 1.0',
         'servekit_log_lines_dropped_total{model_name=""} 5.0',
         'servekit_build_info{version="1.2.3"} 1.0',
@@ -413,3 +419,15 @@ def test_adapters_are_counted_by_name_and_the_labels_are_bounded() -> None:
     assert values["lora_reads_total",] == 3 and values["lora_evictions_total",] == 2
     assert values["lora_adapters",] == 9 and values["lora_adapters_in_use",] == 1
     assert values["lora_requests_waiting",] == 2
+
+
+def test_several_answers_of_an_adapter_count_their_prompt_once() -> None:
+    metrics, adapter = make_metrics(), LoraAdapter(1, "/path", name="sql")
+    leader = make_sequence(prompt_length=5)
+    leader.adapter = adapter
+    fork = Sequence(1, leader.token_ids, leader.sampling, leader=leader, adapter=adapter)
+    for sequence in (leader, fork):
+        metrics.adapters.sequence_ended(sequence, FinishReason.STOP, 3, 13.0, 15.0, 16.0)
+    found = samples(metrics)
+    assert found["lora_requests_total", "sql"] == 2 and found["lora_generation_tokens_total", "sql"] == 6
+    assert found["lora_prompt_tokens_total", "sql"] == 5

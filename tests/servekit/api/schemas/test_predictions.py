@@ -160,6 +160,12 @@ def test_tensors_are_refused_for_a_model_that_classifies() -> None:
         converted(PredictRequest, msgspec.json.encode({"tensors": [TENSOR]}))
 
 
+def test_a_body_with_tensors_and_another_input_is_refused_by_its_check_already() -> None:
+    body = decode(msgspec.json.encode({"tensors": [TENSOR], "image": "aGk="}), PredictRequest)
+    with pytest.raises(InvalidRequest, match="send one of tensors and image"):
+        body.check()
+
+
 def test_large_tensors_are_packed_without_their_numbers_being_decoded() -> None:
     numbers = [1] * MAX_INLINE_BYTES
     body = msgspec.json.encode({"tensors": [{**TENSOR, "shape": [len(numbers)], "data": numbers}]})
