@@ -225,7 +225,14 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             "--max-lora-rank",
         ),
     ] = 8
-    max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="maximum rank of a LoRA adapter")] = 16
+    max_lora_rank: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=512,
+            description="maximum rank of a LoRA adapter; on a CPU, memory is for the next multiple of 16",
+        ),
+    ] = 16
     max_steps_in_flight: Annotated[
         int,
         Meta(ge=1, le=4, description="maximum steps that are sent to the worker before it returns the first of them"),

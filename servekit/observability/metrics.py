@@ -69,7 +69,8 @@ _EXPORTED_SETTINGS = (
     "itl_target_ms",
 )
 
-# The limit on values of a label that come from the code but from no closed set. Further values count as "other".
+# The limit on values of a label that come from the code but from no closed set. Further values count as "other",
+# and further adapters, which may have that name, as "(other)".
 _MAX_LABEL_VALUES = 100
 
 
@@ -792,7 +793,7 @@ class AdapterMetrics(Observer):
     def label(self, name: str) -> tuple[Counter, Counter, Counter]:
         """Return the counters of an adapter. There may be thousands, so those after the first ones share some."""
         if name not in self._of_adapters and len(self._of_adapters) >= _MAX_LABEL_VALUES:
-            name = "other"
+            name = "(other)"  # no adapter can have this name
         if name not in self._of_adapters:
             requests, prompt_tokens, generation_tokens = (
                 family.labels(*self._label_values, name) for family in self._families

@@ -187,7 +187,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
 def declare_prototypes(library: ctypes.CDLL) -> ctypes.CDLL:
     """Tell ctypes the types of all functions that the library has, and return it.
 
-    The float32 library has no skinny GEMM, see skinny_gemm.c.
+    A library for processors without the instructions has no skinny GEMM, see skinny_gemm.c.
     """
     for name, (result, arguments) in _PROTOTYPES.items():
         if hasattr(library, name):

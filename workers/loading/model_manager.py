@@ -50,7 +50,7 @@ from workers.quantization.formats.registry import format_of, name_of
 
 log = logging.getLogger("servekit.worker")
 
-SAMPLE_TOKENS = 72  # the self-check halves them: more rows than a call of all layers takes, and then one alone
+SAMPLE_TOKENS = 72  # half of them are more rows than a call of all layers takes; the self-check has few rows, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -554,7 +554,9 @@ class ModelRunner:
         num_tokens, block_size = len(token_ids), self.cache.block_size
         blocks = tuple(reversed(range(-(-num_tokens // block_size))))
         assignment = SlotAssignment(slot=0, sampling=SamplingParams(max_tokens=1, temperature=0.0))
-        ends = sorted({num_tokens // 2, num_tokens - 1, num_tokens} - {0})
+        # The last chunks have 5, 3 and 1 tokens, because C computes steps of more and of fewer rows differently.
+        possible_ends = {num_tokens // 2, num_tokens - 9, num_tokens - 4, num_tokens - 1, num_tokens}
+        ends = sorted(end for end in possible_ends if end > 0)
         for start, stop in zip([0, *ends], ends, strict=False):
             new_blocks = () if start else blocks
             chunk = ScheduledChunk(0, start, stop - start, token_ids[start:stop], new_blocks, samples=True)

@@ -414,7 +414,7 @@ def test_adapters_are_counted_by_name_and_the_labels_are_bounded() -> None:
     values = samples(metrics)
     assert values["lora_requests_total", "adapter 0"] == 1
     assert values["lora_prompt_tokens_total", "adapter 99"] == 5
-    assert values["lora_generation_tokens_total", "other"] == 50 * 3
+    assert values["lora_generation_tokens_total", "(other)"] == 50 * 3
     assert len([labels for labels in values if labels[0] == "lora_requests_total"]) == 101
     assert values["lora_reads_total",] == 3 and values["lora_evictions_total",] == 2
     assert values["lora_adapters",] == 9 and values["lora_adapters_in_use",] == 1

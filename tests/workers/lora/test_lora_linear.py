@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -73,6 +76,20 @@ def test_each_row_gets_the_product_of_its_own_adapter(
     assert torch.equal(found[places == NO_ADAPTER], before[places == NO_ADAPTER])
     distance = (found.double() - expected).abs().max() / expected.abs().max()
     assert distance < tolerance
+
+
+@pytest.mark.skipif(c_library("float32") is None, reason="there is no C compiler")
+def test_three_threads_compute_what_one_does() -> None:
+    """Tests have one thread, so this one is a process of its own. Its steps are large enough to be divided."""
+    code = """
+import torch
+from tests.workers.lora import test_lora_linear as tests
+torch.set_num_threads(3)  # OMP_NUM_THREADS is not enough: torch starts no more threads than there are cores
+assert tests.c_library("float32").omp_get_max_threads() == 3
+for counts in tests.ROWS:
+    tests.test_each_row_gets_the_product_of_its_own_adapter(True, torch.float32, 1e-5, counts, 1088)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
 def test_an_output_that_is_not_contiguous_is_added_to_in_place() -> None:

@@ -1,8 +1,8 @@
 """Several ranks, each a process of its own with its own manager: they make the same plans, as from one manager.
 
-`python -m tests.workers.parallel.rank_process TENSOR_SIZE PIPELINE_SIZE FOLDER MODEL...` writes what each rank computed
-to FOLDER/rank-0, FOLDER/rank-1 and so on. It imports all modules once, and forks the ranks: to import them takes most
-of a rank's time.
+`python -m tests.workers.parallel.rank_process all TENSOR_SIZE PIPELINE_SIZE FOLDER MODEL...` writes what each rank
+computed to FOLDER/rank-0, FOLDER/rank-1 and so on. It imports all modules once, and forks the ranks: to import them
+takes most of a rank's time. With a rank's number instead of `all`, the process is that rank alone.
 """
 
 from __future__ import annotations
@@ -120,13 +120,15 @@ def serve(ranks: Ranks, directory: str) -> Served:
 def fork_ranks(num_ranks: int, run: Callable[[int], None]) -> None:
     """Run `run(rank)` in a process for each rank. If one of them fails, the others are ended. Raises its error.
 
-    This process has computed nothing, so it has none of torch's threads, which would not go on in a fork.
+    This process has computed nothing, so it has none of torch's threads, which would not go on in a fork. Forks have
+    the same seed for the hashes of strings, so sets of strings have the same order in all of them. The ranks of a
+    server have not: test_ranks_make_the_same_plans_with_sets_in_different_orders starts separate processes.
     """
     start_processes(run, nprocs=num_ranks, start_method="fork")
 
 
-def main(tensor_size: str, pipeline_size: str, folder: str, *directories: str) -> None:
-    """Serve each model with all ranks, and write what was computed."""
+def main(which: str, tensor_size: str, pipeline_size: str, folder: str, *directories: str) -> None:
+    """Serve each model with all ranks, or as one of them, and write what was computed."""
     sizes = int(tensor_size), int(pipeline_size)
 
     def run(rank: int) -> None:
@@ -135,7 +137,10 @@ def main(tensor_size: str, pipeline_size: str, folder: str, *directories: str) -
         served = [serve(ranks, directory) for directory in directories]
         Path(folder, f"rank-{rank}").write_bytes(msgspec.msgpack.encode(served))
 
-    fork_ranks(sizes[0] * sizes[1], run)
+    if which == "all":
+        fork_ranks(sizes[0] * sizes[1], run)
+    else:
+        run(int(which))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.support.process_groups import run_together
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.workers.lora.test_lora_pool import NUM_ADAPTERS, adapters_of, answer
 from tests.workers.parallel.lora_rank_process import MAX_TOKENS, NUM_PLACES
@@ -23,12 +23,11 @@ TIMEOUT_S = 300
 @pytest.mark.parametrize(("size", "names"), [(2, ["llama_wide", "gemma2"]), (3, ["llama"])])
 def test_ranks_answer_as_merged_models_do(size: int, names: list[str], tmp_path: Path) -> None:
     directories = [str(adapters_of(name)[0].parent) for name in names]
-    processes, outputs = [], [tmp_path / str(rank) for rank in range(size)]
+    commands, outputs = [], [tmp_path / str(rank) for rank in range(size)]
     for rank, output in enumerate(outputs):
         arguments = [str(rank), str(size), str(tmp_path / "rendezvous"), str(output), *directories]
-        command = [sys.executable, "-m", "tests.workers.parallel.lora_rank_process", *arguments]
-        processes.append(subprocess.Popen(command))
-    assert [process.wait(TIMEOUT_S) for process in processes] == [0] * size
+        commands.append([sys.executable, "-m", "tests.workers.parallel.lora_rank_process", *arguments])
+    run_together(commands, TIMEOUT_S)
     prompts = make_prompts(VOCAB_SIZE)
     for output in outputs:
         for name, found in zip(names, msgspec.msgpack.decode(output.read_bytes()), strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.support.draft_heads import MTP_MODELS, add_mtp_layer, make_eagle3_head
 from tests.support.inprocess import InProcessEngine, load
+from tests.support.process_groups import run_together
 from tests.support.tiny_models import _LLAMA_LIKE, WIDE_ARCHITECTURES, make_model
 from tests.workers.speculation.rank_process import Answered, answer
 
@@ -28,8 +28,7 @@ def test_ranks_with_drafts_answer_what_one_process_answers(method: str, tmp_path
         make_model(model, "glm4_moe", {**_LLAMA_LIKE, **MTP_MODELS["glm4_moe"]})
         add_mtp_layer(model)
     module = "tests.workers.speculation.rank_process"
-    command = [sys.executable, "-m", module, str(tmp_path), method, str(model), str(head)]
-    assert subprocess.run(command, timeout=TIMEOUT_S).returncode == 0
+    run_together([[sys.executable, "-m", module, str(tmp_path), method, str(model), str(head)]], TIMEOUT_S)
     files = [tmp_path / f"rank-{rank}" for rank in range(2)]
     of_ranks = [msgspec.msgpack.decode(file.read_bytes(), type=Answered) for file in files]
     alone = answer(InProcessEngine(load(model), num_blocks=200))
