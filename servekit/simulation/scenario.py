@@ -47,6 +47,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     arrivals: tuple[Arrival, ...]
     faults: tuple[Fault, ...] = ()
     is_reckless: bool = False  # the manager predicts no output at all where the client does not bound it
+    has_eager_drafts: bool = False  # each decode gets as many drafts as it may have, whatever they cost
     step_base_s: float = 1e-3
     step_token_s: float = 1e-4
     drafting_s: float = 0.0  # of a round of the drafter, which makes one more draft for each sequence

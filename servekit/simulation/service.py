@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from math import inf
 
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.routing.service_exchange import ServiceExchange
 from servekit.scheduler.commands import AddSequence, Finish
 from servekit.scheduler.crash_quarantine import CRASHES_TO_FAIL
+from servekit.scheduler.draft_length import DraftLengths
 from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.prefix_cache import continue_chain
 from servekit.scheduler.scheduler_config import SchedulerConfig
@@ -52,6 +54,9 @@ class Simulation:
             make_manager(scenario.scheduler, make_predictor(scenario.scheduler.block_size))
             for _ in range(scenario.num_replicas)
         ]
+        if scenario.has_eager_drafts:
+            for manager in self._managers:
+                manager.draft_lengths = EagerDraftLengths(scenario.scheduler.max_drafts)
         has_shared_turns = check and scenario.num_replicas > 1 and scenario.scheduler.scheduling_policy == "fair"
         self.turns = SharedTurns(self._managers) if has_shared_turns else None
         self.replicas = [
@@ -292,6 +297,20 @@ class Simulation:
             leader_id = command.sequence_id if command.leader_id is None else command.leader_id
             (target or self._choose(leader_id, but=source)).resume(command, client)
             self.num_moved += 1
+
+
+class EagerDraftLengths(DraftLengths):
+    """Chooses as many drafts as a sequence may have, in each step. The real one stops where they are wrong."""
+
+    def choose(
+        self,
+        sequences: Collection[Sequence],
+        step_id: int,
+        position_s: float,
+        num_prefill_tokens: int = 0,
+        mean_answer_tokens: float = inf,
+    ) -> list[int]:
+        return [sequence.max_drafts for sequence in sequences]
 
 
 class RecklessPredictor(OutputLengthPredictor):

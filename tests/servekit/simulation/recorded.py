@@ -13,6 +13,7 @@ from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.scenario import Scenario
 from servekit.simulation.service import RecklessPredictor, Simulation
+from tests.servekit.simulation.scenarios import recordable
 
 KEY = bytes(16)
 
@@ -50,7 +51,7 @@ def record_scenario(scenario: Scenario, checkpoint_rate: float = 0.0) -> ListSin
     def make_manager(config: SchedulerConfig, predictor: OutputLengthPredictor) -> WorkloadManager:
         return RecordedManager(config, sink, RecordEncoder(KEY), predictor)
 
-    Simulation(scenario, check=False, make_manager=make_manager).run()
+    Simulation(recordable(scenario), check=False, make_manager=make_manager).run()
     return sink
 
 

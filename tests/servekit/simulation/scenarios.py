@@ -119,7 +119,14 @@ def with_drafts(scenario: Scenario, seed: int) -> Scenario:
         # Where a position takes no time, drafts are made whenever there is room. Elsewhere they must pay.
         step_token_s=rng.choice([0.0, 0.0, scenario.step_token_s]),
         drafting_s=rng.choice([0.0, scenario.step_base_s / 16]),
+        # Without it, bad drafters soon make none, and what goes wrong with rejected drafts is rarely seen.
+        has_eager_drafts=rng.random() < 0.5,
     )
+
+
+def recordable(scenario: Scenario) -> Scenario:
+    """The same scenario without eager drafts: a replay chooses drafts as the real manager does."""
+    return msgspec.structs.replace(scenario, has_eager_drafts=False)
 
 
 def with_conversations(scenario: Scenario, rng: random.Random) -> Scenario:
@@ -190,6 +197,8 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, faults=faults)
     for num_replicas in range(1, scenario.num_replicas):
         yield replace(scenario, num_replicas=num_replicas)
+    if scenario.has_eager_drafts:
+        yield replace(scenario, has_eager_drafts=False)
     plainer = {
         "scheduling_policy": "fcfs",
         "max_steps_in_flight": 1,

@@ -456,12 +456,11 @@ def published_before_rejections_are_known(patch: Patch) -> None:
     """A block is published whose last position was to be computed behind drafts that were rejected."""
 
     def settle(self: WorkloadManager, step: Step, now: float, tokens: list[SequenceToken]) -> None:
-        num_drafts, step.num_drafts = step.num_drafts, {}
         original(self, step, now, tokens)
-        step.num_drafts = num_drafts
-        self._settle_drafts(step)
+        settle_drafts(self, step)
 
-    original = WorkloadManager._settle
+    original, settle_drafts = WorkloadManager._settle, WorkloadManager._settle_drafts
+    patch(WorkloadManager, "_settle_drafts", lambda self, step: None)
     patch(WorkloadManager, "_settle", settle)
 
 

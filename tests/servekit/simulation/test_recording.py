@@ -48,7 +48,7 @@ from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.scenario import Scenario
 from servekit.simulation.service import RecklessPredictor, Simulation
 from tests.servekit.simulation.recorded import KEY, ListSink, record_scenario, replay
-from tests.servekit.simulation.scenarios import make_scenario
+from tests.servekit.simulation.scenarios import make_scenario, recordable
 
 
 @pytest.mark.parametrize("shard", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
@@ -155,7 +155,7 @@ def test_a_restored_manager_has_every_field_of_the_saved_one() -> None:
 
     managers: list[WorkloadManager] = []
     for seed in range(20):
-        scenario = make_scenario(seed)
+        scenario = recordable(make_scenario(seed))
         Simulation(scenario, check=False, make_manager=make_manager).run()
     assert num_compared > 100
 

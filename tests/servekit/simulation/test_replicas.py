@@ -24,7 +24,7 @@ from servekit.simulation.scenario import Arrival, Scenario
 from servekit.simulation.service import Simulation
 from servekit.simulation.worker import Violation
 from tests.servekit.simulation.recorded import KEY, ListSink, replay
-from tests.servekit.simulation.scenarios import make_replicated_scenario, make_scenario
+from tests.servekit.simulation.scenarios import make_replicated_scenario, make_scenario, recordable
 
 STEPS_PER_SHARD = 40_000
 
@@ -102,7 +102,7 @@ def test_a_sequence_that_crashes_workers_ends_no_more_than_two_of_them_at_once()
 def test_each_manager_is_replayed_with_identical_plans() -> None:
     num_plans = 0
     for seed in range(12):
-        scenario = make_replicated_scenario(seed)
+        scenario = recordable(make_replicated_scenario(seed))
         sinks: list[ListSink] = []
 
         def make_manager(config: SchedulerConfig, predictor: OutputLengthPredictor) -> WorkloadManager:
