@@ -111,7 +111,8 @@ async def serving(**settings: Any) -> AsyncIterator[Service]:
         service.has_disconnected.set()
         service.may_end.set()
         for writer in service.writers:
-            writer.transport.abort()
+            if not writer.is_closing():  # asyncio cannot abort one that closed after its last write
+                writer.transport.abort()
         await asyncio.sleep(0.01)
 
 
