@@ -265,12 +265,12 @@ class Sandbox:
     async def _attempt(self, job: _Job, process: ForkedProcess) -> Outcome | None:
         """Run a job in a process, and end the process unless another job may use it. Raises ProcessLost."""
         is_ended, is_reusable = False, False
-        if job.ticket.has_low_priority:
+        if job.ticket.lane is Lane.SLOW:
             process.lower_priority()
         running = asyncio.create_task(process.run(job.pieces))
         try:
             outcome = await self._watch(job, process, running)
-            if running.done() and not job.ticket.has_low_priority:  # only root could raise it again
+            if running.done() and job.ticket.lane is Lane.QUICK:
                 is_reusable = job.ticket.num_bytes + _num_bytes(running.result()) <= MAX_REUSED_BYTES
             return outcome
         except OutcomeTooLarge:

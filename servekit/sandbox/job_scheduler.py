@@ -6,9 +6,6 @@ place, and begins again. So a slow job delays others by one quantum at most, and
 In each lane the next job is the oldest one of the tenant that has used the sandbox least lately. One place of each lane
 is always left for another tenant.
 
-A job in the slow lane has a low priority for the processor. So has a job of a tenant that has used the slow lane for a
-while lately, from its beginning: most of its jobs would get there.
-
 What waits, and the bytes of all jobs, are bounded, and shared among the tenants (`SharedBudget`).
 
 This module is pure: times are arguments.
@@ -23,8 +20,6 @@ from enum import Enum
 from servekit.shared_budget import SharedBudget
 
 HALF_LIFE_S = 10.0  # attained service counts half after this time
-# In the slow lane, after which a tenant's next jobs begin with a low priority. One slow grammar takes less.
-SLOW_SERVICE_S = 2.0
 
 
 class Lane(Enum):
@@ -40,7 +35,6 @@ class JobTicket:
     num_bytes: int
     lane: Lane = Lane.QUICK
     started_s: float | None = None  # None while it waits
-    has_low_priority: bool = False  # while it runs
 
 
 @dataclass(slots=True)
@@ -66,8 +60,7 @@ class JobScheduler:
         self._num_bytes = SharedBudget(max_bytes)  # of waiting and running jobs
         self._waiting: dict[Lane, dict[JobTicket, None]] = {lane: {} for lane in Lane}  # oldest first
         self._running: dict[Lane, dict[JobTicket, None]] = {lane: {} for lane in Lane}
-        # By tenant; as many as the keys files have named.
-        self._attained: dict[Lane, dict[str, _AttainedService]] = {lane: {} for lane in Lane}
+        self._attained: dict[str, _AttainedService] = {}  # by tenant; as many as the keys files have named
 
     @property
     def num_waiting(self) -> int:
@@ -127,20 +120,13 @@ class JobScheduler:
 
     def service_s(self, tenant: str, now_s: float) -> float:
         """Return a tenant's attained service in seconds, including the time of its running jobs."""
-        return sum(self._service_s(lane, tenant, now_s) for lane in Lane)
-
-    def _service_s(self, lane: Lane, tenant: str, now_s: float) -> float:
-        attained = self._attained[lane].get(tenant)
+        attained = self._attained.get(tenant)
         running_s = [
             now_s - ticket.started_s
-            for ticket in self._running[lane]
+            for ticket in (*self._running[Lane.QUICK], *self._running[Lane.SLOW])
             if ticket.tenant == tenant and ticket.started_s is not None
         ]
         return sum(running_s) + (0.0 if attained is None else attained.at(now_s))
-
-    def _is_slow(self, tenant: str, now_s: float) -> bool:
-        """Whether the tenant's jobs were slow lately. Without API keys all clients are one tenant, which never is."""
-        return tenant != "" and self._service_s(Lane.SLOW, tenant, now_s) >= SLOW_SERVICE_S
 
     def _eligible(self, lane: Lane) -> dict[str, JobTicket]:
         """The oldest waiting job of each tenant that may run one more in this lane."""
@@ -169,13 +155,12 @@ class JobScheduler:
 
     def _run(self, ticket: JobTicket, lane: Lane, now_s: float) -> None:
         ticket.lane, ticket.started_s = lane, now_s
-        ticket.has_low_priority = lane is Lane.SLOW or self._is_slow(ticket.tenant, now_s)
         self._running[lane][ticket] = None
 
     def _stop_running(self, ticket: JobTicket, now_s: float) -> None:
         """Take the job's place, and count the time for which the job had it."""
         assert ticket.started_s is not None
         del self._running[ticket.lane][ticket]
-        attained = self._attained[ticket.lane].setdefault(ticket.tenant, _AttainedService())
+        attained = self._attained.setdefault(ticket.tenant, _AttainedService())
         attained.service_s = attained.at(now_s) + now_s - ticket.started_s
         attained.counted_s = now_s

@@ -26,7 +26,6 @@ from servekit.request import GrammarKind
 from servekit.sandbox import forked_process
 from servekit.sandbox.client import MAX_WAITING, NUM_QUICK, Sandbox
 from servekit.sandbox.forked_process import ForkedProcess, ForkServer
-from servekit.sandbox.job_scheduler import JobScheduler
 from servekit.sandbox.jobs import CompileGrammar, Done, Job, Outcome, Refused, RenderChat, encode_job
 from tests.support import proc
 from tests.support.pauses import pause
@@ -322,22 +321,6 @@ async def test_the_processor_time_of_a_process_is_measured(sandbox: Sandbox) -> 
     own = ForkedProcess(os.getpid(), None, None)  # type: ignore[arg-type]
     assert own.cpu_s() == pytest.approx(time.process_time(), abs=0.5)
     assert ForkedProcess(2**22 + 1, None, None).cpu_s() == 0.0  # type: ignore[arg-type]  # no such process
-
-
-async def test_a_process_whose_priority_was_lowered_runs_no_other_job(
-    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without privileges the priority cannot be raised again."""
-    lowered: list[int] = []
-    monkeypatch.setattr(ForkedProcess, "lower_priority", lambda process: lowered.append(process.pid))
-    assert await sandbox.run(render("quick"), "messages", "was slow") == "quick"
-    assert not lowered
-    monkeypatch.setattr(JobScheduler, "_is_slow", lambda _, tenant, now_s: tenant == "was slow")
-    for number in range(2):
-        assert await sandbox.run(render(f"again {number}"), "messages", "was slow") == f"again {number}"
-        assert len(set(lowered)) == number + 1
-        assert not {process.pid for process in sandbox._idle} & set(lowered)
-    assert await sandbox.run(render("other"), "messages", "other") == "other" and len(lowered) == 2
 
 
 async def test_a_slow_job_holds_up_neither_its_tenant_nor_others(sandbox: Sandbox) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from servekit.sandbox.job_scheduler import HALF_LIFE_S, SLOW_SERVICE_S, JobScheduler, JobTicket, Lane
+from servekit.sandbox.job_scheduler import HALF_LIFE_S, JobScheduler, JobTicket, Lane
 
 QUANTUM_S = 0.05
 NUM_QUICK, NUM_SLOW = 3, 2
@@ -208,52 +208,3 @@ def test_a_job_that_is_taken_back_leaves_nothing_behind() -> None:
     scheduler.remove(waiting, 0.5)
     scheduler.remove(running, 0.5)
     assert scheduler.start_next(1.0) is None and scheduler.num_bytes == 0
-
-
-def begins_low(scheduler: JobScheduler, tenant: str, now_s: float) -> bool:
-    """Whether a new job of the tenant begins with a low priority. It ends at once."""
-    ticket = JobTicket(tenant, 1)
-    scheduler.add(ticket)
-    assert scheduler.start_next(now_s) is ticket
-    scheduler.remove(ticket, now_s)
-    return ticket.has_low_priority
-
-
-def use_slow_lane(scheduler: JobScheduler, tenant: str, now_s: float, seconds: float) -> None:
-    ticket = JobTicket(tenant, 1)
-    scheduler.add(ticket)
-    scheduler.start_next(now_s)
-    scheduler.move_to_slow_lane(ticket, now_s)
-    assert ticket.has_low_priority
-    scheduler.remove(ticket, now_s + seconds)
-
-
-def test_jobs_of_a_tenant_whose_jobs_were_slow_begin_with_a_low_priority_for_a_while() -> None:
-    scheduler = JobScheduler(NUM_QUICK, NUM_SLOW, 10, 1000)
-    use_slow_lane(scheduler, "slow", 0.0, 2 * SLOW_SERVICE_S)
-    now_s = 2 * SLOW_SERVICE_S
-    assert begins_low(scheduler, "slow", now_s) and not begins_low(scheduler, "other", now_s)
-    assert begins_low(scheduler, "slow", now_s + 0.9 * HALF_LIFE_S)
-    assert not begins_low(scheduler, "slow", now_s + 1.1 * HALF_LIFE_S)
-
-
-def test_time_in_the_quick_lane_and_one_slow_job_lower_no_priority() -> None:
-    scheduler = JobScheduler(NUM_QUICK, NUM_SLOW, 10, 1000)
-    busy = JobTicket("busy", 1)
-    scheduler.add(busy)
-    scheduler.start_next(0.0)
-    scheduler.remove(busy, 100.0)
-    use_slow_lane(scheduler, "busy", 100.0, 0.5 * SLOW_SERVICE_S)
-    assert not begins_low(scheduler, "busy", 101.0)
-
-
-def test_a_running_slow_job_counts_and_clients_without_keys_keep_their_priority() -> None:
-    scheduler = JobScheduler(NUM_QUICK, NUM_SLOW, 10, 1000)
-    slow = JobTicket("slow", 1)
-    scheduler.add(slow)
-    scheduler.start_next(0.0)
-    scheduler.move_to_slow_lane(slow, 0.0)
-    assert not begins_low(scheduler, "slow", 0.9 * SLOW_SERVICE_S)
-    assert begins_low(scheduler, "slow", 1.1 * SLOW_SERVICE_S)
-    use_slow_lane(scheduler, "", 10.0, 100.0)
-    assert not begins_low(scheduler, "", 110.0)
