@@ -65,6 +65,11 @@ class TextReader:
         """No more text arrives."""
         self._is_complete = True
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no more text arrives. A parser that fails before that met a text that it does not know."""
+        return self._is_complete
+
     # -- attempts ------------------------------------------------------------------------------------------------------
 
     def attempt(self) -> None:

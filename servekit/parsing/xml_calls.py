@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,8 +37,11 @@ class _Members:
         self._types = ParameterTypes(answer.functions.get(name, ""))
         self._separator = "{"
 
-    def read(self, reader: TextReader, key: str, ends: tuple[str, ...]) -> Steps[None]:
-        """Read the value up to one of these ends, and pass the member on: a string in pieces, as it arrives."""
+    def read(self, reader: TextReader, key: str, ends: tuple[str, ...]) -> Steps[str | None]:
+        """Read the value up to one of these ends, and pass the member on: a string in pieces, as it arrives.
+
+        Returns the end that was read; None if the answer ended before it.
+        """
         types = self._types.of(key)
         begin, self._separator = f"{self._separator}{_as_string(key)}: ", ", "
         if types == {"string"}:
@@ -44,15 +49,34 @@ class _Members:
             end = yield from reader.until(ends, lambda text: self._answer.arguments(_as_string(text)[1:-1]))
             if end is not None:
                 self._answer.arguments('"')
-            return
+            return end
         self._answer.arguments(begin)
         pieces: list[str] = []
-        if (yield from reader.until(ends, pieces.append)) is not None:
+        end = yield from reader.until(ends, pieces.append)
+        if end is not None:
             self._answer.arguments(as_json("".join(pieces), types))
+        return end
 
     def finish(self) -> None:
         """There are no more members."""
         self._answer.arguments("{}" if self._separator == "{" else "}")
+
+
+@contextmanager
+def _members_of_call(reader: TextReader, answer: AnswerEvents, name: str) -> Iterator[_Members]:
+    """Begin a call whose members are read inside, and finish its object.
+
+    If something unknown follows a member, the object is finished, too: clients get JSON, and what follows is content.
+    It stays open if the answer ends inside the call, so that a call that was cut does not look like a whole one.
+    """
+    members = _Members(answer, name)
+    try:
+        yield members
+    except Malformed:
+        if not reader.is_complete:
+            members.finish()
+        raise
+    members.finish()
 
 
 @dataclass(frozen=True)
@@ -66,7 +90,14 @@ class QwenCoderCalls(HermesCalls):
     function: ClassVar[str] = "<function="
     parameter: ClassVar[str] = "<parameter="
     function_end: ClassVar[str] = "</function>"
-    value_ends: ClassVar[tuple[str, ...]] = ("\n</parameter>", "</parameter>")  # a line break belongs to the form
+    parameter_end: ClassVar[str] = "</parameter>"
+    # A line break belongs to the form. Models at times omit the end of a parameter.
+    value_ends: ClassVar[tuple[str, ...]] = (
+        "\n" + parameter_end,
+        parameter_end,
+        "\n" + parameter,
+        "\n" + function_end,
+    )
     openings: ClassVar[tuple[str, ...]] = (HermesCalls.opening, function)
 
     def read_xml(self, reader: TextReader, answer: AnswerEvents, opening: str) -> Steps[None]:
@@ -79,18 +110,26 @@ class QwenCoderCalls(HermesCalls):
         if not name or (is_bare and (name not in answer.functions or answer.has_strict_calls)):
             raise Malformed
         reader.accept()
-        members = _Members(answer, name)
-        while True:
-            yield from reader.skip_whitespace()
-            if (yield from reader.reads(self.function_end)) is not None:
-                break
-            reader.attempt()
-            yield from reader.expect(self.parameter)
-            key, _ = yield from reader.text_before(">")
-            reader.accept()
-            yield from reader.reads("\n")
-            yield from members.read(reader, key.strip(), self.value_ends)
-        members.finish()
+        with _members_of_call(reader, answer, name) as members:
+            found = yield from self._read_marker(reader)
+            while found == self.parameter:
+                key: list[str] = []
+                yield from reader.until((">",), key.append)
+                yield from reader.reads("\n")
+                end = yield from members.read(reader, "".join(key).strip(), self.value_ends)
+                if end is None:
+                    raise Malformed
+                found = end.strip()
+                if found == self.parameter_end:
+                    found = yield from self._read_marker(reader)
+
+    def _read_marker(self, reader: TextReader) -> Steps[str]:
+        """Read what begins a parameter, or ends the call. Raises Malformed if something else comes next."""
+        yield from reader.skip_whitespace()
+        found = yield from reader.reads(self.parameter, self.function_end, self.closing)
+        if found is None:
+            raise Malformed
+        return found
 
 
 @dataclass(frozen=True)
@@ -113,19 +152,18 @@ class GlmCalls(HermesCalls):
         if not name or found is None:
             raise Malformed
         reader.accept()
-        members = _Members(answer, name)
-        while found == self.key:
-            reader.attempt()
-            key, _ = yield from reader.text_before(self.key_end)
-            yield from reader.skip_whitespace()
-            yield from reader.expect(self.value)
-            reader.accept()
-            yield from members.read(reader, key.strip(), (self.value_end,))
-            yield from reader.skip_whitespace()
-            found = yield from reader.reads(self.key, self.closing)
-        if found is None:
-            raise Malformed
-        members.finish()
+        with _members_of_call(reader, answer, name) as members:
+            while found == self.key:
+                reader.attempt()
+                key, _ = yield from reader.text_before(self.key_end)
+                yield from reader.skip_whitespace()
+                yield from reader.expect(self.value)
+                reader.accept()
+                yield from members.read(reader, key.strip(), (self.value_end,))
+                yield from reader.skip_whitespace()
+                found = yield from reader.reads(self.key, self.closing)
+            if found is None:
+                raise Malformed
 
 
 def _as_string(text: str) -> str:

@@ -27,17 +27,18 @@ from servekit.protocol.prediction import Activation, PredictorInfo, PredictorKin
 
 MANY_INPUTS = 2**10
 BYTES_PER_NUMBER = 24  # of an answer: four as they are computed, and up to twenty as JSON
+BYTES_PER_BASE64_NUMBER = 12  # four as they are computed, and less than six as base64, with room for a copy of a piece
 BYTES_PER_SCORE = 48  # the same, with the names of its fields
 NUMBERS_PER_PIECE = 2**14  # that are encoded at a time, which takes a millisecond or less
 NUMBERS_PER_TOKEN = 16  # of an answer: so many take about as long to encode as one token of a generation
 
 
 async def compute(
-    request: Request, engine: PredictingEngine, wanted: PredictionRequest
+    request: Request, engine: PredictingEngine, wanted: PredictionRequest, *, as_base64: bool = False
 ) -> tuple[PredictionState, Sequence[bytes]]:
     """Admit a prediction with its caller's tenant, and wait for its results: 32-bit floats for each input.
 
-    The memory of the answer is counted first, and held until it is written.
+    The memory of the answer is counted first, and held until it is written. `as_base64`: it has embeddings as base64.
 
     Raises RequestError, WorkerError, or ClientDisconnect if the client leaves meanwhile.
     """
@@ -47,7 +48,7 @@ async def compute(
     if account is not None:
         await account.reserve(len(wanted.inputs), 0, sum(map(_estimated_tokens, wanted.inputs)))
     budget: BodyBudget = request.state.body_budget
-    budget.hold_answer(request, len(wanted.inputs) * answer_bytes(engine.model, wanted))
+    budget.hold_answer(request, len(wanted.inputs) * answer_bytes(engine.model, wanted, as_base64))
     state = await unless_disconnected(request, engine.submit(wanted, caller_of(request)))
     request.state.prediction = state  # for the log
     try:
@@ -83,10 +84,11 @@ async def _results(state: PredictionState) -> Sequence[bytes]:
     return await state.results()
 
 
-def answer_bytes(model: PredictorInfo, wanted: PredictionRequest) -> int:
+def answer_bytes(model: PredictorInfo, wanted: PredictionRequest, as_base64: bool) -> int:
     """Return what the answer to one input takes in memory: an embedding, a score for each label, or one score."""
     if model.kind is PredictorKind.EMBED:
-        return BYTES_PER_NUMBER * min(model.dimensions, wanted.dimensions or model.dimensions)
+        bytes_per_number = BYTES_PER_BASE64_NUMBER if as_base64 else BYTES_PER_NUMBER
+        return bytes_per_number * min(model.dimensions, wanted.dimensions or model.dimensions)
     return sum(BYTES_PER_SCORE + len(label) for label in model.labels or ("",))
 
 

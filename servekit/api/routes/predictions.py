@@ -62,8 +62,9 @@ async def embeddings(request: Request) -> Response:
     """Compute the embedding of a text, or of each of a list of texts, in OpenAI's format."""
     wanted = await read(request, EmbeddingsRequest)
     engine = await predictor_for(request, wanted.model, PredictorKind.EMBED)
-    state, results = await compute(request, engine, wanted.to_prediction_request())
-    encode = base64_of if wanted.encoding_format == "base64" else floats
+    as_base64 = wanted.encoding_format == "base64"
+    state, results = await compute(request, engine, wanted.to_prediction_request(), as_base64=as_base64)
+    encode = base64_of if as_base64 else floats
     usage = PredictionUsage(state.num_tokens, state.num_tokens)
     return await respond_with(
         lambda items: EmbeddingsResponse(

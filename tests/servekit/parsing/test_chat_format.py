@@ -143,13 +143,13 @@ ANSWERS: list[tuple[str, str, str, Found]] = [
     ("none", "deepseek_v3", f"{DEEPSEEK}function", {"content": f"{DEEPSEEK}function"}),
     # a call that was cut, or goes on wrongly, has begun
     ("none", "qwen3_coder", "<function=add>\n<parameter=a>\n[1", {"calls": [("add", '{"a": ')]}),
-    ("none", "qwen3_coder", "<function=add>oh", {"calls": [("add", "")], "content": "oh"}),
-    ("none", "glm45", "<tool_call>add<arg_key>a</arg_key>oh", {"calls": [("add", "")], "content": "a</arg_key>oh"}),
+    ("none", "qwen3_coder", "<function=add>oh", {"calls": [("add", "{}")], "content": "oh"}),
+    ("none", "glm45", "<tool_call>add<arg_key>a</arg_key>oh", {"calls": [("add", "{}")], "content": "a</arg_key>oh"}),
     (
         "none",
         "glm45",
         "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>oh",
-        {"calls": [("add", '{"a": 1')], "content": "oh"},
+        {"calls": [("add", '{"a": 1}')], "content": "oh"},
     ),
     ("none", "hermes", '<tool_call>{"name": "add", "arguments": {"a": "b', {"calls": [("add", '{"a": "b')]}),
     (

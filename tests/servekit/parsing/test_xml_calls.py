@@ -9,7 +9,7 @@ import pytest
 
 from servekit.parsing.answer_events import CallArguments, CallBegins
 from servekit.parsing.chat_format import AnswerFormat, Function, ToolUse
-from tests.support.chat_answers import answer_format, parse
+from tests.support.chat_answers import answer_format, events_of, message, parse
 
 PROPERTIES: dict[str, Any] = {
     "path": {"type": "string"},
@@ -117,3 +117,66 @@ def test_a_strict_call_begins_with_the_marker_behind_which_its_grammar_applies()
 def test_the_object_that_a_grammar_demands_is_read_too(tools: str) -> None:
     text = '<tool_call>\n{"name": "edit", "arguments": {"count": 5}}\n</tool_call>'
     assert parse(wanted(tools), text) == {"calls": [("edit", '{"count": 5}')]}
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "arguments", "content"),
+    [
+        (  # without the end of the function
+            "qwen3_coder",
+            "<tool_call>\n<function=edit>\n<parameter=path>\na\n</parameter>\n</tool_call>",
+            {"path": "a"},
+            "",
+        ),
+        ("qwen3_coder", "<tool_call>\n<function=edit>\n</tool_call>", {}, ""),
+        (  # without the end of a parameter: another one follows, or the end of the function
+            "qwen3_coder",
+            "<tool_call>\n<function=edit>\n<parameter=path>\na\nb\n<parameter=count>\n5\n</parameter>\n</function>\n"
+            "</tool_call>",
+            {"path": "a\nb", "count": 5},
+            "",
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=edit>\n<parameter=count>\n5\n<parameter=path>\na\n</function>\n</tool_call>",
+            {"count": 5, "path": "a"},
+            "",
+        ),
+        (  # something unknown between the members
+            "qwen3_coder",
+            "<tool_call>\n<function=edit>\n<parameter=path>\na\n</parameter>\nDone.",
+            {"path": "a"},
+            "Done.",
+        ),
+        (
+            "glm45",
+            "<tool_call>edit\n<arg_key>path</arg_key>\n<arg_value>a</arg_value>\nDone.",
+            {"path": "a"},
+            "Done.",
+        ),
+        (
+            "glm45",
+            "<tool_call>edit\n<arg_key>path</arg_key>\n<arg_value>a</arg_value>\n<arg_key>count</arg_key>5",
+            {"path": "a"},
+            "count</arg_key>5",
+        ),
+    ],
+)
+def test_a_call_with_a_faulty_form_has_arguments_that_are_json(
+    tools: str, text: str, arguments: dict[str, Any], content: str
+) -> None:
+    for cut in range(len(text)):
+        found = message(events_of(wanted(tools), [text[:cut], text[cut:]]))
+        ((name, written),) = found["calls"]
+        assert name == "edit" and json.loads(written) == arguments, cut
+        assert found.get("content", "") == content, cut
+
+
+@pytest.mark.parametrize(("tools", "write"), [("qwen3_coder", qwen_coder), ("glm45", glm)])
+def test_a_call_that_was_cut_does_not_look_like_a_whole_one(tools: str, write: Any) -> None:
+    text = write("path", "a")
+    end = text.index("</function>" if tools == "qwen3_coder" else "</tool_call>")
+    for length in range(text.index("a", text.index("path") + 4), end):
+        ((_, written),) = parse(wanted(tools), text[:length])["calls"]
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(written)
