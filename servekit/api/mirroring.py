@@ -1,8 +1,9 @@
-"""Send copies of requests to another model, whose answers nobody gets: to try a version under real traffic.
+"""Send copies of requests to another model, and throw its answers away: to try a version under real traffic.
 
 A copy must not hurt real requests. So it begins when its original has been answered, with the lowest priority, and only
-if its model is loaded and nothing waits; otherwise it is dropped. There are MAX_COPIES at the same time. Only requests
-that were admitted and whose JSON bodies are small are copied. A copy counts against no limit of its key.
+if its model is loaded and nothing waits; otherwise it is dropped. It never waits until a model is loaded, which could
+unload another one. There are MAX_COPIES at the same time. Only requests that were admitted and whose JSON bodies are
+small are copied. A copy counts against no rate limit of its key.
 """
 
 from __future__ import annotations
@@ -38,11 +39,18 @@ class Copy(Struct, frozen=True):
     body: bytes
 
 
-def note_copy(request: Request, name: str | None, body: bytes) -> None:
-    """Note that a request is copied, if the name that it gave to its model says so. `body` is a JSON object."""
+def keep_body(request: Request, body: bytes) -> None:
+    """Keep a body, which is a JSON object, until `note_copy` knows whether it is copied."""
     models = models_of(request)
-    target = models.mirror_of(name, caller_of(request)) if models.has_choice else None
-    if target is not None:
+    if models.has_choice and models.mirrored():
+        request.state.body_to_copy = body
+
+
+def note_copy(request: Request, name: str | None, kind: str) -> None:
+    """Note that a request is copied, if the name of its model says so, which does what `kind` says."""
+    body: bytes | None = request.scope["state"].pop("body_to_copy", None)
+    target = None if body is None else models_of(request).mirror_of(name, caller_of(request), kind)
+    if body is not None and target is not None:
         request.state.mirrored = Copy(target, request.scope["path"], body)
 
 
@@ -74,12 +82,13 @@ class Mirroring:
         task.add_done_callback(self._copies.discard)
 
     def _has_room(self, name: str, caller: Caller) -> bool:
-        """Whether the model is loaded, and nothing waits for any model: they may share a device."""
+        """Whether the model is loaded, and nothing waits for any model or its load: they may share a device."""
         try:
             model = self._models.find(name, caller)
         except ServekitError:  # the caller's tenant may not use it, or it is gone
             return False
-        return model.engine is not None and model.state == "ready" and self._models.has_free_slots
+        is_loaded = model.engine is not None and model.state == "ready"
+        return is_loaded and self._models.has_free_slots and not self._models.has_waiting
 
     async def _answer(self, copy: Copy, caller: Caller) -> None:
         status = 500
@@ -89,14 +98,15 @@ class Mirroring:
             if message["type"] == "http.response.start":
                 status = message["status"]
 
-        body = encode({**msgspec.json.decode(copy.body), "model": copy.model})
-        state: dict[str, Any] = {"caller": Caller(caller.tenant, caller.request_id, LOWEST_PRIORITY)}
+        caller = Caller(caller.tenant, caller.request_id, LOWEST_PRIORITY)
+        state: dict[str, Any] = {"caller": caller, "may_not_wait": True}
         try:
+            body = encode({**msgspec.json.decode(copy.body), "model": copy.model})
             await answer_inner_request(self._app, self._app_scope, copy.path, body, state, note)
         except Exception:
             log.exception("internal error in a mirrored request", extra=fields(request_id=caller.request_id))
-        has_failed = status != 200 or "error_code" in state
-        self._models.note_mirrored(copy.model, "failed" if has_failed else "answered")
+        result = "answered" if status == 200 and "error_code" not in state else "failed"
+        self._models.note_mirrored(copy.model, "dropped" if "waits_for_model" in state else result)
 
     async def stop(self) -> None:
         """End all copies."""

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 
 from servekit.api.endpoint import caller_of, mark, models_of
+from servekit.api.mirroring import note_copy
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.schemas.json_body import encode
 from servekit.engine.adapted_model import AdaptedModel, find_adapted
@@ -27,7 +28,7 @@ from servekit.engine.interface import (
 )
 from servekit.engine.model_kind import GENERATE
 from servekit.engine.model_names import MAX_NAME_SHOWN, listed
-from servekit.errors import InvalidRequest
+from servekit.errors import InvalidRequest, WorkerNotReady
 from servekit.inference import INFER
 from servekit.protocol.prediction import PredictorKind
 from servekit.time_causes import TimeCause
@@ -120,9 +121,12 @@ async def _use(
     model = models.find(name, caller, conversation, kind)
     if model.kind != kind:
         raise _wrong_kind(model, kind, models.served(caller))
+    note_copy(request, name, kind)
     use, state = model.begin_use(), request.scope["state"]
     if use is None:
         state["waits_for_model"] = True  # for the batches, whose other lines begin meanwhile
+        if "may_not_wait" in state:  # a copy of a request, for which no other model may be unloaded
+            raise WorkerNotReady(f"the model {model.name!r} cannot be used at once")
         use = await unless_disconnected(request, model.wait_for_use(caller))
         mark(request, TimeCause.MODEL)
     engine = use.engine

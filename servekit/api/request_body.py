@@ -12,7 +12,7 @@ from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.api.body_budget import BodyBudget
 from servekit.api.body_decoder import BodyDecoder, error_of, unpack
 from servekit.api.endpoint import caller_of, mark, models_of
-from servekit.api.mirroring import note_copy
+from servekit.api.mirroring import keep_body
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.responses.http import use_tgi_errors
 from servekit.api.schemas.packed_body import (
@@ -93,7 +93,7 @@ async def _read(request: Request, kinds: list[type[Any]]) -> tuple[Any, list[dic
         _note_kind(request, kind)
         decoded = decode_kind(small, kind)
         mark(request, TimeCause.BODY)
-        note_copy(request, getattr(decoded, "model", None), small)
+        keep_body(request, small)
         if len(small) > MAX_BYTES_AT_ONCE:
             await asyncio.sleep(0)  # what follows, for thousands of prompts, takes as long again
         return decoded, None

@@ -350,8 +350,15 @@ class Models(Service, Protocol):
 
     # For copies of requests, whose answers are thrown away.
 
-    def mirror_of(self, name: str | None, caller: Caller) -> str | None:
-        """Return the id of the model that gets a copy of a request, if one does. `name` is what the request named."""
+    @property
+    def has_waiting(self) -> bool:
+        """Whether requests wait until a model is loaded."""
+
+    def mirror_of(self, name: str | None, caller: Caller, kind: str) -> str | None:
+        """Return the id of the model that gets a copy of a request, if one does.
+
+        `name` is what the request named, and `kind` is what the model does, as for `find`.
+        """
 
     def note_mirrored(self, model_id: str, result: str) -> None:
         """Count a copy: answered, failed or dropped."""

@@ -104,7 +104,12 @@ class OneModel(ABC):
         """Return no aliases."""
         return {}
 
-    def mirror_of(self, name: str | None, caller: Caller) -> str | None:
+    @property
+    def has_waiting(self) -> bool:
+        """Return False: the model stays loaded."""
+        return False
+
+    def mirror_of(self, name: str | None, caller: Caller, kind: str) -> str | None:
         """Return None: there is no other model."""
         return None
 

@@ -359,8 +359,12 @@ class ModelManager:
             alias: {split.mirror: split.mirror_percent} for alias, split in splits.items() if split.mirror is not None
         }
 
-    def mirror_of(self, name: str | None, caller: Caller) -> str | None:
-        split = self._names.split(self._file.default if name is None or name in ANY_MODEL else name)
+    @property
+    def has_waiting(self) -> bool:
+        return any(each.waiting for each in self._models.values())
+
+    def mirror_of(self, name: str | None, caller: Caller, kind: str) -> str | None:
+        split = self._names.split(self._default(caller, kind) if name is None or name in ANY_MODEL else name)
         return split.mirror if split is not None and split.is_mirrored(caller.request_id) else None
 
     def note_mirrored(self, model_id: str, result: str) -> None:

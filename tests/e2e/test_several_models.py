@@ -189,8 +189,10 @@ def test_copies_of_requests_go_to_a_loaded_model_and_nobody_gets_their_answers(s
     generated = sample(server, 'servekit_generation_tokens_total{model_name="a"}')
     assert ask(max_tokens=5).json()["model"] == "chat"
     assert b'"model":"chat"' in ask(max_tokens=7, stream=True).content
-    until(lambda: copies("answered") == 2.0)
-    assert sample(server, 'servekit_generation_tokens_total{model_name="a"}') == generated + 12
+    tagged = {"model": "tried:latest", "messages": MESSAGES, "stream": False, "options": {"num_predict": 4}}
+    assert server.client.post("/api/chat", json=tagged).status_code == 200
+    until(lambda: copies("answered") == 3.0)
+    assert sample(server, 'servekit_generation_tokens_total{model_name="a"}') == generated + 16
     assert copies("dropped") == copies("failed") == 0.0
     assert server.client.get("/v1/aliases").json()["mirrors"] == {"tried": {"a": 100.0}}
     server.client.post("/v1/models/a/unload")

@@ -22,6 +22,8 @@ class StandIn:
 
     state = "ready"
     has_free_slots = True
+    has_waiting = False
+    waits_for_model = False
     engine: Any = object()  # of the model
 
     def __init__(self) -> None:
@@ -45,6 +47,9 @@ class StandIn:
             return  # a client's request
         body = json.loads((await receive())["body"])
         self.asked.append((scope["path"], body, state["caller"]))
+        assert state["may_not_wait"]
+        if self.waits_for_model:
+            state["waits_for_model"] = True
         await self.may_answer.wait()
         await send({"type": "http.response.start", "status": self.status, "headers": []})
         await send({"type": "http.response.body", "body": b"secret"})
@@ -82,6 +87,21 @@ async def test_refused_copy_has_failed(models: StandIn) -> None:
     assert models.noted == {"failed": 1}
 
 
+async def test_copy_whose_model_was_closed_meanwhile_is_dropped(models: StandIn) -> None:
+    models.may_answer.set()
+    models.waits_for_model, models.status = True, 503
+    await models.serve()
+    await asyncio.sleep(0.01)
+    assert models.noted == {"dropped": 1}
+
+
+async def test_copy_that_cannot_be_made_has_failed(models: StandIn, caplog: pytest.LogCaptureFixture) -> None:
+    await models.serve(mirrored=Copy("new", "/v1/completions", b'["no object"]'))
+    await asyncio.sleep(0.01)
+    assert models.noted == {"failed": 1} and not models.asked
+    assert "internal error in a mirrored request" in caplog.text
+
+
 async def test_request_that_was_refused_is_not_copied(models: StandIn) -> None:
     await models.serve(error_code="rate_limited")
     scope = {"type": "http", "state": {"mirrored": COPY}}
@@ -90,7 +110,8 @@ async def test_request_that_was_refused_is_not_copied(models: StandIn) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"has_free_slots": False}, {"engine": None}, {"state": "draining"}, {"state": "loading"}]
+    "change",
+    [{"has_free_slots": False}, {"has_waiting": True}, {"engine": None}, {"state": "draining"}, {"state": "loading"}],
 )
 async def test_copy_is_dropped_if_anything_waits_or_its_model_is_not_ready(
     models: StandIn, change: dict[str, Any]

@@ -9,9 +9,10 @@ import pytest
 from starlette.requests import Request
 
 from servekit.api import model_choice
+from servekit.api.mirroring import Copy, keep_body
 from servekit.engine.caller import ANONYMOUS
 from servekit.engine.model_kind import GENERATE
-from servekit.errors import InvalidRequest
+from servekit.errors import InvalidRequest, WorkerNotReady
 
 
 async def test_model_that_became_another_kind_while_a_request_waited_is_refused() -> None:
@@ -56,3 +57,32 @@ async def test_a_request_notes_that_it_waits_until_its_model_is_loaded(
     request = Request({"type": "http", "app": app, "state": state})
     assert await model_choice.engine_for(request, "a") is engine
     assert noted_while_waiting == ([] if is_loaded else [True]) and ("waits_for_model" in state) != is_loaded
+
+
+async def test_a_copy_of_a_request_does_not_wait_until_its_model_is_loaded() -> None:
+    model = SimpleNamespace(name="a", kind=GENERATE, begin_use=lambda: None)  # nor may it call wait_for_use
+    app = SimpleNamespace(state=SimpleNamespace(models=SimpleNamespace(find=lambda *_: model)))
+    state: dict[str, Any] = {"caller": ANONYMOUS, "may_not_wait": True}
+    with pytest.raises(WorkerNotReady, match="the model 'a' cannot be used at once"):
+        await model_choice.engine_for(Request({"type": "http", "app": app, "state": state}), "a")
+
+
+@pytest.mark.parametrize("mirrors", [{"alias": {"new": 100.0}}, {}])
+async def test_request_is_copied_by_the_name_and_the_kind_that_its_route_knows(mirrors: Any) -> None:
+    asked = []
+
+    def mirror_of(*arguments: Any) -> str:
+        asked.append(arguments)
+        return "new"
+
+    use = SimpleNamespace(engine=SimpleNamespace(kind=GENERATE))
+    model = SimpleNamespace(name="a", kind=GENERATE, begin_use=lambda: use)
+    models = SimpleNamespace(has_choice=True, find=lambda *_: model, mirrored=lambda: mirrors, mirror_of=mirror_of)
+    state: dict[str, Any] = {"caller": ANONYMOUS}
+    app = SimpleNamespace(state=SimpleNamespace(models=models))
+    request = Request({"type": "http", "app": app, "state": state, "path": "/api/chat"})
+    keep_body(request, b"{}")
+    await model_choice.engine_for(request, "alias")
+    assert asked == ([("alias", ANONYMOUS, GENERATE)] if mirrors else [])
+    assert state.get("mirrored") == (Copy("new", "/api/chat", b"{}") if mirrors else None)
+    assert "body_to_copy" not in state

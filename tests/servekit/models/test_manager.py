@@ -350,6 +350,36 @@ async def test_request_without_a_name_gets_the_first_model_of_its_kind_that_it_m
     assert manager.find("chat", LAW, kind="embed").name == "chat", "a name is a name"
 
 
+def test_request_without_a_name_is_copied_only_if_the_default_alias_is_of_its_kind() -> None:
+    text = KINDS.replace('default = "chat"', 'default = "try"').replace("tenants", "#")
+    split = """[[model]]
+id = "new"
+model = "sim:instant"
+keep = "on_demand"
+[[alias]]
+name = "try"
+models = { chat = 1 }
+mirror = "new"
+"""
+    manager = ModelManager(CONFIG, parsed(text + split))
+    for name in (None, "", "try"):
+        assert manager.mirror_of(name, LAW, "generate") == "new"
+    assert manager.mirror_of(None, LAW, "embed") is None and manager.mirror_of("chat", LAW, "generate") is None
+
+
+async def test_manager_says_whether_requests_wait_until_a_model_is_loaded(measuring: asyncio.Event) -> None:
+    manager = ModelManager(CONFIG, estimated())
+    try:
+        loading = asyncio.create_task(manager.load_model("a"))
+        await asyncio.sleep(0.01)
+        assert manager.has_waiting
+        measuring.set()
+        await loading
+        assert not manager.has_waiting
+    finally:
+        await manager.stop()
+
+
 async def test_refusal_of_a_model_of_another_kind_names_those_that_the_key_may_use() -> None:
     app = create_app(ModelManager(CONFIG, parsed(KINDS)), parse_keys_file(KEYS.encode(), "keys.toml"))
     for key, names in (("of-law", "'embedder', 'other-embedder'"), ("of-search", "'other-embedder'")):
