@@ -69,6 +69,11 @@ class ToolUse(Struct, frozen=True):
     is_demanded: bool = False  # the answer must be calls
     is_parallel: bool = True  # it may be several
 
+    @property
+    def has_strict(self) -> bool:
+        """Whether a function's arguments must match its schema even if the model calls by its own choice."""
+        return any(function.is_strict for function in self.functions)
+
 
 # -- what is made of it ------------------------------------------------------------------------------------------------
 
@@ -214,14 +219,13 @@ class ChatFormat:
         if grammar is not None:
             param = grammar.param
             answers.append(self.reasoning.content(lark.part(replace(grammar, param="")), lark))
-        if (
-            use is not None
-            and tools is not None
-            and (is_demanded or grammar is not None or any(function.is_strict for function in use.functions))
-        ):
+        # Where no grammar can hold them, strict functions are as others: OpenAI's SDK marks all of them as strict.
+        is_strict = tools is not None and tools.can_be_strict and use is not None and use.has_strict
+        if use is not None and tools is not None and (is_demanded or grammar is not None or is_strict):
             functions, most = self._symbols(use, lark), MAX_DEMANDED_CALLS if use.is_parallel else 1
             answers.append(tools.calls(functions, lark, most))
-            free_text = partial(tools.free_text, functions, most)
+            if tools.can_be_strict:
+                free_text = partial(tools.free_text, functions, most)
             param = "tools" if grammar is None else param
         if grammar is not None or is_demanded:
             before = self.reasoning.before_answer(lark, start, max_reasoning_tokens)

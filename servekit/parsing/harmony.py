@@ -32,6 +32,7 @@ class Harmony:
     """Both a format of reasoning and one of tool calls: neither can be read without the other."""
 
     call_id_length: int | None = None
+    can_be_strict: ClassVar[bool] = True
     markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 
     def start_after(self, prompt: str) -> Start:

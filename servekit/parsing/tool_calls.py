@@ -11,7 +11,6 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from servekit.errors import InvalidRequest
 from servekit.parsing.answer_events import AnswerEvents
 from servekit.parsing.lark import Lark, literal, one_of, one_or_more, regular_expression, text_before
 from servekit.parsing.pythonic import read_pythonic_calls
@@ -41,6 +40,10 @@ class ToolFormat(Protocol):
     def call_id_length(self) -> int | None:
         """The length of the ids that the model's template accepts; None if it accepts any."""
 
+    @property
+    def can_be_strict(self) -> bool:
+        """Whether a grammar can tell optional calls from text, and so hold their arguments to a schema."""
+
     def read(self, reader: TextReader, answer: AnswerEvents) -> Steps[None]:
         """Read the answer behind the reasoning: content and calls."""
 
@@ -50,7 +53,7 @@ class ToolFormat(Protocol):
     def free_text(self, functions: Sequence[FunctionSymbol], most: int, lark: Lark, not_first: str = "") -> str:
         """Return what matches text, and up to `most` calls of these functions behind it, which match their grammars.
 
-        It does not begin with the marker `not_first`. Raises InvalidRequest if no grammar can tell calls from text.
+        It does not begin with the marker `not_first`. Only for a format that can be strict.
         """
 
 
@@ -141,6 +144,7 @@ class HermesCalls:
     closing: ClassVar[str] = "</tool_call>"
     openings: ClassVar[tuple[str, ...]] = (opening,)  # what a call may begin with
     call_id_length: int | None = None
+    can_be_strict: ClassVar[bool] = True
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -193,6 +197,10 @@ class LlamaCalls:
     call_id_length: int | None = None
 
     @property
+    def can_be_strict(self) -> bool:
+        return not self.is_pythonic
+
+    @property
     def markers(self) -> tuple[str, ...]:
         return (self.python_tag,)
 
@@ -220,13 +228,6 @@ class LlamaCalls:
         return one_or_more(call, "; ", most)
 
     def free_text(self, functions: Sequence[FunctionSymbol], most: int, lark: Lark, not_first: str = "") -> str:
-        if self.is_pythonic:
-            raise InvalidRequest(
-                "tools: a function has strict = true, but this model writes calls as Python, which no grammar can hold "
-                "to a schema; leave strict out, send tool_choice 'required' or the function's name, or start the "
-                "server with --tool-call-parser llama3_json",
-                param="tools",
-            )
         # An object with the name of a function is a call wherever the name stands in it, so text must be none.
         names = "|".join(regular_expression(function.name) for function in functions)
         lark.add_rule("NO_CALL", rf'/(?s:.*)/ & ~/\s*\{{(?s:.*)"name"\s*:\s*"({names})"(?s:.*)/')
@@ -243,6 +244,7 @@ class MistralCalls:
     arguments: ClassVar[str] = "[ARGS]"
     call_id: ClassVar[str] = "[CALL_ID]"
     call_id_length: int | None = 9
+    can_be_strict: ClassVar[bool] = True
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -313,6 +315,7 @@ class DeepSeekCalls:
     end: ClassVar[str] = "<｜tool▁calls▁end｜>"
     fence: ClassVar[str] = "```"
     call_id_length: int | None = None
+    can_be_strict: ClassVar[bool] = True
 
     @property
     def markers(self) -> tuple[str, ...]:

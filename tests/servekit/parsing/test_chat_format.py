@@ -444,6 +444,16 @@ def test_llamas_calls_may_begin_with_its_tag_if_the_model_has_it() -> None:
     assert rules[1].startswith("NO_CALL: /(?s:.*)/ & ~/")
 
 
+def test_strict_is_not_enforced_where_no_grammar_can_tell_optional_calls_from_text() -> None:
+    formats = chat_format("qwen3", "pythonic", THINK)
+    assert formats.for_answers("", STRICT, None, None).grammar is None, "OpenAI's SDK always sends strict"
+    with_budget, without = (formats.for_answers("", each, None, 3).grammar for each in (STRICT, None))
+    assert with_budget is not None and with_budget == without
+    demanded = ToolUse(STRICT.functions, is_demanded=True)
+    found = formats.for_answers("", demanded, None, None).grammar
+    assert found is not None and [part.kind for part in found.parts] == [GrammarKind.JSON_SCHEMA]
+
+
 def test_reasoning_comes_before_text_with_strict_calls() -> None:
     assert lark("qwen3", "hermes", use=STRICT)[0].startswith(
         "start: (<[7]> <[^2,8]>* <[8]> /\\n{0,2}/)? <[^9]>* ((<[9]> "
@@ -486,7 +496,6 @@ def test_harmonys_reasoning_is_bounded_and_followed_by_the_final_channel() -> No
         ("qwen3", "none", None, None, 5, "thinking_token_budget", "not single tokens"),
         ("qwen3", "none", None, JSON, 5, "thinking_token_budget", "not single tokens"),
         ("openai_gptoss", "none", None, JSON, None, "messages", "<|end|>"),
-        ("none", "pythonic", STRICT, None, None, "tools", "leave strict out"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
