@@ -437,6 +437,16 @@ def test_an_answer_with_a_budget_does_not_begin_with_its_reasonings_marker_unles
     assert without.startswith("(<[^7,9]> <[^9]>*)? ((<[9]> ")
 
 
+@pytest.mark.parametrize(("tools", "trigger"), [("mistral", "[TOOL_CALLS]"), ("deepseek_v3", "<｜tool▁calls▁begin｜>")])
+def test_text_before_strict_calls_is_free_up_to_the_marker_of_the_form(tools: str, trigger: str) -> None:
+    (rule,) = lark("none", tools, use=STRICT, tokens={trigger: 12})
+    assert rule.startswith("start: <[^12]>* (<[12]> ") and rule.endswith(")?") and "@part0" in rule
+
+
+def test_a_marker_without_an_object_behind_it_is_content() -> None:
+    assert parse(answer_format(tools="hermes"), "<tool_call>oh") == {"content": "<tool_call>oh"}
+
+
 def test_llamas_calls_may_begin_with_its_tag_if_the_model_has_it() -> None:
     rules = lark("none", "llama3_json", use=STRICT, tokens={"<|python_tag|>": 11})
     assert rules[0].startswith("start: (NO_CALL | <[11]>? (")
