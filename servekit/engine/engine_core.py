@@ -126,6 +126,11 @@ class EngineCore:
     # -- state --------------------------------------------------------------------------------------------------------
 
     @property
+    def plans_steps(self) -> bool:
+        """Whether there is a worker that executes steps, and that does not leave."""
+        return self._executor.is_ready and not self._executor.is_leaving
+
+    @property
     def is_stalled(self) -> bool:
         """Whether the main loop has work and has made no iteration for longer than a step may take."""
         limit_s = self._config.step_timeout + STALL_TIMEOUT_S

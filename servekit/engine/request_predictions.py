@@ -41,6 +41,7 @@ class _Predicted(Struct, kw_only=True):
     sequence: Sequence
     epoch: int  # of the core's manager: what is predicted does not happen if the worker is lost
     rolling: Generator[None, None, Prediction | None]
+    save_s: float  # what it took to save the state that it is predicted from
     prediction: Prediction | None = None
     outcome: _Outcome | None = None
 
@@ -70,14 +71,18 @@ class RequestPredictions(Observer):
 
     def _begin(self, core: EngineCore, sequence: Sequence) -> _Predicted | None:
         manager, latency = core.manager, core.latency
+        if not core.plans_steps:  # when the next worker will be ready is not known
+            return None
         if manager.config.max_drafts or not latency.waiting_time.may_play(manager):
             return None
         to_end = self._num_begun % PREDICTIONS_PER_END == 0
-        rolling = latency.predict_in_slices(manager, sequence.sequence_id, self._clock(), MAX_STEPS, to_end=to_end)
+        began_s = self._clock()
+        rolling = latency.predict_in_slices(manager, sequence.sequence_id, began_s, MAX_STEPS, to_end=to_end)
         if next(rolling, NOTHING) is NOTHING:  # no step was measured yet
             return None
         self._num_begun += 1
-        return _Predicted(core=core, sequence=sequence, epoch=manager.epoch, rolling=rolling)
+        save_s = self._clock() - began_s
+        return _Predicted(core=core, sequence=sequence, epoch=manager.epoch, rolling=rolling, save_s=save_s)
 
     def sequence_ended(
         self,
@@ -102,7 +107,7 @@ class RequestPredictions(Observer):
             predicted = self._current
             assert predicted is not None
             try:
-                predicted.prediction = await self._play(predicted.rolling)
+                predicted.prediction = await self._play(predicted)
                 _compare(predicted)
             except Exception:
                 self._switch_off()
@@ -112,11 +117,11 @@ class RequestPredictions(Observer):
         self._is_off = True
         log.exception("a request could not be predicted; no more requests are, until the server starts again")
 
-    async def _play(self, rolling: Generator[None, None, Prediction | None]) -> Prediction | None:
-        began_s = self._clock()
+    async def _play(self, predicted: _Predicted) -> Prediction | None:
+        began_s = self._clock() - predicted.save_s  # part of the first slice
         while True:
             try:
-                next(rolling)
+                next(predicted.rolling)
             except StopIteration as stop:
                 prediction: Prediction | None = stop.value
                 await asyncio.sleep(PAUSES_PER_SLICE * (self._clock() - began_s))

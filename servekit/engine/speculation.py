@@ -16,6 +16,9 @@ from servekit.simulation.model import is_simulated
 
 log = logging.getLogger("servekit")
 
+# Drafters that may use the model's own embedding or output head. If these are divided, all ranks compute together.
+_SHARES_MODEL_PARTS = ("medusa", "eagle", "mtp")
+
 
 class _ModelConfig(msgspec.Struct):
     """The part of config.json that says whether the model has layers for multi-token prediction that can be read."""
@@ -40,6 +43,13 @@ def choose_drafter(config: ServeConfig, model_path: Path) -> SpeculativeConfig:
             f"speculative = {config.speculative!r} (--speculative) does not work with pipeline parallelism, and "
             f"--pipeline-parallel-size is {config.pipeline_parallel_size}: a stage cannot begin before it is known how "
             "many drafts were accepted; choose --speculative off, or divide the model by --tensor-parallel-size"
+        )
+    if wanted.lookup_first and wanted.method in _SHARES_MODEL_PARTS and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"speculative = {config.speculative!r} (--speculative) does not work with tensor parallelism, and "
+            f"--tensor-parallel-size is {config.tensor_parallel_size}: all ranks must ask {wanted.method} for drafts "
+            "in the same steps, and behind prompt lookup each decides for itself; choose --speculative "
+            f"{config.speculative.removeprefix('ngram+')}, or ngram"
         )
     if is_simulated(config.model):
         return wanted

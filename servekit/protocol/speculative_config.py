@@ -55,13 +55,18 @@ def parse_speculative(text: str) -> SpeculativeConfig:
     """Parse the value of `--speculative`, for example `ngram:5` or `draft:models/small:4`. Raises ConfigError."""
     if text.startswith(_LOOKUP_FIRST):
         behind = text.removeprefix(_LOOKUP_FIRST)
-        other = parse_speculative(behind)
-        if other.lookup_first or other.method in ("off", "auto", "ngram"):
+        other = _parse(behind, text)
+        if other.method in ("off", "auto", "ngram"):
             raise _malformed(text, f"{behind} is no drafter that prompt lookup can be put before")
         has_number = other.method != "medusa" and _NUMBER.fullmatch(behind.rpartition(":")[2])
         max_drafts = other.max_drafts if has_number else DEFAULT_MAX_DRAFTS["ngram"]
         return replace(other, lookup_first=True, max_drafts=max_drafts)
-    method, *rest = text.split(":")
+    return _parse(text, text)
+
+
+def _parse(value: str, text: str) -> SpeculativeConfig:
+    """Parse a value that has one drafter. Errors name `text`, the whole value that the user gave."""
+    method, *rest = value.split(":")
     if method in ("off", "auto"):
         if rest:
             raise _malformed(text, f"{method} takes no more than its name")
@@ -72,9 +77,10 @@ def parse_speculative(text: str) -> SpeculativeConfig:
     if rest and _NUMBER.fullmatch(rest[-1]) and method != "medusa":
         max_drafts = int(rest.pop())
         if not 1 <= max_drafts <= MAX_DRAFTS:
+            default = DEFAULT_MAX_DRAFTS["ngram" if text.startswith(_LOOKUP_FIRST) else method]
             raise ConfigError(
                 f"speculative = {text!r} (--speculative): K is {max_drafts}, and must be from 1 to {MAX_DRAFTS}; give "
-                f"less, leave K out for {DEFAULT_MAX_DRAFTS[method]}, or choose off for no drafts"
+                f"less, leave K out for {default}, or choose off for no drafts"
             )
     argument = ":".join(rest)  # a path may contain colons
     if rest and not argument:

@@ -14,8 +14,9 @@ So no setting says where speculation pays. Where more positions take no longer, 
 drafts are free; where each one adds its share, because the step waits for arithmetic, only the likeliest are worth it.
 
 These times are estimates, and some costs are in none of them: what a draft model computes of prompts, for example. So
-there is an account of what drafts have cost more than they gained (`debt`). It limits trials, and it ends drafts that
-were expected to pay and do not.
+there is an account: `debt` is the time lost by drafts and not yet made up for, in steps without drafts. A step is
+charged if what it lost is added, and the debt is paid when it is 0. It limits trials, and it ends drafts that were
+expected to pay and do not.
 
 Expected tokens: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023, section 3.1.
 Lengths that maximise the rate of a whole batch: Liu et al., "Optimizing Speculative Decoding for Serving Large Language
@@ -59,13 +60,15 @@ NUM_FIRST_TRIALS = 3
 # Drafts begin only if they are expected to pay by this factor. To begin and end again and again costs the most: a draft
 # model then makes up each time for what it has missed.
 MIN_GAIN_TO_BEGIN = 1.2
-# The debt is measured in steps without drafts. It falls by this share with each step, and trials wait until it is paid:
-# so, where drafts do not pay, they take at most this share of the time.
+# The debt falls by this share with each step, and trials wait until it is paid: so, where drafts do not pay, they take
+# at most this share of the time, as long as no step reaches MAX_COST.
 PAID_SHARE = 1 / 64
 # Drafts end when the debt is larger than this, and do not begin while it is larger than half of it, which is the most
 # that a trial of two steps makes.
 MAX_DEBT = 16.0
-MAX_COST = 4.0  # of one step: something was compiled in it, or a draft model made up for much
+# What one step adds to the debt, at most. In a longer one something was compiled, or a draft model computed a long
+# prompt or made up for much. Charged in full, one long prompt would end drafts that make up for it within its answer.
+MAX_COST = 4.0
 
 
 def level_of(acceptance: float) -> int:

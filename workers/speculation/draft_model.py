@@ -228,7 +228,8 @@ class DraftModelDrafter(Drafter):
                 self._num_filled[list(chunk.new_block_ids)] = 0
             num_known = min(len(chunk.token_ids), chunk.num_tokens - chunk.num_drafts)
             end = chunk.start + num_known
-            # A single token is computed with the drafts behind it.
+            # A single token is computed with the drafts behind it. A chunk that ends early is left out also if its
+            # prompt goes on: a step's limit often divides short prompts.
             if num_known > 1 and (self._is_wanted or end > MAX_LEFT_OUT_TOKENS):
                 self._prompts.append((chunk.slot, chunk.start, end))
 

@@ -51,7 +51,7 @@ class _Progress:
 
     lookup: Acceptance
     other: Acceptance
-    num_left_out: int = 0  # steps in which the other one could have been asked, since it was
+    num_left_out: int = 0  # steps in which the other one could have been asked, since it made drafts
     start: int = -1  # the position of the drafts that were made last
     of_lookup: tuple[int, ...] = ()
     of_other: tuple[int, ...] = ()
@@ -125,10 +125,7 @@ class LookupFirstDrafter(Drafter):
         if found and progress.lookup.mean >= progress.other.mean:
             return False
         progress.num_left_out += 1
-        if progress.other.mean < MIN_ACCEPTANCE and progress.num_left_out < ASK_EVERY:
-            return False
-        progress.num_left_out = 0
-        return True
+        return progress.other.mean >= MIN_ACCEPTANCE or progress.num_left_out >= ASK_EVERY
 
     def propose(self, requests: list[DraftRequest]) -> list[tuple[int, ...]]:
         asked = self._asked
@@ -138,7 +135,9 @@ class LookupFirstDrafter(Drafter):
         for request, found in zip(requests, asked.found, strict=True):
             progress, of_other = self._progress[request.slot], of_others.get(request.slot, ())
             progress.start, progress.of_lookup, progress.of_other = request.num_tokens, found, of_other
-            drafts.append(of_other or found)  # the other one makes none while it makes up for steps without drafts
+            if of_other:  # it makes none while it makes up for steps without drafts, and is asked again in the next one
+                progress.num_left_out = 0
+            drafts.append(of_other or found)
         return drafts
 
     def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:

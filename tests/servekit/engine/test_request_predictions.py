@@ -59,7 +59,8 @@ class Server:
     def __init__(self, **options: Any) -> None:
         self.latency = Latency(**options)
         self.manager = SimpleNamespace(epoch=0, config=SimpleNamespace(max_drafts=0))
-        self.core = cast(EngineCore, SimpleNamespace(manager=self.manager, latency=self.latency))
+        core = SimpleNamespace(manager=self.manager, latency=self.latency, plans_steps=True)
+        self.core = cast(EngineCore, core)
         self.predictions = RequestPredictions(lambda: 0.0)
         self.task = asyncio.create_task(self.predictions.run())
 
@@ -126,6 +127,19 @@ async def test_nothing_is_predicted_where_nothing_is_known_or_too_much_must_be_c
     server.admit(3)
     await server.settle()
     assert not server.latency.asked
+    server.task.cancel()
+
+
+async def test_nothing_is_predicted_while_there_is_no_worker() -> None:
+    server = Server()
+    cast(Any, server.core).plans_steps = False
+    server.admit(1)
+    await server.settle()
+    assert not server.latency.num_asked
+    cast(Any, server.core).plans_steps = True
+    server.admit(2)
+    await server.settle()
+    assert server.latency.asked == [(2, True)]
     server.task.cancel()
 
 

@@ -36,6 +36,19 @@ def test_a_pipeline_has_no_drafts(tmp_path: Path) -> None:
         chosen(tmp_path, "ngram", pipeline_parallel_size=2)
 
 
+@pytest.mark.parametrize("drafter", ["medusa:heads", "eagle:head:3", "mtp:1"])
+def test_heads_behind_prompt_lookup_are_refused_with_tensor_parallelism(drafter: str, tmp_path: Path) -> None:
+    """Each rank decides for itself whether it asks the head, and the head may need all ranks."""
+    with pytest.raises(ConfigError, match=rf"tensor-parallel-size is 2.*choose --speculative {drafter}, or ngram"):
+        chosen(tmp_path, f"ngram+{drafter}", tensor_parallel_size=2)
+
+
+def test_a_draft_model_behind_prompt_lookup_works_with_tensor_parallelism(tmp_path: Path) -> None:
+    (tmp_path / "draft").mkdir()
+    assert chosen(tmp_path, "ngram+draft", tensor_parallel_size=2).lookup_first
+    assert chosen(tmp_path, "mtp", tensor_parallel_size=2).method == "mtp"
+
+
 def test_the_files_of_a_drafter_are_found_before_a_worker_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no draft folder comes with the model"):
         chosen(tmp_path, "draft")

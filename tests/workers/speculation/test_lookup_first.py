@@ -14,7 +14,7 @@ from tests.support.tiny_models import VOCAB_SIZE
 from tests.workers.speculation.test_draft_model import drafting
 from tests.workers.test_token_identity import make_prompts, prepared, serve_with_joins_and_leaves
 from workers.speculation.drafter import DraftRequest
-from workers.speculation.lookup_first import ASK_EVERY, LookupFirst, LookupFirstDrafter
+from workers.speculation.lookup_first import ASK_EVERY, MIN_ACCEPTANCE, LookupFirst, LookupFirstDrafter
 
 MAX_DRAFTS = 4
 WRONG = 1000  # a token that no text here has
@@ -25,6 +25,17 @@ class Constant(WatchingDrafter):
 
     def drafts_behind(self, tokens: list[int], max_drafts: int) -> tuple[int, ...]:
         return (WRONG,) * max_drafts
+
+
+class Late(Constant):
+    """Makes no drafts when it is asked for the first times."""
+
+    def __init__(self, num_late: int) -> None:
+        super().__init__()
+        self._num_late = num_late
+
+    def drafts_behind(self, tokens: list[int], max_drafts: int) -> tuple[int, ...]:
+        return super().drafts_behind(tokens, max_drafts) if self.num_requests >= self._num_late else ()
 
 
 def play(drafter: LookupFirstDrafter, text: list[int], num_known: int) -> int:
@@ -91,6 +102,18 @@ def test_a_drafter_that_is_always_wrong_is_asked_now_and_then() -> None:
     other = Constant()
     num_steps = play(LookupFirstDrafter(other), text, 20)
     assert num_steps / (2 * ASK_EVERY) < other.num_requests < num_steps / ASK_EVERY + 12
+
+
+def test_an_ask_that_brought_no_drafts_is_repeated_in_the_next_step() -> None:
+    """A draft model makes none while it makes up for steps without drafts."""
+    rng = random.Random(3)
+    text = [rng.randrange(WRONG) for _ in range(400)]
+    none, wrong = Late(num_late=10**6), Late(num_late=2)
+    for other in (none, wrong):
+        drafter = LookupFirstDrafter(other)
+        drafter._means.other.mean = MIN_ACCEPTANCE / 2
+        play(drafter, text[: 20 + 2 * ASK_EVERY], 20)
+    assert none.num_requests >= ASK_EVERY and wrong.num_requests == 3
 
 
 def test_a_new_sequence_is_expected_to_be_like_the_others() -> None:
