@@ -152,3 +152,22 @@ async def test_an_error_is_logged_once_and_ends_the_predictions(when: str, caplo
     assert server.latency.num_asked == 1 and not server.latency.first_tokens
     assert len([each for each in caplog.records if each.levelno == logging.ERROR]) == 1
     server.task.cancel()
+
+
+async def test_what_it_took_to_save_the_state_is_part_of_the_first_pause() -> None:
+    """20 s, so the pause is longer than this test."""
+    server = Server()
+    now_s, predict = 0.0, server.latency.predict_in_slices
+
+    def slow(*arguments: Any, **options: Any) -> Generator[None, None, Prediction | None]:
+        nonlocal now_s
+        now_s += 20.0
+        return predict(*arguments, **options)
+
+    server.predictions._clock = lambda: now_s
+    server.latency.predict_in_slices = slow  # type: ignore[method-assign]
+    server.end(server.admit(1))
+    await server.settle()
+    server.admit(2)
+    assert server.latency.asked == [(1, True)] and not server.latency.first_tokens
+    server.task.cancel()
