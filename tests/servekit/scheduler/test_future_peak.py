@@ -108,6 +108,15 @@ def test_the_peak_that_is_kept_is_the_peak_computed_anew(
         peak.check(entries)
 
 
+def test_a_sequence_that_ends_before_the_peak_does_not_fit_if_the_peak_is_too_high_without_it() -> None:
+    peak, demands = SmallWindows(1), [(1, 2)] * 2 + [(1, 50)] * 4
+    for demand in demands:
+        peak.add(peak.entry(demand))
+    assert future_peak(demands, 1) == 4 * 51
+    assert not peak.fits((1, 1), 4 * 51 - 1)
+    assert peak.fits((1, 1), 4 * 51)
+
+
 def test_many_sequences_are_in_windows_and_most_of_them_are_decided_by_their_bounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
