@@ -90,7 +90,7 @@ class LatencyPredictor(ReplayWatcher):
                 seconds = now_s - max(step.planned_s, self._last_done_s)
                 if self.learns:
                     self.model.observe(step.work, seconds)
-            else:  # the results of several steps came late, or the worker was lost: their times say nothing of a step
+            else:  # Several results came late, or the worker was lost. Such times do not show how long one step takes.
                 while len(in_flight) > manager.num_in_flight:
                     in_flight.popleft()
             self._last_done_s = now_s

@@ -24,7 +24,7 @@ ROWS = {  # of the fields of Figures: title and form
     "num_refused": ("requests that never fit", "count"),
     "duration_s": ("duration", "time"),
 }
-OPTIONAL = ("num_past_deadline", "num_refused")  # left out where nobody has any
+OPTIONAL = ("num_past_deadline", "num_refused")  # rows that are left out if both runs have zero
 
 
 class Comparison(Struct, frozen=True, kw_only=True):

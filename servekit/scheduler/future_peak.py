@@ -58,7 +58,7 @@ def future_peak(demands: Iterable[Demand], block_size: int) -> int:
 
 
 class FuturePeak:
-    """Says whether one more sequence fits, as `future_peak` would. Whoever adds an entry keeps it, to remove it."""
+    """Says whether one more sequence fits, as `future_peak` would. The caller keeps each entry, to remove it later."""
 
     WINDOW_SIZE = 64  # a window has at most twice as many entries
 
