@@ -275,13 +275,14 @@ class SimulatedReplica:
         sequences: dict[int | None, Sequence] = {each.sequence.slot: each.sequence for each in self.clients.values()}
         new_slots = {assignment.slot for assignment in plan.slot_assignments}
         block_size = self.scenario.scheduler.block_size
+        drafts = self._drafts_in_flight()
         in_use = {source for source, _ in plan.copies}
         taken: list[int] = []
         for chunk in plan.chunks:
             sequence = sequences[chunk.slot]
             last = (chunk.start + chunk.num_tokens - 1) // block_size
-            # Behind drafts that are rejected in flight, it begins earlier than planned.
-            first = min(chunk.start, sequence.num_tokens - 1) // block_size
+            may_begin_earlier = not chunk.token_ids and chunk.slot not in new_slots
+            first = (chunk.start - (drafts.get(chunk.slot, 0) if may_begin_earlier else 0)) // block_size
             in_use.update(sequence.kv.table[first : last + 1])
             # The first blocks of a new slot assignment are shared, so another step may well use them.
             num_shared = sequence.kv.num_found if chunk.slot in new_slots else 0
@@ -293,6 +294,17 @@ class SimulatedReplica:
             if not step.blocks_in_use.isdisjoint(taken):
                 raise Violation(f"{plan} takes a block that a step in flight uses")
         return in_use
+
+    def _drafts_in_flight(self) -> dict[int, int]:
+        """How many drafts are in flight, by slot. If all are rejected, the slot's next chunk begins so much earlier."""
+        drafts: dict[int, int] = {}
+        for step in self._in_flight:
+            for assignment in step.plan.slot_assignments:
+                drafts.pop(assignment.slot, None)  # of the sequence that had the slot
+            for chunk in step.plan.chunks:
+                if chunk.num_drafts:
+                    drafts[chunk.slot] = drafts.get(chunk.slot, 0) + chunk.num_drafts
+        return drafts
 
     def _check_token(self, client: Client, token: SequenceToken) -> None:
         num_received, reason = len(client.received), token.finish_reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -156,11 +157,20 @@ def test_answers_are_those_without_drafts_even_when_a_worker_is_killed(
 ) -> None:
     with serving("--speculative", drafter, *flags, log=tmp_path / "log", environment=ONE_THREAD) as server:
         assert [ask_all(server, **fields) for fields in (GREEDY, SEEDED)] == expected
-        assert server.metric("servekit_spec_decode_num_accepted_tokens_total") > 0
+        ask_until_drafts_are_accepted(server, expected[0])
         assert server.client.get("/info").json()["replicas"][0]["drafter"] == drafter
         none = server.generate(PROMPTS[0], **GREEDY, max_drafts=0)
         assert none["generated_text"] == expected[0][0] and "drafted_tokens" not in none["usage"]
         check_with_killed_worker(server, expected[0][0])
+
+
+def ask_until_drafts_are_accepted(server: ServerProcess, expected: list[Any]) -> None:
+    """Where drafts do not pay, they are only tried now and then. On a busy machine that may be so for many requests."""
+    until = time.monotonic() + 60.0
+    while not server.metric("servekit_spec_decode_num_accepted_tokens_total"):
+        assert time.monotonic() < until, "no draft was accepted in a minute"
+        for index, prompt in enumerate(PROMPTS):
+            assert server.generate(prompt, **GREEDY)["generated_text"] == expected[3 * index]
 
 
 def check_with_killed_worker(server: ServerProcess, expected: str) -> None:
