@@ -349,6 +349,29 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = None
     worker_tls_key: Annotated[str | None, Meta(description="PEM file with the private key of --worker-tls-cert")] = None
 
+    placement: Annotated[
+        Literal["local", "ray"],
+        Meta(
+            description="where the server starts its workers: local is this machine, ray the nodes of a Ray cluster "
+            "(docs/ray.md)"
+        ),
+    ] = "local"
+    ray_address: Annotated[
+        str | None,
+        Meta(
+            description="address of the Ray cluster, HOST:PORT; by default the variable RAY_ADDRESS, or the cluster "
+            "that this machine is part of"
+        ),
+    ] = None
+    ray_num_cpus: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="CPUs of Ray that each worker reserves for each of its ranks; on a CPU also its threads",
+        ),
+    ] = 1
+
     step_timeout: Annotated[
         Seconds, Meta(description="maximum seconds for one step; the server replaces a worker that takes longer")
     ] = 300.0
@@ -491,8 +514,15 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def starts_workers(self) -> bool:
-        """Whether the server starts workers itself. With `listen_workers` only if a setting asks for some."""
+        """Whether the server starts workers as its children. With `listen_workers` only if a setting asks for some."""
+        if self.placement != "local":
+            return False
         return self.listen_workers is None or self.devices is not None or self.data_parallel_size is not None
+
+    @property
+    def lets_workers_join(self) -> bool:
+        """Whether the server listens for workers that are not its children."""
+        return self.listen_workers is not None or self.placement != "local"
 
 
 # The settings that each model of a server has for itself. All others are of the whole server.
@@ -844,7 +874,7 @@ def doubts(config: ServeConfig) -> list[str]:
         found.append("scheduling_policy = 'fair' has no effect without api_keys_file: all requests have one tenant")
     if config.devices is not None and config.device != "auto":
         found.append(f"devices = {config.devices!r} places the workers; device = {config.device!r} has no effect")
-    if not config.starts_workers and config.device != "auto":
+    if not config.starts_workers and config.placement == "local" and config.device != "auto":
         found.append(
             f"device = {config.device!r} has no effect: with listen_workers the server starts no worker itself, and "
             "those that join have a --device of their own; data_parallel_size = 1 starts one"

@@ -49,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="auto, cpu, cuda or cuda:N; for ranks also cuda:0,cuda:1 (default: auto)",
     )
     parser.add_argument("--model", help="directory or Hugging Face id of the model (default: the server's path)")
+    parser.add_argument(
+        "--node", metavar="NAME", default="", help="what the server calls this machine (default: its host name)"
+    )
     parser.add_argument("--tls-ca", metavar="FILE", help="certificates that the server's is signed by; turns TLS on")
     parser.add_argument("--cpus", metavar="LIST", help="cores to run on, like 0-7,16-23 (default: all that it may use)")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
@@ -139,6 +142,8 @@ def join(arguments: argparse.Namespace) -> int:
             "each rank: cuda:0,cuda:1"
         )
     configure_logging(arguments.log_level, arguments.log_format)
+    if arguments.parent_pid is not None:  # of what placed it on a cluster
+        die_with_parent(arguments.parent_pid)
     address = parse_address(arguments.connect, "--connect")
     if arguments.tls_ca is not None and isinstance(address, UnixAddress):
         raise ConfigError("--tls-ca has no use with a Unix socket, whose bytes do not leave this machine; leave it out")
@@ -148,6 +153,7 @@ def join(arguments: argparse.Namespace) -> int:
         tls=worker_tls(arguments.tls_ca),
         device=arguments.device,
         model=None if arguments.model is None else find_local(arguments.model),
+        node=arguments.node,
         process_arguments=("--log-level", arguments.log_level, "--log-format", arguments.log_format),
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -255,6 +255,7 @@ def check_adapters(config: ServeConfig) -> None:
     reasons = {
         "--pipeline-parallel-size": config.pipeline_parallel_size > 1,
         "--listen-workers": config.listen_workers is not None,
+        "--placement": config.placement != "local",
         "--api-processes": config.api_processes > 1,
     }
     for flag, is_set in reasons.items():

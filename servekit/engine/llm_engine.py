@@ -94,9 +94,9 @@ class LLMEngine(OneModel):
         self.failure: ServekitError | None = None  # why the main loop ended, if it did
         self._clock = clock
         count_refused = self.metrics.joins.refused
-        self._worker_pool = None if config.listen_workers is None else WorkerPool(config, count_refused)
+        self._worker_pool = WorkerPool(config, count_refused) if config.lets_workers_join else None
         self._registry = RequestRegistry()
-        self.replicas = Replicas(config.block_size, self._registry, may_grow=config.listen_workers is not None)
+        self.replicas = Replicas(config.block_size, self._registry, may_grow=config.lets_workers_join)
         self._supervisor = ReplicaSupervisor(config, self.replicas, self._registry, self._worker_pool)
         self.profiling = Profiling(config, self.replicas.all[0].executor)
         self.adapters = AdapterRegistry(config, self._load_adapter) if config.has_adapters else None
@@ -345,6 +345,8 @@ class LLMEngine(OneModel):
         if self._worker_pool is not None:
             await self._worker_pool.stop()
         await self._supervisor.stop(graceful)
+        if self._worker_pool is not None:
+            await self._worker_pool.stop_placing()
         if self._input_processor is not None:
             await self._input_processor.stop()
         if self._tokenizer is not None:

@@ -541,6 +541,7 @@ def check_settings(config: ServeConfig, kind: PredictorKind) -> None:
         "listen_workers": config.listen_workers is not None,
         "load_format": config.load_format != "auto",
         "pipeline_parallel_size": config.pipeline_parallel_size > 1,
+        "placement": config.placement != "local",
         "profile": config.profile is not None,
         "quantization": config.quantization is not None,
         "speculative": config.speculative != "off",

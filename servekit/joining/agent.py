@@ -52,6 +52,7 @@ class AgentSettings(Struct, frozen=True):
     device: str  # or several, separated by commas: one for each rank
     model: str | None  # path on this machine; None: the path that the server gives
     process_arguments: tuple[str, ...] = ()  # of each worker process
+    node: str = ""  # what the server calls this machine; by default its host name
 
 
 class WorkerAgent:
@@ -112,7 +113,7 @@ class WorkerAgent:
     async def _join(self) -> _Service:
         """Connect and authenticate. Raises HandshakeFailed, OSError, TimeoutError, EOFError or ValueError."""
         settings, stream = self._settings, None
-        handshake = WorkerHandshake(settings.key, secrets.token_bytes(NONCE_BYTES), _offer(settings.device))
+        handshake = WorkerHandshake(settings.key, secrets.token_bytes(NONCE_BYTES), _offer(settings))
         try:
             async with pause_tolerant_timeout(CONNECT_TIMEOUT_S):
                 stream = await _connect(settings)
@@ -273,12 +274,13 @@ async def _connect(settings: AgentSettings) -> SocketStream:
     return SocketStream(reader, writer, str(address))
 
 
-def _offer(device: str) -> Offer:
+def _offer(settings: AgentSettings) -> Offer:
+    node = settings.node or socket.gethostname()
     try:
         torch_version = metadata.version("torch")  # of the installed package; importing it would take seconds
     except metadata.PackageNotFoundError:
         torch_version = ""
-    return Offer(socket.gethostname()[:100], device[:100], __version__, torch_version, os.getpid())
+    return Offer(node[:100], settings.device[:100], __version__, torch_version, os.getpid())
 
 
 def _explain(error: Exception, settings: AgentSettings) -> str:

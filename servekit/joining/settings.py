@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 
 from servekit.config import ServeConfig
 from servekit.errors import ConfigError
@@ -13,17 +14,18 @@ from servekit.joining.listener import ListenerSettings
 log = logging.getLogger("servekit")
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+ANY_ADDRESS = "tcp://0.0.0.0:0"  # where workers join that the server places on a cluster, on a port that is free
 
 
 def listener_settings(config: ServeConfig) -> ListenerSettings | None:
     """Return the settings of the listener; None if no workers may join. Raises ConfigError."""
-    if config.listen_workers is None:
+    if not config.lets_workers_join:
         for name in ("worker_key_file", "worker_tls_cert", "worker_tls_key"):
             if getattr(config, name) is not None:
                 raise ConfigError(f"{name} has no effect without listen_workers; set both, or none")
         return None
-    address = parse_address(config.listen_workers, "listen_workers")
-    if config.worker_key_file is None:
+    address = parse_address(config.listen_workers or ANY_ADDRESS, "listen_workers")
+    if config.worker_key_file is None and config.placement == "local":
         raise ConfigError(
             "listen_workers needs worker_key_file: without a key, every process that can connect could join; make one "
             "with `openssl rand -hex 32`"
@@ -41,8 +43,13 @@ def listener_settings(config: ServeConfig) -> ListenerSettings | None:
         )
     return ListenerSettings(
         address=address,
-        key=read_key(config.worker_key_file, "worker_key_file"),
+        key=_new_key() if config.worker_key_file is None else read_key(config.worker_key_file, "worker_key_file"),
         tls=tls,
         heartbeat_timeout_s=config.heartbeat_timeout,
         load_timeout_s=config.load_timeout,
     )
+
+
+def _new_key() -> bytes:
+    """Return a key for workers that the server places itself: it ends with the server."""
+    return secrets.token_hex(32).encode()

@@ -14,6 +14,7 @@ from servekit.errors import ConfigError
 from servekit.executor.joined_worker import JoinedWorker
 from servekit.joining.listener import JoinRefusal, WorkerListener
 from servekit.joining.settings import listener_settings
+from servekit.joining.worker_placer import WorkerPlacer, check_placement
 from servekit.protocol.handshake import Offer, Reason
 from servekit.protocol.messages import LoadModel, WorkerReady
 
@@ -29,7 +30,11 @@ class WorkerPool:
     """
 
     def __init__(self, config: ServeConfig, count_refused: Callable[[JoinRefusal], None] = lambda _: None) -> None:
-        """`count_refused` is called for each connection that does not become a worker."""
+        """`count_refused` is called for each connection that does not become a worker.
+
+        Raises ConfigError for a placement that is not possible.
+        """
+        check_placement(config)
         self.is_draining = False  # no worker may join, unless one is needed
         self.first: WorkerReady | None = None  # the caller sets it, if the server starts workers itself
         self._config = config
@@ -40,11 +45,15 @@ class WorkerPool:
         self._has_idle = asyncio.Event()
         self._num_wanted = 0  # calls that wait for a worker
         self._listener: WorkerListener | None = None
+        self._placer: WorkerPlacer | None = None  # of workers on a cluster
+        self._failure: ConfigError | None = None  # why no worker can join
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def stage(self) -> str:
         """What the engine waits for, as text for log lines and errors."""
+        if self._config.placement != "local":
+            return f"waiting for a worker that {self._config.placement} places"
         return f"waiting for a worker to join at {self._config.listen_workers}"
 
     def start(self, load: LoadModel) -> None:
@@ -55,6 +64,15 @@ class WorkerPool:
         self._load = load
         self._listener = WorkerListener(settings, self)
         self._listener.start()
+        if self._config.placement != "local":
+            self._placer = WorkerPlacer(self._config, self._listener.address, settings.key, self._placement_failed)
+
+    def _placement_failed(self, message: str) -> None:
+        """Fail the start of the server, or if it has started, write the reason into the log: it is tried again."""
+        log.error("%s", message)
+        if self.first is None:
+            self._failure = ConfigError(message)
+            self._has_idle.set()
 
     async def stop(self) -> None:
         """Stop listening, and shut down the workers that wait here. Idempotent."""
@@ -63,11 +81,18 @@ class WorkerPool:
         idle, self._idle = self._idle, []
         await asyncio.gather(*(worker.connection.end(graceful=True) for worker in idle), *self._tasks)
 
+    async def stop_placing(self) -> None:
+        """End the process that places workers, and what is left of these. Idempotent."""
+        if self._placer is not None:
+            await self._placer.stop()
+
     async def next_worker(self) -> JoinedWorker:
-        """Wait for a worker, and return the one that has waited longest."""
+        """Wait for a worker, and return the one that has waited longest. Raises ConfigError if none can join."""
         self._num_wanted += 1
         try:
             while not self._idle:
+                if self._failure is not None:
+                    raise self._failure
                 self._has_idle.clear()
                 await self._has_idle.wait()
         finally:

@@ -140,9 +140,10 @@ def _check_server(config: ServeConfig, where: str) -> None:
             f"{where}: a server with several models has one process for HTTP and engines; leave out api_processes "
             f"(--api-processes {config.api_processes})"
         )
-    if config.listen_workers is not None:
+    if config.lets_workers_join:
+        name = "listen_workers" if config.listen_workers is not None else "placement"
         raise ConfigError(
-            f"{where}: workers that join serve one model; leave out listen_workers (--listen-workers), or run one "
+            f"{where}: workers that join serve one model; leave out {name} (--{name.replace('_', '-')}), or run one "
             "server for each model"
         )
     for name in ("journal", "profile", "served_model_name", "lora"):

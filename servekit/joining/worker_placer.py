@@ -1,0 +1,126 @@
+"""Keep the process running that places workers on a cluster. They join this server like any other worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
+from servekit.config import ServeConfig
+from servekit.errors import ConfigError
+from servekit.joining.address import TcpAddress, UnixAddress
+from servekit.protocol.placement_job import PlacementFailed, PlacementJob, SetNumWorkers
+from servekit.simulation.model import is_simulated
+
+MODULES = {"ray": "servekit.ray_cluster.placer"}  # by the setting `placement`
+RESTART_DELAY_S = 5.0
+END_TIMEOUT_S = 5.0  # to end the workers on the cluster; if the process is killed, the cluster ends them
+
+
+class WorkerPlacer:
+    """The placing process, from the start of the server to its end. Everything runs on the event loop's thread."""
+
+    def __init__(
+        self, config: ServeConfig, address: UnixAddress | TcpAddress, key: bytes, on_failure: Callable[[str], None]
+    ) -> None:
+        """Start it. `on_failure` is called when the operator must change something, with what that is."""
+        self.num_workers = config.data_parallel_size or 1
+        self._module = MODULES[config.placement]
+        self._on_failure = on_failure
+        certificate = config.worker_tls_cert
+        self._job = PlacementJob(
+            cluster_address=config.ray_address,
+            listen_address=str(address),
+            key=key.decode("latin-1"),
+            tls_ca=None if certificate is None else Path(certificate).read_text(),
+            model=model_anywhere(config),
+            device=config.device,
+            num_ranks=config.tensor_parallel_size * config.pipeline_parallel_size,
+            cpus_per_rank=config.ray_num_cpus,
+            num_workers=self.num_workers,
+            log_level=config.log_level,
+            log_format=config.log_format,
+        )
+        self._process: asyncio.subprocess.Process | None = None
+        self._running = asyncio.create_task(self._run(), name="worker placer")
+
+    def set_num_workers(self, num_workers: int) -> None:
+        """Ask for more workers, or let some leave."""
+        self.num_workers = num_workers
+        self._write(SetNumWorkers(num_workers))
+
+    async def stop(self) -> None:
+        """End the workers on the cluster, and the process."""
+        self._running.cancel()
+        await asyncio.wait([self._running])
+
+    async def _run(self) -> None:
+        while True:
+            command = [sys.executable, "-P", "-m", self._module, "--parent-pid", str(os.getpid())]
+            self._process = process = await asyncio.create_subprocess_exec(
+                *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=os.setpgrp
+            )
+            try:
+                self._write(msgspec.structs.replace(self._job, num_workers=self.num_workers))
+                await self._read_failures(process)
+            finally:
+                await self._end(process)
+            self._on_failure(f"the process that places workers ended with code {process.returncode}")
+            await asyncio.sleep(RESTART_DELAY_S)
+
+    def _write(self, message: msgspec.Struct) -> None:
+        if self._process is not None and self._process.returncode is None:
+            assert self._process.stdin is not None
+            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
+
+    async def _read_failures(self, process: asyncio.subprocess.Process) -> None:
+        """Report failures until the process ends."""
+        assert process.stdout is not None
+        async for line in process.stdout:
+            with contextlib.suppress(msgspec.DecodeError):  # Ray may print
+                self._on_failure(msgspec.json.decode(line, type=PlacementFailed).message)
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        """Let the process end the workers, and kill it if it takes too long."""
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            async with pause_tolerant_timeout(END_TIMEOUT_S):
+                await process.wait()
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def check_placement(config: ServeConfig) -> None:
+    """Raise ConfigError for a placement on a cluster that cannot work."""
+    if config.placement == "local":
+        return
+    if find_spec("ray") is None:  # it is not imported here, because that takes a second and 100 MB
+        raise ConfigError(
+            "placement = 'ray' (--placement) needs Ray, which is not installed; in the checkout of servekit run: pip "
+            "install '.[ray]'; without a checkout: pip install 'ray[serve]'"
+        )
+    if config.devices is not None or ":" in config.device:
+        name = "device" if config.devices is None else "devices"
+        raise ConfigError(
+            f"{name} = {getattr(config, name)!r} (--{name}): with placement = {config.placement!r} the cluster chooses "
+            "nodes and GPUs; use --device cuda or --device cpu, or leave it out"
+        )
+
+
+def model_anywhere(config: ServeConfig) -> str:
+    """Return the model as a worker on any node can find it: an absolute path, or the name that the setting has."""
+    model = config.model
+    if not is_simulated(model) and Path(model).exists():
+        return str(Path(model).resolve())
+    return f"{model}@{config.revision}" if config.revision is not None and "@" not in model else model

@@ -1,0 +1,123 @@
+"""What is placed, and what is placed anew, with a cluster that needs no Ray."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from servekit.ray_cluster import placer
+from servekit.ray_cluster.placer import Cluster, Placer, Reservation, describe
+
+ENOUGH_S = 30.0
+
+
+class StandInActor:
+    """A worker that runs until it is asked to leave, or until a test ends it."""
+
+    def __init__(self) -> None:
+        self.ends: queue.Queue[tuple[int | None, str]] = queue.Queue()
+        self.leave = SimpleNamespace(remote=lambda: self.ends.put((0, "exit code 0: left")))
+
+
+class StandInCluster:
+    """A cluster with room for some workers."""
+
+    def __init__(self, room: int) -> None:
+        self.started: queue.Queue[StandInActor] = queue.Queue()
+        self.killed: list[StandInActor] = []
+        self._room = threading.Semaphore(room)
+        self.num_reserved = 0
+
+    def reserve(self, stopping: threading.Event) -> Reservation | None:
+        while not self._room.acquire(timeout=0.01):
+            if stopping.is_set():
+                return None
+        self.num_reserved += 1
+        return Reservation(None, "0123456789", "10.0.0.7")
+
+    def release(self, _: Reservation) -> None:
+        self.num_reserved -= 1
+        self._room.release()
+
+    def start_worker(self, _: Reservation) -> StandInActor:
+        actor = StandInActor()
+        self.started.put(actor)
+        return actor
+
+    def wait_for_end(self, actor: StandInActor) -> tuple[int | None, str]:
+        return actor.ends.get(timeout=ENOUGH_S)
+
+    def kill(self, actor: StandInActor) -> None:
+        self.killed.append(actor)
+        actor.ends.put((None, "killed"))
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + ENOUGH_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placer, "MIN_DELAY_S", 0.01)
+
+
+def test_a_worker_that_ends_is_placed_anew_and_one_that_leaves_is_not() -> None:
+    cluster = StandInCluster(room=2)
+    placing = Placer(cast(Cluster, cluster))
+    placing.set_num_workers(2)
+    first, second = cluster.started.get(timeout=ENOUGH_S), cluster.started.get(timeout=ENOUGH_S)
+    first.ends.put((None, "the node is gone"))
+    anew = cluster.started.get(timeout=ENOUGH_S)
+    placing.set_num_workers(1)
+    wait_until(lambda: cluster.num_reserved == 1)
+    placing.set_num_workers(0)
+    wait_until(lambda: cluster.num_reserved == 0)
+    assert cluster.started.empty() and not cluster.killed
+    assert second is not anew
+
+
+def test_a_worker_that_waits_for_room_gets_it_when_another_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = StandInCluster(room=1)
+    placing = Placer(cast(Cluster, cluster))
+    placing.set_num_workers(2)
+    cluster.started.get(timeout=ENOUGH_S).ends.put((None, "lost"))
+    cluster.started.get(timeout=ENOUGH_S)
+    assert cluster.num_reserved == 1
+    placing.set_num_workers(0)
+    wait_until(lambda: cluster.num_reserved == 0)
+
+
+def test_a_worker_that_does_not_leave_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placer, "LEAVE_TIMEOUT_S", 0.05)
+    cluster = StandInCluster(room=1)
+    placing = Placer(cast(Cluster, cluster))
+    placing.set_num_workers(1)
+    actor = cluster.started.get(timeout=ENOUGH_S)
+    actor.leave = SimpleNamespace(remote=lambda: None)
+    wait_until(lambda: placing._workers[0]._actor is actor)
+    placing.set_num_workers(0)
+    wait_until(lambda: cluster.killed == [actor])
+
+
+def test_a_worker_that_cannot_serve_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(placer, "report", reported.put)
+    cluster = StandInCluster(room=1)
+    placing = Placer(cast(Cluster, cluster))
+    placing.set_num_workers(1)
+    cluster.started.get(timeout=ENOUGH_S).ends.put((2, "exit code 2: there is no model"))
+    assert reported.get(timeout=ENOUGH_S) == ("a worker on 10.0.0.7 cannot serve: exit code 2: there is no model")
+    placing.set_num_workers(0)
+    wait_until(lambda: cluster.num_reserved == 0)
+
+
+def test_resources_are_described_in_words() -> None:
+    assert describe({"CPU": 2.0, "GPU": 0.5}) == "2 CPU, 0.5 GPU"
