@@ -20,6 +20,7 @@ from msgspec import Struct
 from servekit.aio.daemon_thread import run_in_daemon_thread
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.api_processes import messages as ms
+from servekit.api_processes.remote_adapters import RemoteAdapters
 from servekit.config import ServeConfig
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.client_queue import ClientQueue, TokenDelta
@@ -95,6 +96,7 @@ class EngineClient(OneModel):
         self.send = send
         self.http_counters = _HttpCounters(send)
         self.profiling = _Profiler(self)
+        self.adapters: RemoteAdapters | None = RemoteAdapters(self) if config.has_adapters else None
         self._status = ms.EngineStatus("loading", "starting", True)
         self._heard_s = self.now()  # when the last message came
         self._question_ids = itertools.count()
@@ -106,6 +108,7 @@ class EngineClient(OneModel):
         self._looking: asyncio.Task[LiveView] | None = None
         self._handlers: dict[type[Struct], Callable[[Any], None]] = {
             ms.EngineStatus: self._on_status,
+            ms.AdapterChanges: self._on_adapters,
             ms.Reply: self._on_reply,
             ms.Output: self._on_output,
             ms.PromptLogprobsPart: self._on_prompt_logprobs,
@@ -256,7 +259,8 @@ class EngineClient(OneModel):
             # Output may arrive before the answer.
             state = self._requests[number] = self._new_state(number, request, caller, prepared, places.arrival_s)
             await self._send_prompts(number, prepared)
-            await self.ask(ms.Submit(question_id=self.next_question_id(), request=number), None)
+            question_id = self.next_question_id()
+            await self.ask(ms.Submit(question_id=question_id, request=number, adapter=request.adapter), None)
         except BaseException:
             self._requests.pop(number, None)
             places.release()
@@ -325,6 +329,10 @@ class EngineClient(OneModel):
 
     def _on_status(self, status: ms.EngineStatus) -> None:
         self._status = status
+
+    def _on_adapters(self, changes: ms.AdapterChanges) -> None:
+        assert self.adapters is not None
+        self.adapters.change(changes)
 
     def _on_reply(self, reply: ms.Reply) -> None:
         answer = self._answers.get(reply.question_id)

@@ -15,11 +15,13 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from servekit.api.key_accounts import LocalKeyAccounts, LocalRequestAccount
 from servekit.api_processes import messages as ms
 from servekit.api_processes.frame_connection import FrameConnection
 from servekit.api_processes.outbox import Outbox, RemoteClientQueue
+from servekit.engine.adapter_registry import AdapterRegistry, AdapterUse
 from servekit.engine.caller import Caller
 from servekit.engine.input_processor import PreparedPrompt
 from servekit.engine.live_view import LiveView
@@ -27,11 +29,13 @@ from servekit.engine.llm_engine import LLMEngine
 from servekit.engine.queue_limits import QueuePlaces
 from servekit.engine.request_state import RequestState
 from servekit.errors import ServekitError, WorkerNotReady
+from servekit.protocol.lora import LoraAdapter
 from servekit.request import GenerationRequest
 from servekit.scheduler.scheduler_config import SchedulerConfig
 
 log = logging.getLogger("servekit")
 
+KNOWN_TIMEOUT_S, KNOWN_INTERVAL_S = 5.0, 0.002  # of the wait until all API processes know the adapters
 LOOK_PERIOD_S = 0.1  # a frame of the live view that is younger serves all API processes
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -44,8 +48,12 @@ class SharedEngine:
         self.engine = engine
         self.accounts = LocalKeyAccounts(engine.now)
         self.has_api = False  # whether all API processes serve the loaded model, or did once
+        self.sessions: set[EngineSession] = set()  # of the API processes that are connected
+        self._adapters_version = 0
         self._view: LiveView | None = None
         self._encoded_view = b""
+        if engine.adapters is not None:
+            engine.adapters.on_change = self._on_adapter
 
     def status(self) -> ms.EngineStatus:
         """The engine's present state. The server is loading until all API processes are ready."""
@@ -59,6 +67,44 @@ class SharedEngine:
     async def probe_readiness(self) -> bool:
         """Whether the engine generates tokens, and all API processes could serve them."""
         return self.has_api and await self.engine.probe_readiness()
+
+    # -- adapters ------------------------------------------------------------------------------------------------------
+
+    def all_adapters(self) -> ms.AdapterChanges | None:
+        """Return what a new API process must know of adapters; None if the model takes none."""
+        adapters = self.engine.adapters
+        return None if adapters is None else ms.AdapterChanges(self._adapters_version, dict(adapters.paths))
+
+    def _on_adapter(self, name: str, path: str | None) -> None:
+        """Tell all API processes of an adapter that was loaded or unloaded."""
+        self._adapters_version += 1
+        loaded, unloaded = ({}, [name]) if path is None else ({name: path}, [])
+        for session in self.sessions:
+            session.send(ms.AdapterChanges(self._adapters_version, loaded, unloaded))
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter. Returns when all API processes find it."""
+        await self._adapters.load(name, path)
+        await self._until_adapters_are_known()
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Returns when no API process finds it any more."""
+        await self._adapters.unload(name)
+        await self._until_adapters_are_known()
+
+    @property
+    def _adapters(self) -> AdapterRegistry:
+        assert self.engine.adapters is not None, "an API process knows whether the model takes adapters"
+        return self.engine.adapters
+
+    async def _until_adapters_are_known(self) -> None:
+        """Wait until all API processes know the present adapters: a client's next request may go to any of them.
+
+        A process that does not answer in time is stuck, and knows them when it goes on: messages keep their order.
+        """
+        version, end_s = self._adapters_version, self.engine.now() + KNOWN_TIMEOUT_S
+        while any(each.adapters_version < version for each in self.sessions) and self.engine.now() < end_s:  # noqa: ASYNC110
+            await asyncio.sleep(KNOWN_INTERVAL_S)
 
     async def look(self) -> msgspec.Raw:
         """Return a frame of the live view, encoded. It shows the engine's present state."""
@@ -89,18 +135,22 @@ class EngineSession:
     def __init__(self, shared: SharedEngine, on_message: Callable[[Struct], None], on_end: Callable[[], None]) -> None:
         """`on_message` gets the messages that are about the process itself: Alive, Serving and CannotServe."""
         self.num_silent_ticks = 0  # of the caller's, since the last message
+        self.adapters_version = 0  # of the last AdapterChanges that the process knows
         self._shared = shared
         self._engine = shared.engine
         self._on_message = on_message
         self._on_end = on_end
         self._requests: dict[int, RemoteRequest] = {}
         self._accounts: dict[int, LocalRequestAccount] = {}
+        self._adapter_uses: dict[int, AdapterUse | asyncio.Task[None]] = {}  # tasks: of those that wait for a place
         self._tasks: set[asyncio.Task[None]] = set()
         self._connection: FrameConnection[Any] | None = None
         self._handlers: dict[type[Struct], Callable[[Any], object]] = {
             ms.Alive: on_message,
             ms.Serving: on_message,
             ms.CannotServe: on_message,
+            ms.AdaptersKnown: self._on_adapters_known,
+            ms.ReleaseAdapter: self._release_adapter,
             ms.AddPrompt: self._add_prompt,
             ms.Abort: self._abort,
             ms.ReleaseRequest: self._release_request,
@@ -115,6 +165,13 @@ class EngineSession:
             ms.ReserveOfKey: self._reserve_of_key,
             ms.ReservePlaces: self._reserve_places,
             ms.Submit: self._submit,
+            ms.UseAdapter: self._use_adapter,
+            ms.LoadAdapter: lambda question: self._answer_later(
+                question, partial(shared.load_adapter, question.name, question.path)
+            ),
+            ms.UnloadAdapter: lambda question: self._answer_later(
+                question, partial(shared.unload_adapter, question.name)
+            ),
             ms.AbortRequest: lambda question: self._answer_later(
                 question, partial(self._engine.abort_request, question.tenant, question.request_id)
             ),
@@ -130,6 +187,9 @@ class EngineSession:
         """Begin to serve the process at the other end of this socket pair."""
         self._connection = await FrameConnection.open(connected, ms.FromApiProcess, self._receive, self._end)
         self._outbox = Outbox(self._connection)
+        self._shared.sessions.add(self)
+        if (adapters := self._shared.all_adapters()) is not None:
+            self.send(adapters)
 
     def send(self, message: Struct) -> None:
         """Send a message. Ignored when the process is gone."""
@@ -148,8 +208,11 @@ class EngineSession:
     def _end(self) -> None:
         """Free all that the process held: it is gone."""
         self._connection = None
+        self._shared.sessions.discard(self)
         for number in list(self._requests):
             self._release_request(ms.ReleaseRequest(number))
+        for use in list(self._adapter_uses):
+            self._release_adapter(ms.ReleaseAdapter(use))
         for account in self._accounts.values():
             account.end()
         self._accounts.clear()
@@ -212,6 +275,32 @@ class EngineSession:
         if account is not None:
             account.end()
 
+    # -- adapters ------------------------------------------------------------------------------------------------------
+
+    def _on_adapters_known(self, note: ms.AdaptersKnown) -> None:
+        self.adapters_version = note.version
+
+    def _use_adapter(self, question: ms.UseAdapter) -> None:
+        self._adapter_uses[question.use] = self._answer_later(question, partial(self._wait_for_adapter, question))
+
+    async def _wait_for_adapter(self, question: ms.UseAdapter) -> LoraAdapter:
+        adapters = self._engine.adapters
+        assert adapters is not None, "an API process knows whether the model takes adapters"
+        try:
+            use = await adapters.wait_for_use(question.name)
+        except BaseException:
+            self._adapter_uses.pop(question.use, None)
+            raise
+        self._adapter_uses[question.use] = use
+        return use.adapter
+
+    def _release_adapter(self, note: ms.ReleaseAdapter) -> None:
+        use = self._adapter_uses.pop(note.use, None)
+        if isinstance(use, asyncio.Task):
+            use.cancel()  # it releases the place, if it has just got one
+        elif use is not None:
+            use.release()
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _reserve_places(self, question: ms.ReservePlaces) -> None:
@@ -234,6 +323,7 @@ class EngineSession:
             gone = ms.Failure.of(WorkerNotReady("the request has no places in the queue; send it again"))
             self.send(ms.Reply(question.question_id, failure=gone))
             return
+        remote.request = replace(remote.request, adapter=question.adapter)
         queue = RemoteClientQueue(question.request, self._outbox)
         queue.state = remote.state = self._engine.new_state(remote.request, remote.caller, queue)
         prompts, remote.prompts = remote.prompts, []

@@ -20,6 +20,7 @@ from servekit.engine.client_queue import TokenDelta
 from servekit.engine.input_processor import PreparedPrompt
 from servekit.engine.model_files import ChatTemplate
 from servekit.errors import InternalError, ServekitError
+from servekit.protocol.lora import LoraAdapter
 from servekit.protocol.messages import TokenLogprobs, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest, Prompt, Sampling
@@ -91,6 +92,17 @@ class EngineStatus(Struct, frozen=True, tag=True):
     has_free_slots: bool = True
 
 
+class AdapterChanges(Struct, frozen=True, tag=True):
+    """LoRA adapters that were loaded and unloaded since the last of these messages. An AdaptersKnown answers it.
+
+    An API process gets the first one, with all adapters, before Loaded.
+    """
+
+    version: int
+    loaded: dict[str, str]  # the directory of each, by name
+    unloaded: list[str] = []
+
+
 class ReplaceKeys(Struct, frozen=True, tag=True):
     """Use these keys in place of the keys file's old ones."""
 
@@ -152,7 +164,17 @@ class RequestFailed(Struct, frozen=True, tag=True):
 
 
 FromEngine = (
-    Start | Loaded | EngineStatus | ReplaceKeys | Drain | Stop | Reply | Output | PromptLogprobsPart | RequestFailed
+    Start
+    | Loaded
+    | EngineStatus
+    | AdapterChanges
+    | ReplaceKeys
+    | Drain
+    | Stop
+    | Reply
+    | Output
+    | PromptLogprobsPart
+    | RequestFailed
 )
 
 
@@ -174,6 +196,18 @@ class CannotServe(Struct, frozen=True, tag=True):
     """It cannot start, by its settings or for another reason that stays."""
 
     failure: Failure
+
+
+class AdaptersKnown(Struct, frozen=True, tag=True):
+    """It finds the adapters of the AdapterChanges with this version."""
+
+    version: int
+
+
+class ReleaseAdapter(Struct, frozen=True, tag=True):
+    """A request does not use its adapter any more, or does not wait for it."""
+
+    use: int
 
 
 class AddPrompt(Struct, frozen=True, tag=True):
@@ -323,6 +357,27 @@ class Submit(Question[None], frozen=True, tag=True, kw_only=True):
     """Admit the prompts of a request that were added, or none."""
 
     request: int
+    adapter: LoraAdapter | None = None
+
+
+class UseAdapter(Question[LoraAdapter], frozen=True, tag=True, kw_only=True):
+    """Let a request use an adapter as soon as it has a place. Fails with ModelNotFound or QueueFull."""
+
+    use: int  # numbered by the API process
+    name: str
+
+
+class LoadAdapter(Question[None], frozen=True, tag=True, kw_only=True):
+    """Load an adapter. All API processes find it when this is answered. Fails with InvalidRequest or WorkerError."""
+
+    name: str
+    path: str
+
+
+class UnloadAdapter(Question[None], frozen=True, tag=True, kw_only=True):
+    """Forget an adapter. No API process finds it any more when this is answered. Fails with ModelNotFound."""
+
+    name: str
 
 
 class AbortRequest(Question[int], frozen=True, tag=True, kw_only=True):
@@ -360,6 +415,8 @@ FromApiProcess = (
     Alive
     | Serving
     | CannotServe
+    | AdaptersKnown
+    | ReleaseAdapter
     | AddPrompt
     | Abort
     | ReleaseRequest
@@ -372,6 +429,9 @@ FromApiProcess = (
     | ReserveOfKey
     | ReservePlaces
     | Submit
+    | UseAdapter
+    | LoadAdapter
+    | UnloadAdapter
     | AbortRequest
     | ProbeReadiness
     | RenderMetrics

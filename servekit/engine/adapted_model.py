@@ -8,9 +8,9 @@ from typing import Any, cast
 from msgspec.structs import replace
 
 from servekit.config import ServeConfig
-from servekit.engine.adapter_registry import AdapterRegistry, AdapterUse
+from servekit.engine.adapter_registry import AdapterUse
 from servekit.engine.caller import ANONYMOUS, Caller
-from servekit.engine.interface import Engine, GeneratingEngine, ModelUse, ServedModel, WorkerReport, generates
+from servekit.engine.interface import Adapters, Engine, GeneratingEngine, ModelUse, ServedModel, WorkerReport, generates
 from servekit.engine.live_view import LiveView
 from servekit.engine.request_state import RequestState
 from servekit.protocol.lora import LoraAdapter
@@ -122,7 +122,7 @@ def find_adapted(models: Iterable[ServedModel], name: str) -> AdaptedModel | Non
     return None
 
 
-def _adapters_of(use: ModelUse) -> AdapterRegistry:
+def _adapters_of(use: ModelUse) -> Adapters:
     engine = use.engine
     assert generates(engine) and engine.adapters is not None
     return engine.adapters

@@ -16,6 +16,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -42,17 +43,18 @@ Ask = Callable[[LoadAdapter], Awaitable[AdapterLoaded]]  # a worker; raises Work
 class AdapterUse:
     """An adapter that one request uses."""
 
-    __slots__ = ("_registry", "adapter")
+    __slots__ = ("_end", "adapter")
 
-    def __init__(self, registry: AdapterRegistry, adapter: LoraAdapter) -> None:
-        self._registry: AdapterRegistry | None = registry
+    def __init__(self, adapter: LoraAdapter, end: Callable[[], None]) -> None:
+        """`end` is called once, by the first `release`."""
+        self._end: Callable[[], None] | None = end
         self.adapter = adapter
 
     def release(self) -> None:
         """End the use. Idempotent."""
-        registry, self._registry = self._registry, None
-        if registry is not None:
-            registry.end_use(self.adapter)
+        end, self._end = self._end, None
+        if end is not None:
+            end()
 
 
 @dataclass(eq=False, slots=True)
@@ -79,6 +81,8 @@ class AdapterRegistry:
         self._waiting: deque[WaitingRequest] = deque()
         self._next_number = 1
         self._loading: set[str] = set()
+        # Called with the name and the directory of each adapter that is loaded; without a directory, it is unloaded.
+        self.on_change: Callable[[str, str | None], None] = lambda _name, _path: None
 
     @property
     def paths(self) -> Mapping[str, str]:
@@ -139,6 +143,7 @@ class AdapterRegistry:
             raise ConfigError(answer.refusal)
         self._adapters[name] = replace(adapter, fingerprint=answer.fingerprint)
         self._paths[name] = adapter.path
+        self.on_change(name, adapter.path)
         log.info("loaded the adapter %s of rank %d from %s", name, answer.rank, adapter.path)
 
     def _make_adapter(self, name: str, path: str) -> LoraAdapter:
@@ -146,11 +151,12 @@ class AdapterRegistry:
         self._next_number += 1
         return adapter
 
-    def unload(self, name: str) -> None:
+    async def unload(self, name: str) -> None:
         """Forget an adapter. Requests that use it go on. Raises ModelNotFound."""
         if self._adapters.pop(name, None) is None:
             raise ModelNotFound(f"there is no adapter {name[:200]!r} to unload", param="lora_name")
         del self._paths[name]
+        self.on_change(name, None)
         log.info("unloaded the adapter %s", name)
 
     # -- use ----------------------------------------------------------------------------------------------------------
@@ -194,8 +200,7 @@ class AdapterRegistry:
             retry_after_s=RETRY_AFTER_S,
         )
 
-    def end_use(self, adapter: LoraAdapter) -> None:
-        """Count one request less. `AdapterUse` calls this once."""
+    def _end_use(self, adapter: LoraAdapter) -> None:
         self._num_uses[adapter] -= 1
         if not self._num_uses[adapter]:
             del self._num_uses[adapter]
@@ -223,7 +228,7 @@ class AdapterRegistry:
 
     def _use(self, adapter: LoraAdapter) -> AdapterUse:
         self._num_uses[adapter] += 1
-        return AdapterUse(self, adapter)
+        return AdapterUse(adapter, partial(self._end_use, adapter))
 
     def _find(self, name: str) -> LoraAdapter:
         adapter = self._adapters.get(name)
@@ -256,7 +261,6 @@ def check_adapters(config: ServeConfig) -> None:
         "--pipeline-parallel-size": config.pipeline_parallel_size > 1,
         "--listen-workers": config.listen_workers is not None,
         "--placement": config.placement != "local",
-        "--api-processes": config.api_processes > 1,
     }
     for flag, is_set in reasons.items():
         if is_set and config.has_adapters:

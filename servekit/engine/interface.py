@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeGuard
 
 from servekit.config import ServeConfig
-from servekit.engine.adapter_registry import AdapterRegistry
+from servekit.engine.adapter_registry import AdapterUse
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.input_processor import InputProcessor
 from servekit.engine.live_view import LiveView
@@ -87,6 +87,10 @@ class Service(Protocol):
         """Whether a slot would be free if all waiting sequences had theirs. If not, what is not urgent should wait."""
 
     @property
+    def has_spare_connections(self) -> bool:
+        """Whether one more request leaves a connection to the model's own server free. True if it has none."""
+
+    @property
     def http_counters(self) -> HttpCounters: ...
 
     def now(self) -> float:
@@ -130,6 +134,26 @@ class Engine(Service, Protocol):
         """What /info says of the running engine. Raises WorkerNotReady until the model is loaded."""
 
 
+class Adapters(Protocol):
+    """The LoRA adapters of one model."""
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """The directory of each adapter, by name."""
+
+    async def load(self, name: str, path: str) -> None:
+        """Load an adapter at run time. Raises InvalidRequest or WorkerError."""
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter. Requests that use it go on. Raises ModelNotFound."""
+
+    def begin_use(self, name: str) -> AdapterUse | None:
+        """Use an adapter if it can be used at once. May raise ModelNotFound."""
+
+    async def wait_for_use(self, name: str) -> AdapterUse:
+        """Use an adapter as soon as it has a place. Raises ModelNotFound or QueueFull."""
+
+
 class GeneratingEngine(Engine, Protocol):
     """The engine of a model that generates text.
 
@@ -140,7 +164,7 @@ class GeneratingEngine(Engine, Protocol):
     def worker(self) -> WorkerReady | None: ...
 
     @property
-    def adapters(self) -> AdapterRegistry | None:
+    def adapters(self) -> Adapters | None:
         """The model's LoRA adapters; None if it takes none."""
 
     @property

@@ -99,7 +99,9 @@ class LLMEngine(OneModel):
         self.replicas = Replicas(config.block_size, self._registry, may_grow=config.lets_workers_join)
         self._supervisor = ReplicaSupervisor(config, self.replicas, self._registry, self._worker_pool)
         self.profiling = Profiling(config, self.replicas.all[0].executor)
-        self.adapters = AdapterRegistry(config, self._load_adapter) if config.has_adapters else None
+        self.adapters: AdapterRegistry | None = None
+        if config.has_adapters:
+            self.adapters = AdapterRegistry(config, self._load_adapter)
         self._queue_limits = QueueLimits(config)
         self._waiting_times = WaitingTimes(config, lambda: self.replicas.taking_cores, clock)
         self._predictions = RequestPredictions(clock) if config.max_predicted_wait else None

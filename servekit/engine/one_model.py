@@ -9,9 +9,8 @@ from typing import Literal, Self, cast
 
 from servekit.config import ServeConfig
 from servekit.engine.adapted_model import AdaptedModel
-from servekit.engine.adapter_registry import AdapterRegistry
 from servekit.engine.caller import Caller
-from servekit.engine.interface import ServedModel
+from servekit.engine.interface import Adapters, ServedModel
 from servekit.engine.model_kind import GENERATE
 from servekit.engine.model_names import ANY_MODEL, model_not_found
 from servekit.errors import InvalidRequest
@@ -24,7 +23,8 @@ class OneModel(ABC):
     kind: str = GENERATE
     has_choice = False
     takes_messages = False
-    adapters: AdapterRegistry | None = None
+    has_spare_connections = True
+    adapters: Adapters | None = None
     headers: Sequence[tuple[bytes, bytes]] = ()  # an answer says nothing of the choice
 
     @property

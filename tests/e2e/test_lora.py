@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from tests.support.lora_adapters import make_adapter
 from tests.support.server_process import ONE_THREAD, ServerProcess, serving
+from tests.support.streams import from_all, new_client
 
 PROMPT = "What color is the sky?"
 ADAPTERS = ("a", "b", "c")
@@ -174,6 +175,37 @@ def test_ranks_answer_as_merged_weights_do(served: Served, tmp_path: Path) -> No
         for name in ("a", "demo", "b", "a"):
             prompt, token_ids, _ = divided.answer(model=name)
             assert token_ids == served.expected(name, prompt)
+
+
+@pytest.mark.long
+def test_adapters_reach_every_api_process(served: Served, tmp_path: Path) -> None:
+    flags = ["--lora", f"a={served.folder / 'a'}", "--enable-lora", "--max-loras", "1", "--api-processes", "2"]
+    with serving(*flags, log=tmp_path / "log", environment=ONE_THREAD) as server:
+        ours = Served(server, served.folder, served.models)
+        body = {"lora_name": "b", "lora_path": str(served.folder / "b")}
+        with new_client(server) as client:
+            assert client.post("/v1/load_lora_adapter", json=body).status_code == 200
+        assert {len(each.json()["data"]) for each in from_all(server, "GET", "/v1/models")} == {3}
+        prompt, _, _ = ours.answer(model="a")
+        expected = {name: ours.expected(name, prompt) for name in ("demo", "a", "b")}
+
+        def answer(name: str) -> list[int]:
+            body = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "model": name}
+            with new_client(server) as client:
+                answered = client.post("/v1/completions", json={**body, "return_token_ids": True})
+            assert answered.status_code == 200, answered.text
+            return list(answered.json()["choices"][0]["token_ids"])
+
+        names = ["a", "b", "demo"] * 6
+        with ThreadPoolExecutor(6) as pool:
+            for name, token_ids in zip(names, pool.map(answer, names), strict=True):
+                assert token_ids == expected[name]
+        with new_client(server) as client:
+            assert client.post("/v1/unload_lora_adapter", json={"lora_name": "b"}).status_code == 200
+        answers = from_all(server, "POST", "/v1/completions", json={"prompt": "a", "model": "b"})
+        assert {each.status_code for each in answers} == {404}
+        server.wait_until_at_rest()
+        assert server.metric("servekit_lora_adapters_in_use") == 0
 
 
 def test_an_adapter_that_does_not_fit_is_refused_in_a_sentence(served: Served, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from servekit.api.operators import check_admin
 from servekit.api.request_body import read_small_body
 from servekit.api.schemas.common_fields import described
 from servekit.api.schemas.json_body import decode
-from servekit.engine.adapter_registry import AdapterRegistry
+from servekit.engine.interface import Adapters
 from servekit.errors import InvalidRequest, ModelNotFound
 
 
@@ -55,11 +55,12 @@ async def unload_lora_adapter(request: Request) -> Response:
     """Unload a LoRA adapter. Requests that use it are answered to their end."""
     check_admin(request)
     wanted = decode(await read_small_body(request), UnloadLoraAdapter)
-    (await _adapters(request, wanted.model)).unload(wanted.lora_name)
+    adapters = await _adapters(request, wanted.model)
+    await adapters.unload(wanted.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' removed successfully.")
 
 
-async def _adapters(request: Request, model: str | None) -> AdapterRegistry:
+async def _adapters(request: Request, model: str | None) -> Adapters:
     engine = await engine_for(request, model)
     if engine.adapters is None:
         raise InvalidRequest(

@@ -23,14 +23,16 @@ from servekit.api_processes.engine_session import EngineSession, SharedEngine
 from servekit.api_processes.frame_connection import FrameConnection
 from servekit.api_processes.remote_key_accounts import RemoteKeyAccounts
 from servekit.config import ServeConfig
+from servekit.engine.adapter_registry import AdapterRegistry
 from servekit.engine.caller import Caller
 from servekit.engine.client_queue import ClientQueue, TokenDelta
 from servekit.engine.detokenizer import Detokenizer
 from servekit.engine.input_processor import PreparedPrompt
 from servekit.engine.live_view import LiveView
 from servekit.engine.request_state import RequestState, SequenceOutput
-from servekit.errors import QueueFull, RateLimited, WorkerLost, WorkerNotReady
+from servekit.errors import InvalidRequest, ModelNotFound, QueueFull, RateLimited, WorkerLost, WorkerNotReady
 from servekit.observability.live_frames import LiveState
+from servekit.protocol.lora import AdapterLoaded, LoadAdapter
 from servekit.protocol.messages import ModelInfo, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest, Prompt, Sampling
@@ -46,11 +48,15 @@ def make_request(**fields: Any) -> GenerationRequest:
     return GenerationRequest(prompts=[Prompt("text", "prompt")], sampling=Sampling(), **fields)
 
 
+async def check_adapter(request: LoadAdapter) -> AdapterLoaded:
+    return AdapterLoaded("it is bad") if "bad" in request.adapter.path else AdapterLoaded(fingerprint="f", rank=8)
+
+
 class Engine:
     """Counts what is held, and looks like a `LLMEngine` to sessions."""
 
-    def __init__(self) -> None:
-        self.config = ServeConfig(api_processes=2)
+    def __init__(self, **settings: Any) -> None:
+        self.config = ServeConfig(api_processes=2, **settings)
         self.state, self.stage, self.is_healthy = "ready", "serving", True
         self.worker: WorkerReady | None = None
         self.limits: SchedulerConfig | None = None
@@ -64,6 +70,9 @@ class Engine:
         self.refusals: list[str] = []
         self.http_counters = SimpleNamespace(request_refused=self.refusals.append)
         self.profiling = SimpleNamespace(start=None, stop=None)
+        self.adapters: AdapterRegistry | None = None
+        if self.config.has_adapters:
+            self.adapters = AdapterRegistry(self.config, check_adapter)
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
@@ -139,9 +148,10 @@ class Processor:
 class Both:
     """Both ends of a connection."""
 
-    def __init__(self) -> None:
-        self.engine = Engine()
-        self.shared = SharedEngine(cast(Any, self.engine))
+    def __init__(self, shared: SharedEngine | None = None, **settings: Any) -> None:
+        """With `shared`, it is a further process of the same engine. The settings are those of the engine."""
+        self.shared = shared or SharedEngine(cast(Any, Engine(**settings)))
+        self.engine = cast(Engine, self.shared.engine)
         self.has_ended = asyncio.Event()
         self.shared.has_api = True
         self.session = EngineSession(self.shared, lambda _: None, self.has_ended.set)
@@ -149,7 +159,7 @@ class Both:
     async def open(self) -> None:
         ours, theirs = socket.socketpair()
         await self.session.open(ours)
-        self.connection = await FrameConnection.open(
+        self.connection: FrameConnection[Any] = await FrameConnection.open(
             theirs, ms.FromEngine, lambda message: self.client.receive(message), lambda: None
         )
         self.client = EngineClient(self.engine.config, self.connection.send)
@@ -166,8 +176,8 @@ class Both:
 
 
 @asynccontextmanager
-async def opened() -> AsyncIterator[Both]:
-    both = Both()
+async def opened(shared: SharedEngine | None = None, **settings: Any) -> AsyncIterator[Both]:
+    both = Both(shared, **settings)
     await both.open()
     async with asyncio.timeout(LIMIT_S):
         yield both
@@ -308,6 +318,62 @@ async def test_limits_of_a_key_are_counted_over_all_processes() -> None:
         await both.client.render_metrics()
         await second.reserve(1, 80, 10)
         await both.accounts.enter(b"key", limits)
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+async def test_an_adapter_that_one_process_loads_is_known_to_all_when_the_call_ends() -> None:
+    async with opened(enable_lora=True) as both, opened(both.shared) as other:
+        here, there = both.client.adapters, other.client.adapters
+        assert here is not None and there is not None
+        await here.load("a", "/a")
+        assert here.paths == there.paths == {"a": "/a"}
+        async with opened(both.shared) as later:
+            await later.client.render_metrics()
+            assert later.client.adapters is not None and later.client.adapters.paths == {"a": "/a"}
+            await there.unload("a")
+            assert here.paths == there.paths == later.client.adapters.paths == {}
+        with pytest.raises(ModelNotFound, match="no adapter 'a'"):
+            await here.unload("a")
+        with pytest.raises(InvalidRequest, match="it is bad"):
+            await there.load("b", "/bad")
+        assert here.paths == there.paths == {}
+
+
+async def test_places_of_adapters_are_counted_over_all_processes() -> None:
+    async with opened(enable_lora=True, max_loras=1) as both, opened(both.shared) as other:
+        here, there, registry = both.client.adapters, other.client.adapters, both.engine.adapters
+        assert here is not None and there is not None and registry is not None
+        for name in ("a", "b"):
+            await here.load(name, f"/{name}")
+        first = await here.wait_for_use("a")
+        second = asyncio.create_task(there.wait_for_use("b"))
+        await until(lambda: registry.usage().num_waiting == 1)
+        first.release()
+        first.release()
+        assert (await second).adapter.name == "b"
+        leaving = asyncio.create_task(here.wait_for_use("a"))
+        await until(lambda: registry.usage().num_waiting == 1)
+        leaving.cancel()  # its client
+        await until(lambda: registry.usage() == (2, 0, {"b": 1}))
+        with pytest.raises(ModelNotFound):
+            await here.wait_for_use("c")
+        assert not both.session._adapter_uses
+        other.connection.close()
+        await other.has_ended.wait()
+        assert registry.usage() == (2, 0, {})
+
+
+async def test_a_request_has_its_adapter_in_the_engine() -> None:
+    async with opened(enable_lora=True) as both:
+        assert both.client.adapters is not None
+        await both.client.adapters.load("a", "/a")
+        use = await both.client.adapters.wait_for_use("a")
+        await both.submit(adapter=use.adapter)
+        await both.submit()
+        assert [state.request.adapter for state in both.engine.states] == [use.adapter, None]
+        assert use.adapter.fingerprint == "f"
 
 
 async def test_viewers_of_all_processes_share_a_look_at_the_scheduler() -> None:

@@ -19,6 +19,7 @@ from servekit.engine.client_queue import TokenDelta
 from servekit.engine.input_processor import PreparedPrompt
 from servekit.engine.model_files import ChatTemplate
 from servekit.engine.profiling import ProfilerRefuses
+from servekit.protocol.lora import LoraAdapter
 from servekit.protocol.messages import ModelInfo, TokenLogprobs, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.request import GenerationRequest, Prompt, Sampling
@@ -45,6 +46,7 @@ FROM_ENGINE: list[Struct] = [
     ms.Start(ServeConfig(api_key="secret", api_processes=2), [KEY], 12),
     ms.Loaded("/model", ChatTemplate("{{ a }}", {"bos_token": "<s>"})),
     ms.EngineStatus("ready", "serving", True, READY, LIMITS),
+    ms.AdapterChanges(3, {"sql": "/adapters/sql"}, ["old"]),
     ms.ReplaceKeys([KEY]),
     ms.Drain(),
     ms.Stop(True),
@@ -56,6 +58,8 @@ FROM_API_PROCESS: list[Struct] = [
     ms.Alive(12, 3),
     ms.Serving(),
     ms.CannotServe(ms.Failure("ConfigError", "no")),
+    ms.AdaptersKnown(3),
+    ms.ReleaseAdapter(4),
     ms.AddPrompt(3, b"\0\0\0\1", [SamplingParams(max_tokens=3, stop=("a",), seed=2**63 - 1)], [b"hash"]),
     ms.Abort(3),
     ms.ReleaseRequest(3),
@@ -72,7 +76,10 @@ FROM_API_PROCESS: list[Struct] = [
         options=ms.RequestOptions(num_prompts=2, param="prompt", max_tokens=None, deadline_ms=5),
         caller=Caller("tenant", "id", -1),
     ),
-    ms.Submit(question_id=1, request=3),
+    ms.Submit(question_id=1, request=3, adapter=LoraAdapter(1, "/adapters/sql", "f", "sql")),
+    ms.UseAdapter(question_id=1, use=4, name="sql"),
+    ms.LoadAdapter(question_id=1, name="sql", path="/adapters/sql"),
+    ms.UnloadAdapter(question_id=1, name="sql"),
     ms.AbortRequest(question_id=4, tenant="a", request_id="b"),
     ms.ProbeReadiness(question_id=1),
     ms.RenderMetrics(question_id=1),

@@ -38,10 +38,7 @@ def test_adapters_of_the_settings_have_a_name_and_a_path() -> None:
     assert adapters_at_start(ServeConfig()) == {}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"pipeline_parallel_size": 2}, {"api_processes": 2}, {"listen_workers": "x:1"}],
-)
+@pytest.mark.parametrize("settings", [{"pipeline_parallel_size": 2}, {"listen_workers": "x:1"}])
 def test_settings_that_adapters_do_not_go_with_are_refused_by_name(settings: dict[str, Any]) -> None:
     (name,) = settings
     with pytest.raises(ConfigError, match=name.replace("_", "-")):
@@ -55,7 +52,7 @@ async def test_usage_says_which_adapters_have_requests() -> None:
     uses = [registry.begin_use(name) for name in ("a", "b", "b")]
     waiting = asyncio.create_task(registry.wait_for_use("c"))
     await asyncio.sleep(0)
-    registry.unload("a")
+    await registry.unload("a")
     await registry.load("a", "/a")
     assert registry.usage() == (3, 1, {"a": 1, "b": 2})
     assert registry.live().in_use == [("b", 2), ("a", 1)]
@@ -71,11 +68,11 @@ async def test_an_adapter_that_is_loaded_again_is_another_one() -> None:
     first = registry.begin_use("a")
     with pytest.raises(InvalidRequest, match="loaded already"):
         await registry.load("a", "/a")
-    registry.unload("a")
+    await registry.unload("a")
     with pytest.raises(ModelNotFound):
         registry.begin_use("a")
     with pytest.raises(ModelNotFound):
-        registry.unload("a")
+        await registry.unload("a")
     await registry.load("a", "/a")
     second = registry.begin_use("a")
     assert first is not None and second is not None
