@@ -40,6 +40,7 @@ REMOTE_KINDS: dict[str, tuple[type[ServerSettings], str]] = {
     "openai": (OpenAISettings, "http://gpu-7:8000/v1"),
     "triton": (TritonSettings, "http://triton:8000"),
 }
+KINDS = ("auto", "generate", "embed", "rerank", "classify")  # of models that this server runs itself
 # The settings that a remote model can have. All others are about how a model is computed.
 REMOTE_MODEL_SETTINGS = ("model", "max_model_len", "max_num_queued_reqs", "max_client_batch_size", "stream_interval")
 OF_GENERATION = ("max_model_len", "stream_interval")
@@ -211,7 +212,10 @@ def make_model_file(
     for spec in specs:
         for name in (spec.id, *spec.entry.aliases):
             if name in taken:
-                raise ConfigError(f"{where}: the name {name!r} is that of {taken[name]!r} and of {spec.id!r}")
+                owners = " and of ".join(map(repr, dict.fromkeys((taken[name], spec.id))))
+                raise ConfigError(
+                    f"{where}: the name {name!r} is given twice, as an id or an alias of {owners}; names must differ"
+                )
             taken[name] = spec.id
     for name, split in splits.items():
         if name in taken:
@@ -389,6 +393,8 @@ def _parse_model(
     values = {**msgspec.structs.asdict(base), **entry, "served_model_name": own["id"], "models": None}
     if remote is not None or vllm is not None:
         values["kind"] = "generate"
+    elif isinstance(kind := values["kind"], str) and kind not in KINDS:
+        raise ConfigError(f"{where}: kind = {kind[:64]!r} must be one of {', '.join((*KINDS, *REMOTE_KINDS, 'vllm'))}")
     try:
         config = msgspec.convert(values, ServeConfig)
     except msgspec.ValidationError as error:
