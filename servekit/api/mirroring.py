@@ -1,9 +1,10 @@
 """Send copies of requests to another model, and throw its answers away: to try a version under real traffic.
 
 A copy must not hurt real requests. So it begins when its original has been answered, with the lowest priority, and only
-if its model is loaded and nothing waits; otherwise it is dropped. It never waits until a model is loaded, which could
-unload another one. There are MAX_COPIES at the same time. Only requests that were admitted and whose JSON bodies are
-small are copied. A copy counts against no rate limit of its key.
+if its model is loaded and nothing waits; otherwise it is dropped. It does not take the last connection to a model's own
+server, and never waits until a model is loaded, which could unload another one. There are MAX_COPIES at the same time.
+Only requests that were admitted and whose JSON bodies are small are copied. A copy counts against no rate limit of its
+key.
 """
 
 from __future__ import annotations
@@ -82,13 +83,15 @@ class Mirroring:
         task.add_done_callback(self._copies.discard)
 
     def _has_room(self, name: str, caller: Caller) -> bool:
-        """Whether the model is loaded, and nothing waits for any model or its load: they may share a device."""
+        """Whether the model is loaded and can be asked, and nothing waits for any model: they may share a device."""
         try:
             model = self._models.find(name, caller)
         except ServekitError:  # the caller's tenant may not use it, or it is gone
             return False
-        is_loaded = model.engine is not None and model.state == "ready"
-        return is_loaded and self._models.has_free_slots and not self._models.has_waiting
+        engine = model.engine
+        if engine is None or model.state != "ready" or not engine.has_spare_connections:
+            return False
+        return self._models.has_free_slots and not self._models.has_waiting
 
     async def _answer(self, copy: Copy, caller: Caller) -> None:
         status = 500

@@ -77,6 +77,10 @@ class RemoteModel:
         return True
 
     @property
+    def has_spare_connections(self) -> bool:
+        return self.sender.has_spare_connections
+
+    @property
     def http_counters(self) -> HttpMetrics:
         return self.metrics.http
 

@@ -73,6 +73,11 @@ class Sender:
         """Whether the breaker is open. When its cooldown is over, it is not: it waits for a request to try."""
         return self.breaker.state is State.OPEN and self.breaker.retry_after_s(self._clock()) > 1
 
+    @property
+    def has_spare_connections(self) -> bool:
+        """Whether two connections are free, or will be when those that wait have theirs."""
+        return self.num_connections + self.num_waiting + 2 <= self._settings.max_connections
+
     def stats(self) -> RemoteStats:
         """The state at this moment."""
         return RemoteStats(self.breaker.state, self.num_connections, self.num_waiting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ class StandIn:
     has_free_slots = True
     has_waiting = False
     waits_for_model = False
-    engine: Any = object()  # of the model
+    engine: Any = SimpleNamespace(has_spare_connections=True)  # of the model
 
     def __init__(self) -> None:
         self.noted: Counter[str] = Counter()
@@ -111,7 +112,14 @@ async def test_request_that_was_refused_is_not_copied(models: StandIn) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"has_free_slots": False}, {"has_waiting": True}, {"engine": None}, {"state": "draining"}, {"state": "loading"}],
+    [
+        {"has_free_slots": False},
+        {"has_waiting": True},
+        {"engine": None},
+        {"engine": SimpleNamespace(has_spare_connections=False)},
+        {"state": "draining"},
+        {"state": "loading"},
+    ],
 )
 async def test_copy_is_dropped_if_anything_waits_or_its_model_is_not_ready(
     models: StandIn, change: dict[str, Any]

@@ -537,11 +537,13 @@ async def test_connections_and_the_queue_are_bounded_and_tenants_take_turns(
     go = threading.Event()
     remote.scripts[TEXT] = [[text_piece("a"), go, *text_answer()]]
     engine = await start(remote, {"max_connections": 2}, max_num_queued_reqs=16)
+    assert engine.has_spare_connections, "both are free"
     big = [asyncio.create_task(submit(engine, wanted(f"big {i}"), Caller("big"))) for i in range(8)]
     await asyncio.to_thread(remote.wait_for, 3)
     small = asyncio.create_task(submit(engine, wanted("small"), Caller("small")))
     await asyncio.sleep(0.05)
     assert (engine.sender.stats().num_connections, engine.sender.stats().num_waiting) == (2, 7)
+    assert not engine.has_spare_connections
     big.append(asyncio.create_task(submit(engine, wanted("big 8"), Caller("big"))))
     await asyncio.sleep(0.05)
     with pytest.raises(QueueFull, match="max_num_queued_reqs"):  # 7 wait, and a tenant leaves as much as it takes
