@@ -10,19 +10,20 @@ of all rounds are compared. Without MODEL it is one with random weights and the 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import torch
+import uvloop
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from tests.support.predictor_checkpoints import SPECIAL, make_tokenizer, save_checkpoint, write_modules
@@ -90,25 +91,31 @@ def request(kind: str, texts: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def rate(url: str, kind: str, texts: list[str], num_clients: int) -> float:
-    """Return items/s of clients that each send one text at a time."""
-    remaining, lock = iter(texts), threading.Lock()
+    """Return items/s of clients that each send one text at a time.
 
-    def ask() -> None:
-        with httpx2.Client(base_url=url, timeout=120) as client:
-            while True:
-                with lock:
-                    text = next(remaining, None)
-                if text is None:
-                    return
-                path, body = request(kind, [text])
-                client.post(path, json=body).raise_for_status()
+    They are tasks of one thread, and read no more of HTTP than they must. 32 threads with a client library take twice
+    the processor time of the model, on the same cores.
+    """
+    address, remaining = httpx2.URL(url), iter(texts)
 
-    threads = [threading.Thread(target=ask) for _ in range(num_clients)]
+    async def ask() -> None:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        for text in remaining:
+            path, body = request(kind, [text])
+            encoded = json.dumps(body).encode()
+            writer.write(b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(encoded)))
+            writer.write(encoded)
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            answer = await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
+            if not head.startswith(b"http/1.1 200"):
+                raise SystemExit(f"{path} failed: {answer.decode()}")
+        writer.close()
+
+    async def ask_all() -> None:
+        await asyncio.gather(*(ask() for _ in range(num_clients)))
+
     started = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    uvloop.run(ask_all())
     return len(texts) / (time.perf_counter() - started)
 
 

@@ -15,6 +15,7 @@ from servekit.errors import ConfigError, ContextTooLong, InvalidRequest, QueueFu
 from servekit.prediction import Input, PredictionRequest
 from servekit.protocol.prediction import PredictorInfo, TextItem
 
+SHORT_REQUEST = 2**9  # characters of one text that is encoded on the event loop; to change threads takes longer
 LONG_REQUEST = 2**15  # characters; requests of this length and more are encoded in threads of their own
 CHARACTERS_PER_TOKEN = 32  # of a long text, at first so many characters are encoded for each token that it may have
 SPARE_TOKENS = 64  # encoded beyond those that are kept: a cut in the text moves the borders of the tokens near it
@@ -30,12 +31,15 @@ class PredictorTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._info = info
+        self._is_closed = False
         self._threads = RoundRobinExecutor("tokenizer", num_threads=2, max_submitted=8, max_per_tenant=7)
         self._threads_for_long = RoundRobinExecutor("tokenizer-long", num_threads=2, max_submitted=2, max_per_tenant=1)
 
     async def encode(self, request: PredictionRequest, tenant: str) -> list[TextItem]:
         """Return the items of a request's texts. Raises ContextTooLong, InvalidRequest, or QueueFull if it is slow."""
         num_characters = sum(map(_num_characters, request.inputs))
+        if len(request.inputs) == 1 and 0 < num_characters <= SHORT_REQUEST and not self._is_closed:
+            return self.encode_blocking(request)
         threads = self._threads if num_characters < LONG_REQUEST else self._threads_for_long
         try:
             async with pause_tolerant_timeout(TIMEOUT_S):
@@ -65,13 +69,13 @@ class PredictorTokenizer:
                 short[index] = parts
             else:
                 items[index] = self._item(self._encode_long(parts, limit), parts, request, index, limit, num_unpooled)
-        batch = [parts[0] if len(parts) == 1 else (parts[0], parts[1]) for parts in short.values()]
-        encodings = self._tokenizer.encode_batch(batch) if batch else []
+        encodings = self._encode_all(list(short.values()))
         for (index, parts), encoding in zip(short.items(), encodings, strict=True):
             items[index] = self._item(encoding, parts, request, index, limit, num_unpooled)
         return [items[index] for index in range(len(request.inputs))]
 
     def close(self) -> None:
+        self._is_closed = True
         self._threads.shutdown()
         self._threads_for_long.shutdown()
 
@@ -125,6 +129,11 @@ class PredictorTokenizer:
             if has_all or len(encoding) > len(parts) * (limit + SPARE_TOKENS):
                 return encoding
             num_characters *= 4
+
+    def _encode_all(self, texts: list[list[str]]) -> list[Encoding]:
+        if len(texts) < 2:  # a batch is divided among the library's threads
+            return list(map(self._encode, texts))
+        return self._tokenizer.encode_batch([parts[0] if len(parts) == 1 else (parts[0], parts[1]) for parts in texts])
 
     def _encode(self, parts: list[str]) -> Encoding:
         return self._tokenizer.encode(parts[0], parts[1] if len(parts) == 2 else None)
