@@ -922,7 +922,12 @@ void quantized_gemm(const prepared_weight *weight, const scalar *x, const scalar
         const int64_t left = num_rows - first, rows = left < MAX_ROWS ? left : MAX_ROWS;
         const inputs inputs = prepare_inputs(quantized, x + first * weight->num_inputs, rows, workspace);
         const scalar *to = residual ? residual + first * weight->num_outputs : NULL;
+        const int64_t began_ns = begin_region();
 #pragma omp parallel
-        multiply_strips_of_thread(quantized, &inputs, to, output + first * weight->num_outputs);
+        {
+            multiply_strips_of_thread(quantized, &inputs, to, output + first * weight->num_outputs);
+            end_work();
+        }
+        if (is_even(weight)) end_region(began_ns);
     }
 }

@@ -170,8 +170,13 @@ static void multiply_strips_of_thread(const packed_weight *packed, const scalar 
 void skinny_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
                  int64_t num_rows, void *workspace) {
     (void)workspace;
+    const int64_t began_ns = begin_region();
 #pragma omp parallel
-    multiply_strips_of_thread((const packed_weight *)weight, x, residual, output, num_rows);
+    {
+        multiply_strips_of_thread((const packed_weight *)weight, x, residual, output, num_rows);
+        end_work();
+    }
+    if (is_even(weight)) end_region(began_ns);
 }
 
 #else

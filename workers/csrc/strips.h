@@ -7,6 +7,7 @@
 #include <stddef.h>
 
 #include "kernels.h"
+#include "team.h"
 
 /* Into the second-level cache, because the first is small: a strip of 2048 inputs is 128 KiB in bfloat16. */
 static inline void prefetch(const void *line) { __builtin_prefetch(line, 0, 2); }
@@ -18,6 +19,11 @@ static inline strip_range strips_of_thread(const prepared_weight *weight) {
     const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
     const int64_t num_strips = (weight->num_outputs + STRIP - 1) / STRIP;
     return (strip_range){num_strips * thread / num_threads, num_strips * (thread + 1) / num_threads};
+}
+
+/* Whether all threads have nearly equal numbers of strips, so that one which ends late was kept from its work. */
+static inline int is_even(const prepared_weight *weight) {
+    return weight->num_outputs >= 4 * STRIP * omp_get_max_threads();
 }
 
 /* The data of strip `index`. From the end of the thread's strips on, these are its strips of the weight that is

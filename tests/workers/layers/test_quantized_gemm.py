@@ -89,7 +89,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with pytest.MonkeyPatch.context() as patch:
         if PROCESSORS[name]:
             patch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O0", *PROCESSORS[name]))
-            patch.setattr(compiling, "SOURCES", (EMULATED_TILES if "AMX" in name else "quantized_gemm.c",))
+            patch.setattr(compiling, "SOURCES", (EMULATED_TILES if "AMX" in name else "quantized_gemm.c", "team.c"))
             patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         found = c_library.__wrapped__(dtype)
     if found is None:

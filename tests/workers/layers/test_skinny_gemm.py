@@ -52,7 +52,7 @@ def gemm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     native_gemm(torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O1", "-mno-amx-bf16", "-mno-amx-tile"))
-        patch.setattr(compiling, "SOURCES", ("skinny_gemm.c",))
+        patch.setattr(compiling, "SOURCES", ("skinny_gemm.c", "team.c"))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         library = c_library.__wrapped__("bfloat16")
     if library is None:

@@ -1,0 +1,78 @@
+/* How many threads compute together: fewer while other processes use their cores.
+
+   A region of OpenMP ends with its slowest thread. If another process runs on the core of one thread, all others wait for
+   whole time slices of the kernel, which are milliseconds, while a region takes microseconds. Two threads beside one busy
+   process then have a quarter of the speed that they have alone, where one thread would have half of it and more. So the
+   time is measured in which the first thread that has ended its work waits for the last one. If that is too much of a
+   window, the team gets smaller by one thread, and the kernel runs the others on cores of their own. After a pause, one
+   more thread is tried for a window. While it does not pay, pauses get longer.
+
+   omp_set_num_threads also sets the threads of torch's operations that are called from this thread. Results do not depend
+   on the number of threads. */
+
+#include "team.h"
+
+#include <omp.h>
+#include <time.h>
+
+enum { MAX_THREADS = 256 }; /* larger teams stay as they are */
+static const int64_t WINDOW_NS = 20000000; /* time in regions; it must hold several time slices */
+static const int64_t MIN_PAUSE_NS = 50000000, MAX_PAUSE_NS = 1600000000;
+/* Of two threads, one alone takes twice as long at most; less where memory is the limit. */
+static const double MAX_LOST_SHARE = 0.4;
+
+typedef struct {
+    int size, full;                 /* threads now, and at most; 0: nothing has been computed yet */
+    int64_t elapsed_ns, waited_ns;  /* in the regions of this window */
+    int64_t retry_ns, pause_ns;     /* when to try one more thread, and the next pause */
+} team_state;
+
+static _Thread_local team_state team; /* of the thread that begins regions */
+
+/* When each thread ended its work; a cache line for each. */
+static struct { _Alignas(64) int64_t ns; } work_ends[MAX_THREADS];
+
+static int64_t now_ns(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static void resize(int size) {
+    team.size = size;
+    team.elapsed_ns = team.waited_ns = 0;
+    omp_set_num_threads(size);
+}
+
+int64_t begin_region(void) {
+    const int64_t now = now_ns();
+    const int size = omp_get_max_threads();
+    if (size != team.size) team = (team_state){.size = size, .full = size, .pause_ns = MIN_PAUSE_NS}; /* by others */
+    if (team.size < team.full && now >= team.retry_ns) resize(team.size + 1);
+    return now;
+}
+
+void end_work(void) {
+    const int thread = omp_get_thread_num();
+    if (thread < MAX_THREADS) work_ends[thread].ns = now_ns();
+}
+
+void end_region(int64_t began_ns) {
+    if (team.size < 2 || team.size > MAX_THREADS) return;
+    const int64_t now = now_ns();
+    int64_t first_end = now;
+    for (int thread = 0; thread < team.size; thread++)
+        if (work_ends[thread].ns < first_end) first_end = work_ends[thread].ns;
+    if (first_end < began_ns) return; /* OpenMP had fewer threads than it was asked for */
+    team.elapsed_ns += now - began_ns;
+    team.waited_ns += now - first_end;
+    if (team.elapsed_ns < WINDOW_NS) return;
+    if ((double)team.waited_ns > MAX_LOST_SHARE * (double)team.elapsed_ns) {
+        team.retry_ns = now + team.pause_ns;
+        team.pause_ns = 2 * team.pause_ns < MAX_PAUSE_NS ? 2 * team.pause_ns : MAX_PAUSE_NS;
+        resize(team.size - 1);
+        return;
+    }
+    team.elapsed_ns = team.waited_ns = 0;
+    if (team.size == team.full && team.pause_ns > MIN_PAUSE_NS) team.pause_ns /= 2;
+}
