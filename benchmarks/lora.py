@@ -1,9 +1,9 @@
 """Compare decode steps with LoRA adapters with those of the model alone.
 
-`python -m benchmarks.lora` times the steps of a worker in this process: a Llama of 88 million random weights, and
-sequences of 256 tokens. The adapters change all linear layers of the decoder, with rank 16. With eight of them,
-consecutive sequences have different ones, so no two rows of a step have the same adapter side by side. All variants
-take turns in one run, and the table has medians.
+`python -m benchmarks.lora` times the steps of a worker in this process: a Llama of 88 million random weights, or of 0.4
+billion with `--large`, and sequences of 256 tokens. The adapters change all linear layers of the decoder, with rank 16.
+With eight of them, consecutive sequences have different ones, so no two rows of a step have the same adapter side by
+side. All variants take turns in one run, and the table has medians.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.decode_steps import BLOCK_SIZE, GREEDY, DecodeSteps, make_model, use_environment_of_workers
+from benchmarks.random_llama import SHAPE
 from servekit.protocol.lora import LoraAdapter
 from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan
 from workers.loading.model_manager import LoadedModel, ModelManager
@@ -25,6 +26,7 @@ from workers.loading.model_manager import LoadedModel, ModelManager
 NUM_TOKENS = 256
 NUM_ADAPTERS = 8
 RANK = 16
+WEIGHTS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None), "int4": ("bfloat16", "int4")}
 
 
 def write_adapter(directory: Path, loaded: LoadedModel, seed: int) -> None:
@@ -87,14 +89,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40, help="decode steps of each variant")
     parser.add_argument("--sequences", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--weights", nargs="+", choices=[*WEIGHTS], default=[*WEIGHTS])
+    parser.add_argument("--large", action="store_true", help="0.4 billion weights")
     arguments = parser.parse_args()
     use_environment_of_workers()
     assert NUM_TOKENS % BLOCK_SIZE == 0
     print("| weights | sequences | variant | ms a step | throughput, of the model alone |\n|---|---:|---|---:|---:|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(folder / "model")
-        for dtype, quantization in (("float32", None), ("bfloat16", None), ("bfloat16", "int4")):
+        make_model(folder / "model", **(SHAPE if arguments.large else {}))
+        for dtype, quantization in map(WEIGHTS.__getitem__, arguments.weights):
             for num_sequences in arguments.sequences:
                 found = measure(dtype, quantization, num_sequences, arguments.steps, folder)
                 alone = found["the model alone"]
